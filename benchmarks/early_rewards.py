@@ -96,7 +96,8 @@ def main() -> None:
         for text in dict.fromkeys(questions)
     ]
     trainers = {side: DeepSpeedPPOTrainer(engine, config) for side in ("after", "early")}
-    trainers["after"].programs.takes_parts = False
+    for source in trainers["after"].reward_functions.sources:
+        source.takes_parts = False
     times: dict[str, list[float]] = {side: [] for side in trainers}
     scored: dict[str, list[float]] = {side: [] for side in trainers}
     generated: dict[str, list[float]] = {side: [] for side in trainers}
@@ -126,7 +127,7 @@ def main() -> None:
         line[f"ratio_{name}"] = ratios(sides["after"], sides["early"])
     print(json.dumps(line))
     for trainer in trainers.values():
-        trainer.programs.close()
+        trainer.reward_functions.close()
     server.shutdown()
     dist.shutdown()
 

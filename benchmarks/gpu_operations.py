@@ -16,7 +16,7 @@ from rollout_workloads import MODELS, Case
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, model_spec
@@ -90,7 +90,7 @@ class Operation(ABC):
 
     def decoder(self, device: torch.device) -> Decoder:
         """A decoder without weights: they are operands."""
-        weights = Weights(self.spec, DTYPE, device, Group())
+        weights = Weights(self.spec, DTYPE, device, RankGroup())
         length = self.case.prompt_tokens + self.case.new_tokens
         return Decoder(self.spec, self.config, weights, length)
 
@@ -116,7 +116,7 @@ class Product(Operation):
     @cached_property
     def _sizes(self) -> tuple[int, int, bool]:
         """Outputs, inputs, and whether it has a bias."""
-        weights = Weights(self.spec, DTYPE, torch.device("meta"), Group())
+        weights = Weights(self.spec, DTYPE, torch.device("meta"), RankGroup())
         name = self.name if self.name == "head" else f"layers.0.{self.name}"
         shape = weights._linear_shape(name)
         assert shape is not None

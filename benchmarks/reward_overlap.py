@@ -101,7 +101,7 @@ def main() -> None:
     }
     print(json.dumps(line))
     for trainer in trainers.values():
-        trainer.programs.close()
+        trainer.reward_functions.close()
     dist.shutdown()
 
 

@@ -28,12 +28,12 @@ def main() -> None:
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
     from dschat.observability import console
-    from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms
-    from dschat.rlhf.episode_collector import ENVIRONMENT
+    from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+    from dschat.rlhf.episodes import ENVIRONMENT, environment_of
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
     from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
-    from dschat.rlhf.reporter import Reporter, unsupervised_steps
-    from dschat.rlhf.rollout_source import environment_of
+    from dschat.rlhf.ptx import unsupervised_steps
+    from dschat.rlhf.reporter import Reporter
     from dschat.runtime.checkpointing import training_checkpointer
     from dschat.runtime.deepspeed_engine import zero_settings
     from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
@@ -54,10 +54,10 @@ def main() -> None:
         prompts, held_out = prompt_dataset(args, tokenizer, "both", tools=tools)
         unsupervised = unsupervised_steps(args, tokenizer)
     check_same_rows(prompts, held_out)
-    programs = RewardPrograms.of(args)
+    functions = RewardFunctions.of(args)
     for table in (prompts, *([held_out] if len(held_out) else [])):
-        programs.check_columns(prompt_columns(table))
-    sources = [*([REWARD_MODEL] if checkpoints.reward else []), *programs.names]
+        functions.check_columns(prompt_columns(table))
+    sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if environment and environment.rewards:
         sources.append(ENVIRONMENT)
     check_evaluation(args, sources, len(held_out))
@@ -80,7 +80,7 @@ def main() -> None:
         args=args,
         unsupervised=unsupervised,
         more_prompts=prompt_batches,
-        programs=programs,
+        reward_functions=functions,
     )
 
     # Loop.

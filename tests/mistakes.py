@@ -43,7 +43,7 @@ from dschat.estimate import Request
 from dschat.launch.preflight import check
 from dschat.config import RLHFConfig
 from dschat.rewards import user_modules
-from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
 from transformers import AutoTokenizer
 
 load = InferenceEngine.from_pretrained
@@ -58,7 +58,7 @@ def trainer():
     return DeepSpeedPPOTrainer(engine(**values))
 
 def scores(*functions, columns=(), **values):
-    RewardPrograms.of(RLHFConfig(**values), functions).check_columns(columns)
+    RewardFunctions.of(RLHFConfig(**values), functions).check_columns(columns)
 
 def later(step, **fields):
     length = {} if step == 3 else {"max_seq_len": 64}

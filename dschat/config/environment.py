@@ -63,9 +63,9 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         return self.environment is not None or self.tools is not None
 
     @property
-    def has_reward_programs(self) -> bool:
+    def has_reward_functions(self) -> bool:
         """Whether functions, an endpoint or an environment score."""
-        return self.environment is not None or super().has_reward_programs
+        return self.environment is not None or super().has_reward_functions
 
     def validate_rewards(self) -> None:
         super().validate_rewards()

@@ -62,7 +62,7 @@ class RewardSourcesConfig:
     )
 
     @property
-    def has_reward_programs(self) -> bool:
+    def has_reward_functions(self) -> bool:
         """Whether functions or an endpoint score."""
         return bool(self.reward_fn or self.reward_url)
 

@@ -334,10 +334,10 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
-        if not reward and not self.has_reward_programs:
+        if not reward and not self.has_reward_functions:
             self.reward_model_name_or_path = critic
         if not critic:
-            actor = self.actor_model_name_or_path if self.has_reward_programs else ""
+            actor = self.actor_model_name_or_path if self.has_reward_functions else ""
             self.critic_model_name_or_path = reward or actor
 
     def mini_batch_size(self, world_size: int) -> int:
@@ -362,7 +362,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     def validate(self) -> None:
         """`validate_models`, and require a reward source or a teacher."""
         self.validate_models()
-        if not (self.reward_model_name_or_path or self.has_reward_programs):
+        if not (self.reward_model_name_or_path or self.has_reward_functions):
             require(
                 self.has_teacher,
                 "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "

@@ -20,7 +20,7 @@ from dschat.distributed.exits import announce_exit, exit_process, first_failure,
 
 if TYPE_CHECKING:
     from dschat.distributed.collectives import (
-        Group,
+        RankGroup,
         all_gather_shards,
         all_reduce_sum,
         barrier,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dschat.distributed.process_group import check_same, init, shutdown
 
 __all__ = [
-    "Group",
+    "RankGroup",
     "all_reduce_sum",
     "barrier",
     "check_same",

@@ -167,7 +167,7 @@ def my_share(indices: list[int]) -> list[int]:
 _handles: dict[int, Any] = {}  # torch's process group of this rank, by size
 
 
-class Group:
+class RankGroup:
     """Consecutive ranks that compute together: {0, ..., size - 1}, {size, ...}, and so on.
 
     With ``size`` 1 nothing communicates.

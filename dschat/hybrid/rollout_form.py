@@ -135,7 +135,7 @@ class EngineRollout:
         self, module: nn.Module, config: PretrainedConfig, settings: RolloutSettings
     ) -> None:
         self._module, self._config, self._settings = module, config, settings
-        self._group = dist.Group(settings.tp_size)
+        self._group = dist.RankGroup(settings.tp_size)
         self._engine = self._make_engine()
         self._has_adapters = bool(adapters(module))
         choice = self._choice()

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from dschat.config.errors import UserError
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
 from dschat.inference.eager_loop import EagerLoop
@@ -72,7 +72,7 @@ class InferenceEngine:
         dtype: torch.dtype,
         device: torch.device,
         sizes: EngineConfig | None = None,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         require_current(device)
         limit_spinning_late()
@@ -80,7 +80,7 @@ class InferenceEngine:
         self.config, self.dtype, self.device = config, dtype, device
         self._lock = threading.RLock()  # held by `generate`, and for each step of a stream
         self.spec = model_spec(config)
-        self.group = group or Group()
+        self.group = group or RankGroup()
         panels = fused_step.applies(self.spec, dtype, device, self.group.size)
         self.weights = Weights(self.spec, dtype, device, self.group, panels)
         self._sizes = sizes = sizes or EngineConfig()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference.eager_loop import EagerLoop
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import SamplingParams
@@ -174,7 +174,7 @@ class _RequestSampler(Sampler):
         return self._samplers[key]
 
 
-def _device_of(engine: InferenceEngine) -> tuple[int, torch.device, Group]:
+def _device_of(engine: InferenceEngine) -> tuple[int, torch.device, RankGroup]:
     return engine.num_tokens, engine.device, engine.group
 
 

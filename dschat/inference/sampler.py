@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
@@ -37,7 +37,7 @@ class Sampler:
         stops: frozenset[int],
         num_tokens: int,
         device: torch.device,
-        group: Group,
+        group: RankGroup,
     ) -> None:
         self.sampling, self._device, self._group = sampling, device, group
         self.num_tokens = num_tokens

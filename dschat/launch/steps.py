@@ -28,7 +28,7 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
     if pairs.trains_policy:
         return _two_steps(config, pairs.loss)
     rlhf = RLHFConfig(**values[3])
-    needs_no_model = rlhf.has_reward_programs or rlhf.has_teacher
+    needs_no_model = rlhf.has_reward_functions or rlhf.has_teacher
     if not needs_no_model or rlhf.reward_model_name_or_path:
         return dict(STEPS), []
     if config.reward_model or 2 in (config.step or ()):
@@ -39,7 +39,7 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
         ]
     without = {n: step for n, step in STEPS.items() if n != 2}
     scores = "--reward_fn or --reward_url scores"
-    if not rlhf.has_reward_programs:
+    if not rlhf.has_reward_functions:
         scores = "--teacher_model_name_or_path alone is learned from"
     return without, [f"{scores}: no reward model, so no step 2"]
 
@@ -70,6 +70,6 @@ def inputs_of(steps: Mapping[int, TrainingStep], values: Values) -> dict[int, tu
     inputs: dict[int, tuple[str, ...]] = {1: (ACTOR,)}
     if 2 in steps:
         # With reward functions, naming a critic does not name a reward model.
-        has_programs = RLHFConfig(**values[3]).has_reward_programs
-        inputs[2] = (REWARD,) if has_programs else (CRITIC, REWARD)
+        has_functions = RLHFConfig(**values[3]).has_reward_functions
+        inputs[2] = (REWARD,) if has_functions else (CRITIC, REWARD)
     return inputs

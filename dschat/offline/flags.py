@@ -70,7 +70,7 @@ class PromptsConfig(RewardSourcesConfig):
     @property
     def has_rewards(self) -> bool:
         """Whether answers are scored."""
-        return bool(self.reward_model_name_or_path) or self.has_reward_programs
+        return bool(self.reward_model_name_or_path) or self.has_reward_functions
 
     @property
     def data(self) -> DataConfig:

@@ -19,8 +19,9 @@ from dschat.models.score_model import RewardModel
 from dschat.offline.flags import PromptsConfig
 from dschat.offline.rows import Row
 from dschat.rewards.combine import any_applies, combine
-from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
 from dschat.rewards.samples import Samples
+from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.initial_checkpoints import check_reward
 from dschat.rlhf.retokenize import Retokenizer
 
@@ -101,8 +102,8 @@ class AnswerScorer:
 
     def __init__(self, config: PromptsConfig, answering: Model, columns: list[str]) -> None:
         self._config, self._tokenizer, self._columns = config, answering.tokenizer, columns
-        self._programs = RewardPrograms.of(config)
-        self._programs.check_columns(columns)
+        self._functions = RewardFunctions.of(config)
+        self._functions.check_columns(columns)
         self._model = None
         if path := config.reward_model_name_or_path:
             self._model = ModelScorer(path, answering, config.trust_remote_code)
@@ -123,9 +124,9 @@ class AnswerScorer:
         if self._model is not None:
             weight = self._config.reward_model_weight
             sources.append(SourceScores(REWARD_MODEL, weight, self._model.score(rows, answers)))
-        if self._programs.names:
+        if self._functions.names:
             samples = self._samples(rows, answers)
-            sources += self._programs.score(samples, self._config.reward_timeout_s).result()
+            sources += self._functions.score(samples).result()
         total, _ = combine(sources, RewardTrainingConfig(), None)
         scored = any_applies(sources) & total.isfinite()
         return [
@@ -135,7 +136,7 @@ class AnswerScorer:
 
     def close(self) -> None:
         """Stop the threads and processes of reward functions."""
-        self._programs.close()
+        self._functions.close()
 
     def _samples(self, rows: list[Row], answers: Rollout) -> Samples:
         n = len(answers) // max(len(rows), 1)

@@ -6,11 +6,11 @@
     call              calls a function on samples: one value per sample, or a one-line fault
     threads           runs calls in threads and event loops, each with a time limit
     processes         runs calls in processes that can be killed
-    sources           `RewardSource.score`, and the reward functions behind it
     endpoint          the source that posts samples to --reward_url, with retries
     library           the ready-made functions: exact_match, math_equal, ...
     math_answers      compares two answers as mathematics
-    reward_functions  `RewardPrograms`: starts all sources on samples, collects their scores
+    reward_functions  `RewardFunctions`: the sources of a run, and their state
+    scoring           `Scoring`: the answers of a rollout being scored by all sources
     combine           the weighted sum of all sources, each normalized on request
 
 No models, tokenizers or training here. Errors of a user's function become `RewardError`, the same

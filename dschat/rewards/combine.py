@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config.reward import RewardTrainingConfig
-from dschat.rewards.reward_functions import SourceScores
+from dschat.rewards.scoring import SourceScores
 
 
 def combine(

@@ -6,13 +6,13 @@ number, a list of one number per token of the answer, or null.
 """
 
 import json
+from concurrent.futures import Future
 from typing import Any
 
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import Fault, Values, values_of
 from dschat.rewards.http_post import post
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import Parts
 from dschat.rewards.threads import Pool
 
 ENDPOINT = "http"  # the name of the source
@@ -30,23 +30,21 @@ class Endpoint:
         self.weight = config.reward_url_weight
         self._url = config.reward_url
         self._batch_size = config.reward_url_batch_size
-        self._retries = config.reward_retries
+        self._retries, self._timeout_s = config.reward_retries, config.reward_timeout_s
         self._threads = Pool(config.reward_workers)
         self.close = self._threads.close
 
-    def score(self, samples: Samples, timeout_s: float) -> Parts:
-        """One request per batch; no attempt at it takes longer than ``timeout_s``."""
+    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
+        """One request per batch; no attempt at it takes longer than the timeout."""
         starts = range(0, len(samples), self._batch_size)
         parts = [samples.part(start, start + self._batch_size) for start in starts]
-        return Parts([self._threads.submit(self._batch, part, timeout_s) for part in parts])
+        return [self._threads.submit(self._batch, part) for part in parts]
 
-    score_part = score
-
-    def _batch(self, samples: Samples, timeout_s: float) -> Values:
+    def _batch(self, samples: Samples) -> Values:
         """The values of one request; the fault of all its samples if no attempt worked."""
         lengths = [len(ids) for ids in samples.answer_ids]
         try:
-            reply = post(self._url, body_of(samples), timeout_s, self._retries)
+            reply = post(self._url, body_of(samples), self._timeout_s, self._retries)
             return values_of(rewards_of(reply), lengths)
         except Fault as fault:
             return [fault] * len(samples)

@@ -19,11 +19,10 @@ from dschat.rewards.call import GIVEN, parameters, raised, sources_of
 from dschat.rewards.user_modules import file_module, named_module
 
 LIBRARY = "dschat.rewards.library"
-RewardFunction = Callable[..., Any]
 
 
 @dataclass
-class Program:
+class RewardFunction:
     """A reward function with its name, weight and fixed arguments."""
 
     name: str  # in metrics and --reward_args; unique
@@ -52,9 +51,9 @@ class Program:
             raise UserError(str(error).replace("NAME.", f"{self.name}.")) from None
 
 
-def load_programs(
+def load_reward_functions(
     specs: Sequence[str], given: Sequence[Any], reward_args: Sequence[str], taken: Iterable[str]
-) -> list[Program]:
+) -> list[RewardFunction]:
     """The functions of ``--reward_fn``, then ``given``, with their ``--reward_args``.
 
     Args:
@@ -68,14 +67,14 @@ def load_programs(
     entries += [_entry(item, "reward_fns") for item in given]
     names = _unique([name for name, *_ in entries], taken)
     args = _parsed(reward_args, names)
-    programs = []
+    rewards = []
     for name, (_, label, weight, target, spec) in zip(names, entries, strict=True):
-        programs.append(_program(name, label, weight, target, spec, args.get(name, {})))
-    return programs
+        rewards.append(_reward_function(name, label, weight, target, spec, args.get(name, {})))
+    return rewards
 
 
-def rebuild(recipe: tuple[Any, ...]) -> RewardFunction:
-    """The function of a `Program` in another process, from its spec or a pickle."""
+def rebuild(recipe: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function of a `RewardFunction` in another process, from its spec or a pickle."""
     kind, content, *rest = recipe
     if kind == "pickle":
         return pickle.loads(content)
@@ -108,7 +107,7 @@ def resolve(spec: str) -> Any:
     return getattr(module, name)
 
 
-def is_async(function: RewardFunction) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
     """Whether it is declared with ``async def``."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -180,10 +179,10 @@ def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     return uniques
 
 
-def _program(
+def _reward_function(
     name: str, label: str, weight: float, target: Any, spec: str | None, args: dict[str, str]
-) -> Program:
-    """The program with its ``--reward_args``: for a class, arguments of the constructor; for a
+) -> RewardFunction:
+    """The function with its ``--reward_args``: for a class, arguments of the constructor; for a
     function, of every call.
     """
     mapped = {key: value[1:] for key, value in args.items() if value.startswith("@")}
@@ -208,7 +207,7 @@ def _program(
             raise UserError(f"{where}.{key}: it takes no {key}; it takes: {', '.join(accepted)}")
     recipe = ("spec", spec, values) if spec else ("callable", function)
     limit_s = getattr(function, "limit_per_answer_s", 0.0)
-    return Program(name, label, weight, function, accepted, recipe, bound, mapped, limit_s)
+    return RewardFunction(name, label, weight, function, accepted, recipe, bound, mapped, limit_s)
 
 
 def _instance(target: type, values: dict[str, Any], label: str) -> Any:
@@ -222,15 +221,15 @@ def _instance(target: type, values: dict[str, Any], label: str) -> Any:
         ) from None
 
 
-def portable(program: Program) -> tuple[Any, ...]:
+def portable(reward: RewardFunction) -> tuple[Any, ...]:
     """A recipe from which `rebuild` makes the function in another process.
 
     Raises:
         UserError: the function cannot be imported by name there.
     """
-    if program.recipe[0] == "spec":
-        return program.recipe
-    return ("pickle", pickled(program.function, program.label, "--reward_pool thread"))
+    if reward.recipe[0] == "spec":
+        return reward.recipe
+    return ("pickle", pickled(reward.function, reward.label, "--reward_pool thread"))
 
 
 def pickled(function: Any, label: str, instead: str) -> bytes:

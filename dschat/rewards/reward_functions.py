@@ -1,101 +1,47 @@
-"""Runs all reward functions and the endpoint: starts them on samples, collects the scores later.
-
-A failure is a `RewardError` with the same message on every rank.
-"""
+"""Holds the reward functions and the endpoint of a run: where their calls run, and their state."""
 
 import functools
 import json
 import logging
-from collections import Counter
+import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Fault, MissingColumn, Values, raised, shortened
+from dschat.rewards.call import (
+    LONGEST_CALL_S,
+    Fault,
+    MissingColumn,
+    Values,
+    arguments,
+    raised,
+)
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
-from dschat.rewards.loader import Program, load_programs, portable
+from dschat.rewards.loader import RewardFunction, load_reward_functions, portable
 from dschat.rewards.processes import Processes
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import FunctionSource, Parts, RewardSource, Scattered
+from dschat.rewards.scoring import RewardError, RewardSource, Scoring
 from dschat.rewards.threads import Loop, Pool, at_once, background, in_thread
 
 logger = logging.getLogger("dschat")
 
 REWARD_MODEL = "reward_model"  # reserved source name
-_PROMPT_SHOWN = 80  # characters
-_SKIP = ", or pass --on_reward_error skip"
-# Rows of samples that are being scored, and the calls, by source.
-Begun = tuple[list[int], dict[str, Parts]]
 _NOT_JSON = "let it return JSON types, for checkpoints, or rename it"
 
 
-class RewardError(UserError):
-    """A reward function or the endpoint failed. Every rank raises the first rank's message."""
-
-
-@dataclass
-class SourceScores:
-    """One source's scores of this rank's samples."""
-
-    name: str
-    weight: float
-    scores: Tensor  # (S,) fp32; NaN where the source failed under on_reward_error=skip
-    token_scores: list[list[float]] | None = None  # (S,) of (A,); `scores` is then their sum
-    applies: Tensor | None = None  # (S,) bool, False where the source returned None (scores 0)
-
-
-@dataclass
-class Pending:
-    """Samples being scored by all sources of a run."""
-
-    samples: Samples
-    calls: list[tuple[RewardSource, Parts | Scattered]]
-    timeout_s: float
-    skips: bool
-
-    def result(self) -> list[SourceScores]:
-        """Collective. Wait for the scores: one entry per source, in their order.
-
-        Raises:
-            RewardError: a source failed on any rank and ``on_reward_error`` is error.
-        """
-        values = [scoring.result() for _, scoring in self.calls]
-        scores = [
-            _scores(source, row, self.samples)
-            for (source, _), row in zip(self.calls, values, strict=True)
-        ]
-        if not self.calls:
-            return scores
-        complaints = [_complaint(row, self.samples, self.timeout_s) for row in values]
-        num_failed = [int(source.scores.isnan().sum()) for source in scores]
-        ranks = dist.gather_objects((complaints, num_failed, len(self.samples)))
-        for number, (source, _) in enumerate(self.calls):
-            line = next((lines[number] for lines, _, _ in ranks if lines[number]), None)
-            if line is None:
-                continue
-            if not self.skips:
-                raise RewardError(f"{source.label} {line}")
-            lost = sum(counts[number] for _, counts, _ in ranks)
-            total = sum(size for _, _, size in ranks)
-            line = line.removesuffix(_SKIP)
-            logger.warning("%d of %d samples have no score: %s %s", lost, total, source.label, line)
-        return scores
-
-
-class RewardPrograms:
+class RewardFunctions:
     """The reward functions and the endpoint of a run.
 
-    ``overlaps``: at least one source scores in the background after `score` returns.
-    ``takes_parts``: at least one does so in `score_part`. ``num_workers``: calls at a time.
+    ``overlaps``: at least one source scores in the background.
     """
 
-    def __init__(self, config: RewardSourcesConfig, functions: Sequence[Program]) -> None:
+    def __init__(self, config: RewardSourcesConfig, functions: Sequence[RewardFunction]) -> None:
         self._functions = list(functions)
         self._config = config
         self._closing: list[Callable[[], None]] = []
@@ -104,15 +50,13 @@ class RewardPrograms:
         self._problem = ""
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
-        self._sources = self._make_sources()
-        self.weights = {source.name: source.weight for source in self._sources}
+        self.sources = self._make_sources()
+        self.weights = {source.name: source.weight for source in self.sources}
         self.names = list(self.weights)
-        self.overlaps = any(source.overlaps for source in self._sources)
-        self.takes_parts = any(source.takes_parts for source in self._sources)
-        self.num_workers = config.reward_workers
+        self.overlaps = any(source.overlaps for source in self.sources)
 
     @classmethod
-    def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardPrograms":
+    def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardFunctions":
         """The sources of ``config``, plus ``reward_fns``: callables, specs, or pairs with a weight.
 
         Raises:
@@ -122,44 +66,33 @@ class RewardPrograms:
             raise UserError(f"reward_fns={reward_fns!r:.80} is one function; give a list: [...]")
         taken = {REWARD_MODEL, ENDPOINT}
         specs, args = config.reward_fn or [], config.reward_args or []
-        return cls(config, load_programs(specs, reward_fns, args, taken))
+        return cls(config, load_reward_functions(specs, reward_fns, args, taken))
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` if a function needs a column that is not in ``columns``."""
-        for program in self._functions:
+        for reward in self._functions:
             try:
-                program.sources(columns)
+                reward.sources(columns)
             except UserError as error:
-                raise UserError(f"{program.label} {error}") from None
+                raise UserError(f"{reward.label} {error}") from None
 
-    def score(self, samples: Samples, timeout_s: float, begun: Sequence[Begun] = ()) -> Pending:
-        """Start scoring. With ``reward_pool`` none, functions run before this returns.
-
-        ``begun``: what `score_part` has begun, with its rows of ``samples``.
+    def scoring(self, prompts: Sequence[Sequence[int]] = (), num_certain: int = 0) -> Scoring:
+        """Scores the answers of a rollout to ``prompts`` (their ids); see `Scoring`.
 
         Raises:
             RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
         self._raise_problem()
-        # Background sources first: a source that runs in this thread blocks the loop.
-        started: dict[str, Parts | Scattered] = {}
-        for source in sorted(self._sources, key=lambda source: not source.overlaps):
-            if begun and source.takes_parts:
-                calls = [(rows, parts[source.name]) for rows, parts in begun]
-                done = {row for rows, _ in begun for row in rows}
-                rest = [row for row in range(len(samples)) if row not in done]
-                for rows in samples.apart(rest):
-                    calls.append((rows, source.score(samples.pick(rows), timeout_s)))
-                started[source.name] = Scattered(calls)
-            else:
-                started[source.name] = source.score(samples, timeout_s)
-        of_sources = [(source, started[source.name]) for source in self._sources]
-        return Pending(samples, of_sources, timeout_s, self._config.on_reward_error == "skip")
+        return Scoring(self.sources, self._config, prompts, num_certain)
 
-    def score_part(self, samples: Samples, timeout_s: float) -> dict[str, Parts]:
-        """Start scoring whole prompts of a rollout, by the sources that take them; by name."""
-        chosen = [source for source in self._sources if source.takes_parts]
-        return {source.name: source.score_part(samples, timeout_s) for source in chosen}
+    def score(self, samples: Samples) -> Scoring:
+        """Start scoring samples of any number of prompts, all at once; raises as `scoring` does.
+        With ``reward_pool`` none, functions run before this returns.
+        """
+        scoring = self.scoring()
+        scoring.add(0, samples)
+        scoring.start()
+        return scoring
 
     def close(self) -> None:
         """Stop threads and processes."""
@@ -176,11 +109,11 @@ class RewardPrograms:
         good state: a checkpoint can be saved with that. The next `score` raises the error.
         """
         problem = ""
-        for program in self._stateful:
+        for reward in self._stateful:
             try:
-                self._states[program.name] = json.loads(json.dumps(program.function.state_dict()))
+                self._states[reward.name] = json.loads(json.dumps(reward.function.state_dict()))
             except Exception as error:
-                problem = problem or f"{program.label}: state_dict() {raised(error)}; {_NOT_JSON}"
+                problem = problem or f"{reward.label}: state_dict() {raised(error)}; {_NOT_JSON}"
         ranks = dist.gather_objects((self._states, problem)) if self._stateful else []
         self._problem = next((p for _, p in ranks if p), "")
         if self._problem:
@@ -193,37 +126,41 @@ class RewardPrograms:
 
     def load_state_dict(self, states: dict[str, list[Any]]) -> None:
         """Restore each function's state of this rank; of rank modulo n after n ranks saved it."""
-        for program in self._stateful:
-            if program.name in states:
-                of_ranks = states[program.name]
+        for reward in self._stateful:
+            if reward.name in states:
+                of_ranks = states[reward.name]
                 try:
-                    program.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
+                    reward.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
                 except Exception as error:
                     raise UserError(
-                        f"{program.label}: load_state_dict() {raised(error)}; fix it, or start "
+                        f"{reward.label}: load_state_dict() {raised(error)}; fix it, or start "
                         "over with --overwrite_output_dir (train.py: --restart)"
                     ) from None
 
-    def _stateful_functions(self) -> list[Program]:
+    def _stateful_functions(self) -> list[RewardFunction]:
         """Functions whose state this process has."""
-        stateful = [program for program in self._functions if _is_stateful(program.function)]
+        stateful = [reward for reward in self._functions if _is_stateful(reward.function)]
         if self._config.reward_pool != "process":
             return stateful
-        for program in stateful:
-            if not program.is_async:
+        for reward in stateful:
+            if not reward.is_async:
                 logger.warning(
                     "checkpoints do not hold the state of %s: with --reward_pool process, every "
                     "process has its own",
-                    program.label,
+                    reward.label,
                 )
-        return [program for program in stateful if program.is_async]
+        return [reward for reward in stateful if reward.is_async]
 
     # -- sources -----------------------------------------------------------------------------------
 
     def _make_sources(self) -> list[RewardSource]:
         config, pool = self._config, self._config.reward_pool
-        source = functools.partial(FunctionSource, retries=config.on_reward_error == "skip")
-        plain = [program for program in self._functions if not program.is_async]
+        source = functools.partial(
+            FunctionSource,
+            timeout_s=config.reward_timeout_s,
+            retries=config.on_reward_error == "skip",
+        )
+        plain = [reward for reward in self._functions if not reward.is_async]
         num_parts = 1 if pool == "none" else config.reward_workers
         submit = at_once
         if pool == "thread" and plain:
@@ -231,21 +168,27 @@ class RewardPrograms:
         if pool == "process" and plain:
             processes = self._closed_later(Processes([portable(p) for p in plain], num_parts))
         sources: list[RewardSource] = []
-        for program in self._functions:
-            if program.is_async:
+        for reward in self._functions:
+            if reward.is_async:
                 loop = self._closed_later(Loop())
-                run = functools.partial(loop.call, _on_own_device(program.function))
-                sources.append(source(program, run, background))
+                run = functools.partial(loop.call, _on_own_device(reward.function))
+                sources.append(source(reward, run, submit=background))
             elif pool == "process":
-                run = functools.partial(processes.call, plain.index(program))
+                run = functools.partial(processes.call, plain.index(reward))
                 sources.append(
-                    source(program, run, background, num_parts, prepare=processes.prepare)
+                    source(
+                        reward,
+                        run,
+                        submit=background,
+                        num_parts=num_parts,
+                        prepare=processes.prepare,
+                    )
                 )
-                if program.recipe[0] == "spec":  # a function that they unpickle is kept
-                    program.function = None
+                if reward.recipe[0] == "spec":  # a function that they unpickle is kept
+                    reward.function = None
             else:
-                run = functools.partial(in_thread, _on_own_device(program.function))
-                sources.append(source(program, run, submit, num_parts))
+                run = functools.partial(in_thread, _on_own_device(reward.function))
+                sources.append(source(reward, run, submit=submit, num_parts=num_parts))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
         return sources
@@ -254,6 +197,73 @@ class RewardPrograms:
         """Registers ``resource`` for `close` and returns it."""
         self._closing.append(resource.close)
         return resource
+
+
+@dataclass
+class FunctionSource:
+    """A reward function: where its calls run, and how they are retried."""
+
+    reward: RewardFunction
+    run: Callable[[dict[str, Any], list[int], float], Values]  # (arguments, lengths, limit_s)
+    timeout_s: float  # of a call
+    submit: Callable[..., "Future[Values]"] = at_once  # starts such calls
+    num_parts: int = 1
+    retries: bool = False  # after a failed call, call again sample by sample
+    prepare: Callable[[], None] = lambda: None  # before each of these, outside its time limit
+
+    def __post_init__(self) -> None:
+        reward = self.reward
+        self.name, self.label, self.weight = reward.name, reward.label, reward.weight
+        self.overlaps = self.submit is not at_once
+        self.takes_parts = self.num_parts > 1
+
+    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
+        cuts = samples.cuts(1 if in_one_call else self.num_parts)
+        return [self.submit(self._values, samples.part(*cut)) for cut in cuts]
+
+    def _values(self, samples: Samples) -> Values:
+        try:
+            return self.call(samples, self.timeout_s)
+        except Fault as fault:
+            if not self.retries or isinstance(fault, MissingColumn) or len(samples) == 1:
+                return [fault] * len(samples)
+            return self._one_by_one(samples, fault)
+
+    def _one_by_one(self, samples: Samples, fault: Fault) -> Values:
+        """The values of calls with one sample each, all within the time limit of one call."""
+        values: Values = [fault] * len(samples)
+        left_s = self.timeout_s
+        for row in range(len(samples)):
+            self.prepare()
+            started = time.monotonic()
+            try:
+                (values[row],) = self.call(samples.part(row, row + 1), left_s)
+            except Fault as retried:
+                if retried.timed_out and left_s < self.timeout_s / 2:
+                    break  # too little time left to tell whether this sample hangs
+                if retried.timed_out and fault.timed_out:
+                    retried = Fault(fault.problem, timed_out=True)  # it names the whole limit
+                values[row] = retried
+            left_s -= time.monotonic() - started
+            if left_s <= 0:
+                break
+        return values
+
+    def call(self, samples: Samples, limit_s: float) -> Values:
+        """One call of the function.
+
+        Raises:
+            Fault: it failed as a whole.
+        """
+        try:
+            sources = self.reward.sources(samples.columns)
+        except UserError as error:
+            raise MissingColumn(str(error)) from None
+        # A copy: a function may change its arguments, and a retry needs the original ones.
+        kwargs = self.reward.bound | arguments(sources, samples.part(0, len(samples)))
+        own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
+        lengths = [len(ids) for ids in samples.answer_ids]
+        return self.run(kwargs, lengths, max(limit_s, own_limit_s))
 
 
 def _is_stateful(function: object) -> bool:
@@ -275,43 +285,3 @@ def _on_own_device(function: Callable) -> Callable:
         return function(**kwargs)
 
     return on_own_device
-
-
-def _complaint(values: Values, samples: Samples, timeout_s: float) -> str | None:
-    """One line for the faults in ``values``, with a prompt and the remedy; None without faults.
-
-    The fault of one sample takes precedence over that of a call with several.
-    """
-    faults = [(row, value) for row, value in enumerate(values) if isinstance(value, Fault)]
-    if not faults:
-        return None
-    sizes = Counter(fault for _, fault in faults)
-    row, fault = next(((r, f) for r, f in faults if sizes[f] == 1), faults[0])
-    if isinstance(fault, MissingColumn):
-        return fault.problem
-    several = f"{sizes[fault]} samples, the first on " if sizes[fault] > 1 else ""
-    prompt = shortened(" ".join(samples.prompts[row].split()), _PROMPT_SHOWN)
-    remedy = f"raise --reward_timeout_s {timeout_s:g} or fix it" if fault.timed_out else "fix it"
-    return f"{fault.problem} on {several}the prompt {prompt!r}; {remedy}{_SKIP}"
-
-
-def _scores(source: RewardSource, values: Values, samples: Samples) -> SourceScores:
-    """Values as tensors; NaN for a fault, 0 for None."""
-    by_token = any(isinstance(value, list) for value in values)
-    scores, tokens = [], []
-    for value, ids in zip(values, samples.answer_ids, strict=True):
-        if isinstance(value, Fault):
-            value = float("nan")
-        if isinstance(value, list):
-            scores.append(sum(value))
-            tokens.append(value)
-        else:  # one score for the whole answer goes to its last token
-            scores.append(value or 0.0)
-            tokens.append([0.0] * (len(ids) - 1) + [value or 0.0] if ids else [])
-    return SourceScores(
-        source.name,
-        source.weight,
-        torch.tensor(scores, dtype=torch.float32),
-        tokens if by_token else None,
-        torch.tensor([value is not None for value in values], dtype=torch.bool),
-    )

@@ -24,10 +24,10 @@ class Samples:
 
     @classmethod
     def joined(cls, parts: "Sequence[Samples]") -> "Samples":
-        """The samples of all ``parts``, at least one, which have the same columns."""
+        """The samples of all ``parts``, which have the same columns."""
         names = [f.name for f in fields(cls) if f.name != "columns"]
         lists = {name: [v for part in parts for v in getattr(part, name)] for name in names}
-        given = parts[0].columns
+        given = parts[0].columns if parts else {}
         columns = {name: [v for part in parts for v in part.columns[name]] for name in given}
         return cls(**lists, columns=columns)
 

@@ -24,12 +24,14 @@ from dschat.models.continued_text import continued_texts
 from dschat.models.eval_mode import evaluating
 from dschat.models.training_engine import ModelOrEngine
 from dschat.rewards.combine import any_applies, source_means
-from dschat.rewards.reward_functions import REWARD_MODEL, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL
+from dschat.rewards.scoring import SourceScores
+from dschat.rlhf.batching import pieces
+from dschat.rlhf.collector import Collector
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import RolloutCollector
-from dschat.rlhf.scoring import action_logprobs, pieces
+from dschat.rlhf.prompts import PromptTable
+from dschat.rlhf.scoring import action_logprobs
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")
@@ -63,7 +65,7 @@ def evaluate_policy(
     engine: DeepSpeedRLHFEngine,
     generator: Generator,
     held_out: HeldOutPrompts,
-    collector: RolloutCollector,
+    collector: Collector,
 ) -> dict[str, float]:
     """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training."""
     args = engine.args

@@ -140,7 +140,7 @@ def find_checkpoints(
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     start.check("lm", args.attn_implementation, *lora, args.packing)
     check_tensor_parallel(start.config, args.inference_tp_size)
-    scores = bool(named) or (bool(critic) and not args.has_reward_programs)
+    scores = bool(named) or (bool(critic) and not args.has_reward_functions)
     # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
     if not (scores or args.has_critic) and critic and critic != actor:
         raise UserError(

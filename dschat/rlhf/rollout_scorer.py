@@ -4,12 +4,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
-from dschat.rewards.reward_functions import REWARD_MODEL, RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rewards.scoring import Scoring, SourceScores
+from dschat.rlhf.batching import Moves, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.scoring import reward_model_scores
@@ -27,22 +30,22 @@ class RolloutScorer:
         self,
         engine: DeepSpeedRLHFEngine,
         args: RLHFConfig,
-        programs: RewardPrograms,
+        functions: RewardFunctions,
         others: Sequence[str] = (),
     ) -> None:
         """``others``: names of further sources, of weight 1."""
         has_model = engine.reward is not None or engine.teacher is not None
-        if not (has_model or programs.names or others):
+        if not (has_model or functions.names or others):
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
                 "give --reward_fn, --reward_url or reward_fns=[...]"
             )
-        self.args, self.programs = args, programs
+        self.args, self.functions = args, functions
         self.scale = RunningScale()
         self._engine = engine
         self._warned = False  # of answers without a score
         weights = {} if engine.reward is None else {REWARD_MODEL: args.reward_model_weight}
-        weights |= programs.weights | dict.fromkeys(others, 1.0)
+        weights |= functions.weights | dict.fromkeys(others, 1.0)
         terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
         bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
         logger.info("score: %s, %s", " + ".join(terms) or "none, the teacher alone", bound)
@@ -50,19 +53,19 @@ class RolloutScorer:
     @property
     def clip(self) -> float | None:
         """The bound that clips an answer's score in its reward; None: not clipped."""
-        alone = self._engine.reward is not None and not any(self.programs.weights.values())
+        alone = self._engine.reward is not None and not any(self.functions.weights.values())
         return self.args.clip_where(model_alone=alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-        return {"scale": self.scale.state_dict(), "programs": self.programs.state_dict()}
+        return {"scale": self.scale.state_dict(), "programs": self.functions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale.load_state_dict(state["scale"])
-        self.programs.load_state_dict(state.get("programs", {}))
+        self.functions.load_state_dict(state.get("programs", {}))
 
     def reward_model(self, e: Experience, size: int) -> list[SourceScores]:
-        """Collective. The reward model's scores, if there is one; see `PendingRollout.sources`."""
+        """Collective. The reward model's scores, if there is one; see `Collected.sources`."""
         if self._engine.reward is None:
             return []
         scores = reward_model_scores(self._engine, e, size)
@@ -102,3 +105,63 @@ class RolloutScorer:
         if num_failed:
             e = e.pick((~failed).nonzero().flatten().tolist())
         return e, metrics
+
+
+class Collected:
+    """Answers whose reward functions may still run. Score them once, with `score` or `sources`.
+
+    Attributes:
+        experience: this rank's answers; `score` fills in their scores.
+        num_prompts: over all ranks.
+        metrics: of the generation; after `score`, of the scores too.
+    """
+
+    def __init__(
+        self,
+        experience: Experience,
+        num_prompts: int,
+        metrics: dict[str, float],
+        scorer: RolloutScorer | None = None,
+        scoring: Scoring | None = None,
+        others: Sequence[SourceScores] = (),
+    ) -> None:
+        """``scorer``: None if the experience has its scores. ``scoring``: by reward functions.
+        ``others``: scores that the answers came with.
+        """
+        self.experience, self.num_prompts, self.metrics = experience, num_prompts, metrics
+        self._scorer, self._scoring, self._others = scorer, scoring, others
+        self._moves: Moves | None = None  # of the answers, after their scoring had begun
+
+    def balance(self, mini_batch: np.ndarray, samples: int, budget: int) -> None:
+        """Collective. Move answers between ranks; see `plan_moves`."""
+        self._moves = plan_moves(self.experience, mini_batch, samples, budget)
+        self.experience = self._moves.experience(self.experience)
+
+    def score(self) -> Experience:
+        """Collective. Wait for reward functions and fill in the scores, not clipped.
+
+        A sequence that a weighted reward function failed on is dropped. A sequence that every
+        weighted source declined (None) stays, but is not ``scored``. A NaN of the reward model
+        stays, for the trainer to detect.
+
+        Raises ``RewardError`` on all ranks where a reward function failed on one of them.
+        """
+        if (scorer := self._scorer) is not None:
+            sources = self.sources(scorer.args.per_device_training_batch_size)
+            self.experience, metrics = scorer.combined(self.experience, sources)
+            self.metrics |= metrics
+        return self.experience
+
+    def sources(self, size: int) -> list[SourceScores]:
+        """Collective. Every source's scores, after waiting for reward functions.
+
+        ``size``: sequences per forward of the reward model, unless there is a token budget.
+        """
+        assert self._scorer is not None, "already scored"
+        scorer, self._scorer = self._scorer, None
+        of_model = scorer.reward_model(self.experience, size)
+        others = [] if self._scoring is None else self._scoring.result()
+        others += self._others
+        if self._moves is not None:
+            others = self._moves.scores(others)
+        return of_model + others

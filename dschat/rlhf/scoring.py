@@ -1,20 +1,14 @@
-"""Computes an experience's log-probs, entropies, values and reward-model scores.
-
-Sequences go through the models in micro-batches; every rank runs the same number of forwards.
-"""
-
-from collections.abc import Iterator
+"""Computes an experience's log-probs, entropies, values and reward-model scores."""
 
 import torch
 from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.data.micro_batches import MicroBatchSize
 from dschat.models.eval_mode import evaluating
-from dschat.models.packing.model import packs
 from dschat.models.training_engine import ModelOrEngine
 from dschat.models.vocabulary import num_ids
+from dschat.rlhf.batching import micro_batches, pieces
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 
@@ -50,41 +44,47 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
         form computed none, or those of a few answers to compare (``recomputed``).
     """
     e.logprobs = e.rollout_logprobs.clone()
-    rows = list(range(e.num_sequences))
-    checked = [] if args.old_logprobs == "rollout" else rows
-    if args.old_logprobs == "auto" and not _needs_all(args):
-        checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
     with evaluating(engine.actor, engine.critic):
-        if args.old_logprobs != "rollout":
-            _recompute(engine, e, args, checked)
-        is_rollouts = args.old_logprobs == "rollout" or _rollout_serves(engine, e, args)
-        if not is_rollouts:
-            _recompute(engine, e, args, [i for i in rows if not e.recomputed[i]])
+        are_rollouts = _fill_in_from_actor(engine, e, args)
         if engine.has_reference or engine.teacher is not None or engine.critic is not None:
             _fill_in_from_others(engine, e, args)
         if args.distill_top_k:
             _fill_in_candidates(engine, e, args)
-    return is_rollouts
+    return are_rollouts
 
 
-def _needs_all(args: RLHFConfig) -> bool:
-    """Whether the rollout's log-probs are known to be other ones than the training form's, or are
-    compared with them token by token.
+def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
+    """Collective. Log-probs and entropies as far as ``old_logprobs`` wants them recomputed; whether
+    the log-probs remain the generator's.
     """
-    return args.rollout_is != "off" or args.partial_rollout
+    if args.old_logprobs == "rollout":
+        return True
+    rows = list(range(e.num_sequences))
+    # Importance weights compare both log-probs of every token; older policies drew other ones.
+    needs_all = args.old_logprobs == "recompute" or args.rollout_is != "off" or args.partial_rollout
+    if not needs_all:
+        checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
+        _recompute(engine, e, args, checked)
+        if not _reads_old_logprobs(engine, args) or _agree(e):
+            return True
+        rows = [i for i in rows if not e.recomputed[i]]
+    _recompute(engine, e, args, rows)
+    return False
 
 
-def _rollout_serves(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> bool:
-    """Collective. Whether the generator's log-probs do for the answers that are not recomputed."""
-    if _needs_all(args):
-        return False
+def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> bool:
+    """Whether a reward, an advantage or a ratio is computed from the old log-probs."""
+    in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
+    return in_reward or engine.teacher is not None or not args.takes_one_step
+
+
+def _agree(e: Experience) -> bool:
+    """Collective. Whether the generator's log-probs of recomputed answers differ by rounding."""
     mask = e.answer_mask & e.recomputed.unsqueeze(1)
     gap = float((e.rollout_logprobs - e.logprobs)[mask].abs().double().sum())
     gap, count = dist.sum_floats([gap, float(mask.sum())])
-    is_in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
-    is_read = is_in_reward or engine.teacher is not None or not args.takes_one_step
     # NOTE: False for NaN, and where no answer was compared: dynamic sampling leaves numbers out.
-    return not is_read or (count > 0 and gap <= _AGREES * count)
+    return count > 0 and gap <= _AGREES * count
 
 
 def _recompute(
@@ -196,32 +196,3 @@ def not_finite(e: Experience) -> str:
     totals = zip(_MUST_BE_FINITE.values(), dist.sum_floats(counts), strict=True)
     named = [f"{count:.0f} {words}" for words, count in totals if count]
     return f"{', '.join(named)} not finite" if named else ""
-
-
-def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
-    """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
-    models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
-    pads = any(model is not None and not packs(model) for model in models)
-    return MicroBatchSize(rows, engine.token_budget, pads)
-
-
-def micro_batches(
-    engine: DeepSpeedRLHFEngine, e: Experience, rows: list[int], size: int
-) -> list[list[int]]:
-    """Collective. ``rows`` of ``e`` in micro-batches of ``size`` or, if set, within the engine's
-    token budget; equally many on every rank.
-    """
-    parts = micro_batch_size(engine, size).split(e.tokens_of(rows))
-    return [[rows[i] for i in part] for part in parts]
-
-
-def pieces(
-    engine: DeepSpeedRLHFEngine, e: Experience, size: int, rows: list[int] | None = None
-) -> Iterator[tuple[list[int], Experience]]:
-    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number.
-
-    ``rows``: of ``e``; default: all.
-    """
-    rows = list(range(e.num_sequences)) if rows is None else rows
-    for part in micro_batches(engine, e, rows, size):
-        yield part, e.take(part, dist.device())

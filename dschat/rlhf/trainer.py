@@ -17,32 +17,32 @@ import dschat.distributed as dist
 from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
-from dschat.data.micro_batches import row_tokens
 from dschat.inference.protocol import SamplingParams
-from dschat.losses import AdaptiveKL, aggregation_count, value_loss
-from dschat.models.packing import PackedRows, pack
-from dschat.rewards.reward_functions import RewardPrograms
-from dschat.rlhf.actor_loss import actor_loss
+from dschat.losses import (
+    POLICY_LOSSES,
+    AdaptiveKL,
+    aggregation_count,
+    aggregation_weights,
+    kl_penalty,
+    top_k_reverse_kl,
+    value_loss,
+)
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.advantages import fill_in_advantages
+from dschat.rlhf.batching import micro_batches, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
 from dschat.rlhf.metrics import (
     experience_metrics,
+    mismatch_sums,
     throughput,
     training_metrics,
     warn_of_gap,
 )
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptBatch, PromptTable
-from dschat.rlhf.rollout_source import environment_of, rollout_collector, rollout_source
-from dschat.rlhf.scoring import (
-    action_values,
-    fill_in,
-    micro_batch_size,
-    micro_batches,
-    not_finite,
-)
-from dschat.rlhf.token_budget import settle_token_budget
+from dschat.rlhf.prompts import PromptBatch, PromptQueue, PromptTable
+from dschat.rlhf.ptx import add_text_loss, text_micro_batches
+from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
     OptimizerStep,
@@ -67,7 +67,7 @@ class DeepSpeedPPOTrainer:
             callable, a pair (callable, weight), or text as ``--reward_fn`` takes it.
         more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
-        programs: the reward functions of ``args``, already loaded; excludes ``reward_fns``.
+        reward_functions: those of ``args``, already loaded; excludes ``reward_fns``.
         environment, tools: a class or function, and functions; see `dschat.environments`. Default:
             those of ``args``. Prompts must show the tools, as `prompt_dataset` does.
 
@@ -86,24 +86,23 @@ class DeepSpeedPPOTrainer:
         unsupervised: Iterator[list[dict[str, Any]]] | None = None,
         reward_fns: Sequence[Any] = (),
         more_prompts: Iterator[PromptBatch] | None = None,
-        programs: RewardPrograms | None = None,
+        reward_functions: RewardFunctions | None = None,
         environment: Any = None,
         tools: Sequence[Any] = (),
     ) -> None:
-        if programs is not None and len(reward_fns):
+        if reward_functions is not None and len(reward_fns):
             raise UserError(
-                "give reward_fns to RewardPrograms.of, or to the trainer without programs"
+                "give reward_fns to RewardFunctions.of, or to the trainer without reward_functions"
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
         self.kl = AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
-        self.programs = programs or RewardPrograms.of(self.args, reward_fns)
+        self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
         source = environment_of(self.args, environment, tools)
-        self.collector = rollout_collector(engine, self.args, self.programs, source)
-        self._more = PromptQueue(more_prompts)
-        self._source = rollout_source(engine, self.collector, self.args, self._more)
+        more = PromptQueue(more_prompts)
+        self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self._device = dist.device()
@@ -119,9 +118,6 @@ class DeepSpeedPPOTrainer:
         """
         engine = self.engine
         engines = {"actor": engine.actor, "critic": engine.critic}
-        state: dict[str, Any] = {}
-        for part in (self.collector.scorer, self._source, self._more):
-            state |= part.state_dict()
         values = {
             "iteration": self.iteration,
             "version": engine.version,
@@ -130,7 +126,7 @@ class DeepSpeedPPOTrainer:
             "updates": self.args.ppo_epochs * self.args.num_mini_batches,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
-            "rollouts": state,
+            "rollouts": self.collector.state_dict(),
         }
         return RunState(
             {name: engine for name, engine in engines.items() if engine is not None},
@@ -157,8 +153,7 @@ class DeepSpeedPPOTrainer:
                 schedule.last_epoch = round(schedule.last_epoch * now / then) - 1
                 schedule.step()
         seek(self._unsupervised, values["unsupervised"])
-        for part in (self.collector.scorer, self._source, self._more):
-            part.load_state_dict(values["rollouts"])
+        self.collector.load_state_dict(values["rollouts"])
 
     @property
     def _is_on_policy(self) -> bool:
@@ -192,7 +187,7 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
-        rollout = self._source.generate(PromptTable.of(prompt_batch), self.sampling())
+        rollout = self.collector.collect(PromptTable.of(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt
@@ -303,14 +298,14 @@ class DeepSpeedPPOTrainer:
                 "iteration %d: a step without a scored answer is left out", self.iteration
             )
             train_actor = False
-        text = self._text_micro_batches() if train_actor else []
+        text = text_micro_batches(self.engine, self._unsupervised, size) if train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:
             num_batches = len(batches) + len(text)
             step = steps["actor"] = OptimizerStep(self.engine.actor, num_batches, all_policy)
             parts += [self._actor_micro_batch(step, batch) for batch in batches]
             self._measures_gap = False  # the step changes the actor
-            parts += self._ptx_micro_batches(step, text, all_policy)
+            parts += add_text_loss(self.engine, step, text, self.args.unsup_coef, all_policy)
             if not (self.args.align_overflow and self.engine.critic is not None):
                 step.finish()  # frees its gradients before the critic's are computed
         if self.engine.critic is not None:
@@ -326,13 +321,46 @@ class DeepSpeedPPOTrainer:
         return sums
 
     def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
-        """Backward of the actor's loss; sums of metrics."""
-        kl_coef = self.kl.value if self.args.kl_is_in_loss and self.engine.has_reference else None
-        loss, named = actor_loss(
-            self.engine.actor, batch, self.args, kl_coef, self._is_on_policy, self._measures_gap
+        """Backward of the actor's loss: policy, KLs to reference and teacher, entropy, each summed
+        over actions with the weights of the aggregation. Returns sums of metrics.
+        """
+        args, mask = self.args, batch.loss_mask
+        logprobs, entropy = action_logprobs(
+            self.engine.actor, batch, args.temperature, args.entropy_coef > 0
         )
+        of_candidates = batch.teacher_candidates
+        if logprobs.dim() == 3:  # with those of the teacher's candidates
+            logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
+        weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
+        loss, metrics = POLICY_LOSSES[args.policy_loss](
+            logprobs,
+            logprobs.detach() if self._is_on_policy else batch.logprobs,
+            batch.advantages,
+            mask,
+            args.cliprange_sides,
+            weights=weights * batch.weights,
+            **({} if args.dual_clip is None else {"dual_clip": args.dual_clip}),
+        )
+        sums = {f"policy_{name}": value for name, value in metrics.items()}
+        sums["policy_loss"] = loss.detach()
+        if args.kl_is_in_loss and self.engine.has_reference:
+            kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
+            kl = (weights * kl).sum()
+            loss = loss + self.kl.value * kl
+            sums["kl_loss"] = kl.detach()
+        if args.distill_top_k:
+            kl = top_k_reverse_kl(of_candidates, batch.teacher_candidates, batch.candidates, mask)
+            kl = (weights * kl).sum()
+            loss = loss + args.distill_coef * kl
+            sums["distill_loss"] = kl.detach()
+        if entropy is not None:
+            bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
+            loss = loss - args.entropy_coef * bonus
+            sums["entropy"] = bonus.detach()
+        if self._measures_gap:
+            sums |= mismatch_sums(logprobs.detach(), batch)
         step.backward(loss)
-        return named
+        return sums
 
     def _critic_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
         """Backward of the value loss; sums of metrics."""
@@ -343,34 +371,6 @@ class DeepSpeedPPOTrainer:
         )
         step.backward(loss)
         return {"value_clipped": metrics["value_clipped"], "value_loss": loss.detach()}
-
-    def _text_micro_batches(self) -> list[PackedRows]:
-        """Collective. The next step's text of the pretraining loss; empty without that loss."""
-        if self._unsupervised is None:
-            return []
-        ids = [row["input_ids"] for row in next(self._unsupervised)]
-        size = micro_batch_size(self.engine, self.args.per_device_training_batch_size)
-        parts = size.split([row_tokens({"input_ids": row}) for row in ids])
-        texts = [[ids[i] for i in part] for part in parts]
-        packed = (pack(rows, [range(len(row) - 1) for row in rows]) for rows in texts)
-        return [rows.to(self._device) for rows in packed]
-
-    def _ptx_micro_batches(
-        self, step: OptimizerStep, batches: list[PackedRows], denominator: float
-    ) -> list[DeviceSums]:
-        """Collective. Add ``unsup_coef`` x the token mean of the pretraining loss to the step."""
-        if not batches:
-            return []
-        (num_tokens,) = dist.sum_floats([float(sum(len(batch.targets) for batch in batches))])
-        # `step` divides by the action tokens; this factor replaces that by the text's tokens.
-        weight = self.args.unsup_coef * max(denominator, 1.0) / max(num_tokens, 1.0)
-        parts = []
-        for batch in batches:
-            logprobs, _ = self.engine.actor(batch)
-            loss, num_targets = -logprobs.sum(), torch.ones_like(logprobs).sum()
-            step.backward(weight * loss)
-            parts.append({"ptx_loss": loss.detach(), "ptx_tokens": num_targets})
-        return parts
 
     def _record(self, step: OptimizerStep, name: str) -> dict[str, float]:
         """Update version and average after an applied step, or count a skipped one."""

@@ -18,7 +18,7 @@ from dschat.checkpoint.manifest import step_name
 from dschat.checkpoint.rng_state import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 
 logger = logging.getLogger("dschat")
 

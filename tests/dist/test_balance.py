@@ -10,7 +10,7 @@ from test_same_losses import BUDGET, by_name, reference, slow
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Rollout
-from dschat.rlhf.balance import plan_moves
+from dschat.rlhf.batching import plan_moves
 from dschat.rlhf.experience import from_rollout
 
 PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))

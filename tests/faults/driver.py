@@ -159,14 +159,14 @@ def nan_logprobs(number: int, rank: int) -> None:
 def _in_rollout(owner: Any, name: str, number: int, rank: int, spoil: Callable[[Any], Any]) -> None:
     """``spoil`` what ``owner.name`` returns for the ``number``-th rollout, not in evaluations."""
     import dschat.distributed as dist
-    from dschat.rlhf import rollout_collector
+    from dschat.rlhf.rollout_scorer import Collected
 
     rollouts = [0]
 
     def count(*_: Any) -> None:
         rollouts[0] += 1
 
-    before(rollout_collector.PendingRollout, "score", count)
+    before(Collected, "score", count)
     after(
         owner,
         name,

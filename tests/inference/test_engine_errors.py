@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig
 
 from dschat.config import UserError
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
 from dschat.inference.engine_config import require_current
 from dschat.inference.sampler import Sampler
@@ -88,7 +88,7 @@ def test_knobs_of_zero(knob):
     ],
 )
 def test_tensor_parallel_sizes_that_do_not_divide(name, size, what):
-    group = Group()
+    group = RankGroup()
     group.size = size
     message = f"--inference_tp_size {size} does not divide the model's {what}"
     with pytest.raises(UserError, match=message) as error:
@@ -97,7 +97,7 @@ def test_tensor_parallel_sizes_that_do_not_divide(name, size, what):
 
 
 def test_mlp_columns_that_do_not_divide():
-    group = Group()
+    group = RankGroup()
     group.size = 2
     config = CONFIGS["llama"]()
     config.intermediate_size = 47

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sampler import Sampler, StepSampling
 from dschat.inference.sequence import Prompt, Sequence
@@ -30,7 +30,7 @@ def drawn(sampling, stops, step, logits):
         Sequence(Prompt([1, 2], 1000 * row, 3, 50), row % 3, answer=[4] * (row % 11))
         for row in range(len(logits))
     ]
-    plain = Sampler(sampling, frozenset(stops), NUM_TOKENS, CPU, Group())
+    plain = Sampler(sampling, frozenset(stops), NUM_TOKENS, CPU, RankGroup())
     kind = step.load(sampling, plain.stops, lambda work: work())
     prompt, sample, age = (
         torch.tensor(x)

@@ -35,7 +35,7 @@ SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=3)
 
 
 class Member:
-    """One thread's side of a group, with the methods of `dschat.distributed.Group`."""
+    """One thread's side of a group, with the methods of `dschat.distributed.RankGroup`."""
 
     def __init__(self, size, rank, barrier, slots):
         self.size, self.rank, self._barrier, self._slots = size, rank, barrier, slots

@@ -1,9 +1,9 @@
-"""Samples, and reward programs that are closed after a test."""
+"""Samples, and reward functions that are closed after a test."""
 
 import pytest
 
 from dschat.config import RLHFConfig
-from dschat.rewards.reward_functions import RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.samples import Samples
 
 
@@ -25,12 +25,12 @@ def samples():
 
 
 @pytest.fixture
-def programs():
-    """``programs([functions], flag=value)``: `RewardPrograms` that live as long as the test."""
+def rewards():
+    """``rewards([functions], flag=value)``: `RewardFunctions` that live as long as the test."""
     made = []
 
-    def make(functions=(), **flags) -> RewardPrograms:
-        made.append(RewardPrograms.of(RLHFConfig(**flags), functions))
+    def make(functions=(), **flags) -> RewardFunctions:
+        made.append(RewardFunctions.of(RLHFConfig(**flags), functions))
         return made[-1]
 
     yield make

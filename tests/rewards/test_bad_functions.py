@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dschat.config import UserError
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 
 FILE = Path(__file__).with_name("bad_functions.py")
 P2 = "on the prompt 'p2'"
@@ -60,12 +60,11 @@ BAD_VALUES = {"is_nan", "is_infinite", "beyond_floats", "is_text", "wrong_tokens
 OVERRUN = {"hangs", "is_slow", "keeps_the_interpreter", "waits_for_ever", "blocks"}
 
 
-def ask(programs, samples, name, pool, **flags):
+def ask(rewards, samples, name, pool, **flags):
     workers = 1 if pool == "process" else 2  # 2 cut the samples in two
-    asked = programs(
-        reward_fn=[f"{FILE}:{name}"], reward_pool=pool, reward_workers=workers, **flags
-    )
-    return asked.score(samples(8), 1.0 if name in OVERRUN else 60.0).result()
+    flags |= {"reward_timeout_s": 1.0} if name in OVERRUN else {}
+    asked = rewards(reward_fn=[f"{FILE}:{name}"], reward_pool=pool, reward_workers=workers, **flags)
+    return asked.score(samples(8)).result()
 
 
 SLOW = [  # they wait for a timeout, as others do
@@ -93,11 +92,11 @@ def check_line(line, name, words):
 
 
 @pytest.mark.parametrize(("name", "pool", "words"), [slow(n, p, w) for n, p, *w in BAD])
-def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
+def test_a_bad_function_is_one_line(rewards, samples, name, pool, words):
     """A call that fails as a whole names its samples; an invalid value is one sample's."""
     started = time.monotonic()
     with pytest.raises(RewardError) as caught:
-        ask(programs, samples, name, pool)
+        ask(rewards, samples, name, pool)
     line, *cause = str(caught.value), *words[:-1]
     assert line.startswith(f"--reward_fn {FILE}:{name} ")
     if name == "wants_more":
@@ -116,8 +115,8 @@ def test_a_bad_function_is_one_line(programs, samples, name, pool, words):
 @pytest.mark.parametrize(
     ("name", "pool", "words"), [slow(n, p, w) for n, p, *w in BAD if w[-1] != FIRST]
 )
-def test_skip_retries_sample_by_sample_and_names_one(programs, samples, caplog, name, pool, words):
-    ask(programs, samples, name, pool, on_reward_error="skip")
+def test_skip_retries_sample_by_sample_and_names_one(rewards, samples, caplog, name, pool, words):
+    ask(rewards, samples, name, pool, on_reward_error="skip")
     (record,) = caplog.records
     line = record.getMessage()
     assert f" of 8 samples have no score: --reward_fn {FILE}:{name} " in line
@@ -139,8 +138,8 @@ def test_skip_retries_sample_by_sample_and_names_one(programs, samples, caplog, 
         pytest.param("hangs", "thread", range(4, 8), marks=pytest.mark.slow),
     ],
 )
-def test_skip_drops_only_the_failed_samples(programs, samples, caplog, name, pool, lost):
-    (source,) = ask(programs, samples, name, pool, on_reward_error="skip")
+def test_skip_drops_only_the_failed_samples(rewards, samples, caplog, name, pool, lost):
+    (source,) = ask(rewards, samples, name, pool, on_reward_error="skip")
     expected = [math.nan if row in lost else 1.0 for row in range(8)]
     assert source.scores.tolist() == pytest.approx(expected, nan_ok=True)
     messages = [record.getMessage() for record in caplog.records]
@@ -150,7 +149,7 @@ def test_skip_drops_only_the_failed_samples(programs, samples, caplog, name, poo
     assert "skip" not in line
 
 
-def test_a_function_that_changes_its_arguments_affects_no_other(programs, samples):
+def test_a_function_that_changes_its_arguments_affects_no_other(rewards, samples):
     def vandal(answers, answer_ids, finish_reasons, reference):
         count = len(answers)
         for values in (answers, finish_reasons, reference):
@@ -164,13 +163,13 @@ def test_a_function_that_changes_its_arguments_affects_no_other(programs, sample
         return [float(len(ids) + (answer == right)) for answer, ids, right in rows]
 
     given = samples(4, reference=["a0", "a1", "", "a3"])
-    asked = programs([vandal, honest])
-    scores = asked.score(given, 60).result()[1].scores
+    asked = rewards([vandal, honest])
+    scores = asked.score(given).result()[1].scores
     assert scores.tolist() == [2, 3, 3, 2]
     assert given.answer_ids == samples(4).answer_ids
 
 
-def test_keyboard_interrupt_passes_through(programs, samples):
+def test_keyboard_interrupt_passes_through(rewards, samples):
     """Ctrl-C reaches the main thread while the function's thread is busy."""
     main, over = threading.main_thread().ident, threading.Event()
 
@@ -178,19 +177,19 @@ def test_keyboard_interrupt_passes_through(programs, samples):
         signal.pthread_kill(main, signal.SIGINT)
         over.wait(50)
 
-    asked = programs([interrupted])
+    asked = rewards([interrupted])
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        asked.score(samples(2), 60)
+        asked.score(samples(2))
     over.set()
     assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("function", [lambda answers: [0.0], len])
-def test_a_function_that_cannot_be_pickled_is_refused_for_processes(programs, function):
+def test_a_function_that_cannot_be_pickled_is_refused_for_processes(rewards, function):
     if function is len:  # a builtin can be pickled, but takes its argument by position
         with pytest.raises(UserError, match="takes obj by position"):
-            programs([function])
+            rewards([function])
         return
     with pytest.raises(UserError, match="cannot run in another process .* file.py:name"):
-        programs([function], reward_pool="process")
+        rewards([function], reward_pool="process")

@@ -6,7 +6,7 @@ import torch
 
 from dschat.config import RLHFConfig
 from dschat.rewards.combine import RunningScale, combine
-from dschat.rewards.reward_functions import SourceScores
+from dschat.rewards.scoring import SourceScores
 
 
 def source(name, weight, scores, **more):

@@ -12,7 +12,7 @@ import pytest
 
 from dschat.rewards import http_post
 from dschat.rewards.call import Fault
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 
 
 def wait_until(holds):
@@ -78,13 +78,13 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def ask(server, programs, samples, monkeypatch):
+def ask(server, rewards, samples, monkeypatch):
     """``ask(n)``: the endpoint's scores of n samples, with short pauses between retries."""
     monkeypatch.setattr(http_post, "_FIRST_PAUSE_S", 0.05)
 
-    def finish(n, columns=None, limit_s=60.0, **flags):
-        asked = programs(reward_url=server.url, **flags)
-        return asked.score(samples(n, **(columns or {})), limit_s).result()[0]
+    def finish(n, columns=None, **flags):
+        asked = rewards(reward_url=server.url, **flags)
+        return asked.score(samples(n, **(columns or {}))).result()[0]
 
     return finish
 
@@ -163,7 +163,7 @@ def test_an_endpoint_that_refuses_connections(server, ask):
 def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words):
     server.replies = [reply]
     with pytest.raises(RewardError, match=words) as caught:
-        ask(2, reward_retries=2, limit_s=0.3 if reply[2] else 60.0)
+        ask(2, reward_retries=2, reward_timeout_s=0.3 if reply[2] else 60.0)
     line = str(caught.value)
     assert line.startswith(f"--reward_url {server.url} ")
     assert "on the prompt 'p0'" in line or "the first on the prompt 'p0'" in line
@@ -202,7 +202,7 @@ def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
 
         threading.Thread(target=trickle, daemon=True).start()
         with pytest.raises(RewardError, match=r"did not answer within 0.3 s \(once\)"):
-            ask(1, reward_retries=0, limit_s=0.3)
+            ask(1, reward_retries=0, reward_timeout_s=0.3)
 
 
 def test_skip_drops_the_failed_batch(server, ask, caplog):

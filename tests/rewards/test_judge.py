@@ -14,8 +14,8 @@ from dschat.config import UserError
 from dschat.rewards import http_post
 from dschat.rewards.call import Fault
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference, read_rating, read_verdict
-from dschat.rewards.loader import load_programs
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.scoring import RewardError
 
 
 class Model:
@@ -265,7 +265,7 @@ def test_a_server_that_fails_fails_the_call(model, judge, reply, words):
     assert re.search(words, caught.value.problem)
 
 
-def test_a_run_stops_with_one_line_or_drops_what_fails(model, programs, samples, tmp_path):
+def test_a_run_stops_with_one_line_or_drops_what_fails(model, rewards, samples, tmp_path):
     def reply(question):
         return (400, b"") if parts(question)["answer"] == "a1" else "[[10]]"
 
@@ -273,8 +273,8 @@ def test_a_run_stops_with_one_line_or_drops_what_fails(model, programs, samples,
     args = [f"judge.url={model.url}/", "judge.model=m", f"judge.cache={tmp_path}"]
     flags = {"reward_fn": ["judge:0.5"], "reward_args": args}
     with pytest.raises(RewardError, match="--reward_fn judge:0.5 got no reply: .* answered 400"):
-        programs(**flags).score(samples(4), 60).result()
-    (source,) = programs(on_reward_error="skip", **flags).score(samples(4), 60).result()
+        rewards(**flags).score(samples(4)).result()
+    (source,) = rewards(on_reward_error="skip", **flags).score(samples(4)).result()
     assert source.scores.isnan().tolist() == [False, True, False, False]
     answers = [parts(r["messages"][1]["content"])["answer"] for r in model.requests]
     assert [answers.count(answer) for answer in ("a0", "a2", "a3")] == [1, 1, 1]
@@ -312,13 +312,13 @@ def test_flags_and_processes(model, judge, tmp_path):
     (tmp_path / "rubric.md").write_text("Kind.\n")
     args = [f"judge_group.url={model.url}", "judge_group.model=5", "judge_group.cache="]
     args += [f"judge_group.rubric={tmp_path}/rubric.md", "judge_group.body={seed: 1}"]
-    (program,) = load_programs(["judge_group"], [], args, [])
-    assert program.function.model == "5"
-    assert program.limit_per_answer_s == 4 * 60 + 3 * 30
-    copy = pickle.loads(pickle.dumps(program.function))
+    (reward,) = load_reward_functions(["judge_group"], [], args, [])
+    assert reward.function.model == "5"
+    assert reward.limit_per_answer_s == 4 * 60 + 3 * 30
+    copy = pickle.loads(pickle.dumps(reward.function))
     assert copy(["p", "p"], ["a", "b"], [[1], [1]]) == [None, None]  # [[10]] is no verdict
     assert model.requests[0]["messages"][0]["content"].startswith("Kind.\n\nCompare")
     args = [arg.replace("group", "reference") for arg in args]
-    (program,) = load_programs(["judge_reference"], [], args, [])
+    (reward,) = load_reward_functions(["judge_reference"], [], args, [])
     with pytest.raises(UserError, match="needs the column reference"):
-        program.sources(["tests"])
+        reward.sources(["tests"])

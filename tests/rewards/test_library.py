@@ -12,9 +12,9 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.rewards import library, math_answers, processes
 from dschat.rewards.call import LONGEST_CALL_S, Fault
-from dschat.rewards.loader import load_programs
+from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.reward_functions import FunctionSource
 from dschat.rewards.samples import Samples
-from dschat.rewards.sources import FunctionSource
 
 
 def one(function, answer, *reference):
@@ -146,14 +146,14 @@ def mathematician(monkeypatch):
     return fresh
 
 
-def test_slow_and_deadly_answers_score_zero(programs, samples, mathematician):
+def test_slow_and_deadly_answers_score_zero(rewards, samples, mathematician):
     """Each answer has its own limit, so many of them may exceed the limit of the call."""
     limits = {"reward_args": ["math_equal.limit_s=0.05"]}
     given = samples(8, reference=["0.5"] * 8)
     given.answers = ["slow", "deadly", "1", "slow", "0", "1", "slow", "deadly"]
     for pool in ("none", "thread"):
-        asked = programs(["math_equal"], reward_pool=pool, **limits)
-        (source,) = asked.score(given, 60).result()
+        asked = rewards(["math_equal"], reward_pool=pool, **limits)
+        (source,) = asked.score(given).result()
         assert source.scores.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
 
 
@@ -219,12 +219,12 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
         limits.append(limit_s)
         return [1.0] * len(lengths)
 
-    (program,) = load_programs(["math_equal"], [], [], [])
+    (reward,) = load_reward_functions(["math_equal"], [], [], [])
     for number in (1, 2, 1000):
         texts = ["1"] * number
         ids = [[1]] * number
         given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
-        FunctionSource(program, carry_out).call(given, 60.0)
+        FunctionSource(reward, carry_out, 60.0).call(given, 60.0)
     assert limits == [123, 246, 1800]
 
 

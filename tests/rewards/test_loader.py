@@ -1,4 +1,4 @@
-"""Specs, callables and arguments become named, weighted programs; errors are one line."""
+"""Specs, callables and arguments become named, weighted rewards; errors are one line."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import pytest
 from dschat.config import UserError
 from dschat.rewards import user_modules
 from dschat.rewards.library import ExactMatch, JsonSchema
-from dschat.rewards.loader import load_programs, portable, rebuild
+from dschat.rewards.loader import load_reward_functions, portable, rebuild
 
 SCORES = """
 from dataclasses import dataclass
@@ -56,14 +56,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def load(*specs, given=(), args=()):
-    return load_programs(specs, given, args, {"reward_model"})
+    return load_reward_functions(specs, given, args, {"reward_model"})
 
 
 def test_specs_names_and_weights(folder):
     def score(answers):
         return [0.0]
 
-    programs = load(
+    rewards = load(
         "scores.py:score",
         f"{folder}/scores.py:score:0.5",
         "pack.mod:f:-2",
@@ -72,7 +72,7 @@ def test_specs_names_and_weights(folder):
         given=[score, (score, 3), "length:7", ("scores.py:Longer:2", 4), functools.partial(score)],
         args=["length.target=64"],
     )
-    assert [(p.name, p.weight) for p in programs] == [
+    assert [(p.name, p.weight) for p in rewards] == [
         ("score", 1),
         ("score_2", 0.5),
         ("f", -2),
@@ -84,10 +84,10 @@ def test_specs_names_and_weights(folder):
         ("Longer", 8),
         ("score_5", 1),
     ]
-    assert [p.name for p in programs if p.is_async] == ["later"]
-    assert programs[0].function(answers=["a"]) == [2]  # it imports the file beside it
-    assert programs[0].function is programs[1].function  # a file is imported once
-    assert programs[2].function(answers=["a", "b"]) == [5, 5]
+    assert [p.name for p in rewards if p.is_async] == ["later"]
+    assert rewards[0].function(answers=["a"]) == [2]  # it imports the file beside it
+    assert rewards[0].function is rewards[1].function  # a file is imported once
+    assert rewards[2].function(answers=["a", "b"]) == [5, 5]
 
 
 def test_names_that_metrics_can_have():
@@ -105,10 +105,10 @@ def test_names_that_metrics_can_have():
         async def __call__(self, answers):
             return [0.0]
 
-    programs = load(given=[ShortAnswers(), reward_model, lambda answers: [0.0], wait, Waits()])
+    rewards = load(given=[ShortAnswers(), reward_model, lambda answers: [0.0], wait, Waits()])
     names = ["short_answers", "reward_model_2", "lambda", "wait", "waits"]
-    assert [p.name for p in programs] == names
-    assert [p.is_async for p in programs] == [False, False, False, True, True]
+    assert [p.name for p in rewards] == names
+    assert [p.is_async for p in rewards] == [False, False, False, True, True]
 
 
 def test_arguments(folder):
@@ -125,16 +125,16 @@ def test_arguments(folder):
 
 
 def test_arguments_from_columns():
-    (program,) = load("exact_match", args=["exact_match.reference=@gold"])
-    assert program.sources(["gold", "reference"]) == {"answers": "answers", "reference": "gold"}
+    (reward,) = load("exact_match", args=["exact_match.reference=@gold"])
+    assert reward.sources(["gold", "reference"]) == {"answers": "answers", "reference": "gold"}
     with pytest.raises(UserError, match="needs the column gold, which the data lacks .*other"):
-        program.sources(["other"])
+        reward.sources(["other"])
 
 
 def test_another_process_makes_the_same(folder):
     given = [re.escape, JsonSchema({"type": "object"}), ExactMatch(pattern="a(b)")]
-    programs = load("scores.py:Longer", given=given, args=["Longer.than=1"])
-    longer, escape, schema, match = (rebuild(portable(program)) for program in programs)
+    rewards = load("scores.py:Longer", given=given, args=["Longer.than=1"])
+    longer, escape, schema, match = (rebuild(portable(reward)) for reward in rewards)
     assert longer(answers=["a", "ab"]) == [0, 1]
     assert escape is re.escape
     assert schema(answers=["{}", "[]"]) == [1, 0]

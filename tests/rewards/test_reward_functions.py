@@ -19,8 +19,9 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.loader import resolve
-from dschat.rewards.reward_functions import RewardError, RewardPrograms, SourceScores
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.samples import Samples
+from dschat.rewards.scoring import RewardError, SourceScores
 
 HERE = Path(__file__).parent
 SCORES = '''
@@ -70,10 +71,10 @@ def plain(source: SourceScores) -> tuple:
 
 
 @pytest.mark.parametrize("pool", ["none", "thread", "process"])
-def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file, pool):
-    asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
+def test_scores_are_the_same_wherever_they_are_computed(rewards, samples, file, pool):
+    asked = rewards(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool=pool, reward_workers=2)
     assert asked.names == ["number", "rank_in_group", "by_token", "later"]
-    pending = [asked.score(samples(9), 60), asked.score(samples(1), 60)]  # two rounds at a time
+    pending = [asked.score(samples(9)), asked.score(samples(1))]  # two rounds at a time
     scores, few = (one.result() for one in pending)
     ids = [[float(j) for j in range(i % 3 + 1)] for i in range(9)]
     assert [plain(source) for source in scores] == [
@@ -86,25 +87,25 @@ def test_scores_are_the_same_wherever_they_are_computed(programs, samples, file,
     assert [source.scores.tolist() for source in few] == [[0], [1], [0], [1]]
 
 
-def test_worker_processes_are_reused(programs, samples, file):
-    asked = programs(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
-    first, second = (set(asked.score(samples(8), 60).result()[0].scores.tolist()) for _ in "ab")
+def test_worker_processes_are_reused(rewards, samples, file):
+    asked = rewards(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
+    first, second = (set(asked.score(samples(8)).result()[0].scores.tolist()) for _ in "ab")
     assert len(first) == 2
     assert first == second
     assert float(os.getpid()) not in first
 
 
-def test_a_rank_without_samples(programs, samples, file):
-    asked = programs(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
-    for source in asked.score(samples(0), 60).result():
+def test_a_rank_without_samples(rewards, samples, file):
+    asked = rewards(reward_fn=[f"{file}:{n}" for n in NAMES], reward_pool="thread")
+    for source in asked.score(samples(0)).result():
         assert source.scores.shape == (0,)
         assert source.token_scores is None
 
 
-def test_no_sources(programs, samples):
-    asked = programs()
+def test_no_sources(rewards, samples):
+    asked = rewards()
     assert (asked.names, asked.overlaps) == ([], False)
-    assert asked.score(samples(3), 60).result() == []
+    assert asked.score(samples(3)).result() == []
 
 
 def constant(answers):
@@ -115,7 +116,7 @@ def constant(answers):
     ("is_async", "pool", "overlaps"),
     [(False, "none", False), (False, "thread", True), (True, "none", True)],
 )
-def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool, overlaps):
+def test_slow_functions_leave_time_for_others(rewards, samples, is_async, pool, overlaps):
     """They wait for an event after `start`; without a pool they would wait forever."""
     later = threading.Event()
 
@@ -129,26 +130,26 @@ def test_slow_functions_leave_time_for_others(programs, samples, is_async, pool,
         return [1.0] * len(answers)
 
     # The constant runs in this thread, but the others start before it.
-    asked = programs([constant, slow_one if is_async else slow], reward_pool=pool)
-    pending = asked.score(samples(16), 60)
+    asked = rewards([constant, slow_one if is_async else slow], reward_pool=pool)
+    pending = asked.score(samples(16))
     later.set()
     for source in pending.result():
         assert source.scores.tolist() == [1] * 16
     assert asked.overlaps == overlaps
 
 
-def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(programs, samples):
+def test_a_pool_calls_as_often_at_a_time_as_it_has_workers(rewards, samples):
     together = threading.Barrier(4)
 
     def meets(answers):
         together.wait(50)
         return [1.0] * len(answers)
 
-    asked = programs([meets], reward_pool="thread", reward_workers=4)
-    assert asked.score(samples(16), 60).result()[0].scores.tolist() == [1] * 16
+    asked = rewards([meets], reward_pool="thread", reward_workers=4)
+    assert asked.score(samples(16)).result()[0].scores.tolist() == [1] * 16
 
 
-def test_an_event_loop_is_reused_and_closed(programs, samples):
+def test_an_event_loop_is_reused_and_closed(rewards, samples):
     """An object bound to the loop in one call works in the next."""
     loops, threads = [], []
 
@@ -157,9 +158,9 @@ def test_an_event_loop_is_reused_and_closed(programs, samples):
         threads.append(threading.current_thread())
         return [1.0] * len(answers)
 
-    asked = programs([remembers])
+    asked = rewards([remembers])
     for _ in range(2):
-        asked.score(samples(2), 60).result()
+        asked.score(samples(2)).result()
     assert loops[0] is loops[1]
     asked.close()
     threads[0].join(60)
@@ -167,7 +168,7 @@ def test_an_event_loop_is_reused_and_closed(programs, samples):
 
 
 @pytest.mark.slow
-def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
+def test_a_function_that_blocks_its_loop_delays_no_other(rewards, samples):
     async def innocent(answers):
         await asyncio.sleep(0.05)
         return [1.0] * len(answers)
@@ -176,13 +177,13 @@ def test_a_function_that_blocks_its_loop_delays_no_other(programs, samples):
         time.sleep(3)
         return [1.0] * len(answers)
 
-    asked = programs([innocent, blocks], on_reward_error="skip")
-    scores = [source.scores.isnan().all() for source in asked.score(samples(1), 1.0).result()]
+    asked = rewards([innocent, blocks], on_reward_error="skip", reward_timeout_s=1.0)
+    scores = [source.scores.isnan().all() for source in asked.score(samples(1)).result()]
     assert scores == [False, True]
 
 
 @pytest.mark.parametrize("pool", ["none", "thread"])
-def test_functions_run_on_the_device_of_their_rank(programs, samples, monkeypatch, pool):
+def test_functions_run_on_the_device_of_their_rank(rewards, samples, monkeypatch, pool):
     """CUDA's current device is per thread, and 0 in a new one."""
     device = threading.local()
     monkeypatch.setattr(dist, "device", lambda: torch.device("cuda", 3))
@@ -194,8 +195,8 @@ def test_functions_run_on_the_device_of_their_rank(programs, samples, monkeypatc
     async def later(answers):
         return here(answers)
 
-    asked = programs([here, later], reward_pool=pool)
-    for source in asked.score(samples(2), 60).result():
+    asked = rewards([here, later], reward_pool=pool)
+    for source in asked.score(samples(2)).result():
         assert source.scores.tolist() == [3, 3]
 
 
@@ -214,11 +215,11 @@ class Heavy:
 
 
 @pytest.mark.parametrize(("pool", "kept"), [("none", 1), ("process", 0)])
-def test_an_instance_is_released_if_processes_call_it(programs, tmp_path, pool, kept):
+def test_an_instance_is_released_if_processes_call_it(rewards, tmp_path, pool, kept):
     """The training process constructs one to check its arguments; each worker has its own."""
     path = tmp_path / f"heavy_{pool}.py"
     path.write_text(HEAVY)
-    asked = programs(reward_fn=[f"{path}:Heavy"], reward_args=["Heavy.size=3"], reward_pool=pool)
+    asked = rewards(reward_fn=[f"{path}:Heavy"], reward_args=["Heavy.size=3"], reward_pool=pool)
     gc.collect()
     assert len(resolve(f"{path}:made")) == kept
     asked.check_columns(["difficulty"])
@@ -226,8 +227,8 @@ def test_an_instance_is_released_if_processes_call_it(programs, tmp_path, pool, 
         asked.check_columns(["level"])
 
 
-def test_columns_are_checked_before_anything_runs(programs, file):
-    asked = programs(["exact_match:1"], reward_args=["exact_match.reference=@gold"])
+def test_columns_are_checked_before_anything_runs(rewards, file):
+    asked = rewards(["exact_match:1"], reward_args=["exact_match.reference=@gold"])
     asked.check_columns(["gold", "more"])
     with pytest.raises(UserError, match="^reward_fns 'exact_match:1' needs the column gold") as e:
         asked.check_columns(["solution", "level"])
@@ -236,7 +237,7 @@ def test_columns_are_checked_before_anything_runs(programs, file):
 
 def test_a_single_function_is_refused():
     with pytest.raises(UserError, match=r"give a list: \[\.\.\.\]"):
-        RewardPrograms.of(RLHFConfig(), constant)
+        RewardFunctions.of(RLHFConfig(), constant)
 
 
 class Counts:
@@ -256,38 +257,38 @@ class Counts:
         self.seen = {"calls": state["calls"]}
 
 
-def test_a_functions_state_is_saved_and_restored(programs, samples, monkeypatch):
-    first, second = programs([Counts(), constant]), programs([Counts(), constant])
+def test_a_functions_state_is_saved_and_restored(rewards, samples, monkeypatch):
+    first, second = rewards([Counts(), constant]), rewards([Counts(), constant])
     for _ in range(3):
-        first.score(samples(2), 60).result()
+        first.score(samples(2)).result()
     state = first.state_dict()
     assert state == {"counts": [{"calls": 3}]}
-    first.score(samples(2), 60).result()
+    first.score(samples(2)).result()
     assert state == {"counts": [{"calls": 3}]}  # a copy
     second.load_state_dict(json.loads(json.dumps(state)))
-    assert second.score(samples(2), 60).result()[0].scores.tolist() == [4, 4]
+    assert second.score(samples(2)).result()[0].scores.tolist() == [4, 4]
     second.load_state_dict({})  # from a checkpoint without this function: a fresh state
     assert second.state_dict() == {"counts": [{"calls": 4}]}
     of_ranks = {"counts": [{"calls": 7}, {"calls": 9}]}
     for rank, score in ((0, 8), (1, 10), (2, 8)):
         monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
         second.load_state_dict(of_ranks)
-        assert second.score(samples(1), 60).result()[0].scores.tolist() == [score]
+        assert second.score(samples(1)).result()[0].scores.tolist() == [score]
     with pytest.raises(
         UserError, match=r"counts: load_state_dict\(\) raised KeyError: 'calls'; fix"
     ):
         second.load_state_dict({"counts": [{}]})
 
 
-def test_states_and_errors_of_all_ranks_are_gathered(programs, monkeypatch):
-    asked = programs([Counts()])
+def test_states_and_errors_of_all_ranks_are_gathered(rewards, monkeypatch):
+    asked = rewards([Counts()])
     theirs = ({"counts": {"calls": 5}}, "")
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
     assert asked.state_dict() == {"counts": [{"calls": 0}, {"calls": 5}]}
     theirs = ({}, "counts: no")
     asked.state_dict()  # with the last good one, for a checkpoint; then the run stops
     with pytest.raises(RewardError, match="counts: no"):
-        asked.score(Samples([], [], [], [], []), 1.0)
+        asked.score(Samples([], [], [], [], []))
 
 
 class Unspeakable(Counts):
@@ -300,14 +301,14 @@ class Network(torch.nn.Module):
         return [0.0] * len(answers)
 
 
-def test_a_state_that_cannot_be_saved_is_reported_at_the_start(programs, caplog):
+def test_a_state_that_cannot_be_saved_is_reported_at_the_start(rewards, caplog):
     with pytest.raises(UserError, match=r"unspeakable: state_dict\(\) raised TypeError: .* JSON"):
-        programs([Unspeakable()])
+        rewards([Unspeakable()])
     caplog.clear()
-    assert programs([Network()]).state_dict() == {}  # frozen weights
-    assert programs([f"{__file__}:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
+    assert rewards([Network()]).state_dict() == {}  # frozen weights
+    assert rewards([f"{__file__}:Counts"]).state_dict() == {"Counts": [{"calls": 0}]}
     assert not caplog.records
-    asked = programs([f"{__file__}:Counts"], reward_pool="process")
+    asked = rewards([f"{__file__}:Counts"], reward_pool="process")
     assert asked.state_dict() == {}
     assert re.search("checkpoints do not hold the state of .*:Counts'", caplog.text)
 
@@ -316,7 +317,8 @@ RANK = """
 import sys
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.rewards.reward_functions import RewardError, RewardPrograms
+from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.scoring import RewardError
 from dschat.rewards.samples import Samples
 from dschat.rewards.combine import RunningScale, combine
 import torch, logging
@@ -332,16 +334,16 @@ def samples(prompts):
     n = len(prompts)
     return Samples(prompts, [""] * n, [[1]] * n, [[1]] * n, ["stop"] * n)
 
-programs = RewardPrograms.of(RLHFConfig(), [fails])
+rewards = RewardFunctions.of(RLHFConfig(), [fails])
 for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, then none has
     try:
-        programs.score(samples(prompts), 60).result()
+        rewards.score(samples(prompts)).result()
         print("fine")
     except RewardError as error:
         print(error)
 config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
-programs, scale = RewardPrograms.of(config, [fails]), RunningScale()
-total, _ = combine(programs.score(samples(mine), 60).result(), config, scale)
+rewards, scale = RewardFunctions.of(config, [fails]), RunningScale()
+total, _ = combine(rewards.score(samples(mine)).result(), config, scale)
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])
 dist.shutdown()

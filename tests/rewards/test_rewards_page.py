@@ -30,7 +30,7 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`(\w+)`", cell)
 
 
-def test_its_functions_score(programs, samples, tmp_path, monkeypatch):
+def test_its_functions_score(rewards, samples, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("python")
     Path("my_rewards.py").write_text(code)
@@ -39,9 +39,9 @@ def test_its_functions_score(programs, samples, tmp_path, monkeypatch):
     flags = {name: text.split() for name, text in flags.items()}
     given = samples(3, answer=["3.005", 7, "4.0"])
     given.answers = ["3", "x" * 80, "4"]
-    asked = programs(**flags)
+    asked = rewards(**flags)
     asked.check_columns(["answer"])
-    scores = asked.score(given, 60).result()
+    scores = asked.score(given).result()
     assert [(s.name, s.weight, s.scores.tolist()) for s in scores] == [
         ("is_short", pytest.approx(0.1), [1, 0, 1]),
         ("near", 1, [1, 0, 1]),

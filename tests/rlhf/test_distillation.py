@@ -12,7 +12,7 @@ from dschat.inference.protocol import SamplingParams
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.rlhf.evaluation import HeldOutPrompts, _metric_names, evaluate_policy
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.runtime.gold_eval import EVAL_SEED
 
@@ -147,4 +147,4 @@ def test_without_teacher_and_rewards_there_is_nothing_to_learn(models_folder):
     trainer, _ = trainer_of(models_folder)
     trainer.engine.teacher = None
     with pytest.raises(UserError, match="nothing scores the answers"):
-        RolloutScorer(trainer.engine, trainer.args, trainer.programs)
+        RolloutScorer(trainer.engine, trainer.args, trainer.reward_functions)

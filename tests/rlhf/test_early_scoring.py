@@ -14,10 +14,11 @@ from step_rows import PROMPTS
 from dschat.config import RLHFConfig
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rewards.reward_functions import RewardError, RewardPrograms
-from dschat.rlhf import rollout_collector
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import RolloutCollector
+from dschat.rewards.reward_functions import FunctionSource, RewardFunctions
+from dschat.rewards.scoring import RewardError
+from dschat.rlhf import collector as collecting
+from dschat.rlhf.collector import Collector
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N = 3
@@ -48,14 +49,14 @@ async def whole(answers):
 
 
 class Scripted:
-    """A generator that reports some of its prompts, in any order."""
+    """A generator whose prompts complete in a given order; those not in it at the end."""
 
-    def __init__(self, rollout, reported):
-        self.rollout, self.reported, self.answered = rollout, reported, None
+    def __init__(self, rollout, order):
+        self.rollout, self.order = rollout, list(order)
 
     def generate(self, prompts, sampling, indices, *, answered=None):
-        self.answered = answered
-        for row in self.reported if answered is not None else ():
+        rest = [row for row in range(len(prompts)) if row not in self.order]
+        for row in self.order + rest:
             answered(row, self.rollout.part(row * sampling.n, (row + 1) * sampling.n))
         return self.rollout
 
@@ -64,7 +65,7 @@ class Scripted:
 def texts_of_ids(monkeypatch):
     """The text of an answer is its ids, whatever the tokenizer."""
     monkeypatch.setattr(
-        rollout_collector,
+        collecting,
         "whole_texts",
         lambda tokenizer, prompts, rows: [" ".join(map(str, ids)) for ids in rows],
     )
@@ -74,8 +75,8 @@ def collector_of(*functions, **flags):
     tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)))
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
-    programs = RewardPrograms.of(args, functions)
-    return RolloutCollector(engine, RolloutScorer(engine, args, programs))
+    functions = RewardFunctions.of(args, functions)
+    return Collector(engine, RolloutScorer(engine, args, functions))
 
 
 def rollout_of(draw, count):
@@ -93,7 +94,7 @@ def plain(sources):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_scores_are_those_of_one_call(seed):
-    """Prompts complete in any order, may not be reported, and some stand twice."""
+    """Prompts complete in any order, and some stand twice."""
     draw = random.Random(seed)
     count = draw.choice([1, 2, 7, 16])
     ids = [[draw.randrange(1, 1 + count)] for _ in range(count)]
@@ -107,8 +108,7 @@ def test_scores_are_those_of_one_call(seed):
         sampling = SamplingParams(n=N)
         pending = collector.answers_of(generator, prompts, sampling, 0)
         seen.append(plain(pending.sources(8)))
-        assert (generator.answered is None) == (pool == "none")
-        collector._programs.close()
+        collector.scorer.functions.close()
     assert seen[0] == seen[1]
 
 
@@ -125,7 +125,7 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
     prompts = PromptTable([[i] for i in range(16)])
     generator = Scripted(rollout_of(random.Random(0), 16), order)
     collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector._programs.close()
+    collector.scorer.functions.close()
     assert sorted(len(call) // N for call in calls) == [1, 1, 1, 1, 2, 3, 3, 4]
     assert sorted(x for call in calls for x in call) == [i for i in range(16) for _ in range(N)]
     (largest,) = (call for call in calls if len(call) == 4 * N)
@@ -136,7 +136,6 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
     "flags", [{}, {"reward_pool": "thread", "reward_workers": 1}], ids=["none", "one worker"]
 )
 def test_functions_that_see_all_samples_still_do(flags):
-    """And where nothing could begin early, the generator reports nothing."""
     sizes = []
 
     def noted(answers):
@@ -147,8 +146,7 @@ def test_functions_that_see_all_samples_still_do(flags):
     generator = Scripted(rollout_of(random.Random(0), 5), range(5))
     prompts = PromptTable([[i] for i in range(5)])
     sources = collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector._programs.close()
-    assert generator.answered is None
+    collector.scorer.functions.close()
     assert sizes == [15]
     assert sources[1].scores.tolist() == [15.0] * 15
 
@@ -173,7 +171,7 @@ def test_samples_that_fail_are_those_that_fail_in_one_call(mode):
         (source,) = pending.sources(8)
         failed = [math.isnan(x) for x in source.scores.tolist()]
         assert failed == [len(ids) > 6 for ids in rollout.token_ids]
-    collector._programs.close()
+    collector.scorer.functions.close()
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -193,11 +191,11 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
     options |= {"partial_rollout": partial}
     more = ([[i, j, 5] for i in range(4)] for j in range(9))
     trainer = trainer_of(models_folder, [gated], more, **options)
-    steps, score_part = InferenceEngine.steps, RewardPrograms.score_part
+    steps, score = InferenceEngine.steps, FunctionSource.score
     asked, waits = [], []
 
-    def noted(*args):
-        asked.append(score_part(*args))
+    def noted(*args, **kwargs):
+        asked.append(score(*args, **kwargs))
         return asked[-1]
 
     def watched(self, *args, **kwargs):
@@ -207,14 +205,14 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
             yield event
         generated.set()
 
-    monkeypatch.setattr(RewardPrograms, "score_part", noted)
+    monkeypatch.setattr(FunctionSource, "score", noted)
     monkeypatch.setattr(InferenceEngine, "steps", watched)
     e = trainer.generate_experience(PROMPTS[:8])
     assert waits == [True]
     assert (overlaps[0][0] % 2, overlaps[0][1]) == (0, False)
     assert sum(size for size, _ in overlaps) == e.num_sequences == 16
     assert len(overlaps) > 1
-    trainer.programs.close()
+    trainer.reward_functions.close()
 
 
 def graded(prompt_ids, answer_ids):
@@ -234,6 +232,6 @@ def test_a_run_is_the_same_to_the_bit(options, models_folder):
             trainer.train_rlhf(e)
             timed = ("time/", "throughput/", "memory/")
             lines.append({k: v for k, v in trainer.metrics.items() if not k.startswith(timed)})
-        trainer.programs.close()
+        trainer.reward_functions.close()
     assert lines[:3] == lines[3:]
     assert lines[0]["objective/scores/neighbours"] > 200

@@ -133,7 +133,7 @@ def test_reward_functions_that_begin_early_score_the_same(environment, models_fo
         options = {"reward_pool": pool, "reward_workers": 2, "num_samples_per_prompt": 2}
         trainer = trainer_of(models_folder, environment, [graded], **options)
         e = trainer.generate_experience(TokenizedPrompts(PROMPTS, sources=TEXTS))
-        trainer.programs.close()
+        trainer.reward_functions.close()
         names = ("input_ids", "scores", "token_scores", "advantages")
         seen.append([getattr(e, name).tolist() for name in names])
         seen[-1] += [trainer.metrics["objective/scores/graded"]]
@@ -153,7 +153,7 @@ def test_reward_functions_see_the_text_that_reset_appended(pool, models_folder):
     trainer = trainer_of(models_folder, Opened, [told], **options)
     batch = TokenizedPrompts(PROMPTS, sources=TEXTS, texts=TEXTS)
     e = trainer.generate_experience(batch)
-    trainer.programs.close()
+    trainer.reward_functions.close()
     tokenizer = trainer.engine.tokenizer
     for ids, text in seen.items():
         assert prompt_text_ids(tokenizer, text) == list(ids)
@@ -188,7 +188,7 @@ def test_reward_functions_begin_while_episodes_run(models_folder):
     options = {"reward_pool": "thread", "reward_workers": 2, "environment_lag": 0}
     trainer = trainer_of(models_folder, Ending, [gated], **options)
     trainer.generate_experience(PROMPTS)
-    trainer.programs.close()
+    trainer.reward_functions.close()
     assert sum(sizes) == 2 * len(PROMPTS)
     assert len(sizes) > 1
 

@@ -9,11 +9,11 @@ import torch
 
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout
-from dschat.rewards.reward_functions import SourceScores
+from dschat.rewards.scoring import SourceScores
 from dschat.rlhf import evaluation
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +21,15 @@ def any_text(monkeypatch):
     monkeypatch.setattr(evaluation, "continued_texts", lambda tokenizer, rows: ["a"] * len(rows))
 
 
-def evaluated(sources, has_programs=True, **knobs):
+def evaluated(sources, has_functions=True, **knobs):
     """The metrics of 2 prompts x 2 answers that ``sources`` scored so."""
     args = RLHFConfig(eval_num_samples=2, **knobs)
     rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
     answers = from_rollout([[1]] * 4, rollout, 0)
     scored = SimpleNamespace(experience=answers, metrics={}, sources=lambda _: sources)
-    programs = SimpleNamespace(names=["rule"] if has_programs else [])
+    functions = SimpleNamespace(names=["rule"] if has_functions else [])
     collector = SimpleNamespace(
-        answers_of=lambda *_: scored, scorer=SimpleNamespace(programs=programs)
+        answers_of=lambda *_: scored, scorer=SimpleNamespace(functions=functions)
     )
     engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=None)
     held_out = HeldOutPrompts(PromptTable([[1], [1]]), ["", ""], 0, 2, gold=False)
@@ -56,8 +56,8 @@ def test_one_source_may_decide_what_passes():
     own = evaluated(parts, eval_pass_source="right")
     assert (own["eval/pass@1"], own["eval/pass@2"]) == (0.25, 0.5)
     model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
-    assert "eval/pass@1" not in evaluated(model, has_programs=False)
-    judged = evaluated(model, has_programs=False, eval_pass_source="reward_model")
+    assert "eval/pass@1" not in evaluated(model, has_functions=False)
+    judged = evaluated(model, has_functions=False, eval_pass_source="reward_model")
     assert judged["eval/pass@1"] == 0.25
     with pytest.raises(UserError, match="--eval_pass_source rigth does not score .* right, length"):
         evaluated(parts, eval_pass_source="rigth")

@@ -8,7 +8,7 @@ from step_rows import PROMPTS
 import dschat.distributed as dist
 from dschat.rlhf import scoring
 from dschat.rlhf import trainer as ppo
-from dschat.rlhf.rollout_collector import RolloutCollector
+from dschat.rlhf.collector import Collector
 
 ONE = Case("ppo", iterations=1)
 ONE_STEP = {"ppo_epochs": 1, "gradient_accumulation_steps": 2}  # 16 sequences in one step
@@ -78,7 +78,7 @@ def test_a_single_step_divides_by_its_own_log_probs(iteration):
 
 def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
     """Numbers of a rollout may be missing, here every eighth."""
-    generated = RolloutCollector.generate
+    generated = Collector.collect
 
     def collect(self, *args):
         collected = generated(self, *args)
@@ -86,7 +86,7 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
         e.numbers = e.numbers + e.numbers // 7 + 1  # 1 to 7, 9 to 15, ...
         return collected
 
-    monkeypatch.setattr(RolloutCollector, "generate", collect)
+    monkeypatch.setattr(Collector, "collect", collect)
     e, _ = iteration(old_logprobs="auto", advantage_estimator="gae")
     assert not (e.numbers % 8 == 0).any()
     assert e.recomputed.all()

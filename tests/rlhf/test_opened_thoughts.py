@@ -12,11 +12,11 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.answer_lines import AnswerLines
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import Row
-from dschat.rewards.reward_functions import RewardPrograms
-from dschat.rlhf.episode_collector import EpisodeCollector
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rlhf.collector import Collector, Group
+from dschat.rlhf.episodes import EpisodeCollector
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.retokenize import Retokenizer
-from dschat.rlhf.rollout_collector import RolloutCollector
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -45,11 +45,11 @@ def test_a_reward_function_gets_the_thought_with_both_tags(end):
         return [0.0] * len(completions)
 
     engine, args = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer), RLHFConfig()
-    scorer = RolloutScorer(engine, args, RewardPrograms.of(args, [reward]))
+    scorer = RolloutScorer(engine, args, RewardFunctions.of(args, [reward]))
     rollout = answers_of(tokenizer, "hm</think>4", "5")
-    generator = SimpleNamespace(generate=lambda *_, **__: rollout)
+    generator = SimpleNamespace(generate=lambda *_, answered: answered(0, rollout))
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])
-    collector = RolloutCollector(engine, scorer)
+    collector = Collector(engine, scorer)
     collector.answers_of(generator, prompts, SamplingParams(n=2), 0).sources(8)
     begun = end if end in OPENED else ""
     assert seen == [begun + "hm</think>4", begun + "5"]
@@ -68,7 +68,7 @@ def test_the_last_answer_of_an_episode_with_tools_begins_behind_the_last_prompt(
     stub = SimpleNamespace(tokenizer=tokenizer)
     collector = EpisodeCollector.__new__(EpisodeCollector)
     collector._engine, collector._source = stub, SimpleNamespace(tools=["add"])
-    assert collector._samples(prompts, rollout).answers == ["<think>\nso</think>4"]
+    assert collector._samples(Group(0, prompts, rollout)).answers == ["<think>\nso</think>4"]
 
 
 @pytest.mark.parametrize("end", ["<think>\n", ""])

@@ -8,7 +8,8 @@ from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import EOS
 
 from dschat.config import UserError
-from dschat.rlhf import partial_rollouts
+from dschat.inference.protocol import Rollout
+from dschat.rlhf import policies
 
 CASE = Case("ppo", iterations=6)
 WANTED = 8  # prompts in a rollout, each with two answers
@@ -74,8 +75,11 @@ def test_the_oldest_are_completed_when_they_are_due(models_folder, monkeypatch):
             prompt.token_ids = [[5, EOS] if ends else [5]] * sampling.n
             prompt.logprobs = [[-1.0] * (1 + ends)] * sampling.n
             prompt.finish_reasons = ["stop" if ends else None] * sampling.n
+        for row, prompt in enumerate(opened):
+            if prompt.is_complete:
+                answered(row, Rollout(prompt.token_ids, prompt.logprobs, prompt.finish_reasons))
 
-    monkeypatch.setattr(partial_rollouts, "advance", advance)
+    monkeypatch.setattr(policies, "advance", advance)
     trainer = trainer_of(models_folder, max_staleness=2)
     oldest = []
     for iteration in range(CASE.iterations):
@@ -90,11 +94,11 @@ def test_tokens_keep_the_logprobs_they_were_drawn_with(models_folder):
     """
     trainer = trainer_of(models_folder, rollout_is="tis", rollout_is_max=1e6, kl_coef=0.0)
     trainer.train_rlhf(trainer.generate_experience(prompts_of(0, trainer)))
-    under_way = trainer._source._open
+    (under_way,) = trainer.collector.policy.state_dict()["under_way"]
     begun = {
-        (tuple(p.ids), i): (tokens, logprobs)
-        for p in under_way
-        for i, (tokens, logprobs) in enumerate(zip(p.token_ids, p.logprobs, strict=True))
+        (tuple(p["ids"]), i): (tokens, logprobs)
+        for p in under_way["open"]
+        for i, (tokens, logprobs) in enumerate(zip(p["token_ids"], p["logprobs"], strict=True))
     }
     begun = {key: (list(tokens), list(lps)) for key, (tokens, lps) in begun.items()}
     assert sum(len(tokens) for tokens, _ in begun.values()) > 0
@@ -135,8 +139,9 @@ def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
     (part,) = state["under_way"]
     opened = [prompt | {"staleness": 1} for prompt in part["open"]]
     older = part | {"ages": [age + 1 for age in part["ages"]], "open": opened}
-    trainer._source.load_state_dict(state | {"under_way": [part, older]})
-    assert trainer._source._ages == [2] * 4 + [1] * 4
+    trainer.collector.policy.load_state_dict(state | {"under_way": [part, older]})
+    (taken,) = trainer.collector.policy.state_dict()["under_way"]
+    assert taken["ages"] == [2] * 4 + [1] * 4
     trainer.generate_experience(prompts_of(1, trainer))
     assert trainer.metrics["rollout/staleness_max"] == 2
 

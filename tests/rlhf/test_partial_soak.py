@@ -18,12 +18,11 @@ from dschat.config import RLHFConfig
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
-from dschat.rewards.reward_functions import RewardPrograms
-from dschat.rlhf import rollout_collector
-from dschat.rlhf.partial_rollouts import PartialRollouts
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import RolloutCollector
+from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rlhf import collector as collecting
+from dschat.rlhf.collector import Collector
+from dschat.rlhf.policies import PartialRollouts
+from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N, LIMIT, STALENESS, MOST_REMEMBERED = 3, 24, 2, 300
@@ -41,7 +40,7 @@ def tight_engine(module):
 @pytest.fixture(autouse=True)
 def texts_of_ids(monkeypatch):
     texts = lambda _, prompts, rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
-    monkeypatch.setattr(rollout_collector, "whole_texts", texts)
+    monkeypatch.setattr(collecting, "whole_texts", texts)
 
 
 def stub_of(made):
@@ -93,13 +92,18 @@ def check_answers(e, sampling):
         assert e.scores[row] == sum(answer)
 
 
+def under_way(collector):
+    (part,) = collector.policy.state_dict()["under_way"]
+    return part["open"]
+
+
 def soak(iterations, seed):
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     module = build("llama")
     made = tight_engine(module)
     stub, fresh = stub_of(made), iter(range(10**6))
     args = RLHFConfig(reward_pool="thread", reward_workers=2)
-    programs = RewardPrograms.of(args, [sums])
+    functions = RewardFunctions.of(args, [sums])
 
     def prompt():
         """Unlike all others, so that answers are known by it."""
@@ -116,17 +120,15 @@ def soak(iterations, seed):
             yield batch
 
     def source(state=None):
-        scorer = RolloutScorer(stub, args, programs)
+        scorer = RolloutScorer(stub, args, functions)
         queue = PromptQueue(drawn)
-        rollouts = PartialRollouts(stub, RolloutCollector(stub, scorer), 0.5, STALENESS, queue)
+        made = Collector(stub, scorer, PartialRollouts(0.5, STALENESS, queue), queue)
         if state is not None:
-            left = state.pop("left")
-            rollouts.load_state_dict(state)
-            queue._left = PromptTable(**left)
-        return rollouts
+            made.load_state_dict(state)
+        return made
 
     drawn = batches()
-    rollouts = source()
+    collector = source()
     for i in range(iterations):
         with torch.no_grad():
             for parameter in module.parameters():
@@ -136,13 +138,13 @@ def soak(iterations, seed):
         prompts = [prompt() for _ in range(wanted)]
         asked.update(map(tuple, prompts))
         sampling = SamplingParams(LIMIT, n=N, seed=i, stop_token_ids=(1, 2))
-        pending = rollouts.generate(PromptTable(prompts), sampling)
+        pending = collector.collect(PromptTable(prompts), sampling)
         check_pages(made)
         stats = made.stats
         for name in ("accepted_tokens", "preemptions", "cached_tokens"):
             totals[name] += getattr(stats, name)
         e, metrics = pending.score(), pending.metrics
-        ages = [p.staleness for p in rollouts._open]
+        ages = [prompt["staleness"] for prompt in under_way(collector)]
         assert metrics["rollout/staleness_max"] <= STALENESS
         assert max(ages, default=0) <= STALENESS
         assert metrics["rollout/carried_prompts"] == len(ages) <= 3
@@ -162,12 +164,11 @@ def soak(iterations, seed):
             check_pages(made)
             check_history(made.speculation.history)
         if i % 40 == 39:
-            state = rollouts.state_dict() | {"left": vars(rollouts._more._left)}
-            rollouts = source(json.loads(json.dumps(state)))
-    programs.close()
+            collector = source(json.loads(json.dumps(collector.state_dict())))
+    functions.close()
     lost = asked - answered
     assert answered <= asked  # each prompt once
-    waiting = [*rollouts._open, *rollouts._more._left.ids]
+    waiting = [*under_way(collector), *collector.state_dict()["left"]["ids"]]
     assert lost.total() == len(waiting)
     for name in ("accepted_tokens", "preemptions", "cached_tokens"):
         assert totals[name] > iterations // 4, name

@@ -14,7 +14,7 @@ from dschat.data.batches import TokenizedPrompts
 from dschat.rlhf.experience import mini_batch_of
 
 
-def test_programs_alone_need_no_other_model(models_folder):
+def test_reward_functions_alone_need_no_other_model(models_folder):
     trainer = trainer_of(models_folder)
     engine = trainer.engine
     assert (engine.critic, engine.reward) == (None, None)

@@ -11,13 +11,12 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.combine import any_applies
-from dschat.rewards.reward_functions import RewardPrograms, SourceScores
-from dschat.rlhf.dynamic_sampling import DynamicSampler
+from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompt_queue import PromptQueue
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import PendingRollout
-from dschat.rlhf.rollout_scorer import RolloutScorer
+from dschat.rlhf.policies import DynamicSampling
+from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
@@ -28,14 +27,12 @@ def rule(answers):
 def scorer_of(*functions, reward_model=False, **knobs):
     engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None)
     args = RLHFConfig(**knobs)
-    return RolloutScorer(engine, args, RewardPrograms.of(args, functions))
+    return RolloutScorer(engine, args, RewardFunctions.of(args, functions))
 
 
-def sampler_of(*functions, reward_model=False, more=None, generate=None):
-    collector = SimpleNamespace(
-        scorer=scorer_of(*functions, reward_model=reward_model), generate=generate
-    )
-    return DynamicSampler(collector, RLHFConfig().max_sampling_rounds, PromptQueue(more))
+def sampling_of(*functions, reward_model=False, more=None):
+    scorer = scorer_of(*functions, reward_model=reward_model)
+    return DynamicSampling(scorer, RLHFConfig().max_sampling_rounds, PromptQueue(more))
 
 
 @pytest.mark.parametrize(
@@ -60,15 +57,21 @@ def test_groups_that_the_clip_makes_equal_are_dropped():
     pairs = [[10, 40], [1, 2], [math.inf, math.inf], [math.nan, 1], [-9, 9], [1, 0], [0, 0]]
     scores = torch.tensor(pairs).float().flatten()
     scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
-    e = SimpleNamespace(numbers=torch.arange(14, 28), scores=scores, scored=scored)
-    assert sampler_of(reward_model=True)._with_variance(e, 7, 7, 2) == [8, 9, 10, 11]
-    assert sampler_of(rule)._with_variance(e, 7, 7, 2) == [7, 8, 9, 10, 11]
+    rollout = Rollout([[5]] * 14, [[-1.0]] * 14, ["stop"] * 14)
+    for functions, reward_model, kept in (([], True, [1, 2, 3, 4]), ([rule], False, range(5))):
+        sampling = sampling_of(*functions, reward_model=reward_model)
+        sampling.begin(PromptTable([[1]] * 7), 2)
+        e = from_rollout([[i // 2] for i in range(14)], rollout, 0)
+        e.scores, e.scored = scores, scored
+        sampling.keep(Collected(e, 7, {}))
+        ids = sampling.rollout().experience.input_ids
+        assert ids[::2, 0].tolist() == [*kept]
 
 
 def pending(scorer, num_answers, sources, monkeypatch):
     rollout = Rollout([[5, 6]] * num_answers, [[-1.0, -1.0]] * num_answers, ["stop"] * num_answers)
     experience = from_rollout([[1]] * num_answers, rollout, 0)
-    made = PendingRollout(experience, num_answers, {}, scorer)
+    made = Collected(experience, num_answers, {}, scorer)
     monkeypatch.setattr(made, "sources", lambda _: sources)
     return made
 
@@ -125,17 +128,20 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     differ = [[1, 2, 3, 4, 5, 6, 0, 0], [7, 0, 0], [8, 9]]  # one more than is missing
     asked = []
 
-    def generate(prompts, sampling, before):
+    def answered(prompts, before):
         pairs, total = differ[len(asked)], len(prompts.ids)
         asked.append(len(prompts.ids))
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
         e = from_rollout(prompts.repeated(2).ids, rollout, 0, before * 2)
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
         counts = dict.fromkeys(COUNTS, 1.0)
-        return PendingRollout(e, total, counts | {"throughput/occupancy": float(total)})
+        return Collected(e, total, counts | {"throughput/occupancy": float(total)})
 
-    sampler = sampler_of(rule, more=([[i]] for i in range(100)), generate=generate)
-    rollout = sampler.generate(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
+    sampling = sampling_of(rule, more=([[i]] for i in range(100)))
+    sampling.begin(PromptTable([[i] for i in range(8)]), 2)
+    while not sampling.enough():
+        sampling.keep(answered(sampling.ask(), sum(asked)))
+    rollout = sampling.rollout()
     assert asked == [8, 3, 2]
     assert rollout.num_prompts == 8
     assert rollout.experience.numbers.tolist() == list(range(16))
@@ -172,7 +178,9 @@ def test_every_iteration_samples_with_its_own_seed():
     knobs |= {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "seed": 5}
     args = RLHFConfig(**knobs)
     trainer = DeepSpeedPPOTrainer(
-        SimpleNamespace(reward=None, teacher=None), args, programs=RewardPrograms.of(args, [rule])
+        SimpleNamespace(reward=None, teacher=None),
+        args,
+        reward_functions=RewardFunctions.of(args, [rule]),
     )
     asked = []
     for trainer.iteration in range(3):
@@ -185,9 +193,9 @@ def test_every_iteration_samples_with_its_own_seed():
 
 def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
-    programs = RewardPrograms.of(args, [rule])
+    functions = RewardFunctions.of(args, [rule])
     engine = SimpleNamespace(reward=None, teacher=None)
-    trainer = DeepSpeedPPOTrainer(engine, args, programs=programs)
-    assert trainer.programs is programs
-    with pytest.raises(UserError, match="give reward_fns to RewardPrograms.of"):
-        DeepSpeedPPOTrainer(engine, args, reward_fns=[rule], programs=programs)
+    trainer = DeepSpeedPPOTrainer(engine, args, reward_functions=functions)
+    assert trainer.reward_functions is functions
+    with pytest.raises(UserError, match="give reward_fns to RewardFunctions.of"):
+        DeepSpeedPPOTrainer(engine, args, reward_fns=[rule], reward_functions=functions)

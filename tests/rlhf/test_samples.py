@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.inference.protocol import Rollout
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.samples import answer_table, format_answers, sample_row, token_texts
+from dschat.rlhf.reporter import answer_table, format_answers, sample_row, token_texts
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dschat.config import UserError
 from dschat.rlhf import trainer as ppo
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.scoring import action_values
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap

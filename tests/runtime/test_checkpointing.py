@@ -17,9 +17,9 @@ from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
 from dschat.distributed.stop_signals import TrainingStopped
-from dschat.rewards.reward_functions import RewardError
+from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
-from dschat.rlhf.prompt_table import PromptTable
+from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.supervised import setup

@@ -13,7 +13,7 @@ from tiny_models import PAD
 
 from dschat.config import RewardConfig
 from dschat.inference.protocol import Rollout
-from dschat.rlhf import actor_loss, trainer
+from dschat.rlhf import trainer
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.metric_sums import sum_parts
@@ -60,7 +60,7 @@ def test_policy_and_value_losses_read_nothing_from_the_device(models_folder, mon
     rollout = Rollout([[4, 5], [6]], [[-1.0, -2.0], [-3.0]], ["stop", "length"])
     batch = from_rollout([[3], [2, 3]], rollout, PAD).to("meta")
     per_action = torch.zeros(2, 2, device="meta", requires_grad=True)
-    monkeypatch.setattr(actor_loss, "action_logprobs", lambda *_: (per_action, per_action))
+    monkeypatch.setattr(trainer, "action_logprobs", lambda *_: (per_action, per_action))
     monkeypatch.setattr(trainer, "action_values", lambda *_: per_action)
     stub = SimpleNamespace(
         args=args,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.distributed import Group
+from dschat.distributed import RankGroup
 from dschat.inference.model.architectures import ModelSpec, WeightSource, check_shares
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
 from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
@@ -40,7 +40,7 @@ class Weights:
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        group: Group,
+        group: RankGroup,
         keep_panels: bool = False,
     ) -> None:
         check_shares(spec, group.size)

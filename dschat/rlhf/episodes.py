@@ -1,7 +1,8 @@
 """Collects rollouts of episodes: answers in several turns with an environment."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,41 +13,34 @@ from dschat.data.sources.adapters import Content
 from dschat.environments.contract import Environment, EnvironmentFault
 from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
-from dschat.environments.sources import EnvironmentSource
+from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
-from dschat.rewards.reward_functions import RewardError, SourceScores
+from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.samples import Samples
+from dschat.rewards.scoring import RewardError, SourceScores
+from dschat.rlhf.collector import Collector, Group, Policy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.prompt_table import PromptTable
-from dschat.rlhf.rollout_collector import PendingRollout, RolloutCollector, ScoreCall
+from dschat.rlhf.policies import policy_of
+from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 ENVIRONMENT = "environment"  # the name of its rewards
 
 
-@dataclass
-class _WithRewards:
-    """The scores of reward functions, if there are any, and those of the environment."""
-
-    calls: list[ScoreCall]
-    scores: SourceScores
-
-    def result(self) -> list[SourceScores]:
-        return [score for call in self.calls for score in call.result()] + [self.scores]
-
-
-class EpisodeCollector(RolloutCollector):
-    """`RolloutCollector` whose answers are episodes with environments of ``source``."""
+class EpisodeCollector(Collector):
+    """`Collector` whose answers are episodes with environments of ``source``."""
 
     def __init__(
         self,
         engine: DeepSpeedRLHFEngine,
         scorer: RolloutScorer,
         source: EnvironmentSource,
+        policy: Policy | None = None,
+        more: PromptQueue | None = None,
     ) -> None:
-        super().__init__(engine, scorer)
+        super().__init__(engine, scorer, policy, more)
         self._source, self._limits = source, limits_of(scorer.args)
         args, tells = scorer.args, scorer.args.on_tool_error == "feedback"
         self._make: Callable[[], Environment] = source.maker(engine.tokenizer, tells)
@@ -56,65 +50,68 @@ class EpisodeCollector(RolloutCollector):
             )
         self._observations: dict[bool, ObservationTokens] = {}
 
-    def answers_of(
+    @property
+    def _num_calls(self) -> int:
+        return 1
+
+    def answers(
         self,
         generator: Generator,
         prompts: PromptTable,
+        rows: list[int],
         sampling: SamplingParams,
         first: int,
-        calls: int = 1,
-    ) -> PendingRollout:
-        """Collective. See `RolloutCollector.answers_of`; all prompts are one call.
+        add: Callable[[Group], None],
+    ) -> dict[str, float]:
+        """Collective. See `Collector.answers`; ``rows`` are all.
 
         Raises ``RewardError`` on all ranks where an environment failed on one of them.
         """
         if not isinstance(generator, InferenceEngine):
             raise UserError("--environment needs the hybrid engine, which does not run this model")
-        tokenizer = self._engine.tokenizer
 
         def appended(row: int, text: str) -> list[int]:
             return self._appended(prompts, row, text)
 
+        def answered(row: int, episodes: list[Episode]) -> None:
+            rewards = [episode.rewards for episode in episodes]
+            add(Group(row, own_prompts(prompts, episodes), rollout_of(episodes), rewards))
+
         observations = self._observations_of(prompts)
         runner = EpisodeRunner(
-            generator, tokenizer, self._make, observations, self._limits, appended
+            generator, self._engine.tokenizer, self._make, observations, self._limits, appended
         )
-        texts = self.prompt_texts(prompts)
-        columns = [
-            {name: values[i] for name, values in prompts.columns.items()}
-            for i in range(len(prompts.ids))
-        ]
-        numbers = [first + i for i in range(len(prompts.ids))]
-        early = self.early_scoring(prompts, len(prompts.ids))
-
-        def answered(row: int, episodes: list[Episode]) -> None:
-            if early is not None:
-                early.add(row, rollout_of(episodes), own_prompts(prompts, episodes))
-
-        episodes = runner.run(prompts.ids, texts, columns, sampling, numbers, answered)
+        columns = [{name: values[i] for name, values in prompts.columns.items()} for i in rows]
+        numbers = [first + i for i in rows]
+        episodes = runner.run(
+            prompts.ids, self.prompt_texts(prompts), columns, sampling, numbers, answered
+        )
         problems = dist.gather_objects(next((e.problem for e in episodes if e.problem), ""))
         if problem := next(filter(None, problems), ""):
             raise RewardError(f"the environment failed: {problem}")
-        own, rows = own_prompts(prompts, episodes), range(len(prompts.ids))
-        pending = self.pending(own, rollout_of(episodes), first * sampling.n, early, rows)
-        if self._source.rewards:
-            pending.calls = [_WithRewards(list(pending.calls), _scores(episodes))]
-        pending.metrics = _metrics(episodes, bool(self._source.tools))
-        return pending
+        return _metrics(episodes, bool(self._source.tools))
 
-    def _samples(self, prompts: PromptTable, rollout: Rollout) -> Samples:
+    def _samples(self, group: Group) -> Samples:
         """With tools, ``answers`` are the last ones of the episodes, which a user would see."""
-        samples = super()._samples(prompts, rollout)
+        samples = super()._samples(group)
         if self._source.tools:
             starts = [
                 len(drawn) - drawn[::-1].index(False) if False in drawn else 0
-                for drawn in rollout.drawn or []
+                for drawn in group.answers.drawn or []
             ]
-            parts = list(zip(prompts.ids, rollout.token_ids, starts, strict=True))
+            parts = list(zip(group.prompts.ids, group.answers.token_ids, starts, strict=True))
             before = [prompt + ids[:start] for prompt, ids, start in parts]
             last = [ids[start:] for _, ids, start in parts]
             samples.answers = whole_texts(self._engine.tokenizer, before, last)
         return samples
+
+    def _scores_of(self, groups: list[Group]) -> list[SourceScores]:
+        """The rewards of every turn, at its last token."""
+        if not self._source.rewards:
+            return []
+        rewards = [row for group in groups for row in group.rewards or ()]
+        totals = torch.tensor([sum(row) for row in rewards], dtype=torch.float32)
+        return [SourceScores(ENVIRONMENT, 1.0, totals, rewards)]
 
     def _appended(self, prompts: PromptTable, row: int, text: str) -> list[int]:
         """The ids of the prompt ``row`` with ``text`` after it, in a chat in its last turn.
@@ -147,6 +144,39 @@ class EpisodeCollector(RolloutCollector):
             if self._source.tools:
                 self._observations[is_chat].require_tools()
         return self._observations[is_chat]
+
+
+def environment_of(
+    args: RLHFConfig, environment: Any = None, tools: Sequence[Any] = ()
+) -> EnvironmentSource | None:
+    """The environment and tools given in Python, or those of ``args``; None for single answers.
+
+    Raises:
+        UserError: one does not exist.
+    """
+    environment = args.environment if environment is None else environment
+    tools = tools or args.tools or ()
+    return load_environment(environment, tools) if environment is not None or tools else None
+
+
+def collector_of(
+    engine: DeepSpeedRLHFEngine,
+    args: RLHFConfig,
+    functions: RewardFunctions,
+    environment: EnvironmentSource | None,
+    more: PromptQueue,
+) -> Collector:
+    """Collects answers, or with an environment episodes, by the policy of ``args``.
+
+    Raises:
+        UserError: nothing scores.
+    """
+    others = (ENVIRONMENT,) if environment is not None and environment.rewards else ()
+    scorer = RolloutScorer(engine, args, functions, others)
+    policy = policy_of(args, scorer, more)
+    if environment is None:
+        return Collector(engine, scorer, policy, more)
+    return EpisodeCollector(engine, scorer, environment, policy, more)
 
 
 def limits_of(args: RLHFConfig) -> EpisodeLimits:
@@ -187,13 +217,6 @@ def rollout_of(episodes: list[Episode]) -> Rollout:
         [e.finish_reason for e in episodes],
         [e.drawn for e in episodes],
     )
-
-
-def _scores(episodes: list[Episode]) -> SourceScores:
-    """The rewards of every turn, at its last token."""
-    token_scores = [e.rewards for e in episodes]
-    totals = torch.tensor([sum(rewards) for rewards in token_scores], dtype=torch.float32)
-    return SourceScores(ENVIRONMENT, 1.0, totals, token_scores)
 
 
 def _metrics(episodes: list[Episode], has_tools: bool) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""Prompts of a rank by column, from any form in which a caller may give them."""
+"""Prompts of a rank, from any form in which a caller gives them, and a queue of further ones."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress, count
 from typing import Any
 
 from torch import Tensor
 
+import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.data.batches import position_of, seek
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import prompt_problem
 
@@ -62,6 +64,41 @@ class PromptTable:
             self.texts + other.texts if self.texts and other.texts else None,
             {name: self.columns[name] + other.columns[name] for name in sorted(both)},
         )
+
+
+class PromptQueue:
+    """Prompts for rollouts that take more than a batch of them, for the whole run.
+
+    Those of ``batches``. Without it, or once it is exhausted on any rank, the prompts that the
+    caller falls back on.
+    """
+
+    def __init__(self, batches: Iterator[PromptBatch] | None = None) -> None:
+        self._batches = batches
+        self._left = PromptTable()  # of all ranks, drawn and not yet taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state that the next rollout depends on, the same on all ranks."""
+        return {"left": vars(self._left), "taken": position_of(self._batches)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._left = PromptTable(**state["left"])
+        seek(self._batches, state["taken"])
+
+    def take(self, size: int, fallback: PromptTable) -> PromptTable:
+        """Collective. This rank's share of the next ``size`` prompts, whose order does not depend
+        on the number of ranks.
+        """
+        while len(self._left.ids) < size:
+            batch = None if self._batches is None else next(self._batches, None)
+            prompts = fallback if batch is None else PromptTable.of(batch)
+            for of_rank, is_exhausted in dist.gather_objects((prompts, batch is None)):
+                self._left = self._left.concat(of_rank)
+                if is_exhausted:  # on one rank, therefore on all
+                    self._batches = None
+        rows = list(range(len(self._left.ids)))
+        taken, self._left = self._left.pick(rows[:size]), self._left.pick(rows[size:])
+        return taken.pick(dist.my_share(rows[:size]))
 
 
 def prompt_lists(batch: PromptBatch) -> list[list[int]]:

@@ -1,0 +1,225 @@
+"""Collects rollouts: the actor answers prompts, and reward functions score the answers.
+
+A prompt with all its answers is a group. Reward functions get a group as soon as it is complete,
+while others are generated. A policy says which prompts are answered, and what of them is kept.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import dschat.distributed as dist
+from dschat.inference.protocol import Generator, Rollout, SamplingParams
+from dschat.models.continued_text import whole_texts
+from dschat.rewards.samples import Samples
+from dschat.rewards.scoring import SourceScores
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.metrics import generation_metrics
+from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+
+
+@dataclass
+class Group:
+    """A prompt with its finished answers."""
+
+    row: int  # of the prompt among those that were asked
+    prompts: PromptTable  # one for each answer: an environment may have added to the prompt
+    answers: Rollout
+    rewards: list[list[float]] | None = None  # of an environment, for each token of each answer
+
+
+class Policy:
+    """What a rollout asks, when it has enough, and what it keeps: all answers to an iteration's
+    prompts, in one round.
+
+    Attributes:
+        num_wanted: groups of a round that are kept, the first ones; None: all.
+    """
+
+    num_wanted: int | None = None
+
+    def begin(self, prompts: PromptTable, num_samples: int) -> None:
+        """Collective. Begin the rollout of an iteration that takes ``prompts`` of this rank, with
+        ``num_samples`` answers to each.
+        """
+        self._prompts, self._kept = prompts, list[Collected]()
+
+    def enough(self) -> bool:
+        """Whether no further round is needed; the same on all ranks."""
+        return bool(self._kept)
+
+    def ask(self) -> PromptTable:
+        """Collective. This rank's prompts of the next round."""
+        return self._prompts
+
+    def generator(self, generator: Generator) -> Generator:
+        """What answers them."""
+        return generator
+
+    def keep(self, answered: Collected) -> None:
+        """Collective. Keep what of a round belongs to the rollout."""
+        self._kept.append(answered)
+
+    def rollout(self) -> Collected:
+        """Collective. What was kept."""
+        return self._kept.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`."""
+
+
+class Collector:
+    """Collects the rollouts of a run.
+
+    ``more``: prompts in addition to an iteration's, for ``policy``.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedRLHFEngine,
+        scorer: RolloutScorer,
+        policy: Policy | None = None,
+        more: PromptQueue | None = None,
+    ) -> None:
+        self.scorer, self.policy = scorer, policy or Policy()
+        self._engine, self._functions = engine, scorer.functions
+        self._more = more or PromptQueue()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
+        state: dict[str, Any] = {}
+        for part in (self.scorer, self.policy, self._more):
+            state |= part.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part in (self.scorer, self.policy, self._more):
+            part.load_state_dict(state)
+
+    def collect(self, prompts: PromptTable, sampling: SamplingParams) -> Collected:
+        """Collective. The rollout of an iteration that takes ``prompts`` of this rank, each
+        answered ``sampling.n`` times.
+
+        The caller may do other work before `Collected.score`, while reward functions run.
+        """
+        self.policy.begin(prompts, sampling.n)
+        sampled = 0  # prompts of earlier rounds, over all ranks
+        while not self.policy.enough():
+            answered = self._round(sampling, sampled)
+            sampled += answered.num_prompts
+            self.policy.keep(answered)
+        return self.policy.rollout()
+
+    def _round(self, sampling: SamplingParams, before: int) -> Collected:
+        """Collective. ``before``: prompts of earlier rounds, over all ranks."""
+        started = time.perf_counter()
+        prompts, wanted = self.policy.ask(), self.policy.num_wanted
+        num_asked = len(prompts.ids)
+        counts = dist.gather_objects((num_asked, num_asked if wanted is None else wanted))
+        first, first_kept = (before + sum(of[: dist.rank()]) for of in zip(*counts, strict=True))
+        with self._engine.rollout_mode() as generator:
+            answered = self.answers_of(
+                self.policy.generator(generator), prompts, sampling, first, self._num_calls, wanted
+            )
+            answered.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
+        answered.experience.numbers += (first_kept - first) * sampling.n
+        answered.num_prompts = sum(num_kept for _, num_kept in counts)
+        answered.metrics["time/generate_s"] = time.perf_counter() - started
+        return answered
+
+    @property
+    def _num_calls(self) -> int:
+        """Calls of the generator in a round: one, unless functions score a call's answers during
+        the next. The same number on every rank: tensor-parallel ranks generate together.
+        """
+        is_cut = self._functions.overlaps and self.policy.num_wanted is None
+        return self.scorer.args.generation_batches if is_cut else 1
+
+    def answers_of(
+        self,
+        generator: Generator,
+        prompts: PromptTable,
+        sampling: SamplingParams,
+        first: int,
+        calls: int = 1,
+        wanted: int | None = None,
+    ) -> Collected:
+        """Collective. Answer ``prompts`` in ``calls`` calls of ``generator``, and start the reward
+        functions on the answers.
+
+        ``first``: the number of this rank's first prompt among those of all ranks. ``wanted``:
+        groups to keep, the first ones; default: all.
+        """
+        num_asked, groups, metrics = len(prompts.ids), list[Group](), dict[str, float]()
+        wanted = num_asked if wanted is None else wanted
+        scoring = self._functions.scoring(prompts.ids, wanted)
+
+        def add(group: Group) -> None:
+            groups.append(group)
+            if self._functions.names:
+                scoring.add(group.row, self._samples(group))
+
+        size = max(1, -(-num_asked // calls))
+        for start in range(0, calls * size, size):
+            rows = list(range(num_asked))[start : start + size]
+            metrics |= self.answers(generator, prompts, rows, sampling, first, add)
+            groups = sorted(groups, key=lambda group: group.row)[:wanted]
+            scoring.start([group.row for group in groups])
+        ids = [ids for group in groups for ids in group.prompts.ids]
+        sources = [source for group in groups for source in group.prompts.sources or ()]
+        answers = Rollout.joined(group.answers for group in groups)
+        if any(group.answers.drawn is not None for group in groups):
+            answers.drawn = [drawn for group in groups for drawn in group.answers.drawn or ()]
+        pad_id = self._engine.tokenizer.pad_token_id
+        e = from_rollout(ids, answers, pad_id, first * sampling.n, sources or None)
+        others = self._scores_of(groups)
+        return Collected(e, len(groups), metrics, self.scorer, scoring, others)
+
+    def answers(
+        self,
+        generator: Generator,
+        prompts: PromptTable,
+        rows: list[int],
+        sampling: SamplingParams,
+        first: int,
+        add: Callable[[Group], None],
+    ) -> dict[str, float]:
+        """Collective. Answer the prompts in ``rows``, and ``add`` each group as soon as it is
+        complete; returns metrics.
+        """
+
+        def answered(place: int, answers: Rollout) -> None:
+            row = rows[place]
+            add(Group(row, prompts.pick([row] * len(answers)), answers))
+
+        ids, numbers = [prompts.ids[row] for row in rows], [first + row for row in rows]
+        generator.generate(ids, sampling, numbers, answered=answered)
+        return {}
+
+    def prompt_texts(self, prompts: PromptTable) -> list[str]:
+        """The texts of prompts; decoded where only their ids are known."""
+        decode = self._engine.tokenizer.decode
+        return prompts.texts or [decode(ids, skip_special_tokens=True) for ids in prompts.ids]
+
+    def _samples(self, group: Group) -> Samples:
+        """``group`` as reward functions get it."""
+        prompts, answers = group.prompts, group.answers
+        return Samples(
+            prompts=self.prompt_texts(prompts),
+            answers=whole_texts(self._engine.tokenizer, prompts.ids, answers.token_ids),
+            prompt_ids=prompts.ids,
+            answer_ids=answers.token_ids,
+            finish_reasons=list(answers.finish_reasons),
+            columns=prompts.columns,
+        )
+
+    def _scores_of(self, groups: list[Group]) -> list[SourceScores]:
+        """The scores that the groups came with."""
+        return []

@@ -1,0 +1,231 @@
+"""Policies of rollouts that take more than an iteration's prompts: dynamic and partial."""
+
+import logging
+import math
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import dschat.distributed as dist
+from dschat.config import RLHFConfig, UserError
+from dschat.inference.engine import InferenceEngine
+from dschat.inference.partial import OpenPrompt, advance
+from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
+from dschat.losses import clip_scores, group_has_variance, group_stats
+from dschat.rlhf.collector import Policy
+from dschat.rlhf.experience import Experience, joined
+from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+
+logger = logging.getLogger("dschat")
+
+
+def policy_of(args: RLHFConfig, scorer: RolloutScorer, more: PromptQueue) -> Policy:
+    """The policy that the flags ask for. ``more``: prompts in addition to an iteration's."""
+    if args.dynamic_sampling:
+        return DynamicSampling(scorer, args.max_sampling_rounds, more)
+    if args.partial_rollout:
+        return PartialRollouts(args.oversample, args.staleness_bound, more)
+    return Policy()
+
+
+class DynamicSampling(Policy):
+    """Samples in rounds until enough prompts have answers of different scores; then the rollout is
+    scored already. Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
+
+    The first such prompts in the order of the rounds are kept, whichever rank has them. Later
+    rounds sample as many prompts of ``more`` as are likely missing.
+    """
+
+    def __init__(self, scorer: RolloutScorer, max_rounds: int, more: PromptQueue) -> None:
+        self._scorer, self._max_rounds, self._more = scorer, max_rounds, more
+
+    def begin(self, prompts: PromptTable, num_samples: int) -> None:
+        self._prompts, self._num_samples = prompts, num_samples
+        self._num_needed = sum(dist.gather_objects(len(prompts.ids)))
+        self._rounds: list[Experience] = []
+        self._found: list[int] = []  # numbers of prompts whose scores differ, over all ranks
+        self._sampled = 0
+        self._sums: dict[str, float] = {}
+
+    def enough(self) -> bool:
+        rounds = len(self._rounds)
+        return rounds == self._max_rounds or len(self._found) >= self._num_needed
+
+    def ask(self) -> PromptTable:
+        if not self._rounds:
+            return self._prompts
+        missing = self._num_needed - len(self._found)
+        likely = math.ceil(missing * self._sampled / max(len(self._found), 1))
+        return self._more.take(min(self._num_needed, likely), self._prompts)
+
+    def keep(self, answered: Collected) -> None:
+        self._rounds.append(answered.score())
+        self._found += self._with_variance(self._rounds[-1], self._sampled, answered.num_prompts)
+        for name, value in answered.metrics.items():
+            added = value if _adds_up(name) else value * answered.num_prompts
+            self._sums[name] = self._sums.get(name, 0.0) + added
+        self._sampled += answered.num_prompts
+
+    def rollout(self) -> Collected:
+        kept, rounds = self._found[: self._num_needed], len(self._rounds)
+        if not kept:
+            logger.warning(
+                "none of %d sampled prompts (%d rounds) has answers of different scores: this "
+                "iteration trains nothing",
+                self._sampled,
+                rounds,
+            )
+        every, sampled = joined(self._rounds), max(self._sampled, 1)
+        self._rounds.clear()  # frees them while the rollout trains
+        score, num_scored = dist.sum_floats(
+            [float(every.scores.double().sum()), float(every.scored.sum())]
+        )
+        metrics = {n: v if _adds_up(n) else v / sampled for n, v in self._sums.items()} | {
+            "sampling/rounds": float(rounds),
+            "sampling/prompts": float(self._sampled),
+            "sampling/kept_prompts": float(len(kept)),
+            "sampling/waste": 1 - len(kept) / sampled,
+            "sampling/scores": score / max(num_scored, 1.0),
+        }
+        return Collected(_renumbered(every, kept, self._num_samples), len(kept), metrics)
+
+    def _with_variance(self, e: Experience, before: int, total: int) -> list[int]:
+        """Collective. Numbers of this round's prompts whose clipped scores differ, or are not
+        finite. Answers without a score do not count. ``before``: prompts of earlier rounds.
+        """
+        groups = e.numbers // self._num_samples - before
+        scores = torch.where(
+            e.scores.isfinite(), clip_scores(e.scores, self._scorer.clip), e.scores
+        )
+        stats = group_stats(scores[e.scored], groups[e.scored], total)
+        stats = dist.all_reduce_sum(stats)
+        differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
+        return (before + differ.nonzero().flatten()).tolist()
+
+
+def _renumbered(e: Experience, kept: list[int], n: int) -> Experience:
+    """The sequences of the prompts ``kept``, numbered as if the rollout had no others."""
+    places = {number: place for place, number in enumerate(kept)}
+    groups = (e.numbers // n).tolist()
+    e = e.pick([row for row, group in enumerate(groups) if group in places])
+    place = torch.tensor([places[g] for g in (e.numbers // n).tolist()], dtype=torch.int64)
+    e.numbers = place * n + e.numbers % n
+    # An experience is in the order of its numbers; a rank's rounds already are.
+    assert bool((e.numbers[1:] > e.numbers[:-1]).all())
+    return e
+
+
+def _adds_up(name: str) -> bool:
+    """Seconds and counts of rounds are summed; other metrics are means over prompts."""
+    return name.startswith("time/") or name in ("rollout/unscored", "throughput/preemptions")
+
+
+class PartialRollouts(Policy):
+    """Ends a rollout when enough prompts are answered, and continues the others in the next one.
+
+    More prompts are under way than a rollout needs, so that it need not wait for the longest
+    answers. A continued answer has tokens of several versions of the policy, each with the log-prob
+    that it was drawn with; ``--rollout_is`` weighs every token by the present policy's probability
+    over that. The samples of a prompt stay together.
+
+    Args:
+        oversample: prompts under way in addition to a rollout's, as a share of those.
+        max_staleness: iterations after which a prompt's answers are completed, however long.
+        more: where the additional prompts come from.
+    """
+
+    def __init__(self, oversample: float, max_staleness: int, more: PromptQueue) -> None:
+        self._oversample, self._max_staleness, self._more = oversample, max_staleness, more
+        # This rank's prompts that are under way, the oldest first.
+        self._table, self._open = PromptTable(), list[OpenPrompt]()
+        self._ages: list[int] = []  # rollouts that each prompt has been part of
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective. JSON-able state of all ranks that the next rollout depends on."""
+        mine = {
+            "table": vars(self._table),
+            "open": [asdict(prompt) for prompt in self._open],
+            "ages": list(self._ages),  # NOTE: the next iteration changes the list in place
+        }
+        return {"under_way": dist.gather_objects(mine)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ranks take their own prompts, or equal shares where their number has changed."""
+        self._table, self._open, self._ages = PromptTable(), [], []
+        parts = state.get("under_way", [])
+        is_own = len(parts) == dist.world_size()
+        for part in [parts[dist.rank()]] if is_own else parts:
+            opened = [OpenPrompt(**prompt) for prompt in part["open"]]
+            self._add(PromptTable(**part["table"]), opened, part["ages"])
+        if not is_own:
+            order = sorted(range(len(self._ages)), key=lambda i: -self._ages[i])
+            self._leave(dist.my_share(order))
+
+    def begin(self, prompts: PromptTable, num_samples: int) -> None:
+        super().begin(prompts, num_samples)
+        self.num_wanted = wanted = len(prompts.ids)
+        self._start(prompts)
+        missing = wanted + math.ceil(self._oversample * wanted) - len(self._open)
+        self._start(self._more.take(sum(dist.gather_objects(max(0, missing))), prompts))
+
+    def ask(self) -> PromptTable:
+        return self._table
+
+    def generator(self, generator: Generator) -> Generator:
+        if not isinstance(generator, InferenceEngine):
+            raise UserError(
+                "--partial_rollout needs the hybrid engine, which does not run this model"
+            )
+        self._engine = generator
+        return self
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
+    ) -> Rollout:
+        """Continue the prompts until enough are complete on every rank, and all that are due; only
+        what is complete is reported, to ``answered``.
+        """
+        numbers, wanted = indices or [], self.num_wanted or 0
+        num_due = sum(age >= self._max_staleness for age in self._ages)
+        advance(self._engine, self._open, sampling, numbers, wanted, num_due, answered)
+        return Rollout()
+
+    def keep(self, answered: Collected) -> None:
+        """The oldest complete prompts are in the rollout; the others grow older."""
+        done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][: self.num_wanted]
+        staleness = [self._open[i].staleness for i in done]
+        self._leave([i for i in range(len(self._open)) if i not in set(done)])
+        self._ages = [age + 1 for age in self._ages]
+        carried = sum(prompt.num_tokens for prompt in self._open)
+        oldest = max(dist.gather_objects(max(staleness, default=0)))
+        total, count, prompts, tokens = dist.sum_floats(
+            [float(sum(staleness)), float(len(staleness)), float(len(self._open)), float(carried)]
+        )
+        answered.metrics |= {
+            "rollout/staleness": total / max(count, 1.0),
+            "rollout/staleness_max": float(oldest),
+            "rollout/carried_prompts": prompts,
+            "rollout/carried_tokens": tokens,
+        }
+        super().keep(answered)
+
+    def _start(self, prompts: PromptTable) -> None:
+        self._add(prompts, [OpenPrompt(ids) for ids in prompts.ids], [0] * len(prompts.ids))
+
+    def _add(self, table: PromptTable, opened: list[OpenPrompt], ages: list[int]) -> None:
+        self._table = self._table.concat(table)
+        self._open += opened
+        self._ages += ages
+
+    def _leave(self, rows: list[int]) -> None:
+        """Leave only ``rows`` under way."""
+        self._table = self._table.pick(rows)
+        self._open = [self._open[i] for i in rows]
+        self._ages = [self._ages[i] for i in rows]
