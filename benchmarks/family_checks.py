@@ -19,8 +19,8 @@ from dschat.hybrid.rollout_form import ModuleRollout, RolloutSettings, rollout_f
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm
 from dschat.models.packing import pack
 
 FLAG = "--model_name_or_path"
@@ -60,7 +60,7 @@ class Checked:
         """A new module, as every step loads it."""
         num_tokens = len(family_configs.tokenizer())
         options = {"dropout": 0.0, "num_tokens": num_tokens, "longest_row": MAX_LEN} | options
-        return load_causal_lm(str(self.folder), FLAG, torch.float32, **options)
+        return Checkpoint(self.folder, FLAG).language_model(torch.float32, **options)
 
     def trained(self) -> LanguageModel:
         """A new module in its training form, which has chosen to pack or to pad."""

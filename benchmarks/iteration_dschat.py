@@ -24,7 +24,6 @@ from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.rollout_form import Refresh, RolloutForm
 from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
 from dschat.models.eval_mode import evaluating
-from dschat.models.load import load_score_backbone
 from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
@@ -157,14 +156,7 @@ def make_task(case: Case, config: SupervisedConfig) -> tuple[Any, Any]:
     base = setup.read_base(config, "score" if case.task == "rm" else "lm")
     if case.task == "rm":
         with sharded_loading(zero):
-            model = load_score_backbone(
-                base.name,
-                setup.BASE,
-                zero.dtype,
-                from_base=False,
-                pad_token_id=base.tokenizer.pad_token_id,
-                num_tokens=0,
-            )
+            model = base.checkpoint.score_model(zero.dtype, base.tokenizer.pad_token_id)
         engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
         return engine, tasks.RewardTask()
 

@@ -50,8 +50,8 @@ from dschat.config import RLHFConfig, UserError, parser
 from dschat.data.batches import PromptBatches
 from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import entrypoint
-from dschat.inference.model.checkpoint_reader import checkpoint_stream
 from dschat.launch.recipe import load_recipe
+from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.tokenizer import load_tokenizer
 
 DSCHAT = "dschat"
@@ -246,7 +246,7 @@ def replay(
         folder = out / f"replay_{side}"
         about = run_side(task, side, folder, args)["about"]
         last[side] = load_file(snapshot_path(folder, config.max_steps))
-    start = dict(checkpoint_stream(config.actor_model_name_or_path))
+    start = dict(CheckpointFiles(config.actor_model_name_or_path, "actor").tensors())
     apart, moved = distance(last[DSCHAT], last["trl"]), distance(last[DSCHAT], start)
     note(f"apart {apart:.3g}, moved {moved:.3g}")
     return about | {"relative_difference": rounded(apart / moved)}

@@ -47,7 +47,6 @@ def main() -> None:
 def train_reward_model(config, zero, base, tables) -> None:
     """Put a score head on the language model and train it on the pairs, for step 3."""
     from dschat.data.preference_rows import most_answers
-    from dschat.models.load import load_score_backbone
     from dschat.models.score_model import ScoreModel
     from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
     from dschat.models.vocabulary import num_ids
@@ -58,16 +57,13 @@ def train_reward_model(config, zero, base, tables) -> None:
     batches = setup.step_batches(config, *tables)
     num_steps = loop.num_total_steps(config, batches[0])
     with sharded_loading(zero):
-        model = load_score_backbone(
-            base.name,
-            setup.BASE,
+        model = base.checkpoint.score_model(
             zero.dtype,
-            from_base="ForSequenceClassification" not in str(base.config.architectures),
-            pad_token_id=base.tokenizer.pad_token_id,
-            num_tokens=num_ids(base.tokenizer),
+            base.tokenizer.pad_token_id,
+            from_base=True,
             dropout=config.dropout,
             attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
+            num_tokens=num_ids(base.tokenizer),
             longest_row=config.max_seq_len,
         )
     ends = stop_ids(base.tokenizer)

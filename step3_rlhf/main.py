@@ -24,17 +24,14 @@ def main() -> None:
     args = parser.parse(RLHFConfig)
 
     from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
-    from dschat.builtin.tiny_model import resolve_model
     from dschat.data.batches import PromptBatches, check_same_rows, prompt_columns
     from dschat.data.tokenize import prompt_dataset
     from dschat.distributed import stop_signals
-    from dschat.models.model_kind import load_config, require_causal_lm
-    from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
     from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
     from dschat.rlhf.episodes import ENVIRONMENT, environment_of
     from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
-    from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
+    from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
     from dschat.rlhf.ptx import unsupervised_steps
     from dschat.rlhf.reporter import Reporter
     from dschat.runtime.checkpointing import training_checkpointer
@@ -47,14 +44,10 @@ def main() -> None:
         zero_settings(args, model)  # raises for a wrong DeepSpeed file
 
     # Load. Mistakes in names and data show before any weight loads.
-    with dist.main_process_first():
-        actor_name = resolve_model(args.actor_model_name_or_path)
-        critic_name = resolve_model(args.critic_model_name_or_path) or None
-    trust = args.trust_remote_code
-    require_causal_lm(load_config(actor_name, ACTOR, trust), actor_name, ACTOR)
-    tokenizer = load_tokenizer(actor_name, ACTOR, trust, args.end_of_turn, args.chat_template)
-    checkpoints = find_checkpoints(actor_name, critic_name, args, tokenizer)
-    check_lengths(checkpoints, args)
+    names = args.actor_model_name_or_path, args.critic_model_name_or_path or None
+    checkpoints = find_checkpoints(*names, args)
+    check_lengths(checkpoints)
+    tokenizer = checkpoints.tokenizer
     environment = environment_of(args)
     tools = environment.schemas if environment else None
     with dist.main_process_first():
@@ -74,11 +67,12 @@ def main() -> None:
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
 
     engine = DeepSpeedRLHFEngine(
-        actor_model_name_or_path=actor_name,
-        critic_model_name_or_path=critic_name,
+        actor_model_name_or_path=names[0],
+        critic_model_name_or_path=names[1],
         tokenizer=tokenizer,
         num_total_iters=num_iters,
         args=args,
+        checkpoints=checkpoints,
     )
     prompt_batches = prompt_train_dataloader.endless()  # epoch after epoch
     trainer = DeepSpeedPPOTrainer(

@@ -13,8 +13,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from dschat.checkpoint.manifest import MANIFEST, sha256_of
-from dschat.startup.files import no_link, sync_file
+from dschat.checkpoint.manifest import MANIFEST
+from dschat.startup.files import no_link, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
 

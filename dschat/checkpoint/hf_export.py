@@ -31,11 +31,11 @@ from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
 from dschat.distributed.disk_space import is_full, needed_and_free
-from dschat.models.config_files import CONFIG, read_json
+from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.model_kind import IS_MADE
 from dschat.models.row_length import restore_rotary
 from dschat.models.text_part import FIELD, Rest
-from dschat.startup.files import sync_file
+from dschat.startup.files import sha256_of, sync_file
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -93,6 +93,7 @@ def export_hf(
             _write_index(staging, files)
             _write_companions(staging, base, config, tokenizer, stop_ids, dtype)
             check_saved(staging, base, values)
+            _write_checksums(staging)
             _move_in(staging, folder)
     except SavedModelError:
         raise
@@ -215,7 +216,7 @@ def _write_companions(
 def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfig) -> None:
     """Put the saved text model's configuration into that of the whole model it is a part of."""
     rest: Rest = getattr(model, "rest", None) or Rest()
-    raw = read_json(rest.source, CONFIG, "the base model") if rest.source else None
+    raw = CheckpointFiles(rest.source, "the base model").json(CONFIG) if rest.source else None
     if raw is None or FIELD not in raw or hasattr(saved, FIELD):
         return
     text = json.loads((staging / CONFIG).read_text("utf-8"))
@@ -227,6 +228,13 @@ def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfi
     for name in _PROCESSOR_FILES:
         if file := cached_file(rest.source, name, _raise_exceptions_for_missing_entries=False):
             shutil.copyfile(file, staging / name)
+
+
+def _write_checksums(staging: Path) -> None:
+    """Write what ``sha256sum --check`` reads; `Checkpoint.check` does where that is cheap."""
+    files = sorted(staging.glob("*.safetensors"))
+    lines = [f"{sha256_of(file)}  {file.name}\n" for file in files]
+    (staging / CHECKSUMS).write_text("".join(lines))
 
 
 def _move_in(staging: Path, folder: Path) -> None:

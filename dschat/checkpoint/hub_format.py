@@ -9,14 +9,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.lora import unwrapped_name
-from dschat.models.model_kind import load_bin, weight_files
 from dschat.models.text_part import Rest, whole_name
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
@@ -38,7 +37,8 @@ def hub_tensors(
         for name in list(tensors):
             yield whole_name(name, rest.prefixes), tensors.pop(name)
     if rest.keys:
-        yield from _stored(rest)
+        files = CheckpointFiles(rest.source, "the base model")
+        yield from files.tensors(lambda key: key if key in rest.keys else None)
 
 
 def _by_layer(
@@ -64,14 +64,3 @@ def _by_layer(
 def _layer(name: str) -> str:
     match = _LAYER.match(name)
     return match[0] if match else name
-
-
-def _stored(rest: Rest) -> Iterator[tuple[str, Tensor]]:
-    """The tensors ``rest`` names, as they are on disk."""
-    for file in weight_files(rest.source)[0]:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                for key in sorted(rest.keys.intersection(opened.keys())):
-                    yield key, opened.get_tensor(key)
-        else:
-            yield from ((k, t) for k, t in load_bin(file).items() if k in rest.keys)

@@ -19,6 +19,7 @@ from typing import Any
 
 from dschat import __version__
 from dschat.config import UserError
+from dschat.startup.files import sha256_of
 
 FORMAT = 3
 FOLDER = "checkpoints"  # in an output folder
@@ -26,7 +27,6 @@ MANIFEST = "manifest.json"
 VALUES = "values.json"  # of a `RunState`, in a checkpoint
 COMPLETE = "COMPLETE"  # the file in an output folder that marks a finished step
 _NAME = re.compile(r"step_(\d{6,})")
-_BLOCK = 1 << 22  # bytes read at a time
 
 
 class Damaged(ValueError):
@@ -138,14 +138,6 @@ def check_checksums(checkpoint: CheckpointInfo, names: Iterable[str]) -> None:
             raise Damaged(f"{path} cannot be read: {error.strerror}") from None
         if sha != checkpoint.files[name][1]:
             raise Damaged(f"{path} has another checksum than the manifest says")
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def newest(output_dir: str | Path) -> CheckpointInfo | None:

@@ -13,10 +13,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 import dschat.distributed as dist
 from dschat.config.errors import first_line
 from dschat.memory import available_memory
-from dschat.models.config_files import CONFIG, muted
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.checkpoint_files import CONFIG
+from dschat.models.config_files import muted
 from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.packing.model import PackedModel
 from dschat.models.packing.rows import pack
 from dschat.models.score_model import ScoreModel
@@ -85,17 +86,12 @@ def check_saved(folder: Path, model: PreTrainedModel, expected: Tensor | None) -
 
 def _loaded(folder: str, model: PreTrainedModel) -> PackedModel:
     """The saved model in fp32 on the CPU, loaded as a later step would."""
-    options: dict[str, Any] = {
-        "trust_remote_code": getattr(model, "_auto_class", None) is not None,
-        "longest_row": getattr(model, "longest_row", 0),
-    }
-    given = folder, "the saved model", torch.float32
+    trust = getattr(model, "_auto_class", None) is not None
+    saved, longest = Checkpoint(folder, "the saved model", trust), getattr(model, "longest_row", 0)
     if hasattr(model, "score"):
         pad_id = model.config.pad_token_id
-        loaded = load_score_backbone(
-            *given, from_base=False, pad_token_id=pad_id, num_tokens=0, **options
-        )
+        loaded = saved.score_model(torch.float32, pad_id, longest_row=longest)
     else:
-        loaded = load_causal_lm(*given, **options)
+        loaded = saved.language_model(torch.float32, longest_row=longest)
     loaded.longest_row = 0  # a short check will do
     return (ScoreModel if hasattr(model, "score") else LanguageModel)(loaded, "off")

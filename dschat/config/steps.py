@@ -345,6 +345,11 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         return self.per_device_training_batch_size * self.gradient_accumulation_steps * world_size
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt and answer together."""
+        return self.max_prompt_seq_len + self.max_answer_seq_len
+
+    @property
     def num_mini_batches(self) -> int:
         """Optimizer steps in one PPO epoch. The number of processes cancels out."""
         return self.rollout_samples(1) // self.mini_batch_size(1)
@@ -380,8 +385,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
             not (self.partial_rollout and self.dynamic_sampling),
             "--partial_rollout and --dynamic_sampling exclude each other: leave one out",
         )
-        longest = self.max_prompt_seq_len + self.max_answer_seq_len
-        self.validate_micro_batches(longest, "--max_prompt_seq_len + --max_answer_seq_len")
+        self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
         require(
             self.best_metric.startswith("eval/"),
             f"--best_metric {self.best_metric} is not an evaluation metric such as eval/score",

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,9 +24,11 @@ from transformers import (
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
-from dschat.models.config_files import build_from, muted
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.checkpoint_files import CheckpointFiles
+from dschat.models.config_files import blamed_on, muted
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_config, set_dropout
+from dschat.models.load import set_dropout
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.score_model import ScoreModel
@@ -118,7 +119,7 @@ class Models:
     def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
         if name == TINY_NAME:
             return LlamaConfig(vocab_size=MAX_VOCAB_SIZE, **TINY_CONFIG)
-        return load_config(str(Path(os.path.expanduser(name))), flag, trust_remote_code)
+        return Checkpoint(os.path.expanduser(name), flag, trust_remote_code).config
 
     def _sizes(self, use: Use) -> Sizes:
         if not use.lora_dim:
@@ -170,12 +171,13 @@ class Models:
             config.num_labels, auto = 1, AutoModelForSequenceClassification
         drop_pad(config)
 
-        def build(config: PretrainedConfig) -> PreTrainedModel:
+        def build() -> PreTrainedModel:
             with init_empty_weights(include_buffers=True):
                 return auto.from_config(config, **options)
 
         with muted(logging.WARNING):  # warnings of transformers and PEFT concern loaded weights
-            module = build_from(config, build, use.name, use.flag)
+            with blamed_on(CheckpointFiles(use.name, use.flag)):
+                module = build()
             module = prepare_for_training(
                 module,
                 use.gradient_checkpointing,

@@ -28,7 +28,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         rollout = self._rollout(learners, held[0])
         held[0].update(self._rollout_items(rollout, stays=True))
 
-        columns = c.max_prompt_seq_len + c.max_answer_seq_len, c.max_answer_seq_len
+        columns = c.longest_row, c.max_answer_seq_len
         rows = Batch(c.per_device_training_batch_size, *columns)
         batch, num_micro_batches = self._micro_batch(rows, c.mini_batch_size(1))
         scored, _ = self._micro_batch(rows, c.rollout_samples(1))

@@ -63,7 +63,7 @@ class RolloutEstimator:
         c, shape, size = self.config, self.sizes.shape, self.dtype.itemsize
         sharded = c.actor_zero_stage == 3
         rows = min(MAX_ROWS, c.samples_under_way * c.inference_tp_size)
-        seq_len = c.max_prompt_seq_len + c.max_answer_seq_len
+        seq_len = c.longest_row
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
         form = "an unsharded copy" if sharded else "training weights"
         return RolloutBytes(

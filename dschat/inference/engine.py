@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from dschat.config.errors import UserError, first_line
+from dschat.config.errors import UserError
 from dschat.distributed import RankGroup
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.device_loop import DeviceLoop
@@ -27,12 +27,7 @@ from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.locked_steps import locked
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
-from dschat.inference.model.checkpoint_reader import (
-    checkpoint_stream,
-    has_own_head,
-    names_on_disk,
-    sound_weights,
-)
+from dschat.inference.model.checkpoint_reader import names_on_disk, sound_weights
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.rotary import model_positions
@@ -45,7 +40,8 @@ from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
-from dschat.models.config_files import read_config, read_generation_config
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.startup.attention import avoid_cudnn_attention
 from dschat.startup.openmp import limit_spinning_late
 
@@ -116,9 +112,13 @@ class InferenceEngine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, dtype: str = "float32", device: str = "cpu", **options: Any
+        cls,
+        path: str | Path | Checkpoint,
+        dtype: str = "float32",
+        device: str = "cpu",
+        **options: Any,
     ) -> "InferenceEngine":
-        """An engine with the weights of a Hugging Face checkpoint.
+        """An engine with the weights of a Hugging Face checkpoint: a folder or a hub name.
 
         ``options``: fields of `EngineConfig`; default for ``stop_ids``: the checkpoint's.
 
@@ -128,43 +128,33 @@ class InferenceEngine:
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype} is unknown; choose from {', '.join(DTYPES)}")
         torch_device = device_named(device)
-        try:
-            config = read_config(str(path), "path")
-            generation = read_generation_config(str(path), "path")
-        except OSError as error:
-            checkpoint_stream(path)  # raises the better error for a missing folder
-            raise UserError(f"{path}: {first_line(error)}") from None
-        except UserError as error:
-            if "trust_remote_code" not in str(error.__cause__):
-                raise
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path, "path")
+        if checkpoint.brings_code():
             why = "needs its own Python code, which the inference engine does not run"
-            raise UnsupportedModel(f"{path} {why}") from None
-        if "ForSequenceClassification" in str(config.architectures):
-            raise UserError(
-                f"{path} is a reward model, which does not generate text; name a causal LM"
-            )
-        config.tie_word_embeddings = config.tie_word_embeddings and not has_own_head(path)
+            raise UnsupportedModel(f"{checkpoint.name} {why}")
+        checkpoint.require_causal_lm()
+        config, generation = copy.deepcopy(checkpoint.config), checkpoint.generation_config
+        config.tie_word_embeddings = config.tie_word_embeddings and not checkpoint.has_own_head
         stops = config.eos_token_id
         if generation is not None and generation.eos_token_id is not None:
             stops = generation.eos_token_id
         if "stop_ids" not in options and stops is not None:
             options["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
         engine = cls(config, DTYPES[dtype], torch_device, EngineConfig(**options))
-        engine.load_checkpoint(path)
+        engine.load_checkpoint(checkpoint)
         return engine
 
-    def load_checkpoint(self, path: str | Path) -> None:
+    def load_checkpoint(self, files: CheckpointFiles) -> None:
         """Load the weights of a checkpoint, with one of its tensors in memory at a time."""
-        names = names_on_disk(path, self.weights.names, self.spec.prefix)
+        names = names_on_disk(files, self.weights.names, self.spec.prefix)
         try:
-            self.weights.check(
-                (name, tuple(tensor.shape)) for name, tensor in checkpoint_stream(path, names)
-            )
-            self.weights.load(sound_weights(checkpoint_stream(path, names)))
+            stored = ((names(key), entry.shape) for key, entry in files.headers.items())
+            self.weights.check((name, shape) for name, shape in stored if name is not None)
+            self.weights.load(sound_weights(files.tensors(names)))
         except UserError as error:
-            raise type(error)(
-                f"{path}: {error}" if str(path) not in str(error) else str(error)
-            ) from None
+            if files.name in str(error):
+                raise
+            raise type(error)(f"{files.name}: {error}") from None
 
     def borrow_weights(self, tensors: dict[str, Tensor]) -> bool:
         """Read ``tensors`` (by Hugging Face name) in place; see `Weights.borrow`.

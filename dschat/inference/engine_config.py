@@ -66,7 +66,7 @@ class EngineConfig:
             stop_ids=stop_ids,
             num_tokens=num_tokens,
             max_num_seqs=min(args.max_num_seqs, max(samples, args.eval_batch_size)),
-            max_seq_len=args.max_prompt_seq_len + args.max_answer_seq_len,
+            max_seq_len=args.longest_row,
             length_flags="--max_prompt_seq_len + --max_answer_seq_len",
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_gib=args.kv_cache_gib,

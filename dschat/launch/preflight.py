@@ -18,10 +18,8 @@ from dschat.data.sources.splits import load_source, named_held_out, parse_spec
 from dschat.distributed import entrypoint
 from dschat.estimate import Request
 from dschat.estimate.run import log_lines
-from dschat.models.fit import check_fit, check_positions
-from dschat.models.model_kind import load_config
-from dschat.models.tokenizer import load_tokenizer
-from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoints
+from dschat.models.checkpoint import Checkpoint
+from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 
 BASE = "--model_name_or_path"
 
@@ -56,15 +54,14 @@ def _check_base(config: SupervisedConfig, request: Request) -> None:
     name = str(Path(os.path.expanduser(config.model_name_or_path)))
     if name in request.made_from or not _has_config(name):
         return
-    trust = config.trust_remote_code
-    model_config = load_config(name, BASE, trust)
+    base = Checkpoint(name, BASE, config.trust_remote_code)
     is_policy = not isinstance(config, RewardConfig) or config.trains_policy
     # Attention kernels and memory for the LoRA rank depend on the machines of the step.
     lora = min(1, config.lora_dim), config.lora_modules
-    check_fit(model_config, name, BASE, "lm" if is_policy else "score", None, *lora)
-    check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
+    base.check("lm" if is_policy else "score", None, *lora)
+    base.check_positions(config.max_seq_len, "--max_seq_len", "lower it")
     if config.tokenizer_name_or_path is None:
-        load_tokenizer(name, BASE, trust, config.end_of_turn, config.chat_template)
+        base.tokenizer(config.end_of_turn, config.chat_template)
 
 
 def _check_rlhf(config: RLHFConfig) -> None:
@@ -77,7 +74,6 @@ def _check_rlhf(config: RLHFConfig) -> None:
     )
     if not all(_has_config(name) for name in names if name):
         return
-    actor = names[0]
     here = replace(  # independent of the number of processes and of the machine
         config,
         inference_tp_size=1,
@@ -85,10 +81,7 @@ def _check_rlhf(config: RLHFConfig) -> None:
         actor_lora_dim=min(1, config.actor_lora_dim),
         critic_lora_dim=min(1, config.critic_lora_dim),
     )
-    tokenizer = load_tokenizer(
-        actor, ACTOR, config.trust_remote_code, config.end_of_turn, config.chat_template
-    )
-    check_lengths(find_checkpoints(actor, names[1], here, tokenizer), here)
+    check_lengths(find_checkpoints(names[0], names[1], here))
 
 
 def _has_config(name: str) -> bool:

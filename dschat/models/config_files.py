@@ -1,32 +1,26 @@
-"""Reads config.json and generation_config.json; an invalid field is a one-line error naming it.
+"""Validates config.json and generation_config.json; an invalid field is a one-line error naming it.
 
 transformers checks some fields when it reads a configuration, others when it builds the model, and
 many never. It raises any exception: AttributeError, ZeroDivisionError, IndexError. So every
-exception here is blamed on the file, and `culprit` finds the field by dropping one after another.
-No weights are read.
+exception here is blamed on the file. No weights are read.
 """
 
 import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
-from transformers.utils import cached_file
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from dschat.config import UserError
-from dschat.models import hub
+from dschat.models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
 from dschat.models.text_part import text_part
 
-T = TypeVar("T")
 Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 # transformers' common field names; `attribute_map` translates those of a model family.
 _SIZES = {  # upper bounds, far above any model, against damaged files
     "vocab_size": 100_000_000,
@@ -43,133 +37,66 @@ _ROPE = {"rope_theta": math.inf, "factor": math.inf, "partial_rotary_factor": 1}
 _MAX_LABELS = 10_000  # transformers builds a table of their names
 
 
-@dataclass(frozen=True)
-class _File:
-    """A JSON file of the checkpoint that ``flag`` named, and the errors about it."""
-
-    checkpoint: str
-    name: str
-    flag: str
-
-    def fault(self, problem: str) -> UserError:
-        return UserError(
-            f"{self.flag} {self.checkpoint}: its {self.name} {problem}; correct it, or copy or "
-            "download it again"
-        )
-
-    def wrong_field(self, field: str, value: Any, reason: str) -> UserError:
-        shown = json.dumps(value, default=str)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return self.fault(f"cannot be used: {field} is {shown} ({reason})")
-
-    def attempt(self, action: Callable[[Mapping[str, Any]], T], fields: Mapping[str, Any]) -> T:
-        """``action(fields)``; a failure is a ``UserError`` with the field that `culprit` finds."""
-        with muted(logging.ERROR):  # the error raised here says it in one line
-            try:
-                return action(fields)
-            except UserError:
-                raise
-            except Exception as error:
-                field, reason = culprit(action, fields), _reason(error)
-                if field is None:
-                    raise self.fault(f"cannot be used ({reason})") from error
-                raise self.wrong_field(field, fields[field], reason) from error
-
-
-def read_json(name_or_path: str, filename: str, flag: str) -> dict[str, Any] | None:
-    """The object in a JSON file of a checkpoint; None if the file does not exist.
-
-    Raises:
-        OSError: neither a folder nor a model on the hub.
-        UserError: the file is not valid JSON, or not an object.
-    """
-    hub.prepare(name_or_path)
-    path = cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return None
-    file = _File(name_or_path, filename, flag)
-    try:
-        content = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise file.fault(f"is not JSON ({_reason(error)})") from error
-    if not isinstance(content, dict):
-        raise file.fault(f"holds a {type(content).__name__}, not an object with fields")
-    return content
-
-
-def read_config(name_or_path: str, flag: str, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_config(files: CheckpointFiles) -> PretrainedConfig:
     """The configuration of a checkpoint, of its text model if that is a part; sizes validated.
 
     Raises:
-        OSError: as `read_json`; or config.json does not exist.
-        UserError: naming ``flag`` and the invalid field.
+        OSError: not a checkpoint, or config.json does not exist.
+        UserError: naming the invalid field.
     """
-    raw = read_json(name_or_path, CONFIG, flag)
+    raw = files.json(CONFIG)
     if raw is None:
-        raise FileNotFoundError(f"{name_or_path} has no {CONFIG}")
-    file = _File(name_or_path, CONFIG, flag)
+        raise FileNotFoundError(f"{files.name} has no {CONFIG}")
     for fault in _raw_faults(raw):
-        raise file.wrong_field(*fault)
-
-    def read(fields: Mapping[str, Any]) -> PretrainedConfig:
-        if fields is raw:
-            return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-        return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
-
-    config = file.attempt(read, raw)
-    try:
-        text = config.get_text_config()
-    except ValueError as error:  # several text configs: not a text-only model
-        raise file.fault(f"cannot be used ({_reason(error)})") from error
+        raise _wrong_field(files, CONFIG, *fault)
+    with blamed_on(files, CONFIG):
+        trust = files.trust_remote_code
+        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust)
+        text = config.get_text_config()  # ValueError: several, not a text-only model
     if not isinstance(text, PretrainedConfig):
-        raise file.wrong_field("text_config", text, f"not of a {type(config).__name__}")
+        reason = f"not of a {type(config).__name__}"
+        raise _wrong_field(files, CONFIG, "text_config", text, reason)
     for fault in _config_faults(text):
-        raise file.wrong_field(*fault)
+        raise _wrong_field(files, CONFIG, *fault)
     return text_part(config, raw)
 
 
-def build_from(
-    config: PretrainedConfig, build: Callable[[PretrainedConfig], T], name_or_path: str, flag: str
-) -> T:
-    """``build(config)``; a failure is a ``UserError`` naming the field that caused it.
-
-    ``build`` may run once per field, so it should not allocate weights.
-    """
-
-    def build_with(fields: Mapping[str, Any]) -> T:
-        return build(config if fields is complete else type(config).from_dict(dict(fields)))
-
-    complete = config.to_dict()
-    return _File(name_or_path, CONFIG, flag).attempt(build_with, complete)
-
-
-def read_generation_config(name_or_path: str, flag: str) -> GenerationConfig | None:
+def read_generation_config(files: CheckpointFiles) -> GenerationConfig | None:
     """The checkpoint's generation config; None if it has none.
 
     Raises:
-        UserError: naming ``flag`` and the invalid field. transformers ignores a damaged file, and
-            generation would miss the checkpoint's EOS ids.
+        UserError: naming the invalid field. transformers ignores a damaged file, and generation
+            would miss the checkpoint's EOS ids.
     """
-    raw = read_json(name_or_path, GENERATION_CONFIG, flag)
+    raw = files.json(GENERATION_CONFIG)
     if raw is None:
         return None
-    file, ids = _File(name_or_path, GENERATION_CONFIG, flag), raw.get("eos_token_id")
+    ids = raw.get("eos_token_id")
     if any(type(i) is not int for i in (ids if isinstance(ids, list) else [ids]) if i is not None):
-        raise file.wrong_field("eos_token_id", ids, "not a token id or a list of them")
-    return file.attempt(lambda fields: GenerationConfig.from_dict(dict(fields)), raw)
+        reason = "not a token id or a list of them"
+        raise _wrong_field(files, GENERATION_CONFIG, "eos_token_id", ids, reason)
+    with blamed_on(files, GENERATION_CONFIG):
+        return GenerationConfig.from_dict(raw)
 
 
-def culprit(action: Callable[[Mapping[str, Any]], Any], fields: Mapping[str, Any]) -> str | None:
-    """The first field without which ``action`` succeeds; None if there is no such field."""
-
-    def works(without: str | None) -> bool:
+@contextmanager
+def blamed_on(files: CheckpointFiles, filename: str = CONFIG) -> Iterator[None]:
+    """Context in which every exception is a ``UserError`` about this file of ``files``."""
+    with muted(logging.ERROR):  # the error raised here says it in one line
         try:
-            action({name: value for name, value in fields.items() if name != without})
-        except Exception:
-            return False
-        return True
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise files.file_error(filename, f"cannot be used ({_reason(error)})") from error
 
-    return None if works(without=None) else next(filter(works, fields), None)
+
+def _wrong_field(
+    files: CheckpointFiles, filename: str, field: str, value: Any, reason: str
+) -> UserError:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return files.file_error(filename, f"cannot be used: {field} is {shown} ({reason})")
 
 
 @contextmanager
@@ -200,6 +127,10 @@ def _raw_faults(raw: Mapping[str, Any]) -> Iterator[Fault]:
     for field in _BOOLEANS:
         if not isinstance(raw.get(field), bool | None):
             yield field, raw[field], "neither true nor false"
+    for size, most in _SIZES.items():  # some classes divide by them
+        value = raw.get(size)
+        if isinstance(value, (str, float, bool)) or (isinstance(value, int) and value < 1):
+            yield size, value, f"not a whole number from 1 to {most:,}"
     labels = raw.get("num_labels")
     if isinstance(labels, (int, float)) and labels > _MAX_LABELS:
         yield "num_labels", labels, f"more than {_MAX_LABELS:,}"

@@ -1,10 +1,9 @@
-"""Loads causal LMs and score models; a missing or unexpected weight is an error.
+"""Loads weights into models of transformers; a missing or unexpected weight is an error.
 
 Under ZeRO-3 the caller wraps the call in `sharded_loading` of `dschat.runtime.deepspeed_engine`,
 and the parameters are sharded as they load.
 """
 
-import copy
 import logging
 import pickle
 import re
@@ -25,32 +24,17 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging as transformers_logging
 
 import dschat.distributed as dist
-from dschat.config import UserError
 from dschat.config.errors import first_line
+from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_finite
-from dschat.models.config_files import CONFIG, muted, read_json
-from dschat.models.legacy_weights import legacy_state_dict
-from dschat.models.model_kind import (
-    checkpoint_keys,
-    has_own_head,
-    load_config,
-    no_score_head,
-    refused_pickle,
-    require_causal_lm,
-    reward_form,
-    score_class,
-)
+from dschat.models.config_files import muted
+from dschat.models.model_kind import is_reward_config, no_score_head, score_class
 from dschat.models.row_length import fix_rotary
 from dschat.models.text_part import FIELD, Rest, text_keys, text_prefix
-from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 Kind = Literal["lm", "score"]
-# Families whose row of the pad id transformers zeroes at every load: saved without one.
-_ZEROES_PAD_ROW = ("youtu",)
-# Prefixes of what a score model that starts from a causal LM may lack, and may leave.
-_OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
@@ -80,155 +64,39 @@ def silence_routers(model: nn.Module) -> None:
             module.register_forward_pre_hook(leave_training)
 
 
-def load_causal_lm(
-    name_or_path: str,
-    flag: str,
-    dtype: torch.dtype,
-    dropout: float | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    num_tokens: int = 0,
-    longest_row: int = 0,
-) -> PreTrainedModel:
-    """An ``AutoModelForCausalLM`` with exactly the checkpoint's weights, on the CPU or sharded.
-
-    ``num_tokens``: size of the tokenizer; embedding and head grow to it if they have fewer rows.
-    ``longest_row``: tokens of the longest row that the run's flags allow; 0: not known.
-
-    Raises:
-        UserError: naming ``flag``: not a causal LM, or unreadable, missing, unexpected, reshaped or
-            non-finite weights.
-    """
-    config = load_config(name_or_path, flag, trust_remote_code)
-    require_causal_lm(config, name_or_path, flag)
-    pad_token_id = drop_pad(config)
-    tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
-    if tied and has_own_head(name_or_path, flag):
-        # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
-        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-    options = dtype, dropout, attn_implementation, trust_remote_code, longest_row
-    model, info = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, config, *options)
-    _check(model, info, name_or_path, flag)
-    model.rest = info["rest"]
-    grow_embeddings(model, num_tokens)
-    known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
-    if known and config.model_type not in _ZEROES_PAD_ROW:
-        model.config.pad_token_id = pad_token_id
-    return model
-
-
-def load_score_backbone(
-    name_or_path: str,
-    flag: str,
-    dtype: torch.dtype,
-    from_base: bool,
-    pad_token_id: int,
-    num_tokens: int,
-    dropout: float | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    longest_row: int = 0,
-) -> PreTrainedModel:
-    """An ``AutoModelForSequenceClassification(num_labels=1)``.
-
-    ``from_base``: step 2 may start from a causal LM; then the score head may be missing and the LM
-    head is unused. ``num_tokens``: size of the tokenizer; the embedding grows to it if it has fewer
-    rows. ``longest_row``: see `load_causal_lm`. Reads reward models of DeepSpeed-Chat too.
-
-    Raises:
-        UserError: naming ``flag``; as `load_causal_lm`, or not a reward model.
-    """
-    config = load_config(name_or_path, flag, trust_remote_code)
-    form = reward_form(config, name_or_path, flag)
-    if form == "base" and not from_base:
-        raise not_a_reward_model(name_or_path, flag, config)
-    config.num_labels = 1
-    drop_pad(config)
-    options = dtype, dropout, attn_implementation, trust_remote_code, longest_row, form == "v_head"
-    auto_class = AutoModelForSequenceClassification
-    model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
-    if not hasattr(model, "score"):
-        raise no_score_head(name_or_path, flag, type(model).__name__)
-    if form == "base":
-        _check(model, info, name_or_path, flag, *_OF_A_BASE)
-    else:
-        _check(model, info, name_or_path, flag)
-    grow_embeddings(model, num_tokens)
-    model.config.pad_token_id = pad_token_id
-    return model
-
-
-def load_shapes(
-    config: PretrainedConfig,
-    name_or_path: str,
-    flag: str,
-    kind: Kind,
-    attn_implementation: str | None = None,
-) -> PreTrainedModel:
-    """The model of ``config`` on the meta device, without memory, from the headers of the weight
-    files. NOTE: call it outside ZeRO-3's loading context.
-
-    Raises:
-        UserError: naming ``flag``: no per-token score head; missing, unexpected or reshaped
-            weights.
-    """
-    config, auto_class, form = copy.deepcopy(config), AutoModelForCausalLM, None
-    if kind == "score":
-        config.num_labels, auto_class = 1, AutoModelForSequenceClassification
-        form = reward_form(config, name_or_path, flag)
-    drop_pad(config)
-    options = torch.float32, None, attn_implementation, False, 0, form == "v_head", "meta"
-    model, info = _from_pretrained(auto_class, name_or_path, flag, config, *options)
-    if kind == "score" and (config.is_encoder_decoder or not hasattr(model, "score")):
-        raise no_score_head(name_or_path, flag, type(model).__name__)
-    _check(model, info, name_or_path, flag, *(_OF_A_BASE if form == "base" else ()))
-    return model
-
-
-def not_a_reward_model(name_or_path: str, flag: str, config: PretrainedConfig) -> UserError:
-    """The error for a causal LM in place of a reward model."""
-    return UserError(
-        f"{flag} {name_or_path} is not a reward model (its config.json says "
-        f"{config.architectures}); train one with step 2 first"
-    )
-
-
-def _from_pretrained(
+def from_pretrained(
     auto_class: type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification],
-    name_or_path: str,
-    flag: str,
+    files: CheckpointFiles,
     config: PretrainedConfig,
     dtype: torch.dtype,
     dropout: float | None,
     attn_implementation: str | None,
-    trust_remote_code: bool,
     longest_row: int,
-    legacy: bool = False,
     device: str | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing, unexpected and reshaped weights."""
     if dropout is not None:
         set_dropout(config, dropout)
     fix_rotary(config, longest_row)
-    source: str | None = name_or_path
+    source: str | None = files.name
     loader: Any = auto_class
-    known = auto_class is AutoModelForCausalLM or score_class(config)
-    if not known and not getattr(config, "auto_map", None):
-        raise no_score_head(name_or_path, flag, type(config).__name__)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if legacy:
+    scores = auto_class is AutoModelForSequenceClassification
+    if scores and not (score_class(config) or getattr(config, "auto_map", None)):
+        raise no_score_head(files, type(config).__name__)
+    options: dict[str, Any] = {"trust_remote_code": files.trust_remote_code}
+    if scores and files.is_legacy_reward and not is_reward_config(config):
         source, loader = None, score_class(config)
-        options = {"state_dict": legacy_state_dict(name_or_path, flag, loader.base_model_prefix)}
+        options = {"state_dict": files.legacy_state_dict(loader.base_model_prefix)}
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     if device:
         options["device_map"] = device
-    keys = set(options.get("state_dict") or checkpoint_keys(name_or_path, flag))
+    keys = set(options.get("state_dict") or files.keys)
     prefix, plain = text_prefix(keys)
     if prefix:
         options["key_mapping"] = {"^" + re.escape(prefix): plain}
     try:
-        with muted(logging.WARNING):  # `_check` reports in one line what its table says
+        with muted(logging.WARNING):  # `check_weights` reports in one line what its table says
             model, info = loader.from_pretrained(
                 source,
                 config=config,
@@ -239,35 +107,35 @@ def _from_pretrained(
             )
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{flag} {name_or_path}: its weights cannot be read: {reason}") from error
+        raise files.error(f": its weights cannot be read: {reason}") from error
     except pickle.UnpicklingError as error:
-        raise refused_pickle(name_or_path, flag) from error
+        raise files.refused_pickle("weights file", error) from error
     except (IndexError, RuntimeError, ValueError) as error:
         # NOTE: ZeRO-3's loader does not honour ignore_mismatched_sizes.
         if fault := next((s for s in str(error).splitlines() if "size mismatch" in s), None):
-            raise UserError(f"{flag} {name_or_path}: {fault.strip()}") from error
+            raise files.error(f": {fault.strip()}") from error
         # It initializes and splits by shapes, which shards do not have.
         by_shape = not isinstance(error, RuntimeError) or "split_with_sizes" in str(error)
         if not (by_shape and is_deepspeed_zero3_enabled()):
             raise
-        raise UserError(
-            f"{flag} {name_or_path}: transformers cannot load this family in shards "
+        raise files.error(
+            ": transformers cannot load this family in shards "
             f"({first_line(error.__cause__ or error)}); use ZeRO stage 2 or less"
         ) from error
     if dropout == 0.0:
         silence_routers(model)
     model.longest_row = longest_row  # `PackedModel.check` reads it
     model.config.use_cache = False  # training does not read the cache; generation enables it
-    others = _not_loaded(model, info, keys, name_or_path, flag)
+    others = _not_loaded(model, info, keys, files)
     info["unexpected_keys"] = set(info["unexpected_keys"]) - others
-    info["rest"] = Rest(name_or_path, (prefix, plain), frozenset(others))
+    info["rest"] = Rest(files.name, (prefix, plain), frozenset(others))
     # NOTE: a save reverts what loading does to the family's own names, not to those found here.
     model._weight_conversions = None
     return model, info
 
 
 def _not_loaded(
-    model: PreTrainedModel, info: dict[str, Any], keys: set[str], name_or_path: str, flag: str
+    model: PreTrainedModel, info: dict[str, Any], keys: set[str], files: CheckpointFiles
 ) -> set[str]:
     """Names of a checkpoint's tensors that are no part of ``model`` by design.
 
@@ -275,7 +143,7 @@ def _not_loaded(
     """
     part = text_keys(keys)
     others = keys - set(part.values())
-    if FIELD in (read_json(name_or_path, CONFIG, flag) or {}):
+    if FIELD in (files.json(CONFIG) or {}):
         own = {name.split(".")[0] for name in model.state_dict()}
         others |= {key for key in part if key.split(".")[0] not in own}
     patterns = tuple(model._keys_to_ignore_on_load_unexpected or ())
@@ -288,11 +156,10 @@ def _not_loaded(
     return others
 
 
-def _check(
+def check_weights(
     model: PreTrainedModel,
     info: dict[str, Any],
-    name_or_path: str,
-    flag: str,
+    files: CheckpointFiles,
     may_be_missing: tuple[str, ...] = (),
     may_be_unused: tuple[str, ...] = (),
 ) -> None:
@@ -315,8 +182,8 @@ def _check(
     ):
         if keys:
             shown = ", ".join(sorted(keys)[:3]) + (" ..." if len(keys) > 3 else "")
-            raise UserError(
-                f"{flag} {name_or_path} {problem} {len(keys)} weights of a {type(model).__name__}: "
+            raise files.error(
+                f" {problem} {len(keys)} weights of a {type(model).__name__}: "
                 f"{shown}; {remedy} again"
             )
     if model.device.type == "meta":
@@ -326,8 +193,8 @@ def _check(
     ranks = dist.gather_objects(not_finite) if is_deepspeed_zero3_enabled() else [not_finite]
     if names := sorted(set().union(*ranks)):
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        raise UserError(
-            f"{flag} {name_or_path} has values that are NaN or infinite (in {dtype}) in "
+        raise files.error(
+            f" has values that are NaN or infinite (in {dtype}) in "
             f"{len(names)} weights, such as {names[0]}; copy it again, or name a model from before "
             "it diverged"
         )

@@ -3,11 +3,7 @@
 The completed tokenizer is saved with the model, so that other programs use what training used.
 """
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -16,10 +12,11 @@ from dschat.config.errors import first_line
 from dschat.config.text_file import read_text
 from dschat.models import hub
 from dschat.models.chat_template import default_template, failure, turn_ends
-from dschat.models.config_files import culprit, read_generation_config, read_json
-from dschat.models.model_kind import brings_code
+from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
+from dschat.models.config_files import read_generation_config
 
 PAD_TOKEN = "<|pad|>"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_tokenizer(
@@ -38,7 +35,17 @@ def load_tokenizer(
     Raises:
         UserError: naming ``flag``: no tokenizer, or one without EOS.
     """
-    tokenizer = read_tokenizer(name_or_path, flag, trust_remote_code)
+    files = CheckpointFiles(name_or_path, flag, trust_remote_code)
+    return complete_tokenizer(files, read_tokenizer(files), eot_token, chat_template)
+
+
+def complete_tokenizer(
+    files: CheckpointFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    eot_token: str | None = None,
+    chat_template: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """The ``tokenizer`` of ``files``, changed in place; see `load_tokenizer`."""
     if eot_token is not None and eot_token != tokenizer.eos_token:
         # Everything reads EOS as the end of an answer; a template may contain the old one.
         former, template = tokenizer.eos_token, tokenizer.chat_template
@@ -46,9 +53,9 @@ def load_tokenizer(
         if former and isinstance(template, str):
             tokenizer.chat_template = template.replace(former, eot_token)
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"{flag} {name_or_path}: its tokenizer has no EOS token; set tokenizer.eos_token, or "
-            "add one with --add_eot_token"
+        raise files.error(
+            ": its tokenizer has no EOS token; set tokenizer.eos_token, or add one with "
+            "--add_eot_token"
         )
     if tokenizer.pad_token_id is None:
         # Masks come from lengths, so any id can fill a batch.
@@ -58,95 +65,81 @@ def load_tokenizer(
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = default_template(tokenizer)
     if not str(tokenizer.chat_template).strip():
-        origin = f"--chat_template {chat_template}" if chat_template else f"{flag} {name_or_path}"
+        origin = f"--chat_template {chat_template}"
+        origin = origin if chat_template else f"{files.flag} {files.name}"
         raise UserError(f"{origin}: the chat template is empty; restore it, or name another one")
-    tokenizer.generation_config = read_generation_config(name_or_path, flag)  # for `stop_ids`
+    tokenizer.generation_config = read_generation_config(files)  # for `stop_ids`
     return tokenizer
 
 
-def read_tokenizer(
-    name_or_path: str, flag: str, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+def read_tokenizer(files: CheckpointFiles) -> PreTrainedTokenizerBase:
     """A checkpoint's tokenizer, unchanged: it may lack EOS, pad token and chat template.
 
     Raises:
-        UserError: naming ``flag``: no tokenizer, a damaged one, or one that needs its own code.
+        UserError: no tokenizer, a damaged one, or one that needs its own code.
     """
-    source = _source(name_or_path)
+    source = _source(files)
     hub.prepare(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        trust = files.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
     # It raises any exception, even a bare Exception of the Rust library.
     except Exception as error:
-        if not trust_remote_code and brings_code(name_or_path, "tokenizer_config.json"):
+        if not files.trust_remote_code and files.brings_code(TOKENIZER_CONFIG):
             reason = (
                 "its tokenizer needs its own Python code, which does not run by default: "
                 "read it, and pass --trust_remote_code if you trust it"
             )
-        elif source != name_or_path:
+        elif source != files.name:
             reason = (
                 f"it has only a vocabulary, as DeepSpeed-Chat saved it, and the tokenizer of its "
                 f"base model ({source}) cannot be loaded; copy that one's files into the folder"
             )
-        elif any(Path(name_or_path).glob("tokenizer*")):
-            where = _damaged_file(name_or_path, flag)
+        elif any(Path(files.name).glob("tokenizer*")):
+            where = _damaged_file(files)
             reason = f"its {where} cannot be read ({first_line(error)}); copy or download it again"
         else:
             reason = (
                 "no tokenizer in this folder or on the hub; save one with the model "
                 "(tokenizer.save_pretrained)"
             )
-        raise UserError(f"{flag} {name_or_path}: {reason}") from error
+        raise files.error(f": {reason}") from error
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or longest < 1:
-        raise UserError(
-            f"{flag} {name_or_path}: its tokenizer_config.json cannot be used: model_max_length is "
-            f"{longest!r} (not a number above 0); correct it, or copy or download it again"
-        )
+        problem = f"cannot be used: model_max_length is {longest!r} (not a number above 0)"
+        raise files.file_error(TOKENIZER_CONFIG, problem)
     return tokenizer
 
 
-def _damaged_file(folder: str, flag: str) -> str:
-    """The file that breaks a tokenizer, with the field if known: "FILE: FIELD VALUE".
+def _damaged_file(files: CheckpointFiles) -> str:
+    """The file, or files, that may break a tokenizer.
 
     Raises:
         UserError: one of the files is not a JSON object.
     """
-    for filename in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        fields = read_json(folder, filename, flag) or {}
-
-        def read(fields: Mapping[str, Any], filename: str = filename) -> None:
-            with TemporaryDirectory() as copy:
-                for file in Path(folder).glob("*token*"):
-                    (Path(copy) / file.name).symlink_to(file.absolute())
-                (Path(copy) / filename).unlink()
-                (Path(copy) / filename).write_text(json.dumps(fields), "utf-8")
-                AutoTokenizer.from_pretrained(copy)
-
-        field = culprit(read, fields) if fields else None
-        if field is not None:
-            return f"{filename}: {field} {json.dumps(fields[field])[:60]}"
-    template = Path(folder) / "chat_template.jinja"
+    for filename in (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"):
+        files.json(filename)
+    template = Path(files.name) / "chat_template.jinja"
     if template.exists() and "\ufffd" in template.read_text("utf-8", "replace"):
         return template.name
-    return "tokenizer.json" if read_json(folder, "tokenizer.json", flag) else "tokenizer"
+    return f"tokenizer.json or {TOKENIZER_CONFIG}" if files.json("tokenizer.json") else "tokenizer"
 
 
-def _source(name_or_path: str) -> str:
-    """The folder or hub name to load the tokenizer of ``name_or_path`` from.
+def _source(files: CheckpointFiles) -> str:
+    """The folder or hub name to load the tokenizer of ``files`` from.
 
     DeepSpeed-Chat saved the vocabulary without special tokens; loaded as it is, the tokenizer would
     get wrong ones. The folder's config.json names the checkpoint it started from, which has them.
     """
-    folder = Path(name_or_path)
-    complete = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    folder = Path(files.name)
+    complete = ("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model")
     if not folder.is_dir() or any((folder / name).exists() for name in complete):
-        return name_or_path
+        return files.name
     try:
-        origin = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        return name_or_path
-    return origin if origin and isinstance(origin, str) else name_or_path
+        origin = (files.json(CONFIG) or {}).get("_name_or_path")
+    except UserError:
+        return files.name
+    return origin if origin and isinstance(origin, str) else files.name
 
 
 def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dschat.builtin.gold_scorer import gold_score
+from dschat.chat.model import Model
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.data.sources.readers import read_lines
@@ -22,7 +23,6 @@ from dschat.data.tokenize import question_text
 from dschat.observability import console
 from dschat.offline.flags import NEED_REWARD, EvalConfig, GenerateConfig, PromptsConfig
 from dschat.offline.generate import generate
-from dschat.offline.model import Model
 from dschat.offline.results import Metrics, Results, check_out, labels_of
 
 logger = logging.getLogger("dschat")

@@ -12,15 +12,16 @@ from typing import Any
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
+from dschat.chat.model import Model
 from dschat.checkpoint.fingerprint import fingerprint
 from dschat.config import UserError
 from dschat.config.fields import of_result
-from dschat.models.model_kind import weight_files
+from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.observability import console
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.answer_lines import AnswerLines
 from dschat.offline.flags import GenerateConfig
-from dschat.offline.model import Model, Progress
+from dschat.offline.progress import Progress
 from dschat.offline.rows import Prompts, Rows
 from dschat.offline.scoring import AnswerScorer
 
@@ -67,7 +68,8 @@ def _write(
     """Write the lines that ``file`` lacks, and complete it."""
     if scorer is not None:
         scorer.load()
-    generator = model.generator(config, prompts.longest + config.max_new_tokens)
+    longest = prompts.longest + config.max_new_tokens
+    generator = model.generator(config.max_num_seqs, longest)
     console.release()
     size, sampling = config.prompts_per_chunk(config.n), config.sampling(config.n)
     first = file.num_lines // size * size
@@ -105,15 +107,15 @@ def settings_of(config: GenerateConfig, model: Model) -> dict[str, Any]:
     settings["--dtype"] = str(model.dtype).removeprefix("torch.")
     settings["content of --data_path"] = fingerprint(config.data_path or ())
     settings["content of --reward_fn"] = fingerprint(config.reward_fn or ())
-    settings["content of --path"] = _content(model.name)
+    settings["content of --path"] = _content(model.checkpoint)
     if config.reward_model_name_or_path:
-        reward = resolve_model(config.reward_model_name_or_path)
+        reward = CheckpointFiles(resolve_model(config.reward_model_name_or_path), "--reward_model")
         settings["content of --reward_model_name_or_path"] = _content(reward)
     return settings
 
 
-def _content(name: str) -> str | None:
+def _content(files: CheckpointFiles) -> str | None:
     """Of a model's weights, configuration, template and tokenizer."""
-    weights, _ = weight_files(name)
-    beside = [file for kind in _BESIDE for file in weights[0].parent.glob(kind)] if weights else []
+    weights = files.weight_files
+    beside = [file for kind in _BESIDE for file in weights[0].parent.glob(kind)]
     return fingerprint(sorted({str(file) for file in (*weights, *beside)}))

@@ -27,15 +27,15 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import dschat.distributed as dist
+from dschat.chat.model import Model
 from dschat.config import UserError
 from dschat.config.errors import first_line, require
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm
 from dschat.models.packing import pack
 from dschat.models.vocabulary import num_ids
 from dschat.offline.flags import OWN_TASKS, EvalConfig
-from dschat.offline.model import FLAG, Model, Progress
+from dschat.offline.progress import Progress
 from dschat.offline.results import Metrics
 
 _TOKENS = 8192  # of one forward
@@ -139,7 +139,7 @@ class EngineModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self._model.name
+        return self._model.checkpoint.name
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -191,7 +191,7 @@ class EngineModel(TemplateLM):
             )
             ids = (context + continuation)[-positions - 1 :]
             rows.append((ids, len(ids) - len(continuation)))
-        return logprobs(self._model, rows, self._config.trust_remote_code)
+        return logprobs(self._model, rows)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, cut before the first of the stop strings."""
@@ -209,7 +209,7 @@ class EngineModel(TemplateLM):
             samplings.append(replace(sampling, stop_token_ids=self._ends(tuple(until))))
             ends.append(until)
         longest = max(len(p) + s.max_new_tokens for p, s in zip(prompts, samplings, strict=True))
-        generator, rollouts = self._model.generator(self._config, longest), []
+        generator, rollouts = self._model.generator(self._config.max_num_seqs, longest), []
         progress = Progress(len(prompts), 0, self._label)
         for sampling, equal in groupby(range(len(prompts)), samplings.__getitem__):
             part = list(equal)
@@ -252,9 +252,7 @@ def _sampling(wanted: dict[str, Any], config: EvalConfig) -> tuple[SamplingParam
 
 
 @torch.no_grad()
-def logprobs(
-    model: Model, rows: Sequence[tuple[list[int], int]], trust_remote_code: bool = False
-) -> list[tuple[float, bool]]:
+def logprobs(model: Model, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
     """Load ``model``'s weights. For each row, its ids and how many of them are context: the sum of
     the log-probs of the others, in nats, and whether each of them is the likeliest id.
 
@@ -264,14 +262,7 @@ def logprobs(
         UserError: weights that are missing, damaged or not finite.
     """
     vocabulary = num_ids(model.tokenizer)
-    weights = load_causal_lm(
-        model.name,
-        FLAG,
-        model.dtype,
-        dropout=0.0,
-        trust_remote_code=trust_remote_code,
-        num_tokens=vocabulary,
-    )
+    weights = model.checkpoint.language_model(model.dtype, dropout=0.0, num_tokens=vocabulary)
     module = LanguageModel(weights.to(dist.device()).eval())
     module.check(dist.device())
     results: list[tuple[float, bool]] = []

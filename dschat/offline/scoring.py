@@ -7,33 +7,30 @@ import logging
 
 import torch
 
-import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
+from dschat.chat.model import Model
 from dschat.config import UserError
 from dschat.config.reward import RewardTrainingConfig
 from dschat.inference.protocol import Rollout
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.continued_text import whole_texts
-from dschat.models.load import load_config, load_score_backbone
-from dschat.models.packing import pack
 from dschat.models.row_length import num_positions
-from dschat.models.score_model import ScoreModel
+from dschat.models.score_model import RewardModel
 from dschat.offline.flags import PromptsConfig
-from dschat.offline.model import Model
 from dschat.offline.rows import Row
 from dschat.rewards.combine import any_applies, combine
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import SourceScores
-from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_reward
+from dschat.rlhf.initial_checkpoints import check_reward
 from dschat.rlhf.retokenize import Retokenizer
 
 logger = logging.getLogger("dschat")
 
 FLAG = "--reward_model"
-_SEQUENCES = 64  # of one forward
 
 
-class RewardModel:
+class ModelScorer:
     """A reward model, and how it reads the sequences of another model.
 
     Args:
@@ -47,40 +44,26 @@ class RewardModel:
     """
 
     def __init__(self, path: str, answering: Model, trust_remote_code: bool) -> None:
-        found, tokenizer = InitialCheckpoints(""), answering.tokenizer
-        find_reward(found, resolve_model(path), FLAG, tokenizer, trust_remote_code)
-        for note in found.notes:
+        self._checkpoint = Checkpoint(resolve_model(path), FLAG, trust_remote_code)
+        self._path, self._answering = path, answering
+        tokenizer, notes = check_reward(self._checkpoint, answering.tokenizer)
+        for note in notes:
             logger.warning("%s", note)
-        assert found.reward is not None
-        self._name, self._path, self._trust = found.reward, path, trust_remote_code
-        self._pad_id, self._dtype = tokenizer.pad_token_id, answering.dtype
         self._retokenizer = None
-        self.max_len = num_positions(load_config(found.reward, FLAG, trust_remote_code))
-        if found.reward_tokenizer is not None:
+        self.max_len = num_positions(self._checkpoint.config)
+        if tokenizer is not None:
             self._retokenizer = Retokenizer(
-                tokenizer, found.reward_tokenizer, answering.stop_ids, self.max_len
+                answering.tokenizer, tokenizer, answering.stop_ids, self.max_len
             )
             self.max_len = None
-        self._model: ScoreModel | None = None
+        self._model: RewardModel | None = None
 
     def load(self) -> None:
         """Load the weights, unless they are there."""
-        if self._model is not None:
-            return
-        pad_id = load_config(self._name, FLAG, self._trust).pad_token_id
-        model = load_score_backbone(
-            self._name,
-            FLAG,
-            self._dtype,
-            from_base=False,
-            pad_token_id=self._pad_id if pad_id is None else pad_id,
-            num_tokens=0,
-            trust_remote_code=self._trust,
-        )
-        self._model = ScoreModel(model.to(dist.device()).eval())
-        self._model.check(dist.device())
+        if self._model is None:
+            pad_id = self._answering.tokenizer.pad_token_id
+            self._model = RewardModel(self._checkpoint, self._answering.dtype, pad_id)
 
-    @torch.no_grad()
     def score(self, rows: list[Row], answers: Rollout) -> torch.Tensor:
         """The score of every answer at its last token: (S,) fp32, S = rows x samples.
 
@@ -98,12 +81,7 @@ class RewardModel:
             else:
                 ids.append(read.sequence(row.ids, answer, reason == "stop", row.prompt))
         prompts = [len(row.ids) if read is None else 0 for row in repeated]  # 0: not shared
-        scores = [torch.zeros(0)]
-        for start in range(0, len(ids), _SEQUENCES):
-            part = slice(start, start + _SEQUENCES)
-            packed = pack(ids[part], [[len(row) - 1] for row in ids[part]], prompts[part])
-            scores.append(self._model(packed.to(dist.device())).float().cpu())
-        joined = torch.cat(scores)
+        joined = self._model.score(ids, prompts)
         if not joined.isfinite().all():
             raise UserError(
                 f"{FLAG} {self._path} gives scores that are NaN or infinite; try --dtype fp32, or "
@@ -128,7 +106,7 @@ class AnswerScorer:
         self._functions.check_columns(columns)
         self._model = None
         if path := config.reward_model_name_or_path:
-            self._model = RewardModel(path, answering, config.trust_remote_code)
+            self._model = ModelScorer(path, answering, config.trust_remote_code)
 
     @property
     def max_len(self) -> int | None:

@@ -61,7 +61,7 @@ def settle_token_budget(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> None:
     """
     if args.max_tokens_per_micro_batch != AUTO or engine.token_budget:
         return
-    start, length = args.max_prompt_seq_len, args.max_prompt_seq_len + args.max_answer_seq_len
+    start, length = args.max_prompt_seq_len, args.longest_row
 
     def longest(num_rows: int) -> PackedRows:
         """The longest rows, of different prompts."""

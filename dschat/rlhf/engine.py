@@ -26,20 +26,18 @@ from dschat.hybrid.rollout_form import RolloutForm, RolloutSettings, rollout_for
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
-from dschat.models.config_files import read_generation_config
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.text_part import announce_rest
-from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.initial_checkpoints import ACTOR, TEACHER, find_checkpoints
-from dschat.rlhf.model_loader import ModelLoader
+from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_checkpoints
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.runtime.deepspeed_engine import (
     ZeroSettings,
@@ -75,6 +73,7 @@ class DeepSpeedRLHFEngine:
         tokenizer: the actor's. For a reward model with another one the text is re-tokenized.
         num_total_iters: rollouts of the whole run, for the learning-rate schedules.
         args: an `RLHFConfig`, or any namespace or dict with some of its fields.
+        checkpoints: of these names and ``args``, where `find_checkpoints` has checked them already.
 
     Raises:
         UserError: a checkpoint that is missing, of the wrong kind or incomplete; an ``output_dir``
@@ -88,6 +87,7 @@ class DeepSpeedRLHFEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         num_total_iters: int = 1,
         args: Any = None,
+        checkpoints: InitialCheckpoints | None = None,
     ) -> None:
         dist.init()
         self.args = RLHFConfig.from_namespace(args if args is not None else {})
@@ -107,15 +107,13 @@ class DeepSpeedRLHFEngine:
             "actor; lower it, or raise --max_steps",
         )
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
-        self.checkpoints = find_checkpoints(
-            str(actor_model_name_or_path), names[1] or None, self.args, tokenizer
+        self.checkpoints = checkpoints or find_checkpoints(
+            names[0], names[1] or None, self.args, tokenizer
         )
-        self._loader = ModelLoader(self.checkpoints, self.args, tokenizer)
         self._num_iters = num_total_iters
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
-        generation_config = read_generation_config(self.checkpoints.actor, ACTOR)
-        self.stop_ids = stop_ids(tokenizer, generation_config)
+        self.stop_ids = self.checkpoints.stop_ids
 
         self.actor = self._build_actor()
         self.ref = self._build_reference()
@@ -130,7 +128,7 @@ class DeepSpeedRLHFEngine:
                 tokenizer,
                 self.checkpoints.reward_tokenizer,
                 self.stop_ids,
-                self.checkpoints.reward_max_len,
+                self.checkpoints.reward_positions,
             )
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
@@ -161,15 +159,15 @@ class DeepSpeedRLHFEngine:
 
     def _build_actor(self) -> TrainingEngine:
         dropout = self.args.actor_dropout or 0.0
-        name = self.checkpoints.actor
-        model = self._loader.language_model(name, ACTOR, self._actor_zero, dropout)
+        model = self.checkpoints.language_model(self.checkpoints.actor, self._actor_zero, dropout)
         announce_rest(model)
         return self._trained(model, "actor", self._actor_zero, LanguageModel)
 
     def _build_critic(self) -> TrainingEngine | None:
         if self.checkpoints.critic is None:
             return None
-        model = self._loader.critic(self._critic_zero, self.args.critic_dropout or 0.0)
+        dropout = self.args.critic_dropout or 0.0
+        model = self.checkpoints.critic_model(self._critic_zero, dropout)
         return self._trained(model, "critic", self._critic_zero, ScoreModel)
 
     @property
@@ -181,24 +179,24 @@ class DeepSpeedRLHFEngine:
         if self._is_its_own_reference or not self.args.needs_reference:
             return None
         zero = self._actor_zero.frozen(self.args.offload_reference_model)
-        return self._frozen_language_model(self.checkpoints.actor, ACTOR, zero)
+        return self._frozen_language_model(self.checkpoints.actor, zero)
 
-    def _frozen_language_model(self, name: str, flag: str, zero: ZeroSettings) -> nn.Module:
-        model = self._loader.language_model(name, flag, zero)
+    def _frozen_language_model(self, checkpoint: Checkpoint, zero: ZeroSettings) -> nn.Module:
+        model = self.checkpoints.language_model(checkpoint, zero)
         return initialize_frozen(LanguageModel(model, self.args.packing), zero)
 
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
         zero = self._critic_zero.frozen(self.args.offload_reward_model)
-        model = ScoreModel(self._loader.reward(zero), self.args.packing)
+        model = ScoreModel(self.checkpoints.reward_model(zero), self.args.packing)
         return initialize_frozen(model, zero)
 
     def _build_teacher(self) -> nn.Module | None:
         if self.checkpoints.teacher is None:
             return None
         zero = self._actor_zero.frozen(self.args.offload_teacher_model)
-        return self._frozen_language_model(self.checkpoints.teacher, TEACHER, zero)
+        return self._frozen_language_model(self.checkpoints.teacher, zero)
 
     def _announce(self) -> None:
         args = self.args

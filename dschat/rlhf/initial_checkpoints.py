@@ -1,23 +1,24 @@
-"""Decides which checkpoint each model starts from, and checks all of them.
+"""The checkpoints that the models of RLHF start from: found, checked together, and loaded.
 
-Only configurations, tokenizers and lists of weight names are read: mistakes show before any weight
-loads.
+Only configurations, tokenizers and lists of weight names are read at first: mistakes show before
+any weight loads.
 """
 
 import copy
 from dataclasses import dataclass, field
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import check_tensor_parallel
-from dschat.models.fit import check_fit, check_positions
-from dschat.models.load import not_a_reward_model
-from dschat.models.model_kind import load_config, reward_form
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.packing.model import Packing
-from dschat.models.tokenizer import ensure_distinct_pad, read_tokenizer
+from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tokens
+from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading
 
 ACTOR = "--actor_model_name_or_path"
 CRITIC = "--critic_model_name_or_path"
@@ -29,27 +30,90 @@ TEACHER = "--teacher_model_name_or_path"
 class InitialCheckpoints:
     """The checkpoints that RLHF starts from; None for a model that this run does not have.
 
-    ``reward_tokenizer`` is None where the reward model reads the actor's ids; else it is the reward
-    model's tokenizer, and the text is re-tokenized. ``critic_from_base``: the critic is a language
-    model with a new score head.
+    Attributes:
+        tokenizer: the actor's.
+        critic_tokenizer: saved with the critic.
+        reward_tokenizer: None where the reward model reads the actor's ids; else the reward model's
+            tokenizer, for which the text is re-tokenized.
+        notes: warnings for the user.
     """
 
-    actor: str
-    critic: str | None = None
-    reward: str | None = None
-    teacher: str | None = None
-    critic_flag: str = CRITIC
-    critic_from_base: bool = False
+    args: RLHFConfig
+    tokenizer: PreTrainedTokenizerBase
+    actor: Checkpoint
+    critic: Checkpoint | None = None
+    reward: Checkpoint | None = None
+    teacher: Checkpoint | None = None
     critic_tokenizer: PreTrainedTokenizerBase | None = None
     reward_tokenizer: PreTrainedTokenizerBase | None = None
-    reward_max_len: int | None = None  # positions of the reward model; None: not bounded
-    notes: list[str] = field(default_factory=list)  # warnings for the user
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer of the actor."""
+        return stop_ids(self.tokenizer, self.actor.generation_config)
+
+    @property
+    def reward_positions(self) -> int | None:
+        """Longest text that the reward model reads; None: not bounded."""
+        assert self.reward is not None
+        return getattr(self.reward.config.get_text_config(), "max_position_embeddings", None)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def language_model(
+        self, checkpoint: Checkpoint, zero: ZeroSettings, dropout: float = 0.0
+    ) -> nn.Module:
+        """Collective. A causal LM that reads the actor's ids."""
+        attention, num_tokens = self.args.attn_implementation, num_ids(self.tokenizer)
+        with sharded_loading(zero):
+            return checkpoint.language_model(
+                zero.dtype, dropout, attention, num_tokens, self.args.longest_row
+            )
+
+    def critic_model(self, zero: ZeroSettings, dropout: float) -> nn.Module:
+        """Collective. The critic, with a new score head if it starts from a language model."""
+        assert self.critic is not None
+        tokenizer = self.critic_tokenizer or self.tokenizer
+        return self._score_model(self.critic, zero, dropout, tokenizer, from_base=True)
+
+    def reward_model(self, zero: ZeroSettings) -> nn.Module:
+        """Collective. The reward model."""
+        assert self.reward is not None
+        return self._score_model(self.reward, zero, 0.0, None, from_base=False)
+
+    def _score_model(
+        self,
+        checkpoint: Checkpoint,
+        zero: ZeroSettings,
+        dropout: float,
+        tokenizer: PreTrainedTokenizerBase | None,
+        from_base: bool,
+    ) -> nn.Module:
+        """``tokenizer``: whose ids it must read; None: any."""
+        pad_id = checkpoint.config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
+        if pad_id is None:
+            pad_id = (self.critic_tokenizer or self.tokenizer).pad_token_id
+        with sharded_loading(zero):
+            return checkpoint.score_model(
+                zero.dtype,
+                pad_id,
+                from_base,
+                dropout,
+                self.args.attn_implementation,
+                0 if tokenizer is None else num_ids(tokenizer),
+                self.args.longest_row,
+            )
 
 
 def find_checkpoints(
-    actor: str, critic: str | None, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
+    actor: str,
+    critic: str | None,
+    args: RLHFConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> InitialCheckpoints:
-    """Check the models that ``args`` and the two names ask for, together with the tokenizer.
+    """Collective. Check the models that ``args`` and the two names ask for, with the actor's
+    tokenizer.
 
     A run has a reward model if one is named, or if ``critic`` is and no reward functions score. It
     has a critic if the advantage estimator needs one. The critic values the actor's tokens one by
@@ -57,22 +121,28 @@ def find_checkpoints(
     where the critic is named apart from the reward model; else the critic starts from the actor,
     with a new score head. It also does where neither is named.
 
+    Args:
+        tokenizer: the actor's; None: that of its checkpoint, completed by the flags.
+
     Raises:
         UserError: a checkpoint (its flag named) that is missing, of the wrong kind, or unusable
             with this tokenizer.
     """
+    with dist.main_process_first():  # it may write builtin/tiny
+        actor, teacher = resolve_model(actor), resolve_model(args.teacher_model_name_or_path)
+        critic = critic and resolve_model(critic)
+        named = resolve_model(args.reward_model_name_or_path)
     trust = args.trust_remote_code
-    named = args.reward_model_name_or_path
-    separate = bool(named) and named != args.critic_model_name_or_path
-    scores = bool(named) or (bool(critic) and not args.has_reward_functions)
-    checkpoints = InitialCheckpoints(resolve_model(actor))
-    actor_config = load_config(checkpoints.actor, ACTOR, trust)
+    start = Checkpoint(actor, ACTOR, trust)
+    start.require_causal_lm()
+    tokenizer = tokenizer or start.tokenizer(args.end_of_turn, args.chat_template)
+    found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
-    attention = args.attn_implementation
-    check_fit(actor_config, checkpoints.actor, ACTOR, "lm", attention, *lora, args.packing)
-    check_tensor_parallel(actor_config, args.inference_tp_size)
+    start.check("lm", args.attn_implementation, *lora, args.packing)
+    check_tensor_parallel(start.config, args.inference_tp_size)
+    scores = bool(named) or (bool(critic) and not args.has_reward_functions)
     # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
-    if not (scores or args.has_critic) and critic and resolve_model(critic) != checkpoints.actor:
+    if not (scores or args.has_critic) and critic and critic != actor:
         raise UserError(
             f"{CRITIC} {critic} is not used: --advantage_estimator {args.advantage_estimator} has "
             f"no critic, and reward functions score; pass it as {REWARD} if it is to score too, "
@@ -80,144 +150,118 @@ def find_checkpoints(
         )
     if scores:
         # Where one model is both, messages name the flag that most users pass.
-        flag = REWARD if separate else CRITIC
+        separate = bool(named) and args.reward_model_name_or_path != args.critic_model_name_or_path
         reward = named if separate else critic or named
-        assert reward is not None
-        options = trust, attention, args.packing
-        find_reward(checkpoints, resolve_model(reward), flag, tokenizer, *options)
+        found.reward = Checkpoint(reward, REWARD if separate else CRITIC, trust)
+        found.reward_tokenizer, notes = check_reward(
+            found.reward, tokenizer, args.attn_implementation, args.packing
+        )
+        found.notes += notes
     if args.has_critic:
-        name = resolve_model(critic) if critic else checkpoints.reward
-        _find_critic(checkpoints, name, name == checkpoints.reward, args, tokenizer)
+        name = critic or (found.reward.name if found.reward else None)
+        _find_critic(found, name)
     if args.has_teacher:
-        name = resolve_model(args.teacher_model_name_or_path)
-        checkpoints.teacher = _checked_teacher(name, args, tokenizer)
-    return checkpoints
+        found.teacher = Checkpoint(teacher, TEACHER, trust)
+        _check_teacher(found.teacher, args, tokenizer)
+    return found
 
 
-def find_reward(
-    checkpoints: InitialCheckpoints,
-    name: str,
-    flag: str,
+def check_reward(
+    reward: Checkpoint,
     tokenizer: PreTrainedTokenizerBase,
-    trust_remote_code: bool = False,
     attn_implementation: str | None = None,
     packing: Packing = "auto",
-) -> None:
-    """Check the reward model ``name`` and add it to ``checkpoints``.
+) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
+    """Check a reward model for answers in the ids of ``tokenizer``.
+
+    Returns its own tokenizer, None where it reads those ids; and warnings for the user.
 
     Raises:
-        UserError: naming ``flag``: missing, not a reward model, or unusable with ``tokenizer``.
+        UserError: missing, not a reward model, or unusable with ``tokenizer``.
     """
-    config = load_config(name, flag, trust_remote_code)
-    if reward_form(config, name, flag) == "base":
-        raise not_a_reward_model(name, flag, config)
-    check_fit(config, name, flag, "score", attn_implementation, packing=packing)
-    reward_tokenizer = _tokenizer_of(name, config, flag, tokenizer, trust_remote_code)
-    checkpoints.reward = name
-    if reward_tokenizer is not None and not same_tokens(tokenizer, reward_tokenizer):
-        checkpoints.reward_tokenizer = reward_tokenizer
-    checkpoints.reward_max_len = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if reward_tokenizer is None:
-        checkpoints.notes.append(f"{name} has no tokenizer: assuming that it shares the actor's")
-    if checkpoints.reward_tokenizer is not None:
-        checkpoints.notes.append(
-            f"REWARD MODEL WITH ANOTHER TOKENIZER: {name} does not tokenize as the actor does; "
-            "prompts and answers are re-tokenized for it as text"
-        )
+    reward.require_reward_model()
+    reward.check("score", attn_implementation, packing=packing)
+    own = _tokenizer_of(reward, tokenizer)
+    if own is None:
+        return None, [f"{reward.name} has no tokenizer: assuming that it shares the actor's"]
+    if same_tokens(tokenizer, own):
+        return None, []
+    return own, [
+        f"REWARD MODEL WITH ANOTHER TOKENIZER: {reward.name} does not tokenize as the actor does; "
+        "prompts and answers are re-tokenized for it as text"
+    ]
 
 
-def _find_critic(
-    checkpoints: InitialCheckpoints,
-    name: str | None,
-    is_reward: bool,
-    args: RLHFConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def _find_critic(found: InitialCheckpoints, name: str | None) -> None:
     """``name`` None: neither a critic nor a reward model was named."""
-    trust, flag, critic_tokenizer = args.trust_remote_code, CRITIC, None
-    if name is None or name == checkpoints.actor:
-        name, flag = checkpoints.actor, ACTOR
-        checkpoints.notes.append(f"CRITIC WITH A NEW SCORE HEAD: it starts from the actor ({name})")
+    args, tokenizer, critic_tokenizer = found.args, found.tokenizer, None
+    trust, critic, actor = args.trust_remote_code, found.reward, found.actor.name
+    if name is None or name == actor:
+        critic = None
+        found.notes.append(f"CRITIC WITH A NEW SCORE HEAD: it starts from the actor ({actor})")
     else:
-        config = load_config(name, CRITIC, trust)
-        critic_tokenizer = _tokenizer_of(name, config, CRITIC, tokenizer, trust)
+        if critic is None or name != critic.name:
+            critic = Checkpoint(name, CRITIC, trust)
+        critic_tokenizer = _tokenizer_of(critic, tokenizer)
     if critic_tokenizer is not None and not same_ids(tokenizer, critic_tokenizer):
-        if not is_reward:
+        if critic is not found.reward:
             raise UserError(
                 f"{CRITIC} {name} has another vocabulary than the actor, whose tokens it must "
                 f"value one by one; leave it out (keep {REWARD}), or name a model with the "
                 "actor's tokenizer"
             )
-        checkpoints.notes.append(
+        found.notes.append(
             f"CRITIC WITH A NEW SCORE HEAD: {name} has another vocabulary than the actor, so "
-            f"the critic starts from the actor ({checkpoints.actor}); train it first with "
+            f"the critic starts from the actor ({actor}); train it first with "
             "--critic_warmup_steps"
         )
-        name, flag, critic_tokenizer = checkpoints.actor, ACTOR, None
-    config = load_config(name, flag, trust)
+        critic = critic_tokenizer = None
+    found.critic = critic = critic or found.actor
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
-    check_fit(config, name, flag, "score", args.attn_implementation, *lora, args.packing)
-    checkpoints.critic, checkpoints.critic_flag = name, flag
-    checkpoints.critic_from_base = reward_form(config, name, flag) == "base"
+    critic.check("score", args.attn_implementation, *lora, args.packing)
     # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.
-    checkpoints.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
-    ensure_distinct_pad(checkpoints.critic_tokenizer)
-    checkpoints.critic_tokenizer.chat_template = tokenizer.chat_template
+    found.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
+    ensure_distinct_pad(found.critic_tokenizer)
+    found.critic_tokenizer.chat_template = tokenizer.chat_template
 
 
-def _checked_teacher(name: str, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """``name``, a causal LM that reads the actor's ids."""
-    trust = args.trust_remote_code
-    config = load_config(name, TEACHER, trust)
-    check_fit(config, name, TEACHER, "lm", args.attn_implementation, packing=args.packing)
-    teacher_tokenizer = _tokenizer_of(name, config, TEACHER, tokenizer, trust)
-    if teacher_tokenizer is not None and not same_ids(tokenizer, teacher_tokenizer):
-        raise UserError(
-            f"{TEACHER} {name} has another tokenizer than the actor, whose tokens it must judge "
-            "one by one; name a teacher with the same vocabulary and EOS token"
+def _check_teacher(
+    teacher: Checkpoint, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise ``UserError`` unless it is a causal LM that reads the actor's ids."""
+    teacher.check("lm", args.attn_implementation, packing=args.packing)
+    own = _tokenizer_of(teacher, tokenizer)
+    if own is not None and not same_ids(tokenizer, own):
+        raise teacher.error(
+            " has another tokenizer than the actor, whose tokens it must judge one by one; name a "
+            "teacher with the same vocabulary and EOS token"
         )
-    return name
 
 
-def check_lengths(checkpoints: InitialCheckpoints, args: RLHFConfig) -> None:
+def check_lengths(found: InitialCheckpoints) -> None:
     """Raise ``UserError`` where prompt and answer together exceed a model's positions.
 
     A reward model with another tokenizer is exempt: it counts other tokens, and texts that are too
     long for it are truncated.
     """
-    reward = None if checkpoints.reward_tokenizer else checkpoints.reward
-    for name, flag in (
-        (checkpoints.actor, ACTOR),
-        (checkpoints.critic, checkpoints.critic_flag),
-        (reward, REWARD),
-        (checkpoints.teacher, TEACHER),
-    ):
-        if name is None:
-            continue
-        check_positions(
-            load_config(name, flag, args.trust_remote_code),
-            args.max_prompt_seq_len + args.max_answer_seq_len,
-            name,
-            "--max_prompt_seq_len + --max_answer_seq_len",
-            "lower one of them",
-        )
+    reward = None if found.reward_tokenizer else found.reward
+    for checkpoint in (found.actor, found.critic, reward, found.teacher):
+        if checkpoint is not None:
+            flags = "--max_prompt_seq_len + --max_answer_seq_len"
+            checkpoint.check_positions(found.args.longest_row, flags, "lower one of them")
 
 
 def _tokenizer_of(
-    name: str,
-    config: PretrainedConfig,
-    flag: str,
-    actor_tokenizer: PreTrainedTokenizerBase,
-    trust_remote_code: bool,
+    checkpoint: Checkpoint, actor_tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer; None where it has none and its embedding fits the actor's."""
     try:
-        return read_tokenizer(name, flag, trust_remote_code)
+        return checkpoint.own_tokenizer
     except UserError:
-        if embedding_rows(config) < num_ids(actor_tokenizer):
-            raise UserError(
-                f"{flag} {name} has no tokenizer, and its embedding has {embedding_rows(config)} "
-                f"rows, but the actor's tokenizer uses ids up to {num_ids(actor_tokenizer) - 1}; "
-                "save its tokenizer with it"
+        rows, largest = embedding_rows(checkpoint.config), num_ids(actor_tokenizer) - 1
+        if rows <= largest:
+            raise checkpoint.error(
+                f" has no tokenizer, and its embedding has {rows} rows, but the actor's tokenizer "
+                f"uses ids up to {largest}; save its tokenizer with it"
             ) from None
     return None

@@ -33,7 +33,7 @@ def unsupervised_steps(args: RLHFConfig, tokenizer: PreTrainedTokenizerBase) -> 
         args.unsupervised_dataset_config_name,
         args.unsup_column,
         tokenizer,
-        args.max_prompt_seq_len + args.max_answer_seq_len,
+        args.longest_row,
         config=args,
     )
     world = dist.world_size()

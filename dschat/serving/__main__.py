@@ -39,13 +39,13 @@ def main() -> None:
     from dschat.observability import console
     from dschat.serving.load import load_models
     from dschat.serving.preferences import PreferenceFile
-    from dschat.serving.reward import RewardModel
+    from dschat.serving.reward import ChatScorer
 
     console.setup()
     preferences, reward_model = PreferenceFile(config.preferences), None
     if config.reward_model is not None:
         trust = config.trust_remote_code
-        reward_model = RewardModel(config.reward_model, config.dtype, trust)
+        reward_model = ChatScorer(config.reward_model, config.dtype, trust)
     server = Server(config, load_models(config))
     app = create_app(server, keys, preferences, reward_model)
     host, port = listener.getsockname()[:2]

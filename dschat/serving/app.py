@@ -29,7 +29,7 @@ from dschat.serving.metrics import Counted, ServerMetrics
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.preferences import PreferenceFile
 from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
-from dschat.serving.reward import RewardModel
+from dschat.serving.reward import ChatScorer
 from dschat.serving.schema import ChatRequest, CompletionRequest
 
 _SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
@@ -197,7 +197,7 @@ def create_app(
     server: Server,
     keys: list[str],
     preferences: PreferenceFile,
-    reward_model: RewardModel | None = None,
+    reward_model: ChatScorer | None = None,
 ) -> FastAPI:
     """The application of ``server``, for requests with one of ``keys`` (none: for all)."""
     config = server.config

@@ -12,7 +12,7 @@ from dschat.serving.schema import Preference, ScoreRequest
 
 if TYPE_CHECKING:
     from dschat.serving.app import Server
-    from dschat.serving.reward import RewardModel
+    from dschat.serving.reward import ChatScorer
 
 _PAGE = Path(__file__).with_name("chat.html")
 # The page has its script and style in itself, and loads nothing.
@@ -26,7 +26,7 @@ class WebChat:
     """What the page asks for, besides answers."""
 
     def __init__(
-        self, server: "Server", preferences: PreferenceFile, reward_model: "RewardModel | None"
+        self, server: "Server", preferences: PreferenceFile, reward_model: "ChatScorer | None"
     ) -> None:
         self._server, self._preferences, self._reward_model = server, preferences, reward_model
         self._thread = server.thread()  # one, as the reward model's tokenizer demands

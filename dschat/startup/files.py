@@ -1,13 +1,16 @@
-"""Writes files without following a link that someone else left under their names.
+"""Writes files without following a link that someone else left under their names; checksums.
 
 A run's folder may come from elsewhere, and a name that can be foreseen may be a link in it: to the
 reader's own files.
 """
 
+import hashlib
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+
+_BLOCK = 1 << 22  # bytes read at a time
 
 
 def replace_file(path: str | Path, content: str | bytes, modified: float | None = None) -> None:
@@ -47,3 +50,11 @@ def sync_file(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

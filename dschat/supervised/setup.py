@@ -1,5 +1,6 @@
 """Builds the base model, engine and batches of steps 1 and 2, and saves the result."""
 
+import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,11 @@ from dschat.data.batches import RowStream, RowTable, StepBatches, check_same_row
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
-from dschat.models.fit import check_fit, check_positions
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm, load_config
 from dschat.models.packing.model import PackedModel, packs
 from dschat.models.text_part import announce_rest
-from dschat.models.tokenizer import load_tokenizer, stop_ids
+from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
@@ -41,8 +41,7 @@ BASE = "--model_name_or_path"
 class Base(NamedTuple):
     """The model that a step starts from, before its weights load."""
 
-    name: str
-    config: PretrainedConfig
+    checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -63,47 +62,36 @@ def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
     """
     with dist.main_process_first():
         name = resolve_model(config.model_name_or_path)
-    model_config = load_config(name, BASE, config.trust_remote_code)
+    trust = config.trust_remote_code
+    checkpoint = Checkpoint(name, BASE, trust)
     lora = config.lora_dim, config.lora_modules, "--lora_dim"
-    check_fit(model_config, name, BASE, kind, config.attn_implementation, *lora, config.packing)
-    check_positions(model_config, config.max_seq_len, name, "--max_seq_len", "lower it")
-    tokenizer = load_tokenizer(
-        config.tokenizer_name_or_path or name,
-        "--tokenizer_name_or_path" if config.tokenizer_name_or_path else BASE,
-        config.trust_remote_code,
-        config.end_of_turn,
-        config.chat_template,
-    )
-    return Base(name, model_config, tokenizer)
+    checkpoint.check(kind, config.attn_implementation, *lora, config.packing)
+    checkpoint.check_positions(config.max_seq_len, "--max_seq_len", "lower it")
+    source = checkpoint
+    if config.tokenizer_name_or_path:
+        source = Checkpoint(config.tokenizer_name_or_path, "--tokenizer_name_or_path", trust)
+    return Base(checkpoint, source.tokenizer(config.end_of_turn, config.chat_template))
 
 
 def load_policy(
     config: SupervisedConfig, base: Base, zero: ZeroSettings, dropout: float | None
 ) -> PreTrainedModel:
     """Collective. ``base`` as a causal LM in ``zero``'s layout; dropout None: the model's own."""
+    options = dropout, config.attn_implementation, num_ids(base.tokenizer), config.max_seq_len
     with sharded_loading(zero):
-        model = load_causal_lm(
-            base.name,
-            BASE,
-            zero.dtype,
-            dropout,
-            config.attn_implementation,
-            config.trust_remote_code,
-            num_ids(base.tokenizer),
-            config.max_seq_len,
-        )
+        model = base.checkpoint.language_model(zero.dtype, *options)
     announce_rest(model)
     return model
 
 
 def policy_companions(config: SupervisedConfig, base: Base, model: PreTrainedModel) -> Companions:
-    """What is saved beside ``model``, which `load_policy` made of ``base``.
-
-    ``base.config`` gets the rows and the pad id of ``model``.
+    """What is saved beside ``model``, which `load_policy` made of ``base``: the configuration of
+    its checkpoint, with the rows and the pad id of ``model``.
     """
-    match_vocabulary(base.config, model.config, config.lora_dim > 0 and config.only_optimize_lora)
+    saved = copy.deepcopy(base.checkpoint.config)
+    match_vocabulary(saved, model.config, config.lora_dim > 0 and config.only_optimize_lora)
     stops = stop_ids(base.tokenizer, model.generation_config)
-    return Companions(base.config, base.tokenizer, stops)
+    return Companions(saved, base.tokenizer, stops)
 
 
 def build_engine(

@@ -1,6 +1,7 @@
 """Flags of chat.py, and models that are refused before their weights load."""
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -51,13 +52,14 @@ def test_other_models_are_refused_before_weights(tmp_path, checkpoint, architect
     assert message.format(tmp_path) in str(caught.value)
 
 
-def test_system_message_is_checked_before_weights(tmp_path, checkpoint):
+def test_system_message_is_checked_before_weights(tmp_path, checkpoint, monkeypatch):
     from dschat.chat.load import load_chat
 
+    monkeypatch.setattr("dschat.chat.model.Model.generator", None)
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('only users may speak') }}"
     strict.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(UserError, match="only users may speak"):
         load_chat(ChatConfig(path=str(tmp_path), system="Be kind."))
 

@@ -1,6 +1,7 @@
 """Export: a folder that transformers loads, in files of any size, complete or absent."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from tiny_models import EOS, causal_lm, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dschat.checkpoint.hf_export import export_hf
+from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_stream
+from dschat.models.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 
@@ -50,6 +53,21 @@ def test_files_of_any_size_load(name, max_file_bytes, tmp_path):
             assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= max_file_bytes
         total = sum(p.nbytes for p in model.parameters())
         assert index["metadata"]["total_size"] == total
+
+
+def test_a_flipped_bit_in_saved_weights_is_found(tmp_path):
+    export(tmp_path / "out", causal_lm("llama"), max_file_bytes=20_000)
+    done = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "out")
+    assert done.returncode == 0
+    Checkpoint(tmp_path / "out", "--model").check("lm")
+    file = max((tmp_path / "out").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"^--model .*: its {file.name} has another checksum than"):
+        Checkpoint(tmp_path / "out", "--model").check("lm")
+    (tmp_path / "out/SHA256SUMS").unlink()
+    Checkpoint(tmp_path / "out", "--model").check("lm")
 
 
 def test_the_companions(tmp_path):

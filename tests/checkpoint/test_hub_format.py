@@ -27,12 +27,10 @@ from dschat.checkpoint.saved_check import SavedModelError, probe_values
 from dschat.config import UserError
 from dschat.hybrid.weight_stream import adapter_stream, weight_stream
 from dschat.inference import InferenceEngine, SamplingParams
-from dschat.models.config_files import CONFIG, read_json
-from dschat.models.fit import check_fit
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm, load_config, load_score_backbone
 from dschat.models.lora import add_lora
-from dschat.models.model_kind import require_causal_lm
 
 CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"
 _MIX = _MOE | {"head_dim": 8}
@@ -106,9 +104,9 @@ def save(folder, model, config, values=None):
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_saved_model_has_the_names_and_shapes_it_came_with(name, lora, checkpoint, tmp_path):
     path = checkpoint(name)
-    config = load_config(path, FLAG)
-    require_causal_lm(config, path, FLAG)
-    model = load_causal_lm(path, FLAG, FP32)
+    config = Checkpoint(path, FLAG).config
+    Checkpoint(path, FLAG).require_causal_lm()
+    model = Checkpoint(path, FLAG).language_model(FP32)
     if lora:
         model = add_lora(model, 2, 4.0, ["all-linear"], True, FLAG)
     with torch.no_grad():
@@ -123,7 +121,7 @@ def test_a_saved_model_has_the_names_and_shapes_it_came_with(name, lora, checkpo
     assert len(same) < len(after)
     if name in WHOLE:
         assert {key for key in after if "vision" in key or "visual" in key} <= same
-        raw, old = (read_json(str(f), CONFIG, FLAG) for f in (tmp_path / "out", path))
+        raw, old = (CheckpointFiles(str(f), FLAG).json(CONFIG) for f in (tmp_path / "out", path))
         assert raw["vision_config"] == old["vision_config"]
         assert raw["architectures"] == old["architectures"]
         assert (tmp_path / "out/processor_config.json").read_text() == '{"of": "images"}'
@@ -143,7 +141,7 @@ def test_a_saved_model_has_the_names_and_shapes_it_came_with(name, lora, checkpo
 
 def test_a_save_that_lost_a_weight_or_changed_one_is_no_save(checkpoint, tmp_path, monkeypatch):
     path = checkpoint("qwen3_moe")
-    config, model = load_config(path, FLAG), load_causal_lm(path, FLAG, FP32)
+    config, model = Checkpoint(path, FLAG).config, Checkpoint(path, FLAG).language_model(FP32)
     values = probe_values(LanguageModel(model, "off"), config)
     real = hf_export.hub_tensors
 
@@ -176,11 +174,10 @@ def test_the_engine_reads_the_text_part(checkpoint):
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gemma3", "mixtral"])
 def test_a_score_head_on_any_backbone(name, checkpoint, tmp_path):
     path = checkpoint(name)
-    config = load_config(path, FLAG)
-    check_fit(config, path, FLAG, "score")
-    model = load_score_backbone(path, FLAG, FP32, from_base=True, pad_token_id=1, num_tokens=64)
+    Checkpoint(path, FLAG).check("score")
+    model = Checkpoint(path, FLAG).score_model(FP32, 1, from_base=True, num_tokens=64)
     export_hf(tmp_path / "rm", weight_stream(model, CPU), model, model.config, tokenizer())
-    again = load_score_backbone(str(tmp_path / "rm"), FLAG, FP32, False, 1, 64)
+    again = Checkpoint(tmp_path / "rm", FLAG).score_model(FP32, 1, num_tokens=64)
     theirs, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "rm", output_loading_info=True
     )
@@ -198,7 +195,9 @@ def test_an_adapter_that_peft_loads_by_itself(checkpoint, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     path = checkpoint("qwen3_moe")
-    model = add_lora(load_causal_lm(path, FLAG, FP32), 2, 4.0, ["all-linear"], True, FLAG)
+    model = add_lora(
+        Checkpoint(path, FLAG).language_model(FP32), 2, 4.0, ["all-linear"], True, FLAG
+    )
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -212,7 +211,7 @@ def test_an_adapter_that_peft_loads_by_itself(checkpoint, tmp_path):
 
 def test_the_rest_of_a_checkpoint_that_is_gone(checkpoint, tmp_path):
     path = checkpoint("gemma3")
-    config, model = load_config(path, FLAG), load_causal_lm(path, FLAG, FP32)
+    config, model = Checkpoint(path, FLAG).config, Checkpoint(path, FLAG).language_model(FP32)
     (tmp_path / "gemma3").rename(tmp_path / "moved")
     with pytest.raises((UserError, OSError), match="gemma3"):
         save(tmp_path / "out", model, config)
@@ -229,8 +228,8 @@ def test_code_of_a_checkpoint_is_saved_with_it(tmp_path, monkeypatch):
     auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnLM"}
     fields |= {"model_type": "own_kind", "architectures": ["OwnLM"], "auto_map": auto}
     (path / "config.json").write_text(json.dumps(fields))
-    model = load_causal_lm(str(path), FLAG, FP32, trust_remote_code=True)
-    config = load_config(str(path), FLAG, trust_remote_code=True)
+    model = Checkpoint(path, FLAG, trust_remote_code=True).language_model(FP32)
+    config = Checkpoint(path, FLAG, trust_remote_code=True).config
     save(tmp_path / "out", model, config, probe_values(LanguageModel(model, "off"), config))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnLM"

@@ -14,7 +14,7 @@ import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.fields import fixed_or_zero
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.models.load import load_causal_lm
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, zero_settings
@@ -48,7 +48,7 @@ def build_preference(case: Case, models: Path, out: Path):
 
     def load(zero: ZeroSettings, dropout: float):
         with sharded_loading(zero):
-            return load_causal_lm(path, "--model_name_or_path", zero.dtype, dropout)
+            return Checkpoint(path, "--model_name_or_path").language_model(zero.dtype, dropout)
 
     model = load(zero, 0.0)
     companions = setup.Companions(model.config, tokenizer, (EOS,))

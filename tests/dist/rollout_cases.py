@@ -22,8 +22,8 @@ from dschat.config import UserError
 from dschat.hybrid.rollout_form import RolloutSettings, rollout_form
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Rollout, SamplingParams
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm
 from dschat.models.lora import add_lora
 from dschat.models.packing import pack
 from dschat.runtime.deepspeed_engine import (
@@ -337,7 +337,7 @@ def _loading_a_nan(out: Path) -> str:
     said = ""
     try:
         with sharded_loading(ZeroSettings(3, torch.float32)):
-            load_causal_lm(str(out), "--actor_model_name_or_path", torch.float32)
+            Checkpoint(out, "--actor_model_name_or_path").language_model(torch.float32)
     except UserError as error:
         said = str(error)
     (same,) = set(dist.gather_objects(said))

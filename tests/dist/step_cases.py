@@ -29,8 +29,8 @@ from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator, fill
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm, load_score_backbone
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel
@@ -199,20 +199,18 @@ def build_supervised(case: Case, models: Path, out: Path):
     if case.step == "reward":
         ensure_distinct_pad(tokenizer)
         with sharded_loading(zero):
-            model = load_score_backbone(
-                path,
-                flag,
+            model = Checkpoint(path, flag).score_model(
                 zero.dtype,
-                True,
                 tokenizer.pad_token_id,
-                num_ids(tokenizer),
-                config.dropout,
+                from_base=True,
+                num_tokens=num_ids(tokenizer),
+                dropout=config.dropout,
             )
         wrap, task = ScoreModel, tasks.RewardTask()
     else:
         with sharded_loading(zero):
-            model = load_causal_lm(
-                path, flag, zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
+            model = Checkpoint(path, flag).language_model(
+                zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
             )
         wrap, task = LanguageModel, tasks.SFTTask()
     stops = (EOS,) if case.step == "sft" else ()

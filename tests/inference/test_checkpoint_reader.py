@@ -14,7 +14,12 @@ from tiny_models import CONFIGS, causal_lm
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.inference.model.checkpoint_reader import checkpoint_stream, normalize, normalized_names
+from dschat.inference.model.checkpoint_reader import normalize, normalized_names
+from dschat.models.checkpoint_files import CheckpointFiles
+
+
+def checkpoint_stream(path, names=None):
+    return CheckpointFiles(path, "path").tensors(names)
 
 
 def stored(module):
@@ -119,7 +124,7 @@ def test_a_hub_name_is_found_in_the_cache(sharded, tmp_path, monkeypatch):
     (repo / "snapshots" / ("a" * 40)).symlink_to(sharded)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert_same(checkpoint_stream("someone/tiny"), causal_lm("llama").state_dict())
-    with pytest.raises(UserError, match="^someone/else is not a folder, and neither the hub nor"):
+    with pytest.raises(UserError, match="^path someone/else: no such folder, and no such"):
         checkpoint_stream("someone/else")
 
 
@@ -250,7 +255,7 @@ def test_two_tensors_of_one_name_are_an_error(tmp_path):
     state = {"norm.weight": torch.ones(2), "model.norm.weight": torch.zeros(2)}
     folder = save_bin(state, tmp_path / "x")
     names = normalized_names({"model.norm.weight"}, "model.")
-    with pytest.raises(UserError, match=r"pytorch_model.bin: model.norm.weight is a second"):
+    with pytest.raises(UserError, match=r"model.norm.weight of pytorch_model.bin is a second"):
         list(checkpoint_stream(folder, names))
 
 
@@ -328,22 +333,22 @@ def bare_tensor(folder):
 
 
 AT_ONCE = [
-    (no_weights, r"has no weights \(none of model.safetensors, model.safetensors.index.json"),
-    (adapter_only, "holds an adapter only .* merge it into its base model some/base, or name"),
-    (missing_shard, r"index.json: 1 of its \d files are missing: model-00002-of"),
-    (empty_index, "pytorch_model.bin.index.json is not a checkpoint index"),
+    (no_weights, "holds no weights; name another folder"),
+    (adapter_only, "is a LoRA adapter; merge it into some/base first"),
+    (missing_shard, r"1 of the \d files of its .*index.json are missing: model-00002-of"),
+    (empty_index, "pytorch_model.bin.index.json is not an index"),
     (truncated, "model.safetensors cannot be read .* incomplete"),
     (truncated_last_shard, r"model-(\d+)-of-\1.safetensors cannot be read .* incomplete"),
     (garbage, "model.safetensors cannot be read .* damaged"),
 ]
 WHILE_WALKING = [
-    (lfs_pointer_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
-    (empty_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
-    (truncated_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
-    (truncated_legacy_bin, "pytorch_model.bin is damaged, incomplete or not a torch"),
-    (pickled_code, r"pytorch_model.bin holds more than tensors: .* run \w+.system"),
-    (training_state, "pytorch_model.bin is not a plain state dict: its 'epoch' is a int"),
-    (bare_tensor, "pytorch_model.bin holds a Tensor, not a state dict"),
+    (lfs_pointer_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
+    (empty_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
+    (truncated_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
+    (truncated_legacy_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
+    (pickled_code, r"pytorch_model.bin .* would run code .\w+.system., which is refused"),
+    (training_state, "pytorch_model.bin holds a int, not tensors by name"),
+    (bare_tensor, "pytorch_model.bin holds a Tensor, not tensors by name"),
 ]
 
 
@@ -375,15 +380,15 @@ def test_broken_bins(breaks, message, tmp_path):
 )
 def test_an_index_that_names_no_files(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match="model.safetensors.index.json is not a checkpoint index"):
+    with pytest.raises(UserError, match="model.safetensors.index.json is not an index"):
         checkpoint_stream(tmp_path)
 
 
 def test_a_file_or_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="no_such is not a folder, and .*check the name"):
+    with pytest.raises(UserError, match="no_such: no such folder, and .*check the name"):
         checkpoint_stream(tmp_path / "no_such")
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match="model.safetensors is a file; name the checkpoint's"):
+    with pytest.raises(UserError, match="is a file; name the folder of a checkpoint"):
         checkpoint_stream(tmp_path / "model.safetensors")
 
 

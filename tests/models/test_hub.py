@@ -8,8 +8,7 @@ from huggingface_hub import constants
 
 from dschat.config import UserError
 from dschat.models import hub
-from dschat.models.model_kind import load_config
-from dschat.models.tokenizer import read_tokenizer
+from dschat.models.checkpoint import Checkpoint
 
 
 @pytest.fixture
@@ -29,15 +28,15 @@ def network(monkeypatch):
     hub._has_network.cache_clear()
 
 
-@pytest.mark.parametrize("read", [load_config, read_tokenizer])
-def test_without_a_network_nothing_is_requested(read, network, caplog):
+@pytest.mark.parametrize("part", ["config", "own_tokenizer"])
+def test_without_a_network_nothing_is_requested(part, network, caplog):
     network(socket.gaierror("Name or service not known"))
     with caplog.at_level(logging.WARNING), pytest.raises(UserError) as raised:
-        read("nobody/nothing", "--model")
+        getattr(Checkpoint("nobody/nothing", "--model"), part)
     assert [record.name for record in caplog.records] == ["dschat"]  # no retries of the client
     assert "only downloaded models are found" in caplog.text
     assert constants.HF_HUB_OFFLINE
-    if read is load_config:
+    if part == "config":
         assert str(raised.value).endswith(
             "(only downloaded models are found: no network, or HF_HUB_OFFLINE)"
         )
@@ -45,7 +44,7 @@ def test_without_a_network_nothing_is_requested(read, network, caplog):
 
 def test_a_folder_needs_no_network(network, tiny):
     network(AssertionError("looked up"))
-    load_config(tiny("llama"), "--model")
+    _ = Checkpoint(tiny("llama"), "--model").config
     assert not constants.HF_HUB_OFFLINE
 
 

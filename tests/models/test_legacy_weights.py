@@ -11,8 +11,7 @@ from tiny_models import CONFIGS, PAD, tokenizer
 from transformers import AutoModel
 
 from dschat.config import UserError
-from dschat.models.load import load_causal_lm, load_score_backbone
-from dschat.models.model_kind import load_config, reward_form
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
@@ -43,7 +42,7 @@ def legacy_folder(folder, name, prefix="rwtransformer", extra=None):
 def load(folder, stage, from_base=False):
     zero = ZeroSettings(stage, FP32)
     with sharded_loading(zero) if stage == 3 else nullcontext():
-        model = load_score_backbone(str(folder), FLAG, FP32, from_base, PAD, 0)
+        model = Checkpoint(folder, FLAG).score_model(FP32, PAD, from_base=from_base)
     return initialize_frozen(ScoreModel(model), zero)
 
 
@@ -53,7 +52,7 @@ def load(folder, stage, from_base=False):
 def test_scores_are_hidden_states_times_the_head(name, prefix, stage, tmp_path):
     folder = tmp_path / "reward"
     base, head = legacy_folder(folder, name, prefix)
-    assert reward_form(load_config(str(folder), FLAG), str(folder), FLAG) == "v_head"
+    assert Checkpoint(folder, FLAG).reward_form == "v_head"
     with torch.no_grad():
         expected = [
             float(head(base(torch.tensor([ids])).last_hidden_state)[0, -1]) for ids in PROBES
@@ -88,7 +87,7 @@ def test_missing_and_unexpected_weights_are_named(stage, tmp_path):
 def test_it_is_not_an_actor(tmp_path):
     legacy_folder(tmp_path / "reward", "opt")
     with pytest.raises(UserError, match="is a reward model, which scores"):
-        load_causal_lm(str(tmp_path / "reward"), FLAG, FP32)
+        Checkpoint(tmp_path / "reward", FLAG).language_model(FP32)
 
 
 def test_a_bare_vocabulary_loads_the_base_models_tokenizer(tmp_path):

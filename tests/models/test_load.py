@@ -16,14 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat.config import UserError
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import SamplingParams
-from dschat.models.fit import check_fit
-from dschat.models.load import (
-    load_causal_lm,
-    load_score_backbone,
-    set_dropout,
-)
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.load import set_dropout
 from dschat.models.lora import add_lora
-from dschat.models.model_kind import checkpoint_keys, load_config
 from dschat.models.score_model import ScoreModel
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
@@ -38,12 +33,14 @@ def scope(stage):
 
 def load_actor(path, stage=0, **options):
     with scope(stage):
-        return load_causal_lm(str(path), FLAG, FP32, **options)
+        return Checkpoint(path, FLAG).language_model(FP32, **options)
 
 
 def load_score(path, stage=0, from_base=False, pad_token_id=PAD, num_tokens=0):
     with scope(stage):
-        return load_score_backbone(str(path), FLAG, FP32, from_base, pad_token_id, num_tokens)
+        return Checkpoint(path, FLAG).score_model(
+            FP32, pad_token_id, from_base, num_tokens=num_tokens
+        )
 
 
 def edited(tiny, tmp_path, name, edit):
@@ -123,7 +120,7 @@ def test_constants_of_old_checkpoints_are_ignored(name, shards, stage, tmp_path)
         index = {key: file for file, part in parts.items() for key in part}
         text = json.dumps({"metadata": {}, "weight_map": index})
         (tmp_path / "pytorch_model.bin.index.json").write_text(text)
-    check_fit(load_config(str(tmp_path), FLAG), str(tmp_path), FLAG, "lm")
+    Checkpoint(tmp_path, FLAG).check("lm")
     model = initialize_frozen(load_actor(tmp_path, stage), ZeroSettings(stage, FP32))
     for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
@@ -190,7 +187,7 @@ def test_weights_beyond_fp16_are_named(tiny, tmp_path):
 
     folder = str(edited(tiny, tmp_path, "llama", edit))
     with pytest.raises(UserError, match=r"NaN or infinite \(in float16\) .* lm_head.weight"):
-        load_causal_lm(folder, FLAG, torch.float16)
+        Checkpoint(folder, FLAG).language_model(torch.float16)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
@@ -206,7 +203,7 @@ def test_integer_weights_are_refused(dtype, form, tmp_path):
     with pytest.raises(
         UserError, match=rf"^{FLAG} .* stores 2 weights as integers, .*0.mlp.up_proj"
     ):
-        check_fit(load_config(str(tmp_path), FLAG), str(tmp_path), FLAG, "lm")
+        Checkpoint(tmp_path, FLAG).check("lm")
     with pytest.raises(UserError, match=r"up_proj.weight is stored as \w+, not in floating point"):
         InferenceEngine.from_pretrained(tmp_path)
 
@@ -293,7 +290,7 @@ def test_bin_checkpoints_load_and_are_checked(tiny, tmp_path):
         model.config.save_pretrained(folder)
         state = dict(model.state_dict())
         torch.save(state, folder / "pytorch_model.bin")
-        assert checkpoint_keys(str(folder), FLAG) == set(state)
+        assert Checkpoint(folder, FLAG).keys == set(state)
         loaded = load_actor(folder, stage)
         assert len(list(loaded.parameters())) == len(list(model.parameters()))
         torch.save(state | {"extra": torch.ones(1)}, folder / "pytorch_model.bin")
@@ -303,27 +300,26 @@ def test_bin_checkpoints_load_and_are_checked(tiny, tmp_path):
 
 def test_a_bin_that_is_not_a_state_dict(tmp_path):
     causal_lm("llama").config.save_pretrained(tmp_path)
-    config = load_config(str(tmp_path), FLAG)
     for content, fault in (
-        ({"epoch": 3, "model": {}}, "holds no weights"),
-        (torch.ones(3), "its weights cannot be read: .* holds a Tensor, not a state dict"),
+        ({"epoch": 3, "model": {}}, "its pytorch_model.bin holds a int, not tensors by name"),
+        (torch.ones(3), "its pytorch_model.bin holds a Tensor, not tensors by name"),
     ):
         torch.save(content, tmp_path / "pytorch_model.bin")
         with pytest.raises(UserError, match=fault):
-            check_fit(config, str(tmp_path), FLAG, "lm")
+            Checkpoint(tmp_path, FLAG).check("lm")
 
 
 def test_keys_of_a_sharded_checkpoint(tmp_path):
     model = causal_lm("llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    assert checkpoint_keys(str(tmp_path), FLAG) == set(model.state_dict())
+    assert Checkpoint(tmp_path, FLAG).keys == set(model.state_dict())
 
 
 def test_a_lora_adapter_is_not_a_model(tmp_path):
     add_lora(causal_lm("llama"), 2, 0, ["all-linear"], True, "--x").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="is a LoRA adapter; merge it"):
-        load_config(str(tmp_path), FLAG)
+        _ = Checkpoint(tmp_path, FLAG).config
 
 
 @pytest.mark.parametrize(
@@ -339,17 +335,17 @@ def test_a_folder_that_is_not_a_checkpoint(content, reason, tmp_path):
     if content:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=f"{FLAG} .*config.json .*{reason}"):
-        load_config(str(tmp_path), FLAG)
+        _ = Checkpoint(tmp_path, FLAG).config
 
 
 def test_no_such_model():
     with pytest.raises(UserError, match="no such folder, and no such model on the hub"):
-        load_config("nobody/nothing", FLAG)
+        _ = Checkpoint("nobody/nothing", FLAG).config
 
 
 def test_a_checkpoint_without_weights(tiny, tmp_path):
     causal_lm("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="its weights cannot be read"):
+    with pytest.raises(UserError, match="holds no weights"):
         load_actor(tmp_path)
 
 
@@ -358,7 +354,7 @@ def test_a_damaged_file_of_weights(tiny, tmp_path):
     shutil.copytree(tiny("llama"), folder)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(UserError, match="its weights cannot be read"):
+    with pytest.raises(UserError, match="its model.safetensors cannot be read"):
         load_actor(folder)
 
 

@@ -12,7 +12,7 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.models import lora
-from dschat.models.fit import check_fit
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.lora import adapters, adapters_off, add_lora, check_rank, unwrapped_name
 
 ALL = ["all-linear"]
@@ -208,8 +208,7 @@ def test_a_part_of_a_path_means_the_linear_layers_below_it(tiny):
     assert len(adapted) == 2 * 6
     assert all(".decoder.layers." in name for name in adapted)
     name = str(tiny("opt"))
-    own = AutoConfig.from_pretrained(name)
-    check_fit(own, name, "--model_name_or_path", "lm", None, 2, ["decoder.layers."])
+    Checkpoint(name, "--model_name_or_path").check("lm", None, 2, ["decoder.layers."])
     with pytest.raises(UserError, match="encoder.layers."):
         add_lora(
             AutoModelForCausalLM.from_config(config),

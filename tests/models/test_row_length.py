@@ -19,15 +19,14 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dschat.chat.model import Model
 from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.models.fit import check_positions
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
-from dschat.models.load import load_causal_lm
 from dschat.models.packing import pack
 from dschat.models.row_length import fix_rotary, num_positions, probe_length, restore_rotary
-from dschat.offline.model import Model
 
 ORIGINAL = 16
 _ROPE = {
@@ -72,7 +71,7 @@ def load(tmp_path):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
         options = {"dropout": dropout, "longest_row": longest_row}
-        return load_causal_lm(str(tmp_path), "--model", torch.float32, **options).eval()
+        return Checkpoint(tmp_path, "--model").language_model(torch.float32, **options).eval()
 
     return load
 
@@ -246,7 +245,8 @@ def test_a_rounding_tie_is_no_fault():
 
 def test_no_row_is_longer_than_doges_window():
     """Beyond it, equal tokens tie in its top-k, and the row's length decides between them."""
-    config = AutoConfig.for_model("doge", keep_window_size=8, max_position_embeddings=64)
-    check_positions(config, 8, "m", "--max_seq_len", "lower it")
+    checkpoint = Checkpoint("m", "--model")
+    checkpoint.config = AutoConfig.for_model("doge", keep_window_size=8, max_position_embeddings=64)
+    checkpoint.check_positions(8, "--max_seq_len", "lower it")
     with pytest.raises(UserError, match=r"^--max_seq_len 9: m has 8 positions; lower it$"):
-        check_positions(config, 9, "m", "--max_seq_len", "lower it")
+        checkpoint.check_positions(9, "--max_seq_len", "lower it")

@@ -15,7 +15,7 @@ from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
-from dschat.models.load import load_causal_lm, load_config, load_score_backbone
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.lora import add_lora
 from dschat.models.tokenizer import load_tokenizer, stop_ids
 from dschat.models.vocabulary import match_vocabulary, num_ids, same_ids, same_tokens
@@ -30,7 +30,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 3])
 def grown(path, stage, num_tokens=VOCAB + NEW):
     zero = ZeroSettings(stage, FP32)
     with sharded_loading(zero) if stage == 3 else nullcontext():
-        model = load_causal_lm(path, FLAG, FP32, num_tokens=num_tokens)
+        model = Checkpoint(path, FLAG).language_model(FP32, num_tokens=num_tokens)
     return initialize_frozen(model, zero)
 
 
@@ -62,7 +62,7 @@ def test_new_rows_are_the_mean_and_the_old_ones_stay(name, stage, tiny):
 @STAGES
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_a_grown_model_is_saved_as_others_load_it(name, stage, tiny, tmp_path, caplog):
-    config = load_config(tiny(name), FLAG)  # the checkpoint's own, which step 1 saves
+    config = Checkpoint(tiny(name), FLAG).config  # the checkpoint's own, which step 1 saves
     model = grown(tiny(name), stage)
     with caplog.at_level("WARNING", "dschat"):
         match_vocabulary(config, unwrap(model).config, frozen=True)
@@ -85,7 +85,7 @@ def test_a_grown_model_is_saved_as_others_load_it(name, stage, tiny, tmp_path, c
 
 
 def test_a_tie_survives_growing_lora_merge_and_reload(tiny, tmp_path):
-    model = load_causal_lm(tiny("llama_tied"), FLAG, FP32, num_tokens=VOCAB + NEW)
+    model = Checkpoint(tiny("llama_tied"), FLAG).language_model(FP32, num_tokens=VOCAB + NEW)
     wrapped = add_lora(model, 4, 0, ["all-linear"], True, "--x").eval()
     for name, p in wrapped.named_parameters():
         if "lora_B" in name:
@@ -93,7 +93,7 @@ def test_a_tie_survives_growing_lora_merge_and_reload(tiny, tmp_path):
     stream = weight_stream(wrapped, CPU)
     export_hf(tmp_path / "out", stream, wrapped, model.config, tokenizer(), (EOS,))
     assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
-    loaded = load_causal_lm(str(tmp_path / "out"), FLAG, FP32).eval()
+    loaded = Checkpoint(tmp_path / "out", FLAG).language_model(FP32).eval()
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert sum(probe_logprobs(loaded), []) == pytest.approx(
         sum(probe_logprobs(wrapped), []), abs=1e-4
@@ -146,14 +146,16 @@ def test_any_pad_id_loads(pad_id, stage, tiny, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": pad_id}))
     zero = ZeroSettings(stage, FP32)
     with sharded_loading(zero) if stage == 3 else nullcontext():
-        loaded = load_causal_lm(str(tmp_path), FLAG, FP32, num_tokens=VOCAB + 1)
+        loaded = Checkpoint(tmp_path, FLAG).language_model(FP32, num_tokens=VOCAB + 1)
     expected = pad_id if pad_id in (VOCAB, EOS) else None
     assert loaded.config.pad_token_id == expected
     loaded = initialize_frozen(loaded, zero)
     with torch.no_grad():
         loaded(input_ids=torch.tensor([[VOCAB, 5]]))
     with sharded_loading(zero) if stage == 3 else nullcontext():
-        score = load_score_backbone(str(tmp_path), FLAG, FP32, True, VOCAB, VOCAB + 1)
+        score = Checkpoint(tmp_path, FLAG).score_model(
+            FP32, VOCAB, from_base=True, num_tokens=VOCAB + 1
+        )
     assert (score.config.pad_token_id, score.config.vocab_size) == (VOCAB, VOCAB + 1)
 
 
@@ -165,7 +167,7 @@ def test_a_row_that_transformers_zeroes_stays(tmp_path):
     model = AutoModelForCausalLM.from_config(config)
     model.model.embed_tokens.weight.data[1] = 3.0
     model.save_pretrained(tmp_path)
-    loaded = load_causal_lm(str(tmp_path), FLAG, FP32)
+    loaded = Checkpoint(tmp_path, FLAG).language_model(FP32)
     assert loaded.get_output_embeddings().weight[1].tolist() == [3.0] * 32
     match_vocabulary(config, loaded.config)
     config.save_pretrained(tmp_path)
@@ -175,7 +177,7 @@ def test_a_row_that_transformers_zeroes_stays(tmp_path):
 
 def test_eos_trains_if_it_is_also_the_pad(tiny):
     """As padding_idx its embedding would get no gradient."""
-    model = load_causal_lm(tiny("llama_padeos"), FLAG, FP32)
+    model = Checkpoint(tiny("llama_padeos"), FLAG).language_model(FP32)
     model(torch.tensor([[5, EOS, 6]])).logits.sum().backward()
     assert model.model.embed_tokens.weight.grad[EOS].abs().sum() > 0
 

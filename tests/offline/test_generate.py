@@ -126,7 +126,7 @@ def test_a_killed_command_resumes(flags, models, tmp_path, monkeypatch):
         run(*flags)
         assert out.read_bytes() == whole
     run(*flags)  # complete: no model loads
-    monkeypatch.setattr("dschat.chat.load.load_generator", None)
+    monkeypatch.setattr("dschat.chat.model.Model.generator", None)
     run(*flags)
     with pytest.raises(UserError, match="--temperature was 1.0 and is 0.5"):
         run(*flags, "--temperature", 0.5)

@@ -15,10 +15,10 @@ import yaml
 from byte_tokenizers import CHATML, byte_tokenizer
 from documentation import PAGES, blocks
 
+from dschat.chat.model import Model
 from dschat.config import UserError, parser
 from dschat.offline.evaluate import evaluate
 from dschat.offline.flags import EvalConfig
-from dschat.offline.model import Model
 
 pytest.importorskip("lm_eval")
 
@@ -326,8 +326,8 @@ def test_a_wrong_task_is_one_line(tmp_path, example, checkpoints, monkeypatch):
     def load(*_: object, **__: object) -> None:
         pytest.fail("weights load")
 
-    monkeypatch.setattr("dschat.offline.harness.load_causal_lm", load)
-    monkeypatch.setattr("dschat.offline.model.load_generator", load)
+    monkeypatch.setattr("dschat.models.checkpoint.Checkpoint.language_model", load)
+    monkeypatch.setattr("dschat.chat.model.Model.generator", load)
     rows = [NUMBERS | {"answer": "2"}]
 
     def error(task: str, *flags: object) -> str:

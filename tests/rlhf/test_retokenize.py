@@ -196,7 +196,7 @@ def test_a_critic_of_its_own(models_folder, tmp_path):
     engine = trainer_of(
         models_folder, models_folder / "llama_reward", critic_model_name_or_path=base
     ).engine
-    assert engine.checkpoints.critic_from_base
+    assert engine.checkpoints.critic.reward_form == "base"
     assert engine.checkpoints.reward_tokenizer is None
     other = reward_folder(tmp_path / "other")
     with pytest.raises(UserError, match="--critic_model_name_or_path .* another vocabulary"):
@@ -208,7 +208,7 @@ def test_a_critic_of_its_own(models_folder, tmp_path):
 def test_the_same_tokenizer_reads_ids_as_they_are(models_folder):
     engine = trainer_of(models_folder, models_folder / "llama_reward").engine
     assert engine.checkpoints.reward_tokenizer is None
-    assert not engine.checkpoints.critic_from_base
+    assert engine.checkpoints.critic.reward_form != "base"
 
 
 # -- texts -----------------------------------------------------------------------------------------

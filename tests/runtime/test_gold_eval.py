@@ -5,7 +5,7 @@ import torch
 
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import SFTConfig
-from dschat.models.load import load_causal_lm
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.tokenizer import load_tokenizer
 from dschat.runtime.gold_eval import GoldEvaluation
 
@@ -18,7 +18,9 @@ class RowList(list):
 @pytest.fixture(scope="module")
 def tiny():
     path = resolve_model("builtin/tiny")
-    return load_causal_lm(path, "--model", torch.float32), load_tokenizer(path, "--model")
+    return Checkpoint(path, "--model").language_model(torch.float32), load_tokenizer(
+        path, "--model"
+    )
 
 
 def logged(tiny, data_path, is_sharded):

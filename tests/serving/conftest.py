@@ -56,14 +56,14 @@ def _serve(tmp_path_factory, **options):
     from dschat.serving.limits import BoundedConnection
     from dschat.serving.load import load_models
     from dschat.serving.preferences import PreferenceFile
-    from dschat.serving.reward import RewardModel
+    from dschat.serving.reward import ChatScorer
 
     folder = tmp_path_factory.mktemp("serving")
     config = ServeConfig(preferences=str(folder / "preferences.jsonl"), **options)
     server = Server(config, load_models(config))
     scorer = None
     if config.reward_model is not None:
-        scorer = RewardModel(config.reward_model, config.dtype)
+        scorer = ChatScorer(config.reward_model, config.dtype)
     app = create_app(server, [], PreferenceFile(config.preferences), scorer)
     listener = _listen("127.0.0.1", 0)
     settings = uvicorn.Config(app, log_level="warning", lifespan="on", http=BoundedConnection)

@@ -1,0 +1,144 @@
+"""The causal LM of ``--path``: its checkpoint, its tokenizer, and a generator for it."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import dschat.distributed as dist
+from dschat.builtin.tiny_model import resolve_model
+from dschat.config import UserError
+from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.row_length import num_positions
+from dschat.models.tokenizer import stop_ids
+from dschat.models.vocabulary import num_ids
+
+logger = logging.getLogger("dschat")
+
+FLAG = "--path"
+MAX_SEQ_LEN = 32_768  # tokens of prompt and answer, even if the model has more positions
+# Chat models below an output folder, for the error message about a folder without a model.
+_CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass
+class Model:
+    """A causal LM whose weights are not loaded yet.
+
+    ``stop_ids``: tokens that end an answer. ``positions``: longest prompt + answer.
+    """
+
+    path: str  # as the user wrote it
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    positions: int
+    dtype: torch.dtype
+
+    @classmethod
+    def find(cls, path: str, dtype: str, trust_remote_code: bool = False) -> "Model":
+        """Check ``path`` by its configuration, tokenizer and list of weights.
+
+        Raises:
+            UserError: not a causal LM with a tokenizer.
+        """
+        checkpoint = Checkpoint(_resolved(path), FLAG, trust_remote_code)
+        checkpoint.require_causal_lm()
+        tokenizer = checkpoint.tokenizer()
+        checkpoint.check("lm")
+        positions = min(num_positions(checkpoint.config) or MAX_SEQ_LEN, MAX_SEQ_LEN)
+        ends = stop_ids(tokenizer)
+        return cls(path, checkpoint, tokenizer, ends, positions, resolve_dtype(dtype))
+
+    def longest_prompt(self, max_new_tokens: int, *bounds: int | None) -> int:
+        """Tokens that a prompt may have, before an answer of ``max_new_tokens``.
+
+        ``bounds``: of prompt + answer, beside the model's positions.
+
+        Raises:
+            UserError: no prompt fits.
+        """
+        positions = min([self.positions, *(bound for bound in bounds if bound is not None)])
+        if positions <= max_new_tokens:
+            raise UserError(
+                f"--max_new_tokens {max_new_tokens}: {self.path} has {positions} positions, for "
+                "prompt and answer together; lower it"
+            )
+        return positions - max_new_tokens
+
+    def engine(self, max_seq_len: int = MAX_SEQ_LEN, **sizes: Any) -> InferenceEngine:
+        """Load the weights into an inference engine; ``max_seq_len`` is cut to its positions.
+
+        ``sizes``: see `dschat.inference.EngineConfig`.
+
+        Raises:
+            UnsupportedModel: the engine cannot run the family.
+        """
+        spec = model_spec(self.checkpoint.config)
+        return InferenceEngine.from_pretrained(
+            self.checkpoint,
+            str(self.dtype).removeprefix("torch."),
+            str(dist.device()),
+            stop_ids=self.stop_ids,
+            num_tokens=num_ids(self.tokenizer),
+            max_seq_len=min(spec.max_positions or max_seq_len, max_seq_len),
+            **sizes,
+        )
+
+    def generator(
+        self,
+        max_num_seqs: int = 1,
+        max_seq_len: int = MAX_SEQ_LEN,
+        page_size: int | None = None,
+    ) -> InferenceEngine | HuggingFaceGenerator:
+        """Load the weights into the inference engine if it knows the family, else into the Hugging
+        Face module.
+        """
+        try:
+            return self.engine(max_seq_len, max_num_seqs=max_num_seqs, page_size=page_size)
+        except UnsupportedModel as reason:
+            logger.warning("NO FAST GENERATION: %s; using the slower Hugging Face module", reason)
+        return HuggingFaceGenerator(
+            self.checkpoint.language_model(self.dtype).to(dist.device()),
+            self.stop_ids,
+            self.tokenizer.pad_token_id,
+            max_num_seqs,
+            num_tokens=num_ids(self.tokenizer),
+            self_check=max_num_seqs > 1,
+        )
+
+
+def _resolved(path: str) -> str:
+    """``path`` in the form ``from_pretrained`` takes; ``UserError`` if nothing is there."""
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
+        if (
+            not (folder / "config.json").is_file()
+            and not (folder / "adapter_config.json").is_file()
+        ):
+            inner = [folder / f for f in _CHAT_FOLDERS if (folder / f / "config.json").is_file()]
+            remedy = f"did you mean {inner[0]}?" if inner else "name the folder that has it"
+            raise UserError(f"{FLAG} {path}: no config.json there, so no model; {remedy}")
+        path = str(folder)
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_missing_sibling(folder):
+        raise UserError(f"{FLAG} {path}: no such folder; check the path")
+    return resolve_model(path)
+
+
+def _is_missing_sibling(folder: Path) -> bool:
+    """Whether OWNER/NAME is a mistyped path and not a hub name, because the folder OWNER exists."""
+    return folder.parent != Path(".") and os.path.isdir(folder.parent)
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """``--dtype`` as torch knows it; auto is bf16 on an accelerator and fp32 on a CPU."""
+    if name == "auto":
+        name = "bf16" if dist.device().type == "cuda" else "fp32"
+    return getattr(torch, _DTYPES[name])
