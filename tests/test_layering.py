@@ -131,7 +131,7 @@ def test_import_contracts_catch_what_they_forbid(tmp_path):
     shutil.copy(PACKAGE.parent / "pyproject.toml", tmp_path)
     for module, line in {
         "losses/policy.py": "from dschat import distributed",
-        "rlhf/scoring.py": "from dschat.supervised import tasks",
+        "rlhf/forwards.py": "from dschat.supervised import tasks",
         "models/load.py": "import deepspeed",
         "config/steps.py": "import torch",
     }.items():
@@ -146,7 +146,7 @@ def test_import_contracts_catch_what_they_forbid(tmp_path):
     for broken in (
         "Contracts: 0 kept, 3 broken",
         "dschat.losses.policy -> dschat.distributed",
-        "dschat.rlhf.scoring -> dschat.supervised.tasks",
+        "dschat.rlhf.forwards -> dschat.supervised.tasks",
         "dschat.models.load -> deepspeed",
         "dschat.config.steps -> torch",
         "helpers",  # a package without a layer

@@ -30,7 +30,7 @@ from dschat.estimate.steps import Learner, Model
 from dschat.observability.flops import Head
 from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
 
-# --old_logprobs auto recomputes one of so many answers (`dschat.rlhf.scoring`).
+# --old_logprobs auto recomputes one of so many answers (`dschat.rlhf.forwards`).
 _CHECKED_SHARE = 8
 
 

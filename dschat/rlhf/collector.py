@@ -35,11 +35,16 @@ class Policy:
     """What a rollout asks, when it has enough, and what it keeps: all answers to an iteration's
     prompts, in one round.
 
+    ``more``: prompts in addition to an iteration's, for policies that ask for them.
+
     Attributes:
         num_wanted: groups of a round that are kept, the first ones; None: all.
     """
 
     num_wanted: int | None = None
+
+    def __init__(self, more: PromptQueue | None = None) -> None:
+        self._more = more or PromptQueue()
 
     def begin(self, prompts: PromptTable, num_samples: int) -> None:
         """Collective. Begin the rollout of an iteration that takes ``prompts`` of this rank, with
@@ -69,39 +74,32 @@ class Policy:
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-        return {}
+        return self._more.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
+        self._more.load_state_dict(state)
 
 
 class Collector:
-    """Collects the rollouts of a run.
-
-    ``more``: prompts in addition to an iteration's, for ``policy``.
-    """
+    """Collects the rollouts of a run."""
 
     def __init__(
         self,
         engine: DeepSpeedRLHFEngine,
         scorer: RolloutScorer,
         policy: Policy | None = None,
-        more: PromptQueue | None = None,
     ) -> None:
         self.scorer, self.policy = scorer, policy or Policy()
         self._engine, self._functions = engine, scorer.functions
-        self._more = more or PromptQueue()
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-        state: dict[str, Any] = {}
-        for part in (self.scorer, self.policy, self._more):
-            state |= part.state_dict()
-        return state
+        return self.scorer.state_dict() | self.policy.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part in (self.scorer, self.policy, self._more):
-            part.load_state_dict(state)
+        self.scorer.load_state_dict(state)
+        self.policy.load_state_dict(state)
 
     def collect(self, prompts: PromptTable, sampling: SamplingParams) -> Collected:
         """Collective. The rollout of an iteration that takes ``prompts`` of this rank, each

@@ -38,9 +38,8 @@ class EpisodeCollector(Collector):
         scorer: RolloutScorer,
         source: EnvironmentSource,
         policy: Policy | None = None,
-        more: PromptQueue | None = None,
     ) -> None:
-        super().__init__(engine, scorer, policy, more)
+        super().__init__(engine, scorer, policy)
         self._source, self._limits = source, limits_of(scorer.args)
         args, tells = scorer.args, scorer.args.on_tool_error == "feedback"
         self._make: Callable[[], Environment] = source.maker(engine.tokenizer, tells)
@@ -175,8 +174,8 @@ def collector_of(
     scorer = RolloutScorer(engine, args, functions, others)
     policy = policy_of(args, scorer, more)
     if environment is None:
-        return Collector(engine, scorer, policy, more)
-    return EpisodeCollector(engine, scorer, environment, policy, more)
+        return Collector(engine, scorer, policy)
+    return EpisodeCollector(engine, scorer, environment, policy)
 
 
 def limits_of(args: RLHFConfig) -> EpisodeLimits:

@@ -30,8 +30,8 @@ from dschat.rlhf.batching import pieces
 from dschat.rlhf.collector import Collector
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.forwards import action_logprobs
 from dschat.rlhf.prompts import PromptTable
-from dschat.rlhf.scoring import action_logprobs
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")

@@ -27,7 +27,7 @@ def policy_of(args: RLHFConfig, scorer: RolloutScorer, more: PromptQueue) -> Pol
         return DynamicSampling(scorer, args.max_sampling_rounds, more)
     if args.partial_rollout:
         return PartialRollouts(args.oversample, args.staleness_bound, more)
-    return Policy()
+    return Policy(more)
 
 
 class DynamicSampling(Policy):
@@ -39,7 +39,8 @@ class DynamicSampling(Policy):
     """
 
     def __init__(self, scorer: RolloutScorer, max_rounds: int, more: PromptQueue) -> None:
-        self._scorer, self._max_rounds, self._more = scorer, max_rounds, more
+        super().__init__(more)
+        self._scorer, self._max_rounds = scorer, max_rounds
 
     def begin(self, prompts: PromptTable, num_samples: int) -> None:
         self._prompts, self._num_samples = prompts, num_samples
@@ -137,7 +138,8 @@ class PartialRollouts(Policy):
     """
 
     def __init__(self, oversample: float, max_staleness: int, more: PromptQueue) -> None:
-        self._oversample, self._max_staleness, self._more = oversample, max_staleness, more
+        super().__init__(more)
+        self._oversample, self._max_staleness = oversample, max_staleness
         # This rank's prompts that are under way, the oldest first.
         self._table, self._open = PromptTable(), list[OpenPrompt]()
         self._ages: list[int] = []  # rollouts that each prompt has been part of
@@ -149,10 +151,11 @@ class PartialRollouts(Policy):
             "open": [asdict(prompt) for prompt in self._open],
             "ages": list(self._ages),  # NOTE: the next iteration changes the list in place
         }
-        return {"under_way": dist.gather_objects(mine)}
+        return super().state_dict() | {"under_way": dist.gather_objects(mine)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Ranks take their own prompts, or equal shares where their number has changed."""
+        super().load_state_dict(state)
         self._table, self._open, self._ages = PromptTable(), [], []
         parts = state.get("under_way", [])
         is_own = len(parts) == dist.world_size()

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
 from dschat.rewards.scoring import Scoring, SourceScores
-from dschat.rlhf.batching import Moves, plan_moves
+from dschat.rlhf.batching import Moves, micro_batches, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.scoring import reward_model_scores
 
 logger = logging.getLogger("dschat")
 
@@ -105,6 +105,22 @@ class RolloutScorer:
         if num_failed:
             e = e.pick((~failed).nonzero().flatten().tolist())
         return e, metrics
+
+
+@torch.no_grad()
+def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
+    """Collective. The reward model's score of every sequence, ``size`` at a time unless there is a
+    token budget: (S,) fp32.
+    """
+    scores = torch.zeros(e.num_sequences)
+    parts = micro_batches(engine, e, list(range(e.num_sequences)), size)
+    values = [engine.score(e.pick_or_dummy(part)) for part in parts]
+    for part, value in zip(
+        parts, torch.cat(values).cpu().split([len(v) for v in values]), strict=True
+    ):
+        if part:
+            scores[part] = value
+    return scores
 
 
 class Collected:

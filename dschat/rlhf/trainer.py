@@ -33,6 +33,7 @@ from dschat.rlhf.batching import micro_batches, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
+from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite
 from dschat.rlhf.metrics import (
     experience_metrics,
     mismatch_sums,
@@ -42,7 +43,6 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompts import PromptBatch, PromptQueue, PromptTable
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
-from dschat.rlhf.scoring import action_logprobs, action_values, fill_in, not_finite
 from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
     OptimizerStep,

@@ -10,7 +10,7 @@ from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
-from dschat.rlhf import rollout_scorer, scoring
+from dschat.rlhf import forwards, rollout_scorer
 from dschat.rlhf import trainer as ppo
 from dschat.runtime.optimizer_step import OptimizerStep
 
@@ -42,7 +42,7 @@ def spoil_scores(monkeypatch):
 
 def spoil(name, value):
     def put(monkeypatch):
-        filled = scoring.fill_in
+        filled = forwards.fill_in
 
         def fill_in(engine, e, args):
             filled(engine, e, args)

@@ -6,7 +6,7 @@ from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
-from dschat.rlhf import scoring
+from dschat.rlhf import forwards
 from dschat.rlhf import trainer as ppo
 from dschat.rlhf.collector import Collector
 
@@ -25,7 +25,7 @@ def iteration(models_folder, monkeypatch):
         for name, value in options.items():
             setattr(config, name, value)
         trainer = build_trainer(config, False)
-        filled = scoring.fill_in
+        filled = forwards.fill_in
 
         def fill_in(engine, e, args):
             e.rollout_logprobs = e.rollout_logprobs - gap * e.answer_mask
@@ -93,14 +93,14 @@ def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
 
 
 def test_all_are_recomputed_where_they_disagree_on_another_rank(iteration, monkeypatch):
-    filled = scoring.fill_in
+    filled = forwards.fill_in
 
     def fill_in(*args):
         with monkeypatch.context() as of_ranks:
             of_ranks.setattr(dist, "sum_floats", lambda mine: [mine[0] + 1.0, mine[1] + 8.0])
             return filled(*args)
 
-    monkeypatch.setattr(scoring, "fill_in", fill_in)
+    monkeypatch.setattr(forwards, "fill_in", fill_in)
     e, _ = iteration(old_logprobs="auto")
     assert e.recomputed.all()
 

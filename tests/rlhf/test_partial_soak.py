@@ -122,7 +122,7 @@ def soak(iterations, seed):
     def source(state=None):
         scorer = RolloutScorer(stub, args, functions)
         queue = PromptQueue(drawn)
-        made = Collector(stub, scorer, PartialRollouts(0.5, STALENESS, queue), queue)
+        made = Collector(stub, scorer, PartialRollouts(0.5, STALENESS, queue))
         if state is not None:
             made.load_state_dict(state)
         return made

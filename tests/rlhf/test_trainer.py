@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from dschat.config import UserError
 from dschat.rlhf import trainer as ppo
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
+from dschat.rlhf.forwards import action_values
 from dschat.rlhf.prompts import PromptTable
-from dschat.rlhf.scoring import action_values
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import OptimizerStep, learning_rate

@@ -1,4 +1,4 @@
-"""Computes an experience's log-probs, entropies, values and reward-model scores."""
+"""Computes an experience's log-probs, entropies and values, with forwards of all models."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from dschat.config import RLHFConfig
 from dschat.models.eval_mode import evaluating
 from dschat.models.training_engine import ModelOrEngine
 from dschat.models.vocabulary import num_ids
-from dschat.rlhf.batching import micro_batches, pieces
+from dschat.rlhf.batching import pieces
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 
@@ -155,22 +155,6 @@ def _keep(e: Experience, filled: list[tuple[list[int], dict[str, Tensor]]]) -> N
             rows = next(on_host).view(value.shape)
             if part:
                 getattr(e, name)[part, : value.shape[1]] = rows
-
-
-@torch.no_grad()
-def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
-    """Collective. The reward model's score of every sequence, ``size`` at a time unless there is a
-    token budget: (S,) fp32.
-    """
-    scores = torch.zeros(e.num_sequences)
-    parts = micro_batches(engine, e, list(range(e.num_sequences)), size)
-    values = [engine.score(e.pick_or_dummy(part)) for part in parts]
-    for part, value in zip(
-        parts, torch.cat(values).cpu().split([len(v) for v in values]), strict=True
-    ):
-        if part:
-            scores[part] = value
-    return scores
 
 
 # Fields of an experience that must be finite, with their names in messages.
