@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
@@ -64,11 +63,18 @@ class RolloutScorer:
         self.scale.load_state_dict(state["scale"])
         self.functions.load_state_dict(state.get("programs", {}))
 
+    @torch.no_grad()
     def reward_model(self, e: Experience, size: int) -> list[SourceScores]:
         """Collective. The reward model's scores, if there is one; see `Collected.sources`."""
         if self._engine.reward is None:
             return []
-        scores = reward_model_scores(self._engine, e, size)
+        scores = torch.zeros(e.num_sequences)
+        parts = micro_batches(self._engine, e, list(range(e.num_sequences)), size)
+        values = [self._engine.score(e.pick_or_dummy(part)) for part in parts]
+        on_host = torch.cat(values).cpu().split([len(value) for value in values])
+        for part, value in zip(parts, on_host, strict=True):
+            if part:
+                scores[part] = value
         return [SourceScores(REWARD_MODEL, self.args.reward_model_weight, scores)]
 
     def combined(
@@ -105,22 +111,6 @@ class RolloutScorer:
         if num_failed:
             e = e.pick((~failed).nonzero().flatten().tolist())
         return e, metrics
-
-
-@torch.no_grad()
-def reward_model_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
-    """Collective. The reward model's score of every sequence, ``size`` at a time unless there is a
-    token budget: (S,) fp32.
-    """
-    scores = torch.zeros(e.num_sequences)
-    parts = micro_batches(engine, e, list(range(e.num_sequences)), size)
-    values = [engine.score(e.pick_or_dummy(part)) for part in parts]
-    for part, value in zip(
-        parts, torch.cat(values).cpu().split([len(v) for v in values]), strict=True
-    ):
-        if part:
-            scores[part] = value
-    return scores
 
 
 class Collected:

@@ -128,13 +128,13 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
 
 
 def nan_scores(number: int, rank: int) -> None:
-    from dschat.rlhf import rollout_scorer
+    from dschat.rlhf.rollout_scorer import RolloutScorer
 
-    def spoil(scores: Any) -> Any:
-        scores[0] = float("nan")
-        return scores
+    def spoil(sources: Any) -> Any:
+        sources[0].scores[0] = float("nan")
+        return sources
 
-    _in_rollout(rollout_scorer, "reward_model_scores", number, rank, spoil)
+    _in_rollout(RolloutScorer, "reward_model", number, rank, spoil)
 
 
 def nan_logprobs(number: int, rank: int) -> None:

@@ -10,8 +10,9 @@ from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
-from dschat.rlhf import forwards, rollout_scorer
+from dschat.rlhf import forwards
 from dschat.rlhf import trainer as ppo
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.runtime.optimizer_step import OptimizerStep
 
 ROOT = Path(__file__).parents[2]
@@ -30,14 +31,14 @@ def weights(model):
 
 
 def spoil_scores(monkeypatch):
-    scored = rollout_scorer.reward_model_scores
+    scored = DeepSpeedRLHFEngine.score
 
-    def spoilt(*args):
-        scores = scored(*args)
-        scores[1] = NAN
+    def spoilt(self, batch):
+        scores = scored(self, batch)
+        scores[batch.numbers == 1] = NAN
         return scores
 
-    monkeypatch.setattr(rollout_scorer, "reward_model_scores", spoilt)
+    monkeypatch.setattr(DeepSpeedRLHFEngine, "score", spoilt)
 
 
 def spoil(name, value):
