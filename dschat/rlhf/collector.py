@@ -15,7 +15,7 @@ from dschat.models.continued_text import whole_texts
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.experience import Experience, from_rollout
 from dschat.rlhf.metrics import generation_metrics
 from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
@@ -127,6 +127,8 @@ class Collector:
                 self.policy.generator(generator), prompts, sampling, first, self._num_calls, wanted
             )
             answered.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
+        # Draws depend on the numbers of all prompts that are asked; those of an experience are
+        # consecutive over the ranks' kept ones.
         answered.experience.numbers += (first_kept - first) * sampling.n
         answered.num_prompts = sum(num_kept for _, num_kept in counts)
         answered.metrics["time/generate_s"] = time.perf_counter() - started
@@ -170,13 +172,7 @@ class Collector:
             metrics |= self.answers(generator, prompts, rows, sampling, first, add)
             groups = sorted(groups, key=lambda group: group.row)[:wanted]
             scoring.start([group.row for group in groups])
-        ids = [ids for group in groups for ids in group.prompts.ids]
-        sources = [source for group in groups for source in group.prompts.sources or ()]
-        answers = Rollout.joined(group.answers for group in groups)
-        if any(group.answers.drawn is not None for group in groups):
-            answers.drawn = [drawn for group in groups for drawn in group.answers.drawn or ()]
-        pad_id = self._engine.tokenizer.pad_token_id
-        e = from_rollout(ids, answers, pad_id, first * sampling.n, sources or None)
+        e = self._experience(groups, first * sampling.n)
         others = self._scores_of(groups)
         return Collected(e, len(groups), metrics, self.scorer, scoring, others)
 
@@ -217,6 +213,16 @@ class Collector:
             finish_reasons=list(answers.finish_reasons),
             columns=prompts.columns,
         )
+
+    def _experience(self, groups: list[Group], first: int) -> Experience:
+        """``first``: the number of the first sequence."""
+        ids = [ids for group in groups for ids in group.prompts.ids]
+        sources = [source for group in groups for source in group.prompts.sources or ()]
+        answers = Rollout.joined(group.answers for group in groups)
+        if any(group.answers.drawn is not None for group in groups):
+            answers.drawn = [drawn for group in groups for drawn in group.answers.drawn or ()]
+        pad_id = self._engine.tokenizer.pad_token_id
+        return from_rollout(ids, answers, pad_id, first, sources or None)
 
     def _scores_of(self, groups: list[Group]) -> list[SourceScores]:
         """The scores that the groups came with."""
