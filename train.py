@@ -26,7 +26,7 @@ from pathlib import Path
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
-from dschat.estimate import CostRequest, Request, tables
+from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
 from dschat.launch.preflight_process import log_lines
 from dschat.launch.run_report import RunReport
@@ -49,8 +49,9 @@ def main() -> int:
     if config.plan:
         for note in plan.notes:
             say(note)
-        request, cost = memory_request(config, plan), cost_request(config)
-        say(tables(request, cost) if plan.commands else "nothing to run")
+        from dschat.estimate.report import tables  # loads torch
+
+        say(tables(plan_request(config, plan)) if plan.commands else "nothing to run")
         return 0
     if config.dry_run:
         for _, command in plan.commands:
@@ -58,7 +59,7 @@ def main() -> int:
         return 0
     lines = []
     if plan.commands and plan.cluster.is_first:
-        lines = log_lines(memory_request(config, plan))  # raises for what a later step cannot use
+        lines = log_lines(plan_request(config, plan))  # raises for what a later step cannot use
     for line in [*plan.notes, *lines]:
         say(line)
 
@@ -135,18 +136,19 @@ def ask(question: str) -> bool:
         return False
 
 
-def memory_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> Request:
-    """The input of the memory estimate."""
-    steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
-    cluster = plan.cluster
-    num_processes, here = cluster.num_processes, cluster.processes_here
-    return Request(steps, num_processes, here, config.device_memory_gib, config.plan_device)
-
-
-def cost_request(config: recipe.TrainConfig) -> CostRequest:
-    """What --plan says about time and cost."""
-    tokens = (config.plan_tokens[0], config.plan_tokens[1]) if config.plan_tokens else None
-    return CostRequest(config.plan_price, config.plan_nodes or (), tokens, config.plan_examples)
+def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequest:
+    """The input of the estimate."""
+    return PlanRequest(
+        {step.number: plan.values[step.number] for step, _ in plan.commands},
+        plan.cluster.num_processes,
+        plan.cluster.processes_here,
+        config.device_memory_gib,
+        config.plan_device,
+        config.plan_price,
+        config.plan_nodes,
+        config.plan_tokens,
+        config.plan_examples,
+    )
 
 
 def say(line: str) -> None:

@@ -16,8 +16,8 @@ from dschat.data.sources.adapters import PURPOSES
 from dschat.data.sources.resolve import looks_like_file
 from dschat.data.sources.splits import load_source, named_held_out, parse_spec
 from dschat.distributed import entrypoint
-from dschat.estimate import Request
-from dschat.estimate.run import log_lines
+from dschat.estimate import PlanRequest
+from dschat.estimate.report import log_lines
 from dschat.models.fit import check_fit, check_positions
 from dschat.models.model_kind import load_config
 from dschat.models.tokenizer import load_tokenizer
@@ -26,7 +26,7 @@ from dschat.rlhf.initial_checkpoints import ACTOR, check_lengths, find_checkpoin
 BASE = "--model_name_or_path"
 
 
-def check(request: Request) -> None:
+def check(request: PlanRequest) -> None:
     """Raise ``UserError``, with the number of the step, for data or a model it cannot use."""
     for number in sorted(request.steps):
         config = request.config(number)
@@ -51,7 +51,7 @@ def _check_data(config: CommonConfig, number: int) -> None:
         named_held_out(config, purpose)
 
 
-def _check_base(config: SupervisedConfig, request: Request) -> None:
+def _check_base(config: SupervisedConfig, request: PlanRequest) -> None:
     """Check the initial model of step 1 or 2, and its tokenizer."""
     name = str(Path(os.path.expanduser(config.model_name_or_path)))
     if name in request.made_from or not _has_config(name):
@@ -96,7 +96,7 @@ def _has_config(name: str) -> bool:
 
 
 def main() -> None:
-    request = Request.from_json(sys.stdin.read())
+    request = PlanRequest.from_json(sys.stdin.read())
     check(request)
     for line in log_lines(request):
         sys.stdout.write(line + "\n")

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from dschat.config import UserError
-from dschat.estimate import Request
+from dschat.estimate import PlanRequest
 
 _TIMEOUT_S = 60.0  # for the checks and the estimate
 
 
-def log_lines(request: Request) -> list[str]:
+def log_lines(request: PlanRequest) -> list[str]:
     """The memory plan, one line per step. A failed estimate is one line too, not an error.
 
     Raises:
