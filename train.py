@@ -139,7 +139,7 @@ def ask(question: str) -> bool:
 def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequest:
     """The input of the estimate."""
     return PlanRequest(
-        {step.number: plan.values[step.number] for step, _ in plan.commands},
+        {run.number: run.fields for run in plan.runs},
         plan.cluster.num_processes,
         plan.cluster.processes_here,
         config.device_memory_gib,
