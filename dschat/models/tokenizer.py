@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
-from dschat.config.text_file import read_text
+from dschat.config.fields import read_text
 from dschat.models import hub
 from dschat.models.chat_template import default_template, failure, turn_ends
 from dschat.models.config_files import culprit, read_generation_config, read_json
