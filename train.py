@@ -28,8 +28,7 @@ from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
-from dschat.launch.preflight_process import log_lines
-from dschat.launch.run_report import RunReport
+from dschat.launch.subprocesses import RunReport, preflight_lines
 from dschat.launch.summary import format_summary, write_summary
 from dschat.runtime.output_dir import COMPLETE
 
@@ -46,20 +45,21 @@ def main() -> int:
         ROOT,
         ask if sys.stdin.isatty() else None,
     )
+    request = plan_request(config, plan)
     if config.plan:
-        for note in plan.notes:
-            say(note)
         from dschat.estimate.report import tables  # loads torch
 
-        say(tables(plan_request(config, plan)) if plan.commands else "nothing to run")
+        for note in plan.notes:
+            say(note)
+        say(tables(request) if plan.runs else "nothing to run")
         return 0
     if config.dry_run:
         for _, command in plan.commands:
             print(shlex.join(command))
         return 0
     lines = []
-    if plan.commands and plan.cluster.is_first:
-        lines = log_lines(plan_request(config, plan))  # raises for what a later step cannot use
+    if plan.runs and plan.cluster.is_first:
+        lines = preflight_lines(request)  # raises for what a later step cannot use
     for line in [*plan.notes, *lines]:
         say(line)
 
@@ -89,7 +89,7 @@ def main() -> int:
             say(f"== step {step.number} finished in {seconds:.0f} s")
 
     marks = [plan.folder(step) / COMPLETE for step in plan.steps]
-    is_due = reports and (plan.commands or not report.is_current(filter(Path.exists, marks)))
+    is_due = reports and (plan.runs or not report.is_current(filter(Path.exists, marks)))
     show_results(plan, report if is_due else None)
     return 0
 

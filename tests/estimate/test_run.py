@@ -11,7 +11,7 @@ from estimates import estimated
 from dschat.config import RLHFConfig, UserError
 from dschat.estimate import PlanRequest
 from dschat.estimate.report import log_lines, make_estimator, tables
-from dschat.launch import preflight_process
+from dschat.launch.subprocesses import preflight_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,9 +76,7 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
         tables(request)  # --plan: one line, not a traceback
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (line,) = preflight_process.log_lines(
-        PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)
-    )
+    (line,) = preflight_lines(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
@@ -105,7 +103,7 @@ def test_hours_are_those_of_gpus(monkeypatch):
 @pytest.mark.slow  # tests of wrong inputs run that process too
 def test_the_preflight_process_returns_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
-    (line,) = preflight_process.log_lines(PlanRequest({1: fields}, 1, 1, 0.9))
+    (line,) = preflight_lines(PlanRequest({1: fields}, 1, 1, 0.9))
     assert line.startswith("plan: step 1: training (")
     assert " of 0.9 GiB: " in line
 
