@@ -5,7 +5,7 @@ Every row counts at its mean lengths: those of ``--plan_tokens``, else the longe
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
@@ -23,47 +23,62 @@ _UNKNOWN = 1000  # steps, where the length of an epoch is not known
 
 @dataclass(frozen=True)
 class StepTime:
-    """The phases of one optimizer step (step 3: one iteration), of ``rows`` over all devices, which
-    are so many examples of the data; ``micro_batch``: its rows.
+    """The phases of one optimizer step (step 3: one iteration), of ``rows`` over all devices.
+
+    Attributes:
+        micro_batch: its rows.
+        num_steps: of the run; None: the length of an epoch is not known.
     """
 
     fleet: Fleet
     rows: Rows
-    examples: float
     micro_batch: int
+    num_steps: int | None
     phases: Sequence[Phase]
 
     @property
     def total_s(self) -> float:
         return sum(phase.total_s for phase in self.phases)
 
+    def costs(self, price: float | None) -> list[str]:
+        """Hours, device hours and, with a price, dollars of all steps."""
+        hours = (self.num_steps or _UNKNOWN) * self.total_s / 3600
+        device_hours = hours * self.fleet.count
+        dollars = [] if price is None else [f"{device_hours * price:,.2f}"]
+        return [f"{hours:.3g}", f"{device_hours:.3g}", *dollars]
 
-def step_time(estimate: StepEstimate, tokens: Sequence[int] | None = None) -> StepTime:
-    """The time of ``estimate``'s step on a device of known speed; ``tokens``: mean prompt and
-    answer, None: the longest. Raises ``UserError`` where the FLOPs of a model are not known.
+
+def step_time(estimate: StepEstimate, request: PlanRequest) -> StepTime:
+    """The time of ``estimate``'s step on a device of known speed.
+
+    Raises:
+        UserError: the FLOPs of a model are not known.
     """
     c, count, device = estimate.config, estimate.num_processes, estimate.device
     assert device.speed is not None
     fleet = Fleet(device.speed, count, min(device.processes_here, count))
     if isinstance(c, RLHFConfig):
         longest = c.max_prompt_seq_len, c.max_answer_seq_len
-        prompt, answer = map(min, zip(tokens or longest, longest, strict=True))
+        prompt, answer = map(min, zip(request.tokens or longest, longest, strict=True))
         rows = Rows(c.rollout_samples(count), prompt, answer, c.num_samples_per_prompt)
         if estimate.rollout and not estimate.rollout.in_engine:
             fleet = replace(fleet, shares=HF_LOOP)
         parts, micro_batch = _rlhf(fleet, estimate, c, rows), c.per_device_training_batch_size
-        examples = rows.count / rows.samples
+        examples = c.rollout_prompts(count)
     else:
         assert isinstance(c, SupervisedConfig)
         examples, micro_batch = c.global_batch_size(count), c.per_device_train_batch_size
-        seq_len = min(c.max_seq_len, sum(tokens or (c.max_seq_len,)))
+        seq_len = min(c.max_seq_len, sum(request.tokens or (c.max_seq_len,)))
         rows = Rows(examples * (2 if isinstance(c, RewardConfig) else 1), seq_len, 0)
         parts = _supervised(fleet, estimate, c, rows)
-    causes: dict[str, list[tuple[float, ...]]] = {}
-    for part in parts:
-        causes.setdefault(part.name, []).append(astuple(part)[1:])
-    phases = [Phase(name, *map(sum, zip(*each, strict=True))) for name, each in causes.items()]
-    return StepTime(fleet, rows, examples, micro_batch, [p for p in phases if p.total_s])
+    num_steps = c.max_steps or None
+    if num_steps is None and request.examples is not None:
+        num_steps = max(1, math.ceil(c.num_train_epochs * request.examples / examples))
+    phases: dict[str, Phase] = {}
+    for part in parts:  # of one name for each model
+        phases[part.name] = part + phases.get(part.name, Phase(part.name))
+    done = [phase for phase in phases.values() if phase.total_s]
+    return StepTime(fleet, rows, micro_batch, num_steps, done)
 
 
 def _supervised(
@@ -129,50 +144,31 @@ def time_lines(estimate: StepEstimate, request: PlanRequest, estimator: Estimato
         yield "  memory only; for hours and dollars name a GPU with --plan_device"
         return
     try:
-        time = step_time(estimate, request.tokens)
-        yield from _phase_lines(estimate, time)
-        yield _total_line(estimate.config, time, request)
+        time = step_time(estimate, request)
+        yield from _step_lines(time, "an iteration" if estimate.rollout else "an optimizer step")
+        yield _total_line(time, request.price)
         yield from node_lines(estimate, request, estimator)
     except MODEL_ERRORS as error:
         yield f"  no times: {error}"
 
 
-def _phase_lines(estimate: StepEstimate, time: StepTime) -> Iterator[str]:
+def _step_lines(time: StepTime, what: str) -> Iterator[str]:
     fleet, rows = time.fleet, time.rows
-    what = "an iteration" if estimate.rollout else "an optimizer step"
-    what += f" ({rows.count:,.0f} sequences of {rows.seq_len:,} tokens)"
     where = f"{fleet.count} x {fleet.device.name}"
     if fleet.count > fleet.per_node:
         where += f" on {math.ceil(fleet.count / fleet.per_node)} nodes"
-    yield f"  seconds of {what} on {where}:"
+    lengths = f"{rows.count:,.0f} sequences of {rows.seq_len:,} tokens"
+    yield f"  seconds of {what} ({lengths}) on {where}:"
     for phase in time.phases:
         yield f"    {phase.name:<10}{_seconds(phase.total_s):>10}  {phase.bound}"
     yield f"    {'total':<10}{_seconds(time.total_s):>10}"
 
 
-def num_steps(config: CommonConfig, time: StepTime, request: PlanRequest) -> tuple[int, bool]:
-    """Optimizer steps or iterations of the run, and whether that is known."""
-    if config.max_steps:
-        return config.max_steps, True
-    if request.examples is None:
-        return _UNKNOWN, False
-    return max(1, math.ceil(config.num_train_epochs * request.examples / time.examples)), True
-
-
-def _total_line(config: CommonConfig, time: StepTime, request: PlanRequest) -> str:
-    steps, is_known = num_steps(config, time, request)
-    hours, device_hours, *dollars = _costs(steps, time, request)
+def _total_line(time: StepTime, price: float | None) -> str:
+    steps, (hours, device_hours, *dollars) = time.num_steps or _UNKNOWN, time.costs(price)
     text = f"  {steps:,} step{'s' * (steps > 1)}: {hours} h, {device_hours} device hours"
     text += "".join(f", ${number}" for number in dollars)
-    return text if is_known else f"{text} (--plan_examples N: of an epoch of N examples)"
-
-
-def _costs(steps: int, time: StepTime, request: PlanRequest) -> list[str]:
-    """Hours, device hours and, with a price, dollars."""
-    hours = steps * time.total_s / 3600
-    device_hours = hours * time.fleet.count
-    dollars = [] if request.price is None else [f"{device_hours * request.price:,.2f}"]
-    return [f"{hours:.3g}", f"{device_hours:.3g}", *dollars]
+    return text if time.num_steps else f"{text} (--plan_examples N: of an epoch of N examples)"
 
 
 def node_lines(before: StepEstimate, request: PlanRequest, estimator: Estimator) -> Iterator[str]:
@@ -189,10 +185,9 @@ def node_lines(before: StepEstimate, request: PlanRequest, estimator: Estimator)
             yield f"    {nodes:>5}  {time}"
             continue
         first = first or time.total_s
-        costs = _costs(num_steps(before.config, time, request)[0], time, request)
-        speed = _seconds(time.total_s), f"{first / time.total_s:.2f}"
+        speed = _seconds(time.total_s), f"{first / time.total_s:.2f}", *time.costs(request.price)
         longest = max(time.phases, key=lambda phase: phase.total_s).name
-        yield _row(nodes, time.fleet.count, time.micro_batch, *speed, *costs, f" {longest:>13}")
+        yield _row(nodes, time.fleet.count, time.micro_batch, *speed, f" {longest:>13}")
 
 
 def on_nodes(
@@ -208,7 +203,7 @@ def on_nodes(
         except UserError as error:
             return str(error)
         if estimate.fits:
-            return step_time(estimate, request.tokens)
+            return step_time(estimate, request)
         reason = "does not fit"
     return reason
 

@@ -7,7 +7,7 @@ matrix products. The shares are few and fitted: ``benchmarks/plan_against_publis
 repeats the fit, docs/cost.md has its table. None was measured with dschat on a GPU.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from dschat.estimate.devices import DeviceSpeed
 from dschat.estimate.memory import Model
@@ -84,6 +84,10 @@ class Phase:
     def total_s(self) -> float:
         return self.products_s + self.memory_s + self.links_s + self.waits_s - self.hidden_s
 
+    def __add__(self, other: "Phase") -> "Phase":
+        mine, its = astuple(self)[1:], astuple(other)[1:]
+        return Phase(self.name, *(a + b for a, b in zip(mine, its, strict=True)))
+
     @property
     def bound(self) -> str:
         """What takes most of it."""
@@ -117,7 +121,7 @@ class Fleet:
         use, reduced = model.use, model.zero.used_stage >= 2
         how = use.gradient_checkpointing, use.kind, use.only_adapters
         flops = rows.count * training_flops(model.shape, rows.seq_len, *how)
-        gather_s = 2 * self._weights_s(model) + reduced * self._gather_s(trained_bytes(model))
+        gather_s = 2 * self._weights_s(model) + reduced * self._trained_s(model)
         return self._phase("train", flops, links_s=micro_batches * gather_s)
 
     def update(self, model: Model, num_steps: float) -> Phase:
@@ -131,7 +135,7 @@ class Fleet:
             bandwidth = self.device.host_bandwidth
             moved_s = shard * _MOVED_BYTES / self.device.pcie
         memory_s = shard * _UPDATE_BYTES / (UPDATE_SHARE * bandwidth)
-        links_s = (2, 2, 1, 0)[stage] * self._gather_s(trained_bytes(model)) + moved_s
+        links_s = (2, 2, 1, 0)[stage] * self._trained_s(model) + moved_s
         return self._phase("update", memory_s=num_steps * memory_s, links_s=num_steps * links_s)
 
     def refresh(self, model: Model, tp_size: int) -> Phase:
@@ -154,7 +158,7 @@ class Fleet:
         through their answers. `Shares.cache_passes` is more than 1 where it also copies the cache.
         """
         shares, per_group = self.shares, rows.count / (self.count / tp_size)
-        concurrent = max(1.0, min(concurrent, per_group))
+        concurrent = min(max(1.0, concurrent), per_group)
         steps = per_group / concurrent * max(rows.answer - 1, 0)
         num_bytes = model.num_bytes + shares.cache_passes * concurrent * cached_bytes(model, rows)
         memory_s = num_bytes / tp_size / (shares.decode * self.device.bandwidth)
@@ -163,19 +167,12 @@ class Fleet:
         flops = rows.count * decode_flops(model.shape, rows.prompt, rows.answer)
         return self._phase("decode", flops, memory_s=steps * memory_s, waits_s=steps * waits_s)
 
-    def _phase(
-        self,
-        name: str,
-        flops: float = 0.0,
-        *,
-        memory_s: float = 0.0,
-        links_s: float = 0.0,
-        waits_s: float = 0.0,
-    ) -> Phase:
+    def _phase(self, name: str, flops: float = 0.0, **other_s: float) -> Phase:
         """Matrix products run while memory is read, and hide a share of the communication."""
         products_s = flops / (self.shares.products * self.count * self.device.flops)
-        hidden_s = min(products_s, memory_s) + min(OVERLAP * links_s, products_s)
-        return Phase(name, products_s, memory_s, links_s, waits_s, hidden_s)
+        exposed = Phase(name, products_s, **other_s)
+        hidden_s = min(products_s, exposed.memory_s) + min(OVERLAP * exposed.links_s, products_s)
+        return replace(exposed, hidden_s=hidden_s)
 
     def _gather_s(self, num_bytes: float) -> float:
         """An all-gather, or reduce-scatter, of ``num_bytes`` in all.
@@ -187,6 +184,10 @@ class Fleet:
         if self.count > self.per_node:
             link = min(link, self.per_node * self.device.network)
         return num_bytes * (self.count - 1) / self.count / (LINK_SHARE * link)
+
+    def _trained_s(self, model: Model) -> float:
+        """A gather of the weights that train, or a reduction of their gradients."""
+        return self._gather_s(model.use.dtype.itemsize * model.sizes.trained)
 
     def _weights_s(self, model: Model) -> float:
         """A gather of ZeRO-3's shards of the weights, first read from the host if offloaded; no
@@ -205,11 +206,6 @@ class Fleet:
         num_bytes = 2 * tokens * model.shape.hidden * model.use.dtype.itemsize
         bytes_s = num_bytes * (tp_size - 1) / tp_size / (LINK_SHARE * self.device.link)
         return reduces * (REDUCE_S + bytes_s)
-
-
-def trained_bytes(model: Model) -> int:
-    """Of the weights that train, or of their gradients."""
-    return model.use.dtype.itemsize * model.sizes.trained
 
 
 def cached_bytes(model: Model, rows: Rows) -> float:

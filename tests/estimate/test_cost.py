@@ -8,7 +8,7 @@ from estimates import estimated, rlhf_fields
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.estimate import PlanRequest
 from dschat.estimate.devices import GIB
-from dschat.estimate.hours import node_lines, num_steps, on_nodes, same_batch, step_time, time_lines
+from dschat.estimate.hours import node_lines, on_nodes, same_batch, step_time, time_lines
 from dschat.estimate.seconds import ENGINE, HF_LOOP, Phase, Rows
 from dschat.launch.recipe import parse_args
 
@@ -33,9 +33,13 @@ def tiny_module(tmp_path_factory):
     return make
 
 
+def plan(**cost):
+    return PlanRequest({}, 8, 8, **cost)
+
+
 def phases(fields, tokens=None, **knobs):
     done, _ = estimated(fields | knobs, num_processes=8, name=NAME)
-    time = step_time(done, tokens)
+    time = step_time(done, plan(tokens=tokens))
     return {phase.name: phase for phase in time.phases}, time
 
 
@@ -83,20 +87,16 @@ def test_steps_of_pairs_have_two_sequences(tiny):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32}
     sft, _ = estimated(fields, number=1, name=NAME)
     pairs, _ = estimated(fields | {"loss": "dpo"}, number=2, name=NAME)
-    one, two = step_time(sft), step_time(pairs)
+    one, two = (step_time(done, plan(examples=160)) for done in (sft, pairs))
     assert [p.name for p in one.phases] == ["train", "update"]
     assert [p.name for p in two.phases] == ["reference", "train", "update"]
     assert (one.rows.count, two.rows.count) == (16, 2 * RewardConfig().per_device_train_batch_size)
-    assert (one.examples, two.examples) == (16, RewardConfig().per_device_train_batch_size)
-
-
-def plan(**cost):
-    return PlanRequest({}, 8, 8, **cost)
+    assert one.num_steps == two.num_steps == 10  # 16 of 160 examples, or pairs, in each
 
 
 def test_hours_and_dollars_by_hand(rlhf, monkeypatch):
     done, make = estimated(rlhf | {"max_steps": 90}, num_processes=8, name=NAME)
-    time = step_time(done)
+    time = step_time(done, plan())
     slow = replace(time, phases=[Phase("decode", memory_s=80.0)])
     monkeypatch.setattr("dschat.estimate.hours.step_time", lambda *_: slow)
     text = "\n".join(time_lines(done, plan(price=2.5), make))
@@ -104,11 +104,13 @@ def test_hours_and_dollars_by_hand(rlhf, monkeypatch):
     assert "90 steps: 2 h, 16 device hours, $40.00" in text
     assert "128 sequences of 40 tokens) on 8 x A100-80" in text
     assert "    decode            80  memory bandwidth" in text
-    unknown = replace(done.config, max_steps=0)
-    assert num_steps(unknown, time, plan()) == (1000, False)
+    unknown = {"max_steps": 0, "num_train_epochs": 2}
+    epochs = replace(done, config=replace(done.config, **unknown))
+    monkeypatch.undo()
+    assert step_time(epochs, plan()).num_steps is None
+    assert "  1,000 steps: " in "\n".join(time_lines(epochs, plan(), make))
     # 1,000 prompts, 64 of them in an iteration, two epochs: 31.25
-    twice = replace(unknown, num_train_epochs=2)
-    assert num_steps(twice, time, plan(examples=1000)) == (32, True)
+    assert step_time(epochs, plan(examples=1000)).num_steps == 32
 
 
 def test_more_devices_share_the_batch():
