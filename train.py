@@ -26,10 +26,9 @@ from pathlib import Path
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
-from dschat.estimate import CostRequest, Request, tables
+from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
-from dschat.launch.preflight_process import log_lines
-from dschat.launch.run_report import RunReport
+from dschat.launch.subprocesses import RunReport, preflight_lines
 from dschat.launch.summary import format_summary, write_summary
 from dschat.runtime.output_dir import COMPLETE
 
@@ -46,19 +45,21 @@ def main() -> int:
         ROOT,
         ask if sys.stdin.isatty() else None,
     )
+    request = plan_request(config, plan)
     if config.plan:
+        from dschat.estimate.report import tables  # loads torch
+
         for note in plan.notes:
             say(note)
-        request, cost = memory_request(config, plan), cost_request(config)
-        say(tables(request, cost) if plan.commands else "nothing to run")
+        say(tables(request) if plan.runs else "nothing to run")
         return 0
     if config.dry_run:
         for _, command in plan.commands:
             print(shlex.join(command))
         return 0
     lines = []
-    if plan.commands and plan.cluster.is_first:
-        lines = log_lines(memory_request(config, plan))  # raises for what a later step cannot use
+    if plan.runs and plan.cluster.is_first:
+        lines = preflight_lines(request)  # raises for what a later step cannot use
     for line in [*plan.notes, *lines]:
         say(line)
 
@@ -88,7 +89,7 @@ def main() -> int:
             say(f"== step {step.number} finished in {seconds:.0f} s")
 
     marks = [plan.folder(step) / COMPLETE for step in plan.steps]
-    is_due = reports and (plan.commands or not report.is_current(filter(Path.exists, marks)))
+    is_due = reports and (plan.runs or not report.is_current(filter(Path.exists, marks)))
     show_results(plan, report if is_due else None)
     return 0
 
@@ -135,18 +136,19 @@ def ask(question: str) -> bool:
         return False
 
 
-def memory_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> Request:
-    """The input of the memory estimate."""
-    steps = {step.number: plan.values[step.number] for step, _ in plan.commands}
-    cluster = plan.cluster
-    num_processes, here = cluster.num_processes, cluster.processes_here
-    return Request(steps, num_processes, here, config.device_memory_gib, config.plan_device)
-
-
-def cost_request(config: recipe.TrainConfig) -> CostRequest:
-    """What --plan says about time and cost."""
-    tokens = (config.plan_tokens[0], config.plan_tokens[1]) if config.plan_tokens else None
-    return CostRequest(config.plan_price, config.plan_nodes or (), tokens, config.plan_examples)
+def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequest:
+    """The input of the estimate."""
+    return PlanRequest(
+        {run.number: run.fields for run in plan.runs},
+        plan.cluster.num_processes,
+        plan.cluster.processes_here,
+        config.device_memory_gib,
+        config.plan_device,
+        config.plan_price,
+        config.plan_nodes,
+        config.plan_tokens,
+        config.plan_examples,
+    )
 
 
 def say(line: str) -> None:

@@ -151,11 +151,11 @@ def fields(work: Path, size: str, step: int) -> dict:
 
 def estimated_peak(work: Path, size: str, step: int) -> tuple[int, str]:
     """Bytes without the libraries, and the mode of the peak."""
-    from dschat.estimate import Request
-    from dschat.estimate.run import make_estimator
+    from dschat.estimate import PlanRequest
+    from dschat.estimate.report import make_estimator
 
-    request = Request({step: fields(work, size, step)}, num_processes=1, processes_here=1)
-    estimate = make_estimator(request)(request.config(step))
+    request = PlanRequest({step: fields(work, size, step)}, num_processes=1, processes_here=1)
+    estimate = make_estimator(request)(request.config(step), 1)
     peak = estimate.peak
     return peak.total - estimate.device.libraries, f"{peak.name} ({peak.moment})"
 

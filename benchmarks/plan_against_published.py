@@ -19,24 +19,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dschat.estimate.devices import DEVICES  # noqa: E402
-from dschat.estimate.seconds import (  # noqa: E402
-    Fleet,
-    Rows,
-    TimedModel,
-    decode,
-    forward,
-    prefill,
-    refresh,
-    training,
-    update,
-)
-from dschat.estimate.shares import DEEPSPEED_CHAT, ENGINE, HF_LOOP, Shares  # noqa: E402
+from dschat.estimate.memory import Model  # noqa: E402
+from dschat.estimate.models import Sizes, Use  # noqa: E402
+from dschat.estimate.seconds import ENGINE, HF_LOOP, Fleet, Rows, Shares  # noqa: E402
 from dschat.observability.flops import ModelShape  # noqa: E402
+from dschat.runtime.deepspeed_engine import ZeroSettings  # noqa: E402
 
+# DeepSpeed-Chat in 2023: fitted on 6.7B and 13B of its tables, and its 7B row at OpenRLHF.
+DEEPSPEED_CHAT = replace(ENGINE, products=0.2658)
+FP16 = torch.float16
 OPT_VOCAB = 50272
 
 
@@ -72,6 +69,21 @@ def parameters(shape: ModelShape) -> int:
     tied = shape.vocab == OPT_VOCAB
     tables = (1 if tied else 2) * shape.vocab * shape.embed_dim
     return round(shape.num_layers * shape.layer_weights) + tables
+
+
+def model_of(
+    shape: ModelShape,
+    zero: ZeroSettings,
+    kind: Literal["lm", "score"] = "lm",
+    trained: int | None = None,
+    checkpointing: bool = True,
+) -> Model:
+    """A model in 16 bits; ``trained``: parameters of its adapters, None: all train."""
+    rank = 0 if trained is None else LORA
+    use = Use("", "", kind, FP16, gradient_checkpointing=checkpointing, lora_dim=rank)
+    total = parameters(shape)
+    sizes = Sizes(total, trained or total, 0, 0, 0, False, shape)
+    return Model("", use, sizes, "policy", zero, {}, 0)
 
 
 def adapters(shape: ModelShape, rank: int) -> int:
@@ -119,18 +131,10 @@ def chat_fleet(row: Trained, shares: Shares) -> Fleet:
     return Fleet(DEVICES[row.gpu], row.count, min(row.count, 8), shares)
 
 
-def chat_actor(row: Trained) -> TimedModel:
+def chat_actor(row: Trained) -> Model:
     shape = SHAPES[row.model]
-    is_lora = shape.hidden >= 5120
-    total = parameters(shape)
-    return TimedModel(
-        shape,
-        total,
-        adapters(shape, LORA) if is_lora else total,
-        stage=3 if row.count > 1 else 2,
-        frozen_base=is_lora,
-        offload_optimizer=row.offload,
-    )
+    zero = ZeroSettings(3 if row.count > 1 else 2, FP16, offload_optimizer=row.offload)
+    return model_of(shape, zero, trained=adapters(shape, LORA) if shape.hidden >= 5120 else None)
 
 
 def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
@@ -141,24 +145,24 @@ def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
     critic under the same rows. Steps 1 and 2: a half as many examples as step 3, and as many pairs.
     """
     fleet, actor = chat_fleet(row, shares), chat_actor(row)
-    small = SHAPES["opt-350m"]
-    critic = TimedModel(small, parameters(small), parameters(small), "score", stage=0)
+    plain = ZeroSettings(0, torch.float32)  # stage 0, which dschat itself has for fp32 only
+    critic = model_of(SHAPES["opt-350m"], plain, "score", None, row.step == 3)
     if row.step != 3:
-        model = actor if row.step == 1 else replace(critic, checkpointing=False)
+        model = actor if row.step == 1 else critic
         sequences = row.sequences // 2 if row.step == 1 else 2 * row.sequences
         rows = Rows(sequences, 256, 256)
         batches = math.ceil(sequences / row.count / row.rows)
         steps = sequences / STEP_SEQUENCES
-        return training(fleet, model, rows, batches).total_s + update(fleet, model, steps).total_s
+        return fleet.train(model, rows, batches).total_s + fleet.update(model, steps).total_s
     rows = Rows(STEP_SEQUENCES, 256, 256)
     batches = math.ceil(STEP_SEQUENCES / row.count / row.rows)
     phases = [
-        refresh(fleet, actor, row.tp_size),
-        prefill(fleet, actor, rows, row.tp_size),
-        decode(fleet, actor, rows, row.rows * row.tp_size, row.tp_size),
-        *(forward(fleet, m, rows, batches) for m in (actor, actor, critic, critic)),
-        *(training(fleet, m, rows, batches) for m in (actor, critic)),
-        *(update(fleet, m, 1) for m in (actor, critic)),
+        fleet.refresh(actor, row.tp_size),
+        fleet.prefill(actor, rows, row.tp_size),
+        fleet.decode(actor, rows, row.rows * row.tp_size, row.tp_size),
+        *(fleet.score(m, rows, batches) for m in (actor, actor, critic, critic)),
+        *(fleet.train(m, rows, batches) for m in (actor, critic)),
+        *(fleet.update(m, 1) for m in (actor, critic)),
     ]
     return row.sequences / STEP_SEQUENCES * sum(phase.total_s for phase in phases)
 
@@ -230,25 +234,25 @@ def openrlhf_s(row: Compared, engine: Shares, loop: Shares, chat: Shares) -> tup
     def fleet(count: int, shares: Shares) -> Fleet:
         return Fleet(DEVICES["A800-80"], count, min(count, 8), shares)
 
-    def model(name: str, count: int) -> TimedModel:
+    def model(name: str, count: int) -> Model:
         models = 1 if apart else 2
         offload = models * 16 * total / count > 0.75 * 80e9
-        head = "lm" if name in ("actor", "reference") else "score"
-        return TimedModel(shape, total, total, head, offload_optimizer=offload)
+        kind = "lm" if name in ("actor", "reference") else "score"
+        return model_of(shape, ZeroSettings(3, FP16, offload_optimizer=offload), kind)
 
     scored, trained = [], []
     for name, count in zip(("reference", "reward", "actor", "critic"), sizes, strict=False):
         batches, m = 1024 / count / gen_rows, model(name, count)
-        scored.append(forward(fleet(count, passes), m, rows, batches).total_s)
+        scored.append(fleet(count, passes).score(m, rows, batches).total_s)
         if name in ("actor", "critic"):
             batches = 1024 / count / train_rows
-            seconds = training(fleet(count, passes), m, rows, batches).total_s
-            trained.append(seconds + update(fleet(count, passes), m, 8).total_s)
+            seconds = fleet(count, passes).train(m, rows, batches).total_s
+            trained.append(seconds + fleet(count, passes).update(m, 8).total_s)
     writers = fleet(row.groups[4], engine) if "vLLM" in row.system else fleet(sizes[2], writes)
-    actor = replace(model("actor", writers.count), stage=0)
+    actor = model("actor", writers.count)
     generation_s = (
-        prefill(writers, actor, rows, row.tp_size).total_s
-        + decode(writers, actor, rows, gen_rows, row.tp_size).total_s
+        writers.prefill(actor, rows, row.tp_size).total_s
+        + writers.decode(actor, rows, gen_rows, row.tp_size).total_s
     )
     if apart:
         return max(generation_s, *scored), max(trained)

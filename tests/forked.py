@@ -55,7 +55,7 @@ IMPORTS = (
     "dschat.data.inspect",
     "dschat.launch.run_plan",
     "dschat.launch.preflight",
-    "dschat.estimate.run",
+    "dschat.estimate.report",
     "dschat.launch.summary",
     "deepspeed.runtime.zero.stage3",  # with torch's compiler
     "deepspeed.ops.adam",

@@ -39,7 +39,7 @@ PYTHON = """
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine, SamplingParams
 from dschat.distributed import entrypoint
 from dschat.inference import InferenceEngine
-from dschat.estimate import Request
+from dschat.estimate import PlanRequest
 from dschat.launch.preflight import check
 from dschat.config import RLHFConfig
 from dschat.rewards import user_modules
@@ -62,7 +62,7 @@ def scores(*functions, columns=(), **values):
 
 def later(step, **fields):
     length = {} if step == 3 else {"max_seq_len": 64}
-    check(Request({step: length | {"data_path": ["{f}/good.jsonl"]} | fields}, 1, 1))
+    check(PlanRequest({step: length | {"data_path": ["{f}/good.jsonl"]} | fields}, 1, 1))
 
 entrypoint.run(lambda: CALL)
 """

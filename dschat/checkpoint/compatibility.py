@@ -1,13 +1,17 @@
-"""Checks whether a step can resume from a checkpoint, and which settings may change then.
+"""Compares the settings of a run with those of a checkpoint or a finished step, and checks whether
+a step can resume from a checkpoint.
 
 No torch: ``train.py`` checks this before anything loads.
 """
 
 import dataclasses
 import json
+import os
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from dschat.checkpoint.fingerprint import fingerprint, model_fingerprint
 from dschat.checkpoint.manifest import (
@@ -33,6 +37,7 @@ CHECKED = {flag.removeprefix("--") for flag in (*_ROWS, *_PROMPTS, *_SEQUENCES)}
 _LENGTHS = ("max_prompt_seq_len", "max_answer_seq_len")
 _UNDER_WAY = ("num_samples_per_prompt", *_LENGTHS)
 _CONTENTS = "contents"
+BASE = "model_name_or_path"
 _RESTART = "restart with --overwrite_output_dir (train.py: --restart)"
 Change = tuple[str, Any, Any]  # name, old, new
 
@@ -61,23 +66,99 @@ def reads_model(name: str) -> bool:
     return name.endswith("name_or_path")
 
 
-def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
-    """The settings that differ between ``config`` and the checkpoint's run, and files and models
-    that have changed.
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """The settings of a run that was started, or would be, as JSON has them; and their context."""
 
-    A setting that is missing in an older checkpoint had its default. The batch sizes that
-    `check_step_size` compares are left out.
+    settings: Mapping[str, Any]
+    contents: Mapping[str, str]  # setting -> fingerprint of the local files it names
+    num_processes: int
+    output_dir: str
+    working_directory: str
+    auto_dtype: str = ""  # the precision of `dtype` auto, where it is known
+
+    @classmethod
+    def of(cls, config: CommonConfig, num_processes: int) -> "RunRecord":
+        """What a run with ``config`` would record now."""
+        settings = json.loads(json.dumps(dataclasses.asdict(config)))
+        folder = config.output_dir or ""
+        return cls(settings, contents_of(config), num_processes, folder, os.getcwd())
+
+    def place(self, name: str) -> str:
+        """The real path of ``name``; relative to OUT if inside, since OUT may be moved."""
+        path = os.path.realpath(os.path.join(self.working_directory, os.path.expanduser(name)))
+        out = os.path.join(self.working_directory, self.output_dir, os.pardir)
+        inside = os.path.relpath(path, os.path.realpath(out))
+        return path if inside.startswith(os.pardir) else os.path.join("OUT", inside)
+
+
+def differences(
+    config_class: type[CommonConfig],
+    then: RunRecord,
+    now: RunRecord,
+    compared: Optional[Collection[str]] = None,
+) -> list[Change]:
+    """Settings that the result depends on (`of_result`) and that differ, and files and models whose
+    contents do. The spelling of paths, and files that were moved, are no difference.
+
+    A base model that is not named now, and the batch sizes that make up a step (`changed_sizes`),
+    are left out. ``compared``: names of the settings to compare; None: all.
     """
-    defaults, settings = json.loads(json.dumps([settings_of(type(config)()), settings_of(config)]))
-    before = defaults | checkpoint.settings
-    ignored = {f.name for f in dataclasses.fields(config)} | {_CONTENTS}
-    ignored -= of_result(type(config), before, settings) - CHECKED
-    pairs = [(name, before.get(name), settings.get(name)) for name in before | settings]
-    changed = [pair for pair in pairs if pair[0] not in ignored and pair[1] != pair[2]]
-    names = {name for name, _, _ in changed}
-    then, now = checkpoint.settings.get(_CONTENTS, {}), settings[_CONTENTS]
-    edited = [n for n in now if n in then and then[n] != now[n] and n not in names]
-    return changed + [(n, settings[n], f"{_shown(settings[n])}, changed since") for n in edited]
+    counted = of_result(config_class, then.settings, now.settings) - CHECKED
+    known = {f.name: f.metadata for f in dataclasses.fields(config_class)}
+    changed: list[Change] = []
+    for name in [*known, *(then.settings.keys() - known)]:
+        old, new = then.settings.get(name), now.settings.get(name)
+        is_left_out = name == BASE and not new if compared is None else name not in compared
+        if is_left_out or (name in known and name not in counted):
+            continue
+        if name == "dtype":
+            same = old == new or {old, new} == {"auto", then.auto_dtype}
+        elif not (reads_model(name) or (name in known and known[name].get("reads") == "files")):
+            same = old == new
+        elif same := _same_files(name, then, now):
+            prints = {run.contents[name] for run in (then, now) if name in run.contents}
+            same, new = len(prints) < 2, f"{_shown(new)}, changed since"
+        if not same:
+            changed.append((name, old, new))
+    return changed
+
+
+def _same_files(name: str, then: RunRecord, now: RunRecord) -> bool:
+    """Whether a setting names the same files, in the same place or moved without changes."""
+    moved = then.contents.get(name) == now.contents.get(name) is not None
+    names = (_words(run.settings.get(name)) for run in (then, now))
+    return all(
+        old == new
+        or then.place(old) == now.place(new)
+        or (moved and os.path.basename(old) == os.path.basename(new) and fingerprint([new]))
+        for old, new in zip_longest(*names, fillvalue="")
+    )
+
+
+def _words(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def changed_sizes(
+    config_class: type[CommonConfig], then: RunRecord, now: RunRecord
+) -> list[Change]:
+    """The sizes of a step that differ, as `check_step_size` compares them."""
+    old, new = (step_sizes(config_class(**run.settings), run.num_processes) for run in (then, now))
+    return [(key[0], size, new[key]) for key, size in old.items() if size != new[key]]
+
+
+def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
+    """The `differences` between ``config`` and the checkpoint's run.
+
+    A setting that is missing in an older checkpoint had its default.
+    """
+    now = RunRecord.of(config, checkpoint.world_size)
+    defaults = RunRecord.of(type(config)(), 1).settings
+    settings = {**defaults, **checkpoint.settings}
+    contents = settings.pop(_CONTENTS, {})
+    then = dataclasses.replace(now, settings=settings, contents=contents)
+    return differences(type(config), then, now)
 
 
 def check_resume(checkpoint: CheckpointInfo, config: CommonConfig, num_processes: int) -> None:

@@ -1,13 +1,14 @@
-"""Flags of the RL algorithm: advantages, losses, KL, dynamic sampling, off-policy correction.
+"""Flags of what is learned: the RL algorithm (advantages, losses, KL, dynamic sampling, off-policy
+correction), on-policy distillation, and the loss on preference pairs.
 
-Part of `dschat.config.RLHFConfig`.
+Parts of `dschat.config.RLHFConfig`; `PreferenceConfig` of `dschat.config.RewardConfig`.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import flag
+from dschat.config.fields import flag, speed_flag
 
 # Estimators whose papers put the KL penalty in the loss; the others put it in the reward.
 _KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")
@@ -231,3 +232,155 @@ class AlgorithmConfig:
             f"--rollout_is_min {self.rollout_is_min} must be in [0, 1) and --rollout_is_max {high} "
             "at least 1: the weight of equal probabilities is 1",
         )
+
+
+@dataclass
+class DistillationConfig:
+    """On-policy distillation: learn from a teacher's log-probs of the actor's own answers."""
+
+    teacher_model_name_or_path: str = flag(
+        "",
+        "Teacher: a causal LM of any size with the actor's tokenizer. Its log-probs of the actor's "
+        "answers are learned from, without or in addition to rewards.",
+    )
+    distill_coef: float = flag(
+        1.0,
+        "Weight of the reverse KL to the teacher in the advantages.",
+        ge=0,
+        needs="teacher_model_name_or_path",
+    )
+    distill_gamma: float = flag(
+        0.0,
+        "Discount of later tokens' KL to the teacher; 0: a token's own KL only, 1: the answer's "
+        "from the token on.",
+        ge=0,
+        le=1,
+        needs="teacher_model_name_or_path",
+    )
+    distill_top_k: int = flag(
+        0,
+        "Put the KL to the teacher in the loss, over the N likeliest tokens of the teacher and "
+        "of the actor at each position; 0: in the advantage of the sampled token.",
+        ge=0,
+        needs="teacher_model_name_or_path",
+    )
+    offload_teacher_model: bool = speed_flag(
+        False, "Keep the weights of the teacher in CPU memory."
+    )
+
+    @property
+    def has_teacher(self) -> bool:
+        return bool(self.teacher_model_name_or_path)
+
+    def validate_distillation(self) -> None:
+        require(
+            self.distill_top_k == 0 or self.has_teacher,
+            f"--distill_top_k {self.distill_top_k} needs --teacher_model_name_or_path",
+        )
+        require(
+            self.distill_top_k == 0 or self.distill_gamma == 0,
+            f"--distill_gamma {self.distill_gamma} is for the KL of sampled tokens; leave it out, "
+            "or --distill_top_k",
+        )
+
+    def validate_teacher_alone(self, estimator: str, dynamic_sampling: bool) -> None:
+        """Raise ``UserError`` for a flag that needs rewards, where the teacher is all there is."""
+        only = "--teacher_model_name_or_path without a reward model or function"
+        require(
+            estimator != "gae",
+            f"{only} has nothing for a critic to learn; pass --advantage_estimator reinforce",
+        )
+        require(
+            not dynamic_sampling,
+            f"{only} scores all answers alike, and --dynamic_sampling drops those; leave it out",
+        )
+        require(
+            self.distill_coef > 0,
+            f"{only} and with --distill_coef 0 has nothing to learn; raise it, e.g. to 1",
+        )
+
+
+# flag -> the losses that use it
+_LOSSES = {
+    "beta": ("dpo", "cdpo", "ipo", "kto"),
+    "label_smoothing": ("dpo", "cdpo"),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+    "precompute_ref_logprobs": ("dpo", "cdpo", "ipo", "kto"),
+    "offload_reference_model": ("dpo", "cdpo", "ipo", "kto"),
+}
+
+
+@dataclass
+class PreferenceConfig:
+    """Loss on pairs."""
+
+    loss: Literal["pairwise", "dpo", "cdpo", "ipo", "kto"] = flag(
+        "pairwise",
+        "pairwise: train a reward model for step 3. Others: train the policy (step 1's causal LM) "
+        "on the pairs, in place of step 3; dropout is off unless --dropout is given.",
+        short=True,
+    )
+    beta: Optional[float] = flag(
+        None,
+        "Strength of the KL constraint of dpo, cdpo, ipo (tau) and kto; default: 0.1.",
+        short=True,
+        gt=0,
+    )
+    label_smoothing: Optional[float] = flag(
+        None,
+        "Assumed share of wrong labels; default: 0.1 for cdpo, else 0.",
+        ge=0,
+        lt=0.5,
+        remedy=": with half of the labels wrong, pairs carry no information",
+    )
+    kto_desirable_weight: Optional[float] = flag(
+        None, "Weight of chosen answers in kto; default: 1.", ge=0
+    )
+    kto_undesirable_weight: Optional[float] = flag(
+        None, "Weight of rejected answers in kto; default: 1.", ge=0
+    )
+    precompute_ref_logprobs: bool = speed_flag(
+        False,
+        "Compute reference log-probs with the policy before the first step, and load no reference "
+        "model.",
+    )
+    offload_reference_model: bool = speed_flag(
+        False, "Keep the weights of the reference model in CPU memory."
+    )
+
+    @property
+    def trains_policy(self) -> bool:
+        return self.loss != "pairwise"
+
+    @property
+    def used_beta(self) -> float:
+        return 0.1 if self.beta is None else self.beta
+
+    @property
+    def used_label_smoothing(self) -> float:
+        if self.label_smoothing is None:
+            return 0.1 if self.loss == "cdpo" else 0.0
+        return self.label_smoothing
+
+    @property
+    def kto_weights(self) -> tuple[float, float]:
+        """Weights of (chosen, rejected) answers."""
+        given = (self.kto_desirable_weight, self.kto_undesirable_weight)
+        return tuple(1.0 if weight is None else weight for weight in given)  # type: ignore[return-value]
+
+    def validate_preferences(self, streaming: bool) -> None:
+        for name, losses in _LOSSES.items():
+            require(
+                getattr(self, name) in (None, False) or self.loss in losses,
+                f"--{name} is not used by --loss {self.loss}; leave it out, or choose --loss "
+                f"{' or '.join(losses)}",
+            )
+        for option, given in (
+            ("--loss kto", self.loss == "kto"),
+            ("--precompute_ref_logprobs", self.precompute_ref_logprobs),
+        ):
+            require(
+                not (streaming and given),
+                f"{option} reads all pairs before training; leave --streaming out",
+            )

@@ -1,4 +1,4 @@
-"""Flags of the data: sources, columns, splits, streaming; and how rows become micro-batches.
+"""Flags of the data (sources, columns, splits, streaming), of micro-batches, checkpoints and logs.
 
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dschat.config.errors import require
-from dschat.config.fields import AUTO, IntOrAuto, flag, require_bounds, require_types, speed_flag
+from dschat.config.fields import (
+    AUTO,
+    IntOrAuto,
+    flag,
+    log_flag,
+    place_flag,
+    require_bounds,
+    require_types,
+    speed_flag,
+)
 
 
 @dataclass
@@ -159,3 +168,36 @@ class ShowConfig(DataConfig):
         require_types(self)
         require_bounds(self)
         self.validate_data()
+
+
+@dataclass
+class SavingConfig:
+    """Checkpoints, failures and logging."""
+
+    # checkpoints
+    save_steps: int = log_flag(
+        50,
+        "Save a checkpoint every N optimizer steps; 0: never, and a signal then stops the step "
+        "without saving.",
+        ge=0,
+    )
+    save_total_limit: int = log_flag(2, "Number of checkpoints to keep; 0: all.", ge=0)
+    resume: Optional[str] = place_flag(
+        None,
+        "Resume from a checkpoint folder, or from the latest complete checkpoint in OUTPUT_DIR "
+        "(latest, or no value; start fresh if there is none). Changed settings are logged and "
+        "apply. train.py sets this itself.",
+        nargs="?",
+        const="latest",
+    )
+    # failures
+    max_bad_steps: int = log_flag(
+        20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1
+    )
+    # logging
+    logging_steps: int = log_flag(1, "Log metrics every N steps.", ge=1)
+    enable_tensorboard: bool = log_flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
+    enable_wandb: bool = log_flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
+    log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
+    disable_tqdm: bool = log_flag(False, "Disable progress bars.")
+    local_rank: int = place_flag(-1, "Set by the launcher; ignored.")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dschat.config.errors import UserError, did_you_mean
-from dschat.config.text_file import read_text
+from dschat.config.fields import read_text
 
 Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
 

@@ -1,11 +1,15 @@
-"""Declares flags as dataclass fields with help texts, and checks the types of their values."""
+"""Declares flags as dataclass fields with help texts, checks the types of their values, and reads
+the text files that they name.
+"""
 
+import errno
 import functools
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dschat.config.errors import UserError
@@ -191,3 +195,16 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond any float
         return False
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file; ``~`` is the home folder.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe or a device, which may block forever.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    path = Path(os.path.expanduser(path))  # Path.expanduser raises for ~nobody
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "a pipe or a device, not a file")
+    return path.read_text(encoding="utf-8")

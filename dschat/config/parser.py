@@ -27,8 +27,7 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.config.fields import AUTO, IntOrAuto, type_problem
-from dschat.config.text_file import read_text
+from dschat.config.fields import AUTO, IntOrAuto, read_text, type_problem
 
 
 class _Validated(Protocol):

@@ -6,11 +6,9 @@ Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
-from dschat.config.algorithm import AlgorithmConfig
-from dschat.config.data import DataConfig, MicroBatchConfig
+from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
+from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import DeepSpeedConfig
-from dschat.config.distillation import DistillationConfig
-from dschat.config.environment import EnvironmentConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import (
     flag,
@@ -20,8 +18,7 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
-from dschat.config.preference import PreferenceConfig
-from dschat.config.saving import SavingConfig
+from dschat.config.reward import EnvironmentConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.

@@ -1,6 +1,6 @@
 """Estimates memory, hours and dollars of each step before anything loads (``--plan``).
 
-No torch here: `tables` imports the modules that need it.
+No torch here: `dschat.estimate.report` makes the tables and the lines of the log.
 """
 
 import json
@@ -11,12 +11,11 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig
 
 _CONFIGS: dict[int, type[CommonConfig]] = {1: SFTConfig, 2: RewardConfig, 3: RLHFConfig}
-_TITLES = {SFTConfig: "supervised fine-tuning", RewardConfig: "reward model", RLHFConfig: "RLHF"}
 
 
 @dataclass(frozen=True)
-class Request:
-    """The steps to estimate, and the devices they run on.
+class PlanRequest:
+    """The steps to estimate, the devices they run on, and what to say about time and cost.
 
     Attributes:
         steps: step number -> the fields given for it, with ``output_dir``.
@@ -25,6 +24,10 @@ class Request:
         device_memory_gib: of the GPU; None: that of ``device_name``, else of this machine's device.
         device_name: a name in `dschat.estimate.devices`; None: this machine's device, or any GPU of
             ``device_memory_gib``.
+        price: dollars of a device hour.
+        nodes: numbers of nodes to compare.
+        tokens: mean tokens of a prompt and of an answer; None: the longest.
+        examples: of an epoch.
     """
 
     steps: Mapping[int, Mapping[str, Any]]
@@ -32,9 +35,13 @@ class Request:
     processes_here: int
     device_memory_gib: Optional[float] = None
     device_name: Optional[str] = None
+    price: Optional[float] = None
+    nodes: Optional[Sequence[int]] = None
+    tokens: Optional[Sequence[int]] = None
+    examples: Optional[int] = None
 
     @classmethod
-    def from_json(cls, text: str) -> "Request":
+    def from_json(cls, text: str) -> "PlanRequest":
         values = json.loads(text)
         steps = {int(number): fields for number, fields in values.pop("steps").items()}
         return cls(steps, **values)
@@ -64,38 +71,3 @@ class Request:
             for key in fields
             if key.endswith("model_name_or_path") and fields[key] not in self.made_from
         }
-
-
-@dataclass(frozen=True)
-class CostRequest:
-    """What to say about time and cost.
-
-    Attributes:
-        price: dollars of a device hour.
-        nodes: numbers of nodes to compare.
-        tokens: mean tokens of a prompt and of an answer; None: the longest.
-        examples: of an epoch.
-    """
-
-    price: Optional[float] = None
-    nodes: Sequence[int] = ()
-    tokens: Optional[tuple[int, int]] = None
-    examples: Optional[int] = None
-
-
-def title_of(config: CommonConfig) -> str:
-    """A short title of a step: "reward model", "DPO"."""
-    if isinstance(config, RewardConfig) and config.trains_policy:
-        return config.loss.upper()
-    return _TITLES[type(config)]
-
-
-def tables(request: Request, cost: Optional[CostRequest] = None) -> str:
-    """The estimate of every step as a table, with its time if asked. Imports torch.
-
-    Raises:
-        UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
-    """
-    from dschat.estimate.run import tables
-
-    return tables(request, cost)

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phase:
+class Interval:
     """Peak of live bytes between the completion of two gradients.
 
     Complete gradients are not included.
@@ -57,7 +57,7 @@ class Phase:
 class Pass:
     """One forward pass, with its backward pass in training."""
 
-    phases: tuple[Phase, ...]
+    intervals: tuple[Interval, ...]
     small: int  # peak of live bytes in blocks below LARGE_BLOCK
 
     def peak(
@@ -71,13 +71,13 @@ class Pass:
             retained: None if freed memory is reused (a GPU). A CPU's malloc retains freed small
                 blocks: at least this many bytes, from other passes.
         """
-        num_trained = self.phases[-1].num_done
+        num_trained = self.intervals[-1].num_done
         peak = (0, 0, 0)
-        for phase in self.phases:
-            done = num_trained if all_gradients else phase.num_done
-            live, logits = phase.live, phase.logits
+        for interval in self.intervals:
+            done = num_trained if all_gradients else interval.num_done
+            live, logits = interval.live, interval.logits
             if retained is not None:
-                live, logits = max(self.small, retained) + phase.large, phase.large_logits
+                live, logits = max(self.small, retained) + interval.large, interval.large_logits
             peak = max(peak, (live - logits, logits, done * bytes_per_gradient), key=sum)
         return peak
 
@@ -85,17 +85,17 @@ class Pass:
         """This pass with ``steps`` more equal layers; ``smaller`` has one less than this.
 
         Memory is linear in the number of layers until the backward pass reaches a layer. The middle
-        layers add no new peaks, so the phases of the two passes are matched from both ends.
+        layers add no new peaks, so the intervals of the two passes are matched from both ends.
         """
-        phases, fewer = self.phases, smaller.phases
-        first = len(fewer) // 2 if len(phases) > len(fewer) else len(fewer)
+        intervals, fewer = self.intervals, smaller.intervals
+        first = len(fewer) // 2 if len(intervals) > len(fewer) else len(fewer)
         last = len(fewer) - first
-        pairs = list(zip(phases[:first], fewer[:first], strict=True))
-        pairs += zip(phases[len(phases) - last :], fewer[first:], strict=True)
+        pairs = list(zip(intervals[:first], fewer[:first], strict=True))
+        pairs += zip(intervals[len(intervals) - last :], fewer[first:], strict=True)
 
-        def grown(large: Phase, small: Phase) -> Phase:
+        def grown(large: Interval, small: Interval) -> Interval:
             both = zip(astuple(large), astuple(small), strict=True)
-            return Phase(*(a + steps * (a - b) for a, b in both))
+            return Interval(*(a + steps * (a - b) for a, b in both))
 
         small = self.small + steps * (self.small - smaller.small)
         return Pass(tuple(grown(*pair) for pair in pairs), small)
@@ -152,10 +152,10 @@ class _Ledger(TorchDispatchMode):
         self._known = {t.untyped_storage()._cdata for t in owned}
         self._live = self._logits = self._large = self._large_logits = 0
         self._peak_small = self._num_done = 0
-        self._phases: list[Phase] = []
-        self._begin_phase()
+        self._intervals: list[Interval] = []
+        self._begin_interval()
 
-    def _begin_phase(self) -> None:
+    def _begin_interval(self) -> None:
         self._peak = (self._live, self._logits)
         self._peak_large = (self._large, self._large_logits)
 
@@ -193,18 +193,18 @@ class _Ledger(TorchDispatchMode):
         self._add(-size, is_logits)
 
     def gradient_done(self, parameter: Tensor) -> None:
-        """Hook of ``parameter``: drop its complete gradient and begin the next phase."""
+        """Hook of ``parameter``: drop its complete gradient and begin the next interval."""
         parameter.grad = None
-        self._end_phase()
+        self._end_interval()
         self._num_done += parameter.numel()
-        self._begin_phase()
+        self._begin_interval()
 
-    def _end_phase(self) -> None:
-        self._phases.append(Phase(self._num_done, *self._peak, *self._peak_large))
+    def _end_interval(self) -> None:
+        self._intervals.append(Interval(self._num_done, *self._peak, *self._peak_large))
 
     def result(self) -> Pass:
-        self._end_phase()
-        return Pass(tuple(self._phases), self._peak_small)
+        self._end_interval()
+        return Pass(tuple(self._intervals), self._peak_small)
 
 
 @contextmanager

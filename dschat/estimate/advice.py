@@ -3,15 +3,13 @@
 At most three changes, each with its flags and the bytes it saves on top of the changes before it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import AUTO
-from dschat.estimate.result import StepEstimate
-
-Estimator = Callable[[CommonConfig], StepEstimate]
+from dschat.estimate.memory import Estimator, StepEstimate
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def _with(before: StepEstimate, change: Change, estimator: Estimator) -> StepEst
     try:
         config = replace(before.config, **change.fields)
         config.validate()
-        return estimator(config)
+        return estimator(config, before.num_processes)
     except UserError:
         return None
 

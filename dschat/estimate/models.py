@@ -58,6 +58,11 @@ class Use:
     packing: Packing = "auto"
 
     @property
+    def only_adapters(self) -> bool:
+        """Whether only LoRA adapters train, on frozen weights."""
+        return bool(self.lora_dim) and self.only_optimize_lora
+
+    @property
     def reading(self) -> "Use":
         """The same model in passes without gradients."""
         return replace(self, dropout=0.0, gradient_checkpointing=False)

@@ -9,23 +9,46 @@ from dataclasses import replace
 
 from dschat.config import RLHFConfig
 from dschat.estimate.activations import Batch
-from dschat.estimate.result import Items, Mode, StepEstimate, fullest
-from dschat.estimate.rollout import RolloutBytes, RolloutEstimator
-from dschat.estimate.steps import Learner, Model, Moments, StepEstimator, count, held_by
+from dschat.estimate.memory import (
+    Items,
+    Learner,
+    Mode,
+    Model,
+    Moments,
+    RolloutBytes,
+    StepEstimate,
+    StepEstimator,
+    count,
+    fullest,
+    held_by,
+)
+from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
+from dschat.hybrid.weight_stream import bucket_bytes
+from dschat.inference import EngineConfig, UnsupportedModel, model_spec
+from dschat.inference.draft_costs import MAX_DRAFTED
+from dschat.inference.hf_generator import MAX_ROWS
+from dschat.inference.model.architectures import ModelSpec, check_shares
 
 
 class RLHFEstimator(StepEstimator[RLHFConfig]):
     """Estimates step 3."""
 
     def estimate(self) -> StepEstimate:
-        """The memory of the step on one device."""
+        """The memory of the step on one device.
+
+        Raises:
+            UserError: the run would refuse ``--rollout_layout``, ``--rollout_lora`` or
+                ``--inference_tp_size``.
+        """
         c, learners = self._config, self._learners()
-        frozen = self._frozen_models(learners[0])
-        held = held_by([*learners, *frozen.values()])
+        actor, frozen = learners[0], self._frozen_models(learners[0])
+        present = [*learners, *frozen.values()]
+        held = held_by(present)
         if c.enable_ema:
-            trained = self._models.sizes(learners[0].use).trained
-            held[0]["moving average"] = 4 * -(-trained // self._num_processes)
-        rollout = self._rollout(learners, held[0])
+            held[0]["moving average"] = 4 * -(-actor.sizes.trained // self._num_processes)
+        # The first optimizer step allocates Adam's moments, after the first rollout.
+        to_come = sum(learner.training.moments.device for learner in learners)
+        rollout = self._rollout(actor, held[0].total() + self._device.libraries - to_come)
         held[0].update(self._rollout_items(rollout, stays=True))
 
         columns = c.longest_row, c.max_answer_seq_len
@@ -36,17 +59,18 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         leftover = self._leftover(learners, batch)
 
         # A frozen base serves as the reference, with the adapters off.
-        readers: dict[str, Model] = {"reference": learners[0]} if c.needs_reference else {}
+        readers: dict[str, Model] = {"reference": actor} if c.needs_reference else {}
         readers |= frozen
         scoring = [(m.name, self._forward(m, scored, leftover)) for m in learners]
         scoring += self._readings(readers, scored, leftover)
-        generation = Items(
+        freed = self._rollout_items(rollout, stays=False)
+        generation = freed + Items(
             activations=max(rollout.work, self._retained(leftover) or 0), logits=rollout.logits
-        ) + self._rollout_items(rollout, stays=False)
-        copy = self._rollout_items(rollout, stays=False) + self._average(rollout, learners[0])
-        evaluation = [("generation", generation + self._average(rollout, learners[0]))]
+        )
+        average = self._average(rollout, actor)
+        evaluation = [("generation", generation + average)]
         for name, items in self._readings(readers, evaluated, leftover):
-            evaluation.append((name, items + copy))
+            evaluation.append((name, items + freed + average))
         modes = [
             Mode("rollout", self._without_states(generation, learners)),
             fullest("scoring", scoring),
@@ -54,8 +78,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             fullest("evaluation", evaluation),
         ]
         lines = self._lines(learners, frozen, rollout)
-        present = [*learners, *frozen.values()]
-        return self._finished(3, lines, held, modes, present, leftover)
+        return self._finished(3, lines, held, modes, present, leftover, rollout)
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -71,7 +94,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
     def _frozen_models(self, actor: Learner) -> dict[str, Model]:
         """Reference, reward model and teacher, if loaded."""
         c, models = self._config, {}
-        if c.needs_reference and not (c.actor_lora_dim and c.only_optimize_lora):
+        if c.needs_reference and not actor.use.only_adapters:
             models["reference"] = self._frozen(
                 "reference", actor.use.frozen, "policy", actor.zero, c.offload_reference_model
             )
@@ -87,19 +110,103 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             models["teacher"] = self._frozen("teacher", use, "policy", actor.zero, offload)
         return models
 
-    def _rollout(self, learners: Sequence[Learner], held: Items) -> RolloutBytes:
-        # The first optimizer step allocates Adam's moments, after the first rollout.
-        to_come = sum(learner.training.moments.device for learner in learners)
-        actor = learners[0].use
-        return RolloutEstimator(
-            self._config,
-            self._models.config(actor),
-            self._models.sizes(actor.frozen),
-            self._models.sizes(actor).trained if actor.lora_dim else 0,
-            self._dtype,
-            self._num_processes,
-            self._device,
-        ).estimate(held.total() + self._device.libraries - to_come)
+    # -- the rollout -------------------------------------------------------------------------------
+
+    def _rollout(self, actor: Learner, held: int) -> RolloutBytes:
+        """Memory of the actor's rollout form, with ``held`` bytes on the device before the first
+        rollout: the size of the cache depends on the free memory then.
+        """
+        model = self._models.config(actor.use)
+        try:
+            spec = model_spec(model) if self._config.enable_hybrid_engine else None
+        except UnsupportedModel:
+            spec = None
+        if spec is None:
+            return self._in_module(actor, model.get_text_config().vocab_size)
+        return self._in_engine(actor, spec, held)
+
+    def _in_module(self, actor: Learner, vocab_size: int) -> RolloutBytes:
+        c, shape, size = self._config, actor.sizes.shape, self._dtype.itemsize
+        sharded = c.actor_zero_stage == 3
+        rows = min(MAX_ROWS, c.samples_under_way * c.inference_tp_size)
+        seq_len = c.longest_row
+        per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
+        form = "an unsharded copy" if sharded else "training weights"
+        return RolloutBytes(
+            weights=size * self._models.sizes(actor.use.frozen).total * sharded,
+            cache=round(rows * seq_len * per_token),
+            work=0,
+            logits=self._sampling(rows, vocab_size),
+            in_engine=False,
+            form=f"Hugging Face generate loop on {form}",
+        )
+
+    def _in_engine(self, actor: Learner, spec: ModelSpec, held: int) -> RolloutBytes:
+        c, device, tp = self._config, self._device, self._config.inference_tp_size
+        check_shares(spec, tp)
+        choice = planned_choice(c, self._num_processes, device.on_gpu)
+        weights = self._copy(choice, actor)
+        engine = EngineConfig.of_rollout(c)
+        seq_len = engine.seq_len(spec.max_positions)
+        token_bytes = spec.token_bytes(tp, self._dtype.itemsize)
+        free = max(0, device.memory - held) - weights
+        captures = engine.captures(device.on_gpu)
+        page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
+        page_bytes = page * token_bytes
+        pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
+        drafted = 0 if c.speculate == "off" else MAX_DRAFTED
+        source = "its own copy" if choice.layout == "copy" else "training weights"
+        return RolloutBytes(
+            weights=weights,
+            cache=(pages + 1) * page_bytes,  # one page for rows that pad a captured batch
+            work=max(self._step(spec, engine), self._refresh(actor)),
+            logits=self._sampling(engine.max_num_seqs + drafted, spec.vocab_size),
+            in_engine=True,
+            form=(
+                f"inference engine on {source}, TP {tp}, up to {engine.max_num_seqs} sequences of "
+                f"{seq_len}"
+            ),
+        )
+
+    def _copy(self, choice: RolloutChoice, actor: Learner) -> int:
+        """Bytes of the weights that the rollout keeps for itself."""
+        size, tp, weights = self._dtype.itemsize, self._config.inference_tp_size, 0
+        base = self._models.sizes(actor.use.frozen)
+        if choice.layout == "copy":
+            weights = size * base.total // tp
+            if base.tied and not self._device.on_gpu:
+                weights += size * base.embedding // tp  # packing copies the tied head
+        if actor.use.lora_dim and choice.lora == "side":
+            weights += size * actor.sizes.trained // tp
+        return weights
+
+    def _step(self, spec: ModelSpec, engine: EngineConfig) -> int:
+        """Bytes of the hidden states, projections and MLP of a layer."""
+        c = self._config
+        tokens = engine.batched_tokens(self._device.on_gpu)
+        tokens = min(tokens, engine.max_num_seqs * c.max_prompt_seq_len)
+        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+        inner = spec.intermediate_size * (2 if spec.gated else 1)
+        sharded = (2 * heads + 2 * inner) // c.inference_tp_size
+        return tokens * self._dtype.itemsize * (3 * spec.hidden_size + sharded)
+
+    def _refresh(self, actor: Learner) -> int:
+        """Bytes of a bucket of gathered weights and its largest tensor."""
+        if self._num_processes == 1 or self._config.actor_zero_stage != 3:
+            return 0
+        base, size = self._models.sizes(actor.use.frozen), self._dtype.itemsize
+        whole, largest = size * base.total, size * base.largest
+        return max(min(bucket_bytes(self._device.kind), whole), largest) + largest
+
+    def _sampling(self, rows: int, vocab_size: int) -> int:
+        """Bytes of a step's logits, of their fp32 copy if they are 16-bit, and of the
+        probabilities.
+        """
+        c, size = self._config, self._dtype.itemsize
+        copies = 1 + (size != 4) + (c.min_answer_seq_len > 0)
+        if c.top_k or c.top_p < 1 or c.min_p:
+            copies += 3  # the filtered and the sorted logits, and their ids
+        return rows * vocab_size * (size + 4 * copies)
 
     def _rollout_items(self, rollout: RolloutBytes, stays: bool) -> Items:
         """The rollout's weights and cache: the persistent ones, or those freed after a rollout."""
@@ -110,6 +217,14 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             items["KV cache"] = rollout.cache
         return items
 
+    def _average(self, rollout: RolloutBytes, actor: Learner) -> Items:
+        """The copy of the weights from which the moving average generates, with the same cache."""
+        if not self._config.enable_ema:
+            return Items()
+        whole = self._models.sizes(actor.use.frozen).total * self._dtype.itemsize
+        tp_size = self._config.inference_tp_size
+        return Items({"rollout copy": max(rollout.weights, whole // tp_size)})
+
     # -- modes -------------------------------------------------------------------------------------
 
     def _without_states(self, generation: Items, learners: Sequence[Learner]) -> Items:
@@ -119,14 +234,6 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             for t in (learner.training for learner in learners):
                 items["optimizer states"] -= t.moments.device + t.masters.device
         return items
-
-    def _average(self, rollout: RolloutBytes, actor: Learner) -> Items:
-        """The copy of the weights from which the moving average generates, with the same cache."""
-        if not self._config.enable_ema:
-            return Items()
-        whole = self._models.sizes(actor.use.frozen).total * self._dtype.itemsize
-        tp_size = self._config.inference_tp_size
-        return Items({"rollout copy": max(rollout.weights, whole // tp_size)})
 
     def _readings(self, readers: dict[str, Model], batch: Batch, leftover: int) -> Moments:
         """The passes of frozen models; the reward model's reads the last token only."""
@@ -153,8 +260,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         reference = "a copy of the actor" if "reference" in frozen else "the actor without adapters"
         reward = "none"
         if "reward model" in frozen:
-            total = self._models.sizes(frozen["reward model"].use).total
-            reward = f"{count(total)} parameters"
+            reward = f"{count(frozen['reward model'].sizes.total)} parameters"
         teacher = [self._line(frozen["teacher"])] if "teacher" in frozen else []
         return [
             *(self._line(learner) for learner in learners),
@@ -163,3 +269,19 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             f"reward model: {reward}",
             f"rollout: {rollout.form}",
         ]
+
+
+def planned_choice(c: RLHFConfig, num_processes: int, on_gpu: bool) -> RolloutChoice:
+    """What the run chooses; it looks at the training weights where this looks at the flags."""
+    sharded, has_adapters = c.actor_zero_stage == 3, bool(c.actor_lora_dim)
+    is_elsewhere = on_gpu and c.offloads_parameters("actor")
+    whole = not sharded or (num_processes == 1 and not is_elsewhere)
+    return rollout_choice(
+        c.rollout_layout,
+        c.rollout_lora,
+        has_adapters=has_adapters,
+        frozen_base=has_adapters and c.only_optimize_lora,
+        sharded=sharded,
+        readable=whole and c.inference_tp_size == 1,
+        on_cpu=not on_gpu,
+    )

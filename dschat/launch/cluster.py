@@ -22,8 +22,7 @@ from typing import Any, Literal, Optional
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import flag, require_bounds
-from dschat.config.text_file import read_text
+from dschat.config.fields import flag, read_text, require_bounds
 from dschat.memory import available_memory
 
 FIRST_PORT = 29500

@@ -16,15 +16,15 @@ from dschat.data.sources.adapters import PURPOSES
 from dschat.data.sources.resolve import looks_like_file
 from dschat.data.sources.splits import load_source, named_held_out, parse_spec
 from dschat.distributed import entrypoint
-from dschat.estimate import Request
-from dschat.estimate.run import log_lines
+from dschat.estimate import PlanRequest
+from dschat.estimate.report import log_lines
 from dschat.models.checkpoint import Checkpoint
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 
 BASE = "--model_name_or_path"
 
 
-def check(request: Request) -> None:
+def check(request: PlanRequest) -> None:
     """Raise ``UserError``, with the number of the step, for data or a model it cannot use."""
     for number in sorted(request.steps):
         config = request.config(number)
@@ -49,7 +49,7 @@ def _check_data(config: CommonConfig, number: int) -> None:
         named_held_out(config, purpose)
 
 
-def _check_base(config: SupervisedConfig, request: Request) -> None:
+def _check_base(config: SupervisedConfig, request: PlanRequest) -> None:
     """Check the initial model of step 1 or 2, and its tokenizer."""
     name = str(Path(os.path.expanduser(config.model_name_or_path)))
     if name in request.made_from or not _has_config(name):
@@ -89,7 +89,7 @@ def _has_config(name: str) -> bool:
 
 
 def main() -> None:
-    request = Request.from_json(sys.stdin.read())
+    request = PlanRequest.from_json(sys.stdin.read())
     check(request)
     for line in log_lines(request):
         sys.stdout.write(line + "\n")

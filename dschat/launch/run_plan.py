@@ -11,17 +11,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError, parser
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
-from dschat.launch.auto_resume import Ask, resolve_resume
 from dschat.launch.cluster import Cluster
-from dschat.launch.finished_steps import check_finished
+from dschat.launch.existing_steps import Ask, check_finished, resume
 from dschat.launch.recipe import (
     STEPS,
     Recipe,
@@ -32,25 +31,41 @@ from dschat.launch.recipe import (
     load_recipe,
     step_values,
 )
-from dschat.launch.step_runs import Found, folder_of, step_runs
-from dschat.launch.steps import BASE, Values, select_steps
+from dschat.launch.step_runs import (
+    Fields,
+    Found,
+    StepRun,
+    Values,
+    folder_of,
+    select_steps,
+    step_runs,
+)
 from dschat.observability.metrics_log import SETTINGS
 from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunPlan:
     """The steps to run, in order, and notes for the user."""
 
     output_dir: Path
     steps: list[TrainingStep]  # of the run, including finished ones
-    commands: list[tuple[TrainingStep, list[str]]]
-    values: dict[int, dict[str, Any]]  # the fields given for each step
+    runs: list[StepRun]
     notes: list[str]
     environment: dict[str, str]
     summary: bool
     cluster: Cluster
     restart_flags: list[str]  # given flags that keep the same command from resuming
+    root: Path
+
+    @property
+    def commands(self) -> list[tuple[TrainingStep, list[str]]]:
+        """The command of every step that runs."""
+        return [(run.step, self._command(run)) for run in self.runs]
+
+    def _command(self, run: StepRun) -> list[str]:
+        script = os.path.relpath(self.root / run.step.name / "main.py")
+        return self.cluster.command(run.number, [script, *parser.to_flags(run.fields)])
 
     def folder(self, step: TrainingStep) -> Path:
         """The output folder of ``step``."""
@@ -81,115 +96,95 @@ def plan(
             f"{dist.world_size()} processes run train.py, which starts the processes itself: run "
             "it once (on SLURM with --launcher slurm), or once per machine with its --node_rank"
         )
+    recipe, out = _recipe_and_folder(config, groups, root)
+    # The fields of each step, from recipe and flags.
+    sft_folder = folder_of(out, STEPS[1])
+    values = step_values(config, groups, recipe, sft_folder)
+    steps, notes = select_steps(config, values)
+    asked, last = config.step or (), max(steps)
+    if not asked or last in asked:
+        _check_same_policy(steps[last], values[last], out)
+    # Which steps run, from which models, into which folders.
+    chosen = step_runs(steps, values, asked, _found(steps, values, out), out)
+    notes += [note for run in chosen if (note := run.note(last, out))]
+    runs, reused = ([r for r in chosen if r.status == status] for status in ("runs", "reused"))
+    if any([supervisor.wait_until_free(Path(r.folder), config.node_rank or 0) for r in runs]):
+        return plan(config, groups, root, ask)  # the other run may have saved more
+    for run in runs:
+        run.step.config_class(**run.fields).validate()
+        _check_inputs(run.fields, made_here={earlier.folder for earlier in runs})
+        check_apart(run.folder, run.fields)
+    # On which machines.
+    example = root / "training" / "launch" / "hostfile"
+    machines = cluster.find(
+        config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
+    )
+    num_processes = machines.num_processes
+    # What becomes of finished and interrupted steps.
+    earlier = earlier_step_values(config, groups, recipe, sft_folder)
+    for run in reused:
+        compared = None
+        if run.number not in (asked or steps):
+            compared = earlier[run.number]
+            run = replace(run, fields={**compared, "output_dir": run.folder})
+        notes += check_finished(run, compared, num_processes, config.reuse)
+    _check_tensor_parallel(runs, num_processes)
+    for run in runs if machines.is_first and not config.dry_run else ():
+        check_writable(Path(run.folder))
+    restart_flags = _restart_flags(config, runs)
+    runs, resume_notes = resume(runs, config, num_processes, ask)
+    return RunPlan(
+        out,
+        list(steps.values()),
+        runs,
+        notes + resume_notes,
+        _environment(root, machines.processes_here, machines.gpus_here),
+        recipe.summary and machines.is_first,
+        machines,
+        restart_flags,
+        root,
+    )
+
+
+def _recipe_and_folder(
+    config: TrainConfig, groups: Sequence[Sequence[str]], root: Path
+) -> tuple[Recipe, Path]:
+    """The recipe, which is the demo's if no model is named, and OUT."""
     names_model = any("model_name_or_path" in flag_name(group) for group in groups)
     recipe = Recipe()
     if config.recipe or not (config.actor_model or config.reward_model or names_model):
         recipe = load_recipe(config.recipe or "demo", root / "training" / "recipes")
     base = Path(config.actor_model or config.reward_model or "run").name
-    out = Path(config.output_dir or Path("output", recipe.name or base))
     _check_model("--actor_model", config.actor_model)
     _check_model("--reward_model", config.reward_model)
-
-    values = step_values(config, groups, recipe, sft_folder=folder_of(out, STEPS[1]))
-    steps, notes = select_steps(config, values)
-    asked = config.step or ()
-    if not asked or max(steps) in asked:
-        _check_same_policy(steps[max(steps)], values[max(steps)], out)
-    chosen = step_runs(steps, values, asked, _found(steps, values, out), out)
-    values |= {run.step.number: dict(run.fields) for run in chosen}
-    notes += [note for run in chosen if (note := run.note(max(steps), out))]
-    numbers, reused = (
-        [run.step.number for run in chosen if run.status == status] for status in ("runs", "reused")
-    )
-    folders = [out / steps[n].folder for n in numbers]
-    if any([supervisor.wait_until_free(folder, config.node_rank or 0) for folder in folders]):
-        return plan(config, groups, root, ask)  # the other run may have saved more
-    for n in numbers:
-        values[n]["output_dir"] = folder_of(out, steps[n])
-        steps[n].config_class(**values[n]).validate()
-        _check_inputs(values[n], made_here={folder_of(out, steps[earlier]) for earlier in numbers})
-        check_apart(folder_of(out, steps[n]), values[n])
-
-    example = root / "training" / "launch" / "hostfile"
-    machines = cluster.find(
-        config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
-    )
-    earlier = earlier_step_values(config, groups, recipe, sft_folder=folder_of(out, STEPS[1]))
-    for n in reused:
-        selected = n in (config.step or steps)
-        fields = (values if selected else earlier)[n] | {"output_dir": folder_of(out, steps[n])}
-        step_config, compared = steps[n].config_class(**fields), None if selected else earlier[n]
-        notes += check_finished(
-            steps[n], step_config, compared, machines.num_processes, config.reuse
-        )
-    _check_tensor_parallel(values[3] if 3 in numbers else {}, machines.num_processes)
-    for n in numbers if machines.is_first and not config.dry_run else ():
-        check_writable(Path(folder_of(out, steps[n])))
-    overwrites = any(values[n].get("overwrite_output_dir") for n in numbers)
-    notes += _resume_steps(config, {n: steps[n] for n in numbers}, values, machines, ask)
-    commands = []
-    for n in numbers:
-        script = os.path.relpath(root / steps[n].name / "main.py")
-        commands.append((steps[n], machines.command(n, [script, *parser.to_flags(values[n])])))
-    return RunPlan(
-        out,
-        list(steps.values()),
-        commands,
-        values,
-        notes,
-        _environment(root, machines.processes_here, machines.gpus_here),
-        recipe.summary and machines.is_first,
-        machines,
-        ["--restart"] * config.restart
-        + ["--overwrite_output_dir"] * overwrites
-        + ["--resume"] * any(values[n].get("resume") not in (None, "latest") for n in numbers),
-    )
+    return recipe, Path(config.output_dir or Path("output", recipe.name or base))
 
 
-def _resume_steps(
-    config: TrainConfig,
-    steps: Mapping[int, TrainingStep],
-    values: dict[int, dict[str, Any]],
-    machines: Cluster,
-    ask: Optional[Ask],
-) -> list[str]:
-    """Add to the values of the steps that have a checkpoint; returns notes for the user."""
-    paths = [n for n in steps if values[n].get("resume") not in (None, "latest")]
-    if len(paths) > 1:
-        raise UserError(
-            f"--resume {values[paths[0]]['resume']} is a checkpoint of one step; name the step: "
-            f"--step{paths[-1]}.resume"
-        )
-    if config.dry_run:
-        ask = lambda question: True  # noqa: E731  the answer has no effect
-    elif config.node_rank is not None:
-        ask = None  # else every machine would ask
-    notes = []
-    for n, step in steps.items():
-        made_here = {values[m]["output_dir"] for m in steps if m < n}
-        fields, note = resolve_resume(
-            step, values[n], made_here, machines.num_processes, config.restart, ask
-        )
-        values[n] |= fields
-        notes.append(note)
-    return list(filter(None, notes))
+def _restart_flags(config: TrainConfig, runs: Sequence[StepRun]) -> list[str]:
+    """Given flags that keep the same command from resuming."""
+    given = {
+        "--restart": config.restart,
+        "--overwrite_output_dir": any(run.fields.get("overwrite_output_dir") for run in runs),
+        "--resume": any(run.fields.get("resume") not in (None, "latest") for run in runs),
+    }
+    return [flag for flag, is_given in given.items() if is_given]
 
 
-def _check_tensor_parallel(values: Mapping[str, Any], num_processes: int) -> None:
+def _check_tensor_parallel(runs: Sequence[StepRun], num_processes: int) -> None:
     """Checked by step 3 too, but only after the steps before it have run."""
-    size = values.get("inference_tp_size", 1)
-    if num_processes % size:
-        plural = "es" if num_processes > 1 else ""
-        raise UserError(
-            f"--inference_tp_size {size} does not divide the {num_processes} process{plural}; "
-            "choose a divisor, or another --num_gpus"
-        )
+    for size in [run.fields.get("inference_tp_size", 1) for run in runs if run.number == 3]:
+        if num_processes % size:
+            plural = "es" if num_processes > 1 else ""
+            raise UserError(
+                f"--inference_tp_size {size} does not divide the {num_processes} process{plural}; "
+                "choose a divisor, or another --num_gpus"
+            )
 
 
 def _found(steps: Mapping[int, TrainingStep], values: Values, out: Path) -> Found:
     """What `step_runs` asks of the disk."""
     is_trained = {1: _is_finished_sft, 2: _is_score_model}
-    bases = {n: values[n].get(BASE) for n in steps if n in is_trained}
+    bases = {n: values[n].get("model_name_or_path") for n in steps if n in is_trained}
     return Found(
         frozenset(n for n, step in steps.items() if _finished(out, step)),
         frozenset(n for n, base in bases.items() if base and is_trained[n](Path(base))),
@@ -200,7 +195,7 @@ def _finished(out: Path, step: TrainingStep) -> bool:
     return os.path.exists(out / step.folder / COMPLETE)
 
 
-def _check_same_policy(last: TrainingStep, values: Mapping[str, Any], out: Path) -> None:
+def _check_same_policy(last: TrainingStep, values: Fields, out: Path) -> None:
     """Refuse a finished policy of the other kind: DPO (step 2) and RLHF (step 3) share a folder."""
     settings = out / last.folder / SETTINGS
     if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
@@ -227,7 +222,7 @@ def _is_finished_sft(folder: Path) -> bool:
     return os.path.exists(folder / COMPLETE) and not _is_score_model(folder)
 
 
-def _check_inputs(values: Mapping[str, Any], made_here: Collection[str]) -> None:
+def _check_inputs(values: Fields, made_here: Collection[str]) -> None:
     """Require every local file and folder in ``values``, unless an earlier step makes it."""
     for key, value in values.items():
         if key.endswith("model_name_or_path") and value not in made_here:

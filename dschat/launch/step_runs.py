@@ -1,17 +1,23 @@
 """Decides which steps of a run are trained, from which models, and why.
 
-A function of what was asked for and of what lies on disk; `run_plan` looks at the disk.
+All three steps; steps 1 and 2 if step 2 trains the policy on pairs (DPO, IPO, KTO); steps 1 and 3
+if functions or an endpoint score, or a teacher is all that step 3 learns from. Functions of what
+was asked for and of what lies on disk; `run_plan` looks at the disk.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dschat.config import UserError
-from dschat.launch.recipe import TrainingStep
-from dschat.launch.steps import BASE, Values, inputs_of
+from dschat.checkpoint.compatibility import BASE
+from dschat.config import RewardConfig, RLHFConfig, UserError
+from dschat.launch.recipe import STEPS, TrainConfig, TrainingStep
 
+ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
+
+Fields = Mapping[str, Any]
+Values = Mapping[int, Fields]
 Status = Literal["runs", "reused", "left out"]
 Reason = Literal["asked for", "needed", "finished", "input", "base", "trained already"]
 
@@ -37,19 +43,68 @@ class Found:
 @dataclass(frozen=True)
 class StepRun:
     """A step that runs with ``fields``, whose finished output is reused, or that is left out
-    because its base model is trained already.
+    because its base model is trained already. The fields have its ``output_dir``.
     """
 
     step: TrainingStep
-    fields: Mapping[str, Any]
+    fields: Fields
     status: Status
     reason: Reason
 
+    @property
+    def number(self) -> int:
+        return self.step.number
+
+    @property
+    def folder(self) -> str:
+        return self.fields["output_dir"]
+
     def note(self, last: int, out: Path) -> str:
         """A line for the user; empty where they get what they asked for."""
-        folder, base = folder_of(out, self.step), self.fields.get(BASE)
-        text = _NOTES.get(self.reason, "")
-        return text.format(n=self.step.number, last=last, folder=folder, base=base, out=out)
+        text, base = _NOTES.get(self.reason, ""), self.fields.get(BASE)
+        return text.format(n=self.number, last=last, folder=self.folder, base=base, out=out)
+
+
+def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, TrainingStep], list[str]]:
+    """The steps of the run by number, and a line for the user if there are fewer than three.
+
+    Raises:
+        UserError: --step or --reward_model does not fit the run.
+    """
+    pairs = RewardConfig(**values[2])
+    if pairs.trains_policy:
+        return _two_steps(config, pairs.loss)
+    rlhf = RLHFConfig(**values[3])
+    needs_no_model = rlhf.has_reward_functions or rlhf.has_teacher
+    if not needs_no_model or rlhf.reward_model_name_or_path:
+        return dict(STEPS), []
+    if config.reward_model or 2 in (config.step or ()):
+        return dict(STEPS), []
+    if values[2].get(BASE) and not config.step:
+        return dict(STEPS), [
+            "step 3 also scores with the reward model of step 2; --step 1 3 leaves it out"
+        ]
+    scores = "--reward_fn or --reward_url scores"
+    if not rlhf.has_reward_functions:
+        scores = "--teacher_model_name_or_path alone is learned from"
+    return {1: STEPS[1], 3: STEPS[3]}, [f"{scores}: no reward model, so no step 2"]
+
+
+def _two_steps(config: TrainConfig, loss: str) -> tuple[dict[int, TrainingStep], list[str]]:
+    """Steps 1 and 2, with step 2 writing the policy into step 3's folder."""
+    if config.reward_model:
+        raise UserError(
+            f"--reward_model {config.reward_model} is not used with --loss {loss}, which trains "
+            "the policy itself; leave it out"
+        )
+    if 3 in (config.step or ()):
+        raise UserError(
+            f"--step 3 does not exist with --loss {loss}: step 2 trains the policy itself; leave "
+            "one of them out"
+        )
+    policy = replace(STEPS[2], title=loss.upper(), folder=STEPS[3].folder)
+    notes = [] if config.step else [f"step 2 trains the policy itself (--loss {loss}): no step 3"]
+    return {1: STEPS[1], 2: policy}, notes
 
 
 def step_runs(
@@ -67,25 +122,25 @@ def step_runs(
         UserError: a step lacks its base model, or a finished step would get another one.
     """
     last, selected = max(steps), set(asked or steps)
+    folders = {n: folder_of(out, step) for n, step in steps.items()}
     fields = {n: dict(values[n]) for n in steps}
     needed: set[int] = set()
     trained: set[int] = set()
-    for n, keys in inputs_of(steps, values).items() if last in selected else ():
-        base, folder = fields[n].get(BASE), folder_of(out, steps[n])
-        if any(fields[last].get(key, folder) != folder for key in keys):
+    for n, keys in _inputs_of(steps, values).items() if last in selected else ():
+        base = fields[n].get(BASE)
+        if any(fields[last].get(key, folders[n]) != folders[n] for key in keys):
             continue  # its own fields name a model
         skips = bool(base) and n not in asked and n in found.trained
         (trained if skips else needed).add(n)
-        fields[last][keys[0]] = base if skips else folder
+        fields[last][keys[0]] = base if skips else folders[n]
     if not asked:  # steps whose model is trained already run only with --step
         selected -= set(steps) - {last} - needed
     done = {n for n in found.finished if not fields[n].get("overwrite_output_dir")}
     runs = selected - done
     before = needed - found.finished if last in runs else set()
     starts_from = fields[2].get(BASE) if 2 in runs | before else None
-    bases = {1} if starts_from == folder_of(out, steps[1]) else set()  # a recipe's {step1}
+    bases = {1} if starts_from == folders[1] else set()  # a recipe's {step1}
     before |= bases - found.finished
-    trains = {folder_of(out, steps[n]) for n in runs | before}
     made = []
     for n in sorted(selected | needed | bases | trained):
         status: Status = "runs" if n in runs | before else "reused"
@@ -98,22 +153,45 @@ def step_runs(
             status, reason = "left out", "trained already"
         elif status == "reused":
             reason = "input" if n in needed and last in runs else "base"
-        made.append(StepRun(steps[n], fields[n], status, reason))
-        if status == "reused" and trains & {v for v in fields[n].values() if isinstance(v, str)}:
+        made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, status, reason))
+    _check(made, selected)
+    return made
+
+
+def _check(made: list[StepRun], selected: Collection[int]) -> None:
+    """Raise ``UserError`` for a finished step whose model would be trained again, and for a step
+    without its base model.
+    """
+    trains = {run.folder for run in made if run.status == "runs"}
+    for run in made:
+        n, named = run.number, {v for v in run.fields.values() if isinstance(v, str)}
+        if run.status == "reused" and trains & named:
             listed = "" if n in selected else f", with {n} in --step,"
             raise UserError(
-                f"{folder_of(out, steps[n])} is finished, but its initial model would be trained "
+                f"{run.folder} is finished, but its initial model would be trained "
                 f"again; --step{n}.overwrite_output_dir{listed} trains it again too, or choose "
                 "another --output_dir"
             )
     for run in made:
-        n = run.step.number
-        if run.status == "runs" and n in _BASE_FLAGS and not run.fields.get(BASE):
+        if run.status == "runs" and run.number in _BASE_FLAGS and not run.fields.get(BASE):
             raise UserError(
-                f"{_BASE_FLAGS[n]} is missing: name the base model of step {n}, a folder or a hub "
-                "model"
+                f"{_BASE_FLAGS[run.number]} is missing: name the base model of step {run.number}, "
+                "a folder or a hub model"
             )
-    return made
+
+
+def _inputs_of(steps: Mapping[int, TrainingStep], values: Values) -> dict[int, tuple[str, ...]]:
+    """For each earlier step, the fields of the last step that name a model it could train. Its
+    output goes into the first; a value in any of them makes the earlier step unnecessary.
+    """
+    if 3 not in steps:
+        return {1: (BASE,)}
+    inputs: dict[int, tuple[str, ...]] = {1: (ACTOR,)}
+    if 2 in steps:
+        # With reward functions, naming a critic does not name a reward model.
+        has_functions = RLHFConfig(**values[3]).has_reward_functions
+        inputs[2] = (REWARD,) if has_functions else (CRITIC, REWARD)
+    return inputs
 
 
 def folder_of(out: Path, step: TrainingStep) -> str:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
-from dschat.config.text_file import read_text
+from dschat.config.fields import read_text
 from dschat.models import hub
 from dschat.models.chat_template import default_template, failure, turn_ends
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles

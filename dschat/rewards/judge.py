@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import require_types
-from dschat.config.text_file import read_text
+from dschat.config.fields import read_text, require_types
 from dschat.rewards.call import LONGEST_CALL_S, Fault, shortened
 from dschat.rewards.http_post import LONGEST_PAUSE_S, post
 from dschat.rewards.threads import Pool

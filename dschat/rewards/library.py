@@ -19,8 +19,7 @@ import regex
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import require_types
-from dschat.config.text_file import read_text
+from dschat.config.fields import read_text, require_types
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library

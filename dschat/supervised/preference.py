@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig
-from dschat.config.preference import PreferenceConfig
+from dschat.config.algorithm import PreferenceConfig
 from dschat.data.batches import RowStream, RowTable
 from dschat.data.collate import PreferenceBatch, collate_preferences
 from dschat.data.micro_batches import MicroBatchSize, row_tokens

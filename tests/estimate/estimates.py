@@ -1,13 +1,23 @@
 """Estimates a step on a GPU of a given size, for the tests beside it."""
 
-from dschat.estimate import Request
-from dschat.estimate.run import make_estimator
+from dschat.estimate import PlanRequest
+from dschat.estimate.report import make_estimator
 
 
-def estimated(fields: dict, number: int = 3, num_processes: int = 1, gib: float = 80.0):
+def estimated(
+    fields: dict,
+    number: int = 3,
+    num_processes: int = 1,
+    gib: float = 80.0,
+    name: str | None = None,
+):
     """The estimate of one step on a GPU of ``gib``, and the function that made it."""
-    request = Request({number: fields}, num_processes, num_processes, gib)
-    make = make_estimator(request)
+    request = PlanRequest({number: fields}, num_processes, num_processes, gib, name)
+    estimator = make_estimator(request)
+
+    def make(config, num_processes=num_processes):
+        return estimator(config, num_processes)
+
     return make(request.config(number)), make
 
 

@@ -44,7 +44,7 @@ def test_activations_by_hand():
     assert logits == gradients == 0
     assert forward <= backward <= activations <= backward + 2 * tokens + 16 * 4
     num_trained = 10 * 4 + 4 * 16 + 16 + 16 + 1
-    assert run.phases[-1].num_done == num_trained
+    assert run.intervals[-1].num_done == num_trained
     assert run.peak(4, True, None)[2] == 4 * num_trained
     assert run.peak(0, False, retained=10**6)[0] == 10**6  # from other passes
     forward_only = run_pass(module, "value", Batch(3, 5, 5), train=False, vocab_size=0)
@@ -62,7 +62,7 @@ def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch)
     quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
     monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
     whole = Models().run(use, "policy", Batch(4, 64, 32), train=True)
-    assert len(quick.phases) < len(whole.phases)
+    assert len(quick.intervals) < len(whole.intervals)
     for per_gradient in (0, 2, 4):
         for retained in (None, 0):
             args = (per_gradient, False, retained)
@@ -75,7 +75,7 @@ def test_attention_memory_is_linear_in_the_length(opt, packing):
     """Equal steps in length, equal steps in activations: no (T, T) matrix, no (T, V) logits."""
     use = Use(opt("350m"), "--x", "lm", BF16, packing=packing)
     short, middle, long = (
-        Models().run(use, "sft", Batch(2, length, length - 1), train=True).phases[0]
+        Models().run(use, "sft", Batch(2, length, length - 1), train=True).intervals[0]
         for length in (512, 1024, 1536)
     )
     assert long.live - middle.live == pytest.approx(middle.live - short.live, rel=0.001)
@@ -86,7 +86,7 @@ def test_attention_memory_is_linear_in_the_length(opt, packing):
 def test_columns_that_are_not_read_have_no_logits(opt):
     use = Use(opt("350m"), "--x", "lm", BF16)
     few, all_but_one = (
-        Models().run(use, "policy", Batch(2, 512, num_read), train=False).phases[0]
+        Models().run(use, "policy", Batch(2, 512, num_read), train=False).intervals[0]
         for num_read in (64, 511)
     )
     # At most four fp32 copies: 16-bit logits, those in fp32, probabilities, their entropy terms.

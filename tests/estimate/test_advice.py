@@ -7,10 +7,10 @@ import torch
 from estimates import estimated, pairs_estimate
 
 from dschat.config import RewardConfig, SFTConfig, UserError
-from dschat.estimate import run
+from dschat.estimate import report
 from dschat.estimate.advice import _changes, advise
+from dschat.estimate.devices import GIB, Device
 from dschat.estimate.models import Models, Use
-from dschat.estimate.result import GIB, Device
 
 
 def not_fitting(fields: dict, number: int):
@@ -42,7 +42,7 @@ def test_first_advice_saves_the_stated_bytes(opt):
     }
     before, make = not_fitting(fields, 3)
     advice = check_advice(before, make)
-    text = run.table(before, "PPO", advice)
+    text = report.table(before, advice)
     assert "DOES NOT FIT" in text
     first = advice[0]
     assert f"1. {first.change.flags(3)}: saves {first.saved / GIB:.3g} GiB" in text
@@ -71,7 +71,7 @@ def test_host_memory_counts(opt):
     small = replace(done, device=Device("cuda", 80 * GIB, 8 * GIB, "a GPU"))
     assert done.peak.total < small.device.memory
     assert not small.fits
-    assert "fits on the device, not in host memory" in run.line(small, [])
+    assert "fits on the device, not in host memory" in report.line(small, [])
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from estimates import estimated
 
+from dschat.estimate.devices import GIB
 from dschat.estimate.models import Models
-from dschat.estimate.result import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     rollout, in micro-batches of 8. With LoRA and offloaded reference, 30B would fit on an 80 GB
     device too.
     """
-    monkeypatch.setattr("dschat.estimate.run.Models", lambda *_, **__: SHARED)
+    monkeypatch.setattr("dschat.estimate.report.Models", lambda *_, **__: SHARED)
     gib, planned = PUBLISHED[gpu]
     fits, found = [], {}
     for size in planned:

@@ -6,23 +6,13 @@ import pytest
 from estimates import estimated, rlhf_fields
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.estimate import CostRequest, Request
-from dschat.estimate.batches import same_batch, scale
-from dschat.estimate.cost import num_steps, scaling_lines, time_lines
-from dschat.estimate.devices import DEVICES
-from dschat.estimate.models import Models
-from dschat.estimate.result import GIB
-from dschat.estimate.run import make_estimator
-from dschat.estimate.seconds import Rows
-from dschat.estimate.shares import ENGINE, HF_LOOP
-from dschat.estimate.timing import StepTime, Timer
+from dschat.estimate import PlanRequest
+from dschat.estimate.devices import GIB
+from dschat.estimate.hours import node_lines, on_nodes, same_batch, step_time, time_lines
+from dschat.estimate.seconds import ENGINE, HF_LOOP, Phase, Rows
 from dschat.launch.recipe import parse_args
 
-A100 = DEVICES["A100-80"]
-
-
-def timer(tokens=None, per_node=8):
-    return Timer(Models(), A100, per_node, tokens)
+NAME = "A100-80"
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +33,13 @@ def tiny_module(tmp_path_factory):
     return make
 
 
+def plan(**cost):
+    return PlanRequest({}, 8, 8, **cost)
+
+
 def phases(fields, tokens=None, **knobs):
-    done, _ = estimated(fields | knobs, num_processes=8)
-    time = timer(tokens).time(done)
+    done, _ = estimated(fields | knobs, num_processes=8, name=NAME)
+    time = step_time(done, plan(tokens=tokens))
     return {phase.name: phase for phase in time.phases}, time
 
 
@@ -91,28 +85,32 @@ def test_mean_lengths_replace_the_longest(rlhf):
 
 def test_steps_of_pairs_have_two_sequences(tiny):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32}
-    sft, _ = estimated(fields, number=1)
-    pairs, _ = estimated(fields | {"loss": "dpo"}, number=2)
-    one, two = timer().time(sft), timer().time(pairs)
+    sft, _ = estimated(fields, number=1, name=NAME)
+    pairs, _ = estimated(fields | {"loss": "dpo"}, number=2, name=NAME)
+    one, two = (step_time(done, plan(examples=160)) for done in (sft, pairs))
     assert [p.name for p in one.phases] == ["train", "update"]
     assert [p.name for p in two.phases] == ["reference", "train", "update"]
     assert (one.rows.count, two.rows.count) == (16, 2 * RewardConfig().per_device_train_batch_size)
-    assert (one.per_example, two.per_example) == (1, 2)
+    assert one.num_steps == two.num_steps == 10  # 16 of 160 examples, or pairs, in each
 
 
-def test_hours_and_dollars_by_hand(rlhf):
-    done, _ = estimated(rlhf | {"max_steps": 90}, num_processes=8)
-    time = timer().time(done)
-    slow = StepTime(time.fleet, time.rows, [replace(time.phases[0], total_s=80.0)])
-    text = "\n".join(time_lines(done, slow, CostRequest(price=2.5)))
+def test_hours_and_dollars_by_hand(rlhf, monkeypatch):
+    done, make = estimated(rlhf | {"max_steps": 90}, num_processes=8, name=NAME)
+    time = step_time(done, plan())
+    slow = replace(time, phases=[Phase("decode", memory_s=80.0)])
+    monkeypatch.setattr("dschat.estimate.hours.step_time", lambda *_: slow)
+    text = "\n".join(time_lines(done, plan(price=2.5), make))
     # 90 iterations of 80 s: 2 h on 8 devices at $2.50
     assert "90 steps: 2 h, 16 device hours, $40.00" in text
     assert "128 sequences of 40 tokens) on 8 x A100-80" in text
-    unknown = replace(done.config, max_steps=0)
-    assert num_steps(unknown, time, CostRequest()) == (1000, False)
+    assert "    decode            80  memory bandwidth" in text
+    unknown = {"max_steps": 0, "num_train_epochs": 2}
+    epochs = replace(done, config=replace(done.config, **unknown))
+    monkeypatch.undo()
+    assert step_time(epochs, plan()).num_steps is None
+    assert "  1,000 steps: " in "\n".join(time_lines(epochs, plan(), make))
     # 1,000 prompts, 64 of them in an iteration, two epochs: 31.25
-    twice = replace(unknown, num_train_epochs=2)
-    assert num_steps(twice, time, CostRequest(examples=1000)) == (32, True)
+    assert step_time(epochs, plan(examples=1000)).num_steps == 32
 
 
 def test_more_devices_share_the_batch():
@@ -135,45 +133,44 @@ def test_more_devices_share_the_batch():
 
 def planned(fields, gib=80.0, number=3):
     """The step on 8 devices, and a function that estimates another one."""
-    request = Request({number: fields}, 8, 8, gib)
-    models = Models()
-
-    def estimate_on(config, count):
-        return make_estimator(replace(request, num_processes=count), models)(config)
-
-    return estimate_on(request.config(number), 8), estimate_on
+    return estimated(fields, number, 8, gib, NAME)
 
 
 def test_a_batch_that_fits_nowhere_says_so(rlhf):
-    done, estimate_on = planned(rlhf, gib=0.01)
-    lines = scaling_lines(done, estimate_on, timer(), CostRequest(nodes=[1]))
+    lines = list(node_lines(*with_request(planned(rlhf, gib=0.01), nodes=[1])))
     assert [line.split() for line in lines[-1:]] == [["1", "does", "not", "fit"]]
+
+
+def with_request(estimate_and_make, **cost):
+    done, make = estimate_and_make
+    return done, plan(**cost), make
 
 
 def test_memory_bounds_the_micro_batch(tiny):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 64}
     fields |= {"per_device_train_batch_size": 32, "zero_stage": 3}
-    done, estimate_on = planned(fields, number=1)
-    assert scale(done, 1, estimate_on, timer()).rows == 32
+    done, make = planned(fields, number=1)
+    assert on_nodes(done, 1, plan(), make).micro_batch == 32
     sixteen = SFTConfig(**fields | {"per_device_train_batch_size": 16})
-    gib = 1.001 * estimate_on(sixteen, 8).peak.total / GIB
-    done, estimate_on = planned(fields, gib, number=1)
-    assert scale(done, 1, estimate_on, timer()).rows == 16
+    gib = 1.001 * make(sixteen).peak.total / GIB
+    done, make = planned(fields, gib, number=1)
+    assert on_nodes(done, 1, plan(), make).micro_batch == 16
 
 
-def test_the_scaling_table(rlhf):
-    done, estimate_on = planned(rlhf | {"max_steps": 1000})
-    cost = CostRequest(price=1.0, nodes=[2, 1, 3])
-    lines = scaling_lines(done, estimate_on, timer(), cost)
-    rows = [line.split() for line in lines[2:5]]
+def test_the_table_of_nodes(rlhf):
+    done, make = planned(rlhf | {"max_steps": 1000})
+    lines = list(node_lines(done, plan(price=1.0, nodes=[2, 1, 3]), make))
+    assert lines[1].endswith("device hours      dollars longest phase")
+    rows = [line.split() for line in lines[2:]]
     assert [row[:3] for row in rows[:2]] == [["1", "8", "8"], ["2", "16", "4"]]
     assert rows[0][4] == "1.00"
     assert " ".join(rows[2]) == "3 24 devices do not divide the batch"
     device_hours, dollars = float(rows[1][6]), float(rows[1][7])
     assert device_hours == pytest.approx(16 * float(rows[1][5]), rel=0.01)
     assert dollars == pytest.approx(device_hours, abs=0.01)
-    assert lines[5].startswith("  cheapest: 8 devices, micro-batches of 8; longest phase: ")
-    assert scaling_lines(done, estimate_on, timer(), CostRequest()) == []
+    time = on_nodes(done, 2, plan(), make)
+    assert lines[3].split()[-1] == max(time.phases, key=lambda phase: phase.total_s).name
+    assert list(node_lines(done, plan(), make)) == []
 
 
 @pytest.mark.parametrize(

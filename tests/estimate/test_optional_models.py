@@ -4,8 +4,8 @@ import pytest
 import torch
 from estimates import estimated, pairs_estimate
 
-from dschat import estimate
 from dschat.estimate.models import Models, Use
+from dschat.estimate.report import title_of
 
 
 def rlhf_estimate(tiny, **knobs):
@@ -87,5 +87,5 @@ def test_the_policy_on_pairs_by_hand(tiny):
         "reference: its log-probs, computed before training",
         "reference: the model without adapters",
     ]
-    assert estimate.title_of(live.config) == "DPO"
+    assert title_of(live) == "DPO"
     assert live.number == 2

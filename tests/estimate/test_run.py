@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from estimates import estimated
 
-from dschat import estimate
 from dschat.config import RLHFConfig, UserError
-from dschat.estimate import CostRequest, Request
-from dschat.estimate.run import log_lines, make_estimator
-from dschat.launch import preflight_process
+from dschat.estimate import PlanRequest
+from dschat.estimate.report import log_lines, make_estimator, tables
+from dschat.launch.subprocesses import preflight_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,10 +25,10 @@ def test_step_3_is_estimated_from_the_base_models(opt):
             "critic_model_name_or_path": "OUT/step2_reward",
         },
     }
-    request = Request(steps, 1, 1, 80.0)
-    assert Request.from_json(request.to_json()) == request
+    request = PlanRequest(steps, 1, 1, 80.0)
+    assert PlanRequest.from_json(request.to_json()) == request
     assert request.base_models == {opt("1.3b")}
-    done = make_estimator(request)(request.config(3))
+    done = make_estimator(request)(request.config(3), 1)
     assert isinstance(done.config, RLHFConfig)
     assert done.models[0].startswith("actor: 1.316B parameters")
     assert "reward model: 1.316B parameters" in done.models[2]
@@ -69,34 +68,33 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
         raise RuntimeError("no meta kernel\nand more")
 
     monkeypatch.setattr("dschat.estimate.models.run_pass", fail)
-    request = Request({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
+    request = PlanRequest({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
     (line,) = log_lines(request)
     assert line.startswith("no plan: step 1: ")
     assert line.endswith("cannot be planned: no meta kernel")
     monkeypatch.setattr("dschat.estimate.models.shape_of", fail)
     with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
-        estimate.tables(request)  # --plan: one line, not a traceback
+        tables(request)  # --plan: one line, not a traceback
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (line,) = preflight_process.log_lines(
-        Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)
-    )
+    (line,) = preflight_lines(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
-        estimate.tables(Request({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+        tables(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
 
 
 def test_hours_are_those_of_gpus(monkeypatch):
     """Without a GPU the plan is of this machine's memory; an H100's has its hours here too."""
     monkeypatch.setattr("dschat.distributed.has_gpu", lambda: False)
-    request = Request({1: {"model_name_or_path": "builtin/tiny", "max_steps": 9}}, 1, 1)
-    here = estimate.tables(request, CostRequest(price=4.0))
+    fields = {"model_name_or_path": "builtin/tiny", "max_steps": 9}
+    request = PlanRequest({1: fields}, 1, 1, price=4.0)
+    here = tables(request)
     assert "on the memory available on this machine" in here
     last = "memory only; for hours and dollars name a GPU with --plan_device"
     assert here.splitlines()[-1].strip() == last
     for gib in (None, 40.0):
         gpu = replace(request, device_memory_gib=gib, device_name="H100-80")
-        there = estimate.tables(gpu, CostRequest(price=4.0))
+        there = tables(gpu)
         assert f"on a GPU of {gib or 80:g} GiB (H100-80)" in there
         assert " on 1 x H100-80:" in there
         assert there.splitlines()[-1].startswith("  9 steps: ")
@@ -105,7 +103,7 @@ def test_hours_are_those_of_gpus(monkeypatch):
 @pytest.mark.slow  # tests of wrong inputs run that process too
 def test_the_preflight_process_returns_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
-    (line,) = preflight_process.log_lines(Request({1: fields}, 1, 1, 0.9))
+    (line,) = preflight_lines(PlanRequest({1: fields}, 1, 1, 0.9))
     assert line.startswith("plan: step 1: training (")
     assert " of 0.9 GiB: " in line
 

@@ -5,11 +5,8 @@ from families import build
 from rollout_cases import Actor
 
 from dschat.config import RLHFConfig, UserError
-from dschat.estimate.result import Device
-from dschat.estimate.rollout import RolloutEstimator
+from dschat.estimate.rlhf import planned_choice
 from dschat.hybrid.rollout_choice import rollout_choice
-
-GIB = 2**30
 
 
 def chosen(layout="auto", lora="auto", adapters="none", sharded=False, readable=True, on_cpu=False):
@@ -69,14 +66,10 @@ def test_errors(settings, message):
 
 # -- the estimate ----------------------------------------------------------------------------------
 
-CPU = Device("cpu", 8 * GIB, None, "")
-GPU = Device("cuda", 80 * GIB, 64 * GIB, "")
 
-
-def planned(device, num_processes=1, **knobs):
+def planned(on_gpu, num_processes=1, **knobs):
     config = RLHFConfig(actor_model_name_or_path="x", critic_model_name_or_path="y", **knobs)
-    estimator = RolloutEstimator(config, None, None, 0, None, num_processes, device)
-    choice = estimator._choice()
+    choice = planned_choice(config, num_processes, on_gpu)
     return choice.layout, choice.lora
 
 
@@ -95,7 +88,7 @@ def planned(device, num_processes=1, **knobs):
     ],
 )
 def test_the_plan_for_gpus(num_processes, knobs, layout):
-    assert planned(GPU, num_processes, **knobs)[0] == layout
+    assert planned(True, num_processes, **knobs)[0] == layout
 
 
 @pytest.mark.parametrize(
@@ -115,4 +108,4 @@ def test_the_plan_is_what_the_run_does(zero, has_adapters):
     knobs |= {"only_optimize_lora": has_adapters}
     for layout in ("auto", "copy", "zero_copy"):
         form = actor.form(layout=layout)
-        assert (form._layout, form._lora) == planned(CPU, rollout_layout=layout, **knobs)
+        assert (form._layout, form._lora) == planned(False, rollout_layout=layout, **knobs)

@@ -9,8 +9,10 @@ import yaml
 
 from dschat.checkpoint.compatibility import describe
 from dschat.config import RLHFConfig, SFTConfig, UserError
-from dschat.launch.finished_steps import SETTINGS, check_finished, differences
+from dschat.launch.existing_steps import SETTINGS, check_finished
+from dschat.launch.existing_steps import finished_differences as differences
 from dschat.launch.recipe import STEPS
+from dschat.launch.step_runs import StepRun
 from dschat.runtime.output_dir import COMPLETE, record_of
 
 
@@ -139,16 +141,17 @@ def test_an_older_complete_file_is_compared_by_settings():
 
 def test_the_error_names_both_remedies():
     finish(sft())
-    other = sft(seed=4)
+    same = StepRun(STEPS[1], asdict(sft()), "reused", "finished")
+    other = StepRun(STEPS[1], asdict(sft(seed=4)), "reused", "finished")
     remedies = r"\(seed: 3 -> 4\); --reuse uses it as it is, --step1.overwrite_output_dir trains it"
     with pytest.raises(UserError, match=rf"out/step1_sft is finished, with .*{remedies}"):
-        check_finished(STEPS[1], other, None, 1, reuse=False)
+        check_finished(other, None, 1, reuse=False)
     with pytest.raises(UserError, match="--step1.overwrite_output_dir, with 1 in --step, trains"):
-        check_finished(STEPS[1], other, ["seed"], 1, reuse=False)
-    assert check_finished(STEPS[1], other, None, 1, reuse=True) == [
+        check_finished(other, ["seed"], 1, reuse=False)
+    assert check_finished(other, None, 1, reuse=True) == [
         "step 1 is reused from out/step1_sft with other settings (seed: 3 -> 4)"
     ]
-    assert check_finished(STEPS[1], sft(), None, 1, reuse=False) == []
+    assert check_finished(same, None, 1, reuse=False) == []
 
 
 @pytest.mark.parametrize(

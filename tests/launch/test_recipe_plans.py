@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
 import train
-from dschat.estimate.run import make_estimator
+from dschat.estimate.report import make_estimator
 from dschat.launch import recipe, run_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
     if name == "distill":  # the teacher is the result of another run
         argv += ["--teacher_model_name_or_path", "builtin/tiny"]
     config, groups = recipe.parse_args([*argv, "--device_memory_gib", str(DEVICE_GIB)])
-    request = train.memory_request(config, run_plan.plan(config, groups, ROOT))
+    request = train.plan_request(config, run_plan.plan(config, groups, ROOT))
     named = request.base_models
     assert named <= {*MODELS, "builtin/tiny"}
     steps = {
@@ -105,5 +105,5 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
     request = dataclasses.replace(request, steps=steps)
     estimator = make_estimator(request)
     for number in request.steps:
-        estimate = estimator(request.config(number))
+        estimate = estimator(request.config(number), request.num_processes)
         assert estimate.fits, (number, estimate)

@@ -6,8 +6,7 @@ import pytest
 
 from dschat.config import UserError
 from dschat.launch.recipe import STEPS
-from dschat.launch.step_runs import Found, step_runs
-from dschat.launch.steps import ACTOR, BASE, CRITIC, REWARD
+from dschat.launch.step_runs import ACTOR, BASE, CRITIC, REWARD, Found, step_runs
 
 OUT = Path("out")
 SFT, SCORE = "out/step1_sft", "out/step2_reward"

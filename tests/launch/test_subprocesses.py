@@ -10,7 +10,7 @@ import pytest
 from stub_steps import train
 
 from dschat.launch import watchdog
-from dschat.launch.run_report import RunReport
+from dschat.launch.subprocesses import RunReport
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -61,7 +61,7 @@ def test_a_report_is_current_until_a_step_finishes_after_it(tmp_path):
 def test_a_report_ends_with_train_py(tmp_path):
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from dschat.launch.run_report import RunReport\n"
+        "from dschat.launch.subprocesses import RunReport\n"
         "RunReport._command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "report = RunReport(Path(sys.argv[1]), os.environ, 1e-9); report.poll()\n"
         "print(report._process.pid, flush=True); time.sleep(60)"

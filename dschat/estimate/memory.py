@@ -1,22 +1,44 @@
 """Estimates the memory of steps 1 and 2 on one device, in every mode; the base class for step 3."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from dschat.checkpoint.hf_export import MAX_FILE_BYTES
-from dschat.config import CommonConfig, RewardConfig, SupervisedConfig
+from dschat.config import CommonConfig, RewardConfig, SupervisedConfig, UserError
 from dschat.config.fields import AUTO
 from dschat.estimate.activations import Batch, Work
-from dschat.estimate.models import Models, Use
-from dschat.estimate.result import Device, Items, Mode, StepEstimate, fullest
+from dschat.estimate.devices import Device
+from dschat.estimate.models import Models, Sizes, Use
 from dschat.estimate.zero import Held, Training, frozen_bytes, training_bytes
+from dschat.observability.flops import ModelShape
 from dschat.runtime.deepspeed_engine import ZeroSettings, dtype_on
 from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
 
 Config = TypeVar("Config", bound=CommonConfig)
+Items = Counter[str]  # item -> bytes
 Moments = list[tuple[str, Items]]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Memory of one device at the peak of a mode."""
+
+    name: str
+    items: Items
+    moment: str = ""  # of the peak, if the mode has several moments
+
+    @property
+    def total(self) -> int:
+        return self.items.total()
+
+
+def fullest(name: str, moments: Moments) -> Mode:
+    """The mode ``name`` at the moment with the largest total."""
+    modes = [Mode(name, items, moment) for moment, items in moments]
+    return max(modes, key=lambda mode: mode.total)
 
 
 @dataclass(frozen=True)
@@ -27,10 +49,23 @@ class Model:
 
     name: str
     use: Use
+    sizes: Sizes
     work: Work
     zero: ZeroSettings
     held: dict[str, Held]
     gathered: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights."""
+        return self.use.dtype.itemsize * self.sizes.total
+
+    @property
+    def shape(self) -> ModelShape:
+        """For FLOPs. Raises ``UserError`` where they are not known."""
+        if self.sizes.shape is None:
+            raise UserError(f"FLOPs of {self.use.flag} {self.use.name} are not known")
+        return self.sizes.shape
 
 
 @dataclass(frozen=True)
@@ -38,6 +73,53 @@ class Learner(Model):
     """A model that is trained."""
 
     training: Training
+
+
+class RolloutBytes(NamedTuple):
+    """Bytes of the actor's rollout form in one process, on its device."""
+
+    weights: int  # a copy for the rollout; 0 if it reads the training weights
+    cache: int  # keys and values
+    work: int  # space of a generation step, or of the weight refresh before it
+    logits: int  # of the sequences that sample a token
+    in_engine: bool  # not in the Hugging Face generate loop
+    form: str  # a phrase for the report
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Memory of a step on one device. ``host``: bytes of host memory by item; ``present``: the
+    models that are loaded, the trained ones first; ``rollout``: of step 3.
+    """
+
+    number: int
+    config: CommonConfig
+    device: Device
+    num_processes: int
+    models: list[str]  # one line per model
+    modes: list[Mode]
+    host: Items
+    present: Sequence[Model] = ()
+    rollout: RolloutBytes | None = None
+
+    @property
+    def peak(self) -> Mode:
+        return max(self.modes, key=lambda mode: mode.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into device and host memory."""
+        return self.excess == 0
+
+    @property
+    def excess(self) -> int:
+        """Bytes that do not fit, of device and host memory together."""
+        on_device = max(0, self.peak.total - self.device.memory)
+        host_memory = self.device.host_memory
+        return on_device + (0 if host_memory is None else max(0, self.host.total() - host_memory))
+
+
+Estimator = Callable[[CommonConfig, int], StepEstimate]  # of a step on a number of processes
 
 
 class StepEstimator(Generic[Config]):
@@ -84,17 +166,16 @@ class StepEstimator(Generic[Config]):
             "gradients": t.gradients,
             "buffers": Held(t.buffers),
         }
-        return Learner(name, use, work, zero, held, t.gathered, t)
+        return Learner(name, use, sizes, work, zero, held, t.gathered, t)
 
     def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings, offload: bool) -> Model:
         """A frozen model beside one that is trained with ``zero``."""
-        zero = zero.frozen(offload)
-        total = self._models.sizes(use).total
-        weights, gathered = frozen_bytes(total, zero, self._num_processes)
-        return Model(name, use, work, zero, {f"{name} weights": weights}, gathered)
+        zero, sizes = zero.frozen(offload), self._models.sizes(use)
+        weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes)
+        return Model(name, use, sizes, work, zero, {f"{name} weights": weights}, gathered)
 
     def _line(self, model: Model) -> str:
-        sizes = self._models.sizes(model.use)
+        sizes = model.sizes
         trained = f", {count(sizes.trained)} of them trained (LoRA)" if model.use.lora_dim else ""
         dtype = str(self._dtype).removeprefix("torch.")
         zero = model.zero.describe()
@@ -124,8 +205,7 @@ class StepEstimator(Generic[Config]):
     def _leftover(self, learners: Sequence[Learner], batch: Batch) -> int:
         """Bytes of small blocks that malloc retains after an optimizer step."""
         return max(
-            self._small(m, batch) + m.training.per_gradient * self._models.sizes(m.use).in_small
-            for m in learners
+            self._small(m, batch) + m.training.per_gradient * m.sizes.in_small for m in learners
         )
 
     def _moments(self, model: Learner, batch: Batch, num_micro_batches: int, small: int) -> Moments:
@@ -168,6 +248,7 @@ class StepEstimator(Generic[Config]):
         modes: list[Mode],
         present: Sequence[Model],
         leftover: int,
+        rollout: RolloutBytes | None = None,
     ) -> StepEstimate:
         """The estimate: every mode with the persistent memory added.
 
@@ -189,16 +270,8 @@ class StepEstimator(Generic[Config]):
             saving = {"file being written": written - reused, "activations": retained}
             modes = [*modes, Mode("saving", Items(saving))]
         modes = [replace(mode, items=persistent + mode.items) for mode in modes]
-        return StepEstimate(
-            number,
-            self._config,
-            self._device,
-            self._num_processes,
-            lines,
-            modes,
-            +host,
-            list(present),
-        )
+        where = self._config, self._device, self._num_processes
+        return StepEstimate(number, *where, lines, modes, +host, present, rollout)
 
 
 class SupervisedEstimator(StepEstimator[SupervisedConfig]):
@@ -227,14 +300,18 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
         lines = [self._line(model)]
         if pairs is not None and is_policy:
             reference: Model = model
+            name = "the model without adapters"
             if pairs.loads_reference:
+                name = "a copy of the model"
                 offload = pairs.offload_reference_model
                 reference = self._frozen("reference", use.frozen, "sft", model.zero, offload)
                 present.append(reference)
-            lines.append(f"reference: {reference_of(pairs)}")
-            if not pairs.precompute_ref_logprobs:
+            if pairs.precompute_ref_logprobs:
+                name = "its log-probs, computed before training"
+            else:
                 moments.append(("reference", self._forward(reference, batch, leftover)))
                 evaluation.append(("reference", self._forward(reference, held_out, leftover)))
+            lines.append(f"reference: {name}")
         return self._finished(
             1 if pairs is None else 2,
             lines,
@@ -243,15 +320,6 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             present,
             leftover,
         )
-
-
-def reference_of(config: RewardConfig) -> str:
-    """What serves as the reference, for the report."""
-    if config.loads_reference:
-        return "a copy of the model"
-    if config.precompute_ref_logprobs:
-        return "its log-probs, computed before training"
-    return "the model without adapters"
 
 
 def held_by(models: Sequence[Model]) -> tuple[Items, Items]:

@@ -1,0 +1,155 @@
+"""Estimates every step of a request: the tables of ``--plan`` and the lines of the log."""
+
+from collections.abc import Iterator, Sequence
+
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.estimate import PlanRequest
+from dschat.estimate.advice import Advice, advise
+from dschat.estimate.devices import GIB, find_device
+from dschat.estimate.hours import time_lines
+from dschat.estimate.memory import Estimator, StepEstimate, SupervisedEstimator
+from dschat.estimate.models import MODEL_ERRORS, Models
+from dschat.estimate.rlhf import RLHFEstimator
+
+_MIB = 2**20
+_TITLES = {1: "supervised fine-tuning", 2: "reward model", 3: "RLHF"}
+_ORDER = (
+    *("model weights", "actor weights", "critic weights", "reference weights", "reward weights"),
+    "teacher weights",
+    *("gradients", "optimizer states", "moving average", "rollout copy", "KV cache"),
+    *("activations", "logits", "buffers", "file being written", "libraries"),
+)
+
+
+def tables(request: PlanRequest) -> str:
+    """The estimate of every step as a table, with its time and dollars on a GPU.
+
+    Raises:
+        UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
+    """
+    estimator, texts = make_estimator(request), []
+    for number in sorted(request.steps):
+        estimate = estimator(request.config(number), request.num_processes)
+        lines = [table(estimate, advise(estimate, estimator))]
+        texts.append("\n".join([*lines, *time_lines(estimate, request, estimator)]))
+    return "\n\n".join(texts)
+
+
+def log_lines(request: PlanRequest) -> Iterator[str]:
+    """One line per step: its estimate, or why there is none."""
+    estimator = make_estimator(request)
+    for number in sorted(request.steps):
+        try:
+            estimate = estimator(request.config(number), request.num_processes)
+            yield line(estimate, advise(estimate, estimator, most=1))
+        except UserError as error:
+            yield f"no plan: step {number}: {error}"
+
+
+def make_estimator(request: PlanRequest) -> Estimator:
+    """A function from a step's configuration, and a number of processes, to its estimate on the
+    request's device.
+    """
+    device, models = find_device(request), Models(request.made_from)
+
+    def estimate(config: CommonConfig, num_processes: int) -> StepEstimate:
+        try:
+            if isinstance(config, RLHFConfig):
+                return RLHFEstimator(models, device, num_processes, config).estimate()
+            assert isinstance(config, SupervisedConfig)
+            return SupervisedEstimator(models, device, num_processes, config).estimate()
+        except UserError:
+            raise
+        except MODEL_ERRORS as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"a model of this step cannot be planned: {reason}") from error
+
+    return estimate
+
+
+def title_of(estimate: StepEstimate) -> str:
+    """A short title of a step: "reward model", "DPO"."""
+    config = estimate.config
+    if isinstance(config, RewardConfig) and config.trains_policy:
+        return config.loss.upper()
+    return _TITLES[estimate.number]
+
+
+def table(estimate: StepEstimate, advice: Sequence[Advice]) -> str:
+    """The estimate of one step: its models, every item in every mode, whether it fits."""
+    modes, num_processes = estimate.modes, estimate.num_processes
+    unit, name = (GIB, "GiB") if estimate.peak.total >= 4 * GIB else (_MIB, "MiB")
+    items = [i for i in _ORDER if any(mode.items.get(i) for mode in modes)]
+    assert set(items) >= {i for mode in modes for i, n in mode.items.items() if n}
+    processes = f"one of {num_processes} processes" if num_processes > 1 else "one process"
+
+    def shown(num_bytes: int) -> str:
+        return f"{num_bytes / unit:.{2 if unit == GIB else 0}f}" if num_bytes else "-"
+
+    lines = [
+        f"step {estimate.number}, {title_of(estimate)}: {processes}, on {estimate.device.origin}",
+        *(f"  {line}" for line in estimate.models),
+        "",
+        _row(name, [mode.name for mode in modes]),
+        *(_row(item, [shown(mode.items.get(item, 0)) for mode in modes]) for item in items),
+        _row("total", [shown(mode.total) for mode in modes]),
+        "",
+        f"  fullest: {_fullest(estimate)}: {_verdict(estimate)}",
+        *_host(estimate),
+        *_advice_lines(estimate, advice),
+    ]
+    return "\n".join(lines)
+
+
+def line(estimate: StepEstimate, advice: Sequence[Advice]) -> str:
+    """One line of the log."""
+    text = f"plan: step {estimate.number}: {_fullest(estimate)}: {_verdict(estimate)}"
+    if advice:
+        first = advice[0]
+        text += f"; try {first.change.flags(estimate.number)} (saves {_gib(first.saved)})"
+    return text
+
+
+def _fullest(estimate: StepEstimate) -> str:
+    mode = estimate.peak
+    moment = f" ({mode.moment})" if mode.moment else ""
+    return f"{mode.name}{moment}, {_gib(mode.total)} of {_gib(estimate.device.memory)}"
+
+
+def _verdict(estimate: StepEstimate) -> str:
+    if not estimate.fits:
+        on_device = estimate.peak.total > estimate.device.memory
+        return "DOES NOT FIT" if on_device else "fits on the device, not in host memory"
+    share = estimate.peak.total / estimate.device.memory
+    return "fits" if share < 0.9 else "fits barely; fragmentation may exceed the device"
+
+
+def _host(estimate: StepEstimate) -> list[str]:
+    if not estimate.host:
+        return []
+    host_memory = estimate.device.host_memory
+    share = f" of {_gib(host_memory)} per process" if host_memory is not None else ""
+    parts = ", ".join(f"{name} {_gib(value)}" for name, value in estimate.host.items())
+    return [f"  host memory: {_gib(estimate.host.total())}{share}: {parts}"]
+
+
+def _advice_lines(estimate: StepEstimate, advice: Sequence[Advice]) -> list[str]:
+    if estimate.fits:
+        return []
+    if not advice:
+        return ["  no flag lowers it further; use a smaller model or more devices"]
+    lines = ["  change first, in this order:"]
+    for number, entry in enumerate(advice, 1):
+        after = entry.after
+        result = "then it fits" if after.fits else f"then it takes {_gib(after.peak.total)}"
+        flags = entry.change.flags(estimate.number)
+        lines.append(f"    {number}. {flags}: saves {_gib(entry.saved)}, {result}")
+    return lines
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"  {name:<18}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"
