@@ -16,7 +16,7 @@ from dschat.estimate.models import MODEL_ERRORS
 from dschat.estimate.seconds import HF_LOOP, Fleet, Phase, Rows, cached_bytes
 from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
 
-_CHECKED_SHARE = 1 / 8  # of the answers, that --old_logprobs auto recomputes (`rlhf.scoring`)
+_CHECKED_SHARE = 1 / 8  # of the answers, that --old_logprobs auto recomputes (`rlhf.forwards`)
 _LARGEST_ROWS = 128  # of a micro-batch
 _UNKNOWN = 1000  # steps, where the length of an epoch is not known
 
