@@ -41,11 +41,11 @@ class EpisodeCollector(Collector):
     ) -> None:
         super().__init__(engine, scorer, policy)
         self._source, self._limits = source, limits_of(scorer.args)
-        args, tells = scorer.args, scorer.args.on_tool_error == "feedback"
-        self._make: Callable[[], Environment] = source.maker(engine.tokenizer, tells)
+        args, feedback = scorer.args, scorer.args.on_tool_error == "feedback"
+        self._make: Callable[[], Environment] = source.maker(engine.tokenizer, feedback)
         if args.environment_pool == "process":
             self._make = source.processes(
-                engine.tokenizer, tells, args.environment_workers, args.environment_timeout_s
+                engine.tokenizer, feedback, args.environment_workers, args.environment_timeout_s
             )
         self._observations: dict[bool, ObservationTokens] = {}
 
