@@ -115,6 +115,7 @@ class Scoring:
             return
         rows = sorted(self._samples) if rows is None else rows
         self._samples = {row: self._samples[row] for row in rows}
+        self._num_left -= len(self._waiting)
         self._waiting = []
         samples, numbered = Samples.joined(list(self._samples.values())), self._numbered(rows)
         # Background sources first: a source that runs in this thread blocks the loop.

@@ -55,9 +55,10 @@ class Scripted:
         self.rollout, self.order = rollout, list(order)
 
     def generate(self, prompts, sampling, indices, *, answered=None):
-        rest = [row for row in range(len(prompts)) if row not in self.order]
-        for row in self.order + rest:
-            answered(row, self.rollout.part(row * sampling.n, (row + 1) * sampling.n))
+        rest = [row for row in indices if row not in self.order]
+        for row in [row for row in self.order if row in indices] + rest:
+            answers = self.rollout.part(row * sampling.n, (row + 1) * sampling.n)
+            answered(indices.index(row), answers)
         return self.rollout
 
 
@@ -94,7 +95,7 @@ def plain(sources):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_scores_are_those_of_one_call(seed):
-    """Prompts complete in any order, and some stand twice."""
+    """Prompts complete in any order, in one or several calls, and some stand twice."""
     draw = random.Random(seed)
     count = draw.choice([1, 2, 7, 16])
     ids = [[draw.randrange(1, 1 + count)] for _ in range(count)]
@@ -102,11 +103,12 @@ def test_scores_are_those_of_one_call(seed):
     rollout = rollout_of(draw, count)
     reported = draw.sample(range(count), draw.randint(0, count))
     functions, seen = (neighbours, (by_token, 0.5), column, whole), []
+    calls = draw.choice([1, 1, 2, 3])
     for pool in ("none", "thread"):
         collector = collector_of(*functions, reward_pool=pool, reward_workers=3)
         generator = Scripted(rollout, reported)
         sampling = SamplingParams(n=N)
-        pending = collector.answers_of(generator, prompts, sampling, 0)
+        pending = collector.answers_of(generator, prompts, sampling, 0, calls)
         seen.append(plain(pending.sources(8)))
         collector.scorer.functions.close()
     assert seen[0] == seen[1]
