@@ -1,7 +1,7 @@
 """Collects rollouts: the actor answers prompts, and reward functions score the answers.
 
 A prompt with all its answers is a group. Reward functions get a group as soon as it is complete,
-while others are generated. A policy says which prompts are answered, and what of them is kept.
+while others are generated. A rollout policy says which prompts are asked and what of them is kept.
 """
 
 import time
@@ -31,7 +31,7 @@ class Group:
     rewards: list[list[float]] | None = None  # of an environment, for each token of each answer
 
 
-class Policy:
+class RolloutPolicy:
     """What a rollout asks, when it has enough, and what it keeps: all answers to an iteration's
     prompts, in one round.
 
@@ -88,9 +88,9 @@ class Collector:
         self,
         engine: DeepSpeedRLHFEngine,
         scorer: RolloutScorer,
-        policy: Policy | None = None,
+        policy: RolloutPolicy | None = None,
     ) -> None:
-        self.scorer, self.policy = scorer, policy or Policy()
+        self.scorer, self.policy = scorer, policy or RolloutPolicy()
         self._engine, self._functions = engine, scorer.functions
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from dschat.models.continued_text import whole_texts
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, SourceScores
-from dschat.rlhf.collector import Collector, Group, Policy
+from dschat.rlhf.collector import Collector, Group, RolloutPolicy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.policies import policy_of
 from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.rollout_policies import policy_of
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 ENVIRONMENT = "environment"  # the name of its rewards
@@ -37,7 +37,7 @@ class EpisodeCollector(Collector):
         engine: DeepSpeedRLHFEngine,
         scorer: RolloutScorer,
         source: EnvironmentSource,
-        policy: Policy | None = None,
+        policy: RolloutPolicy | None = None,
     ) -> None:
         super().__init__(engine, scorer, policy)
         self._source, self._limits = source, limits_of(scorer.args)

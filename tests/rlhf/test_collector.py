@@ -14,8 +14,8 @@ from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.policies import DynamicSampling
 from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.rollout_policies import DynamicSampling
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 

@@ -9,7 +9,7 @@ from tiny_models import EOS
 
 from dschat.config import UserError
 from dschat.inference.protocol import Rollout
-from dschat.rlhf import policies
+from dschat.rlhf import rollout_policies
 
 CASE = Case("ppo", iterations=6)
 WANTED = 8  # prompts in a rollout, each with two answers
@@ -79,7 +79,7 @@ def test_the_oldest_are_completed_when_they_are_due(models_folder, monkeypatch):
             if prompt.is_complete:
                 answered(row, Rollout(prompt.token_ids, prompt.logprobs, prompt.finish_reasons))
 
-    monkeypatch.setattr(policies, "advance", advance)
+    monkeypatch.setattr(rollout_policies, "advance", advance)
     trainer = trainer_of(models_folder, max_staleness=2)
     oldest = []
     for iteration in range(CASE.iterations):

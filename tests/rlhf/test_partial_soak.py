@@ -21,8 +21,8 @@ from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
-from dschat.rlhf.policies import PartialRollouts
 from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.rollout_policies import PartialRollouts
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N, LIMIT, STALENESS, MOST_REMEMBERED = 3, 24, 2, 300

@@ -13,7 +13,7 @@ from dschat.inference.engine import InferenceEngine
 from dschat.inference.partial import OpenPrompt, advance
 from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
 from dschat.losses import clip_scores, group_has_variance, group_stats
-from dschat.rlhf.collector import Policy
+from dschat.rlhf.collector import RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
 from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
@@ -21,16 +21,16 @@ from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 logger = logging.getLogger("dschat")
 
 
-def policy_of(args: RLHFConfig, scorer: RolloutScorer, more: PromptQueue) -> Policy:
+def policy_of(args: RLHFConfig, scorer: RolloutScorer, more: PromptQueue) -> RolloutPolicy:
     """The policy that the flags ask for. ``more``: prompts in addition to an iteration's."""
     if args.dynamic_sampling:
         return DynamicSampling(scorer, args.max_sampling_rounds, more)
     if args.partial_rollout:
         return PartialRollouts(args.oversample, args.staleness_bound, more)
-    return Policy(more)
+    return RolloutPolicy(more)
 
 
-class DynamicSampling(Policy):
+class DynamicSampling(RolloutPolicy):
     """Samples in rounds until enough prompts have answers of different scores; then the rollout is
     scored already. Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
 
@@ -123,13 +123,13 @@ def _adds_up(name: str) -> bool:
     return name.startswith("time/") or name in ("rollout/unscored", "throughput/preemptions")
 
 
-class PartialRollouts(Policy):
+class PartialRollouts(RolloutPolicy):
     """Ends a rollout when enough prompts are answered, and continues the others in the next one.
 
     More prompts are under way than a rollout needs, so that it need not wait for the longest
-    answers. A continued answer has tokens of several versions of the policy, each with the log-prob
-    that it was drawn with; ``--rollout_is`` weighs every token by the present policy's probability
-    over that. The samples of a prompt stay together.
+    answers. Several versions of the actor draw the tokens of a continued answer. Each token keeps
+    the log-prob that it was drawn with, and ``--rollout_is`` weighs it by the present actor's
+    probability over that. The samples of a prompt stay together.
 
     Args:
         oversample: prompts under way in addition to a rollout's, as a share of those.
