@@ -75,7 +75,10 @@ class ForcedRollout:
             prompts, replace(sampling, ignore_eos=True), indices, max_new_tokens=lengths
         )
         answers = [list(answer) for answer in self.answers]
-        return replace(drawn, token_ids=answers, logprobs=self.logprobs)
+        rollout = replace(drawn, token_ids=answers, logprobs=self.logprobs)
+        for row in range(len(prompts)) if answered is not None else ():
+            answered(row, rollout.part(row * sampling.n, (row + 1) * sampling.n))
+        return rollout
 
 
 class RLHFSide:

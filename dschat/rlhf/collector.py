@@ -172,6 +172,7 @@ class Collector:
             metrics |= self.answers(generator, prompts, rows, sampling, first, add)
             groups = sorted(groups, key=lambda group: group.row)[:wanted]
             scoring.start([group.row for group in groups])
+        assert len(groups) == wanted, "the generator did not report all prompts"
         e = self._experience(groups, first * sampling.n)
         others = self._scores_of(groups)
         return Collected(e, len(groups), metrics, self.scorer, scoring, others)
