@@ -25,7 +25,7 @@ from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 class Group:
     """A prompt with its finished answers."""
 
-    row: int  # of the prompt among those that were asked
+    number: int  # of the prompt, over all ranks
     prompts: PromptTable  # one for each answer: an environment may have added to the prompt
     answers: Rollout
     rewards: list[list[float]] | None = None  # of an environment, for each token of each answer
@@ -164,14 +164,15 @@ class Collector:
         def add(group: Group) -> None:
             groups.append(group)
             if self._functions.names:
-                scoring.add(group.row, self._samples(group))
+                scoring.add(group.number - first, self._samples(group))
 
         size = max(1, -(-num_asked // calls))
         for start in range(0, calls * size, size):
             rows = list(range(num_asked))[start : start + size]
-            metrics |= self.answers(generator, prompts, rows, sampling, first, add)
-            groups = sorted(groups, key=lambda group: group.row)[:wanted]
-            scoring.start([group.row for group in groups])
+            part, numbers = prompts.pick(rows), [first + row for row in rows]
+            metrics |= self.answers(generator, part, sampling, numbers, add)
+            groups = sorted(groups, key=lambda group: group.number)[:wanted]
+            scoring.start([group.number - first for group in groups])
         assert len(groups) == wanted, "the generator did not report all prompts"
         e = self._experience(groups, first * sampling.n)
         others = self._scores_of(groups)
@@ -181,21 +182,18 @@ class Collector:
         self,
         generator: Generator,
         prompts: PromptTable,
-        rows: list[int],
         sampling: SamplingParams,
-        first: int,
+        numbers: list[int],
         add: Callable[[Group], None],
     ) -> dict[str, float]:
-        """Collective. Answer the prompts in ``rows``, and ``add`` each group as soon as it is
-        complete; returns metrics.
+        """Collective. Answer ``prompts``, which have these ``numbers``, and ``add`` each group as
+        soon as it is complete; returns metrics.
         """
 
-        def answered(place: int, answers: Rollout) -> None:
-            row = rows[place]
-            add(Group(row, prompts.pick([row] * len(answers)), answers))
+        def answered(row: int, answers: Rollout) -> None:
+            add(Group(numbers[row], prompts.pick([row] * len(answers)), answers))
 
-        ids, numbers = [prompts.ids[row] for row in rows], [first + row for row in rows]
-        generator.generate(ids, sampling, numbers, answered=answered)
+        generator.generate(prompts.ids, sampling, numbers, answered=answered)
         return {}
 
     def prompt_texts(self, prompts: PromptTable) -> list[str]:

@@ -57,12 +57,11 @@ class EpisodeCollector(Collector):
         self,
         generator: Generator,
         prompts: PromptTable,
-        rows: list[int],
         sampling: SamplingParams,
-        first: int,
+        numbers: list[int],
         add: Callable[[Group], None],
     ) -> dict[str, float]:
-        """Collective. See `Collector.answers`; ``rows`` are all.
+        """Collective. See `Collector.answers`.
 
         Raises ``RewardError`` on all ranks where an environment failed on one of them.
         """
@@ -74,14 +73,17 @@ class EpisodeCollector(Collector):
 
         def answered(row: int, episodes: list[Episode]) -> None:
             rewards = [episode.rewards for episode in episodes]
-            add(Group(row, own_prompts(prompts, episodes), rollout_of(episodes), rewards))
+            own = own_prompts(prompts, episodes)
+            add(Group(numbers[row], own, rollout_of(episodes), rewards))
 
         observations = self._observations_of(prompts)
         runner = EpisodeRunner(
             generator, self._engine.tokenizer, self._make, observations, self._limits, appended
         )
-        columns = [{name: values[i] for name, values in prompts.columns.items()} for i in rows]
-        numbers = [first + i for i in rows]
+        columns = [
+            {name: values[i] for name, values in prompts.columns.items()}
+            for i in range(len(prompts.ids))
+        ]
         episodes = runner.run(
             prompts.ids, self.prompt_texts(prompts), columns, sampling, numbers, answered
         )
