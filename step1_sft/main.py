@@ -36,7 +36,7 @@ def main() -> None:
         tables = sft_dataset(config, base.tokenizer, "both")
     batches = setup.step_batches(config, *tables)
     model = setup.load_policy(config, base, zero, config.dropout)
-    companions = setup.policy_companions(config, base, model)
+    files = setup.policy_files(config, base, model)
     num_steps = loop.num_total_steps(config, batches[0])
     engine = setup.build_engine(model, config, zero, num_steps)
     task = tasks.SFTTask()
@@ -45,10 +45,10 @@ def main() -> None:
     # Loop, and save.
     metrics_log = setup.claim_output(config)
     gold = GoldEvaluation(
-        unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
+        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
     )
     gold.log(metrics_log, 0)
-    save = partial(setup.save, engine, config, companions)
+    save = partial(setup.save, engine, config, files)
     loop.train(engine, task, config, *batches, metrics_log, save)
     gold.log(metrics_log, num_steps)
     metrics_log.close()

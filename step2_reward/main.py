@@ -67,14 +67,14 @@ def train_reward_model(config, zero, base, tables) -> None:
             longest_row=config.max_seq_len,
         )
     ends = stop_ids(base.tokenizer)
-    companions = setup.Companions(model.config, base.tokenizer, ends)
+    files = setup.HubFiles(model.config, base.tokenizer, ends)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
     task = tasks.RewardTask(most_answers(*tables))
     setup.settle_micro_batches(config, engine, task, *batches)
 
     # Loop, and save.
     metrics_log = setup.claim_output(config)
-    save = partial(setup.save, engine, config, companions)
+    save = partial(setup.save, engine, config, files)
     loop.train(engine, task, config, *batches, metrics_log, save)
     metrics_log.close()
 
@@ -90,7 +90,7 @@ def train_policy(config, zero, base, tables) -> None:
     num_steps = loop.num_total_steps(config, batches[0])
     load = partial(setup.load_policy, config, base)
     model = load(zero, config.dropout or 0.0)
-    companions = setup.policy_companions(config, base, model)
+    files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, num_steps)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
@@ -102,10 +102,10 @@ def train_policy(config, zero, base, tables) -> None:
         for table in tables:
             task.precompute(engine, table, batches[1].size)
     gold = GoldEvaluation(
-        unwrap(engine), base.tokenizer, companions.stop_ids, config, zero.shards_parameters
+        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
     )
     gold.log(metrics_log, 0)
-    save = partial(setup.save, engine, config, companions, subfolder="actor")
+    save = partial(setup.save, engine, config, files, subfolder="actor")
     loop.train(engine, task, config, *batches, metrics_log, save)
     gold.log(metrics_log, num_steps)
     metrics_log.close()

@@ -91,7 +91,7 @@ def export_hf(
         dtype = _write_weights(_batches(stream, max_file_bytes, main), staging, files)
         if main:
             _write_index(staging, files)
-            _write_companions(staging, base, config, tokenizer, stop_ids, dtype)
+            _write_hub_files(staging, base, config, tokenizer, stop_ids, dtype)
             check_saved(staging, base, values)
             _write_checksums(staging)
             _move_in(staging, folder)
@@ -181,7 +181,7 @@ def _write_index(staging: Path, files: list[dict[str, int]]) -> None:
     (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _write_companions(
+def _write_hub_files(
     staging: Path,
     model: PreTrainedModel,
     config: PretrainedConfig,

@@ -45,8 +45,8 @@ class Base(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-class Companions(NamedTuple):
-    """What is saved beside the weights, as `export_hf` takes it."""
+class HubFiles(NamedTuple):
+    """What a Hugging Face folder has beside the weights, as `export_hf` takes it."""
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -84,14 +84,14 @@ def load_policy(
     return model
 
 
-def policy_companions(config: SupervisedConfig, base: Base, model: PreTrainedModel) -> Companions:
+def policy_files(config: SupervisedConfig, base: Base, model: PreTrainedModel) -> HubFiles:
     """What is saved beside ``model``, which `load_policy` made of ``base``: the configuration of
     its checkpoint, with the rows and the pad id of ``model``.
     """
     saved = copy.deepcopy(base.checkpoint.config)
     match_vocabulary(saved, model.config, config.lora_dim > 0 and config.only_optimize_lora)
     stops = stop_ids(base.tokenizer, model.generation_config)
-    return Companions(saved, base.tokenizer, stops)
+    return HubFiles(saved, base.tokenizer, stops)
 
 
 def build_engine(
@@ -170,7 +170,7 @@ def claim_output(config: SupervisedConfig) -> MetricsLog:
 
 
 def save(
-    engine: TrainingEngine, config: SupervisedConfig, companions: Companions, subfolder: str = ""
+    engine: TrainingEngine, config: SupervisedConfig, files: HubFiles, subfolder: str = ""
 ) -> None:
     """Collective. Export ``engine``'s model as a Hugging Face folder.
 
@@ -184,9 +184,9 @@ def save(
     folder = Path(config.output_dir) / subfolder
     module = unwrap(engine)
     with stop_signals.handle_stop_signals(config.output_dir):
-        values = probe_values(engine, companions.config)
+        values = probe_values(engine, files.config)
         stream = weight_stream(module, dist.device())
-        export_hf(folder, stream, module, *companions, values)
+        export_hf(folder, stream, module, *files, values)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
     logger.info("saved %s", config.output_dir)

@@ -24,7 +24,7 @@ NUM_HELD_OUT = 7
 
 
 def build_preference(case: Case, models: Path, out: Path):
-    """Engine, task, configuration, tables, companions: as the main of step 2 builds them."""
+    """Engine, task, configuration, tables, files: as the main of step 2 builds them."""
     path = str(models / case.model)
     config = RewardConfig(
         loss=case.step,
@@ -51,7 +51,7 @@ def build_preference(case: Case, models: Path, out: Path):
             return Checkpoint(path, "--model_name_or_path").language_model(zero.dtype, dropout)
 
     model = load(zero, 0.0)
-    companions = setup.Companions(model.config, tokenizer, (EOS,))
+    files = setup.HubFiles(model.config, tokenizer, (EOS,))
     engine = setup.build_engine(model, config, zero, 5)
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
@@ -61,11 +61,11 @@ def build_preference(case: Case, models: Path, out: Path):
     if config.precompute_ref_logprobs:
         for table in tables:
             task.precompute(engine, table, MicroBatchSize(5, budget))
-    return engine, task, config, tables, companions
+    return engine, task, config, tables, files
 
 
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    engine, task, config, tables, companions = build_preference(case, models, out)
+    engine, task, config, tables, files = build_preference(case, models, out)
     batches = setup.step_batches(config, *tables)
     setup.settle_micro_batches(config, engine, task, *batches)
     log = MetricsLog(config.output_dir, config)
@@ -73,7 +73,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     log.close()
     engine.eval()
     result: dict[str, Any] = {"probe": probe_logprobs(engine)}
-    setup.save(engine, config, companions, subfolder="actor")
+    setup.save(engine, config, files, subfolder="actor")
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         names = ("loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl")

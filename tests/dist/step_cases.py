@@ -172,7 +172,7 @@ def _batch_sizes(case: Case) -> dict[str, int]:
 
 
 def build_supervised(case: Case, models: Path, out: Path):
-    """Engine, task, configuration, companions for saving: as the mains of steps 1 and 2 build
+    """Engine, task, configuration, files for saving: as the mains of steps 1 and 2 build
     them.
     """
     cls = SFTConfig if case.step != "reward" else RewardConfig
@@ -214,13 +214,13 @@ def build_supervised(case: Case, models: Path, out: Path):
             )
         wrap, task = LanguageModel, tasks.SFTTask()
     stops = (EOS,) if case.step == "sft" else ()
-    companions = setup.Companions(model.config, tokenizer, stops)
+    files = setup.HubFiles(model.config, tokenizer, stops)
     engine = setup.build_engine(model, config, zero, 10, wrap)
-    return engine, task, config, companions
+    return engine, task, config, files
 
 
 def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    engine, task, config, companions = build_supervised(case, models, out)
+    engine, task, config, files = build_supervised(case, models, out)
     rows = training_rows(case)
     batches = setup.step_batches(config, rows, rows[:7])
     setup.settle_micro_batches(config, engine, task, *batches)
@@ -229,7 +229,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     log.close()
     engine.eval()
     probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
-    setup.save(engine, config, companions)
+    setup.save(engine, config, files)
     result: dict[str, Any] = {"probe": probe}
     if dist.is_main_process():
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -359,6 +359,6 @@ def test_a_signal_waits_until_the_model_is_saved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(setup, "export_hf", export)
     monkeypatch.setattr(setup, "probe_values", lambda *_: None)
-    companions = setup.Companions(None, None)
-    setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)), companions)
+    files = setup.HubFiles(None, None)
+    setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)), files)
     assert saved == [1]
