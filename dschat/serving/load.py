@@ -50,7 +50,6 @@ def _load(name: str, path: str, config: ServeConfig) -> ServedModel:
             max_seq_len=min(config.max_seq_len or _MAX_SEQ_LEN, positions),
             page_size=_PAGE_SIZE,
             kv_cache_gib=config.kv_cache_gib,
-            cuda_graphs=False,
         )
     except UnsupportedModel as reason:
         raise UserError(f"--path {path}: the inference engine cannot run it: {reason}") from None
