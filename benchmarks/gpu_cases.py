@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from unittest.mock import patch
 
 from rollout_workloads import CASES as ROLLOUTS
@@ -32,13 +31,12 @@ class Side:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A scope in which engines are made, and run, as this side says."""
-        from dschat.inference import engine
-        from dschat.inference.device_loop import DeviceLoop
+        from dschat.inference.captured_core import CapturedCore
 
-        loop = DeviceLoop if self.lag is None else partial(DeviceLoop, lag=self.lag)
+        lag = CapturedCore.lag if self.lag is None else self.lag
         with (
             patch.dict(os.environ, {VARIABLE: ",".join(self.kernels)}),
-            patch.object(engine, "DeviceLoop", loop),
+            patch.object(CapturedCore, "lag", lag),
         ):
             yield
 

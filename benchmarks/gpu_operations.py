@@ -26,7 +26,8 @@ from dschat.inference.model.decoder import Decoder, _Layer, _Norm, _Step
 from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.weights import Weights
-from dschat.inference.sampler import StepSampling
+from dschat.inference.sampler import Sampler, SamplingKind, StepSampling
+from dschat.inference.sequence import Request
 
 DTYPE = torch.bfloat16
 Operands = tuple[Tensor | None, ...]
@@ -301,8 +302,12 @@ class Draw(Operation):
 
     def launch(self, decoder: Decoder, kernels: StepKernels | None) -> Launch:
         device = decoder.weights.device
-        sampling = StepSampling(device)
-        kind = sampling.load(SAMPLINGS[self.name], [], put=lambda copy: copy())
+        sampling = StepSampling(self.rows, device)
+        request = Request([0], SAMPLINGS[self.name])
+        Sampler(self.spec.vocab_size, device, RankGroup()).prepare(request, ())
+        rows = request.sequences * self.rows
+        kind = SamplingKind.of(rows)
+        sampling.load(rows, kind, put=lambda copy: copy())
         row = torch.arange(self.rows, device=device)
         key: Any = row, torch.zeros_like(row), row + self.case.new_tokens // 2
         if kernels is not None:

@@ -23,8 +23,9 @@ from rollout_workloads import MODELS
 
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.protocol import SamplingParams
 from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Prompt
+from dschat.inference.sequence import Request
 
 LENGTHS, BATCHES, PAGES = (256, 1024, 4096), (8, 64, 256), ("16", "32", "64", "whole")
 
@@ -58,12 +59,12 @@ def tokens(length: int, batch: int, page_size: int) -> tuple[float, float, int]:
     cache = KVCache(1, num_pages, page_size, 1, 1, torch.float32, torch.device("cpu"))
     scheduler = Scheduler(cache, batch, 8192)
     draw = random.Random(0)
-    prompts = []
+    sequences = []
     for number in range(2 * batch):
         ids = [0] * draw.randint(length // 4, length // 2)
         answer = min(math.ceil(draw.expovariate(3 / length)), length - len(ids))
-        prompts.append(Prompt(ids, number, 1, answer))
-    scheduler.add(prompts)
+        sequences += Request(ids, SamplingParams(answer), number).sequences
+    scheduler.add(sequences)
     held = used = steps = peak = 0
     while scheduler.has_work:
         schedule = scheduler.schedule()
@@ -75,7 +76,7 @@ def tokens(length: int, batch: int, page_size: int) -> tuple[float, float, int]:
         for sequence in schedule.decodes + [s for s, _ in schedule.chunks]:
             if sequence.computed == len(sequence):
                 sequence.answer.append(0)
-                if len(sequence.answer) == sequence.prompt.max_new_tokens:
+                if sequence.is_over:
                     scheduler.finish(sequence)
     return held / steps, used / steps, peak
 

@@ -195,15 +195,15 @@ def test_a_side_ends_with_its_scope(monkeypatch):
     from gpu_cases import Side
 
     from dschat.config.cuda_kernels import VARIABLE, cuda_kernels
-    from dschat.inference import engine
+    from dschat.inference.captured_core import CapturedCore
 
     monkeypatch.delenv(VARIABLE, raising=False)
-    before = engine.DeviceLoop
+    before = CapturedCore.lag
     with Side(kernels=("norm", "draw"), lag=3).active():
         assert cuda_kernels() == {"norm", "draw"}
-        assert engine.DeviceLoop.keywords == {"lag": 3}
+        assert CapturedCore.lag == 3
     assert VARIABLE not in os.environ
-    assert engine.DeviceLoop is before
+    assert CapturedCore.lag == before
 
 
 def test_bytes_moved_by_zero_copy_are_an_error():
@@ -224,10 +224,10 @@ def test_wrong_log_probs_are_an_error(monkeypatch):
     from gpu_cases import Side
     from gpu_floor import Rates
 
-    from dschat.inference.eager_loop import EagerLoop
+    from dschat.inference.core import Core
 
-    append = EagerLoop._append
-    monkeypatch.setattr(EagerLoop, "_append", lambda self, s, t, p: append(self, s, t, p + 0.2))
+    append = Core._append
+    monkeypatch.setattr(Core, "_append", lambda self, s, t, p: append(self, s, t, p + 0.2))
     with pytest.raises(RuntimeError, match=r"log-probs .* differ by 0.2"):
         list(gpu_sides.measure("opt", tiny(), {"A": Side(graphs=False)}, False, 1, Rates(1e9, 1e9)))
 

@@ -89,8 +89,8 @@ class RolloutConfig:
     )
     speculate: Literal["off", "history", "auto"] = speed_flag(
         "off",
-        "Draft tokens from earlier answers, so that a step decodes several (auto: if that is "
-        "faster). Answers are the same.",
+        "Draft tokens from earlier answers, so that a step decodes several (auto: only tokens "
+        "that are nearly certain). Answers are the same.",
     )
     release_inference_cache: bool = speed_flag(False, "Free the KV cache after every rollout.")
     unpin_actor_parameters: bool = speed_flag(

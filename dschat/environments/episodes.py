@@ -24,10 +24,9 @@ from dschat.environments.contract import (
     ToolResult,
 )
 from dschat.environments.observations import ObservationTokens
-from dschat.inference import sequence as inference
 from dschat.inference.engine import InferenceEngine
-from dschat.inference.open_batch import OpenBatch
 from dschat.inference.protocol import FinishReason, SamplingParams
+from dschat.inference.sequence import Event, Request
 from dschat.models.continued_text import continued_texts
 from dschat.rewards.threads import Pool
 
@@ -143,17 +142,16 @@ class EpisodeRunner:
         appended: Callable[[int, str], list[int]],
     ) -> None:
         self._appended = appended
-        self._batch = OpenBatch(engine)
+        self._core = engine.core()
         self._tokenizer, self._make = tokenizer, make
         self._observations, self._limits = observations, limits
         self._pool = Pool(limits.num_workers)
-        self._asked: list[tuple[Episode, SamplingParams]] = []  # answers to decode
-        self._decoding: dict[inference.Prompt, Episode] = {}
+        self._asked: dict[Request, Episode] = {}  # answers to decode
+        self._decoding: dict[Request, Episode] = {}
         self._replying: dict[Future, _Reply] = {}  # in the order of asking
         self._steps = 0
         self._due: set[int] = set()  # steps at which a rank of the group takes a reply to an answer
-        self.stats = self._batch.stats
-        engine.stats = self.stats
+        self.stats = self._core.stats
 
     def run(
         self,
@@ -186,10 +184,10 @@ class EpisodeRunner:
                 self._ask(episode, episode.environment.reset, texts[row], seed, columns[row])
         is_open = True
         try:
-            while is_open or self._batch.has_work:
-                if self._batch.has_work:
+            while is_open or self._core.has_work:
+                if self._core.has_work:
                     self._steps += 1
-                    self._take(self._batch.step())
+                    self._take(self._core.step())
                 for episode, reply in self._replies():
                     self._follow(episode, reply)
                     if not episode.is_complete:
@@ -201,9 +199,8 @@ class EpisodeRunner:
                 if self._may_share:
                     is_open = self._share()
         finally:
-            self._batch.clear()
+            self._core.close()
             self._pool.close()
-            self.stats.finish()
         return episodes
 
     # -- the model's turn --------------------------------------------------------------------------
@@ -214,32 +211,32 @@ class EpisodeRunner:
         length = min(room, self._limits.max_turn_tokens)
         shortest = min(self._sampling.min_new_tokens, length)
         sampling = replace(self._sampling, max_new_tokens=length, min_new_tokens=shortest)
-        self._asked.append((episode, sampling))
+        (number, sample), first = episode.key, len(episode.tokens)
+        ids = episode.prompt + episode.tokens
+        request = Request(ids, sampling, number, first_sample=sample, first_position=first)
+        self._asked[request] = episode
 
     @property
     def _may_share(self) -> bool:
         """Whether a rank may have asked for answers, or may be done: the same on all ranks."""
-        return not self._limits.lag or self._steps in self._due or not self._batch.has_work
+        return not self._limits.lag or self._steps in self._due or not self._core.has_work
 
     def _share(self) -> bool:
         """Collective in the group. Queue the answers that its ranks asked for; returns whether a
         rank waits for replies.
         """
-        episodes = [episode for episode, _ in self._asked]
-        asked = [
-            (e.prompt + e.tokens, sampling, (*e.key, len(e.tokens))) for e, sampling in self._asked
-        ]
-        requests, waits = self._batch.add_all(asked, bool(self._replying))
-        self._decoding |= zip(requests, episodes, strict=True)
+        by_rank = self._core.add_all(list(self._asked), bool(self._replying))
+        self._decoding |= self._asked
         self._asked.clear()
-        return any(waits)
+        return any(waits for _, waits in by_rank)
 
-    def _take(self, events: list[tuple[inference.Sequence, int, bool]]) -> None:
-        for sequence, _, is_last in events:
-            if not is_last:
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            if not event.is_last:
                 continue
+            sequence = event.sequence
             self._due.add(self._steps + self._limits.lag)
-            episode = self._decoding.pop(sequence.prompt, None)
+            episode = self._decoding.pop(sequence.request, None)
             if episode is None:
                 continue  # another rank's
             episode.add_answer(sequence.answer, sequence.logprobs)
@@ -274,7 +271,7 @@ class EpisodeRunner:
             return []
         if self._limits.lag:
             due = self._steps
-            if not self._batch.has_work:
+            if not self._core.has_work:
                 due = max(due, min(reply.due for reply in self._replying.values()))
             chosen = [f for f, reply in self._replying.items() if reply.due <= due]
             for future in chosen:
@@ -282,7 +279,7 @@ class EpisodeRunner:
                     wait([future], _WAIT_S)
                     self._mark_late()
             return chosen
-        wait(self._replying, 0.0 if self._batch.has_work else _WAIT_S, FIRST_COMPLETED)
+        wait(self._replying, 0.0 if self._core.has_work else _WAIT_S, FIRST_COMPLETED)
         self._mark_late()
         return [f for f, reply in self._replying.items() if f.done() or reply.is_late]
 

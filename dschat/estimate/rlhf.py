@@ -25,9 +25,9 @@ from dschat.estimate.memory import (
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
-from dschat.inference.draft_costs import MAX_DRAFTED
 from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
+from dschat.inference.speculation import MAX_DRAFTED
 
 
 class RLHFEstimator(StepEstimator[RLHFConfig]):

@@ -29,7 +29,7 @@ logger = logging.getLogger("dschat")
 Step = Callable[[], object]
 Capture = Callable[[Step], Step]  # -> replay: runs the step on the present content of the state
 
-WIDTHS = (1, 4, 8)  # positions of a sequence that a step computes, where steps have guesses
+WIDTHS = (1, 4, 8)  # positions of a sequence that a step computes, where steps have drafts
 # Above some 300 rows, the products of a step in 16 bits take longer than reading the weights.
 _MOST_ROWS = 256
 
@@ -157,8 +157,8 @@ class DecodeGraphs:
         num_tokens: ids from this one on are never drawn.
         capture: records a step.
         queue: where the state's work is queued; default: the current stream.
-        kernels: run the operations that they apply to; not the attention of steps with guesses.
-        guesses: whether steps may compute several positions of a sequence.
+        kernels: run the operations that they apply to; not the attention of steps with drafts.
+        drafts: whether steps may compute several positions of a sequence.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class DecodeGraphs:
         capture: Capture,
         queue: DeviceQueue | None = None,
         kernels: StepKernels | None = None,
-        guesses: bool = False,
+        drafts: bool = False,
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
-        self._all_widths = WIDTHS if guesses else WIDTHS[:1]
+        self._all_widths = WIDTHS if drafts else WIDTHS[:1]
         self._use(kernels)
         self._num_tokens = num_tokens
         self._version = decoder.weights.version
@@ -187,7 +187,7 @@ class DecodeGraphs:
 
     def _use(self, kernels: StepKernels | None) -> None:
         self._kernels = kernels
-        self._guess_kernels = None if kernels is None else kernels.without("attention")
+        self._draft_kernels = None if kernels is None else kernels.without("attention")
 
     @property
     def num_captured(self) -> int:
@@ -205,7 +205,7 @@ class DecodeGraphs:
     def pages_for(self, count: int) -> int:
         """Pages of a row that the steps read of rows with ``count`` pages."""
         by_kernel = self._kernels is not None and self._kernels.runs("attention")
-        if by_kernel and len(self._all_widths) == 1:  # steps with guesses run torch's attention
+        if by_kernel and len(self._all_widths) == 1:  # steps with drafts run torch's attention
             return self.state.num_pages
         least = self._cache.pages_for(_FEWEST_TOKENS)
         num_pages = self.state.num_pages
@@ -230,7 +230,7 @@ class DecodeGraphs:
         key = size, pages, kind, width
         if key in self._graphs:
             return self._graphs[key]
-        run = self._run if width == 1 else partial(self._run_guessed, width)
+        run = self._run if width == 1 else partial(self._run_drafted, width)
         step = partial(run, size, pages, kind)
         if self.failed:
             return step
@@ -275,16 +275,16 @@ class DecodeGraphs:
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, kernels)
 
     @torch.inference_mode()
-    def _run_guessed(self, width: int, size: int, pages: int, kind: SamplingKind) -> None:
+    def _run_drafted(self, width: int, size: int, pages: int, kind: SamplingKind) -> None:
         """One step of ``width`` positions of each row."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        rows = state.guessed_inputs(size, pages, width)
+        rows = state.drafted_inputs(size, pages, width)
         longest = rows.table.shape[1] * cache.page_size
         lengths = rows.positions + 1
         decodes = Decodes(len(lengths), lengths, longest, rows.table, ragged=True, width=width)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
-        kernels = self._guess_kernels
+        kernels = self._draft_kernels
         hidden = decoder.hidden(rows.tokens, rows.positions, attention, kernels)
         logits = decoder.logits(hidden, kernels)
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, None, kernels, width)
-        state.advance_guessed(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)
+        state.advance_drafted(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)

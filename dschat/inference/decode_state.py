@@ -4,9 +4,9 @@ A row is a sequence: its newest token, position, limits and block table. A step 
 writes token and log-prob into a ring and advances the rows, without a number from the host. The
 host writes rows in one copy before the next step, and reads the ring later.
 
-A step may compute several positions of each row: its newest token and guesses of those after it.
-It draws at all of them and keeps the guesses as far as they equal the draws, so that a guess, even
-one for a position that has passed, decides nothing but how far a row advances.
+A step may compute several positions of each row: its newest token and a draft of those after it.
+It draws at all of them and keeps the draft as far as it equals the draws, so that a draft, even one
+for positions that have passed, decides nothing but how far a row advances.
 
 Shapes: S rows, B of them in a step, W pages of the longest sequence, R slots of the ring; Q
 positions of a row in a step.
@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.protocol import SamplingParams
-from dschat.inference.row_fields import Field
+from dschat.inference.kernels.cuda.operands import Field
 from dschat.inference.sampler import SamplingKind, StepSampling
 from dschat.inference.sequence import Sequence
 
 RING = 128  # steps that may run before the host reads the first one
-WINDOW = 32  # guesses of a row that a step can choose from: the host does not know its position
-NO_GUESS, WRONG_GUESS = -1, -2  # in the ring, instead of a token
+WINDOW = 32  # tokens of a draft, of which a step takes some: the host knows no row's position
+NO_DRAFT, REJECTED = -1, -2  # in the ring, instead of a token
 
 Wait = Callable[[], None]
 
@@ -39,8 +38,8 @@ class Owner(Protocol):
         """Read all steps: another owner will overwrite the rows."""
 
 
-class Guesses(NamedTuple):
-    """What the host guesses about a row's next tokens."""
+class RowDraft(NamedTuple):
+    """The host's draft of a row's next tokens."""
 
     room: int  # positions that its pages hold
     first: int  # position of the first token
@@ -59,15 +58,15 @@ class StepRows(NamedTuple):
     too_short: Tensor  # (B,) bool
 
 
-class GuessedRows(NamedTuple):
-    """Inputs of a step of B rows with Q positions each; rows without a guess use the trash page."""
+class DraftedRows(NamedTuple):
+    """Inputs of a step of B rows with Q positions each; without a draft, of the trash page."""
 
     tokens: Tensor  # (B Q,)
     positions: Tensor  # (B Q,)
     slots: Tensor  # (B Q,)
     table: Tensor  # (B, W)
-    guesses: Tensor  # (B, Q - 1)
-    is_guess: Tensor  # (B, Q - 1) bool
+    drafted: Tensor  # (B, Q - 1)
+    is_drafted: Tensor  # (B, Q - 1) bool
 
 
 class DeviceQueue:
@@ -121,12 +120,12 @@ class DecodeState:
         self._written = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         self._host_fields, self._host_table = split(self._written)
         self._has_new_pages = False
-        self._sampling = StepSampling(device)
+        self._sampling = StepSampling(num_rows, device)
         ring = RING, 2, width, num_rows
         self._ring = torch.zeros(ring, dtype=torch.float64, device=device)
         self._host_ring = torch.zeros(ring, dtype=torch.float64, pin_memory=pinned)
-        # Of each row: `Guesses.room`, `Guesses.first` and the tokens.
-        self._guesses = torch.zeros(num_rows, 2 + WINDOW, dtype=torch.int64, device=device)
+        # Of each row: `RowDraft.room`, `RowDraft.first` and the tokens.
+        self._drafts = torch.zeros(num_rows, 2 + WINDOW, dtype=torch.int64, device=device)
         self._ahead = torch.arange(width, device=device)
         self._pinned = pinned
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -137,55 +136,61 @@ class DecodeState:
 
     # -- on the host: rows -------------------------------------------------------------------------
 
-    def acquire(self, owner: Owner, sampling: SamplingParams, stops: list[int]) -> SamplingKind:
-        """Steps are ``owner``'s from now on. They draw with ``sampling`` and end at ``stops``."""
+    def acquire(self, owner: Owner) -> None:
+        """Steps are ``owner``'s from now on."""
         if self.owner is not None and self.owner is not owner:
             self.owner.pause()
         self.owner = owner
         self._launched = self._fetched = self._read = 0
         self._fetches.clear()
         self._queue.put(self._step.zero_)
-        return self._sampling.load(sampling, stops, self._queue.put)
+
+    def prepare(self, kind: SamplingKind) -> None:
+        """Make the memory that steps of ``kind`` read, before one is captured."""
+        self._sampling.prepare(kind)
 
     @torch.inference_mode(False)
-    def enter(self, sequences: list[Sequence], min_new_tokens: int) -> None:
+    def enter(self, sequences: list[Sequence], kind: SamplingKind) -> None:
         """Make row b the b-th sequence, all of whose tokens are known; the other rows are dead.
 
-        All steps have been read.
+        All steps have been read. Later ones are of ``kind``.
         """
         assert self.num_unread == 0
         count, width = len(sequences), max(len(s.pages) for s in sequences)
-        starts = [len(s.prompt.ids) - 1 for s in sequences]
-        lengths = [s.prompt.max_new_tokens for s in sequences]
+        requests = [s.request for s in sequences]
+        starts = [len(r.ids) - 1 for r in requests]
         fields = {
             Field.TOKEN: [s.answer[-1] for s in sequences],
             Field.POSITION: [s.computed for s in sequences],
             Field.ALIVE: [1] * count,
-            Field.START: starts,
-            Field.LAST: [a + b - 1 for a, b in zip(starts, lengths, strict=True)],
-            Field.YOUNGEST_STOP: [start + min_new_tokens for start in starts],
-            Field.PROMPT: [s.prompt.number for s in sequences],
-            Field.SAMPLE: [s.sample for s in sequences],
+            Field.ORIGIN: [a - r.first_position for a, r in zip(starts, requests, strict=True)],
+            Field.LAST: [a + r.max_new_tokens - 1 for a, r in zip(starts, requests, strict=True)],
+            Field.YOUNGEST_STOP: [
+                a + r.sampling.min_new_tokens for a, r in zip(starts, requests, strict=True)
+            ],
+            Field.PROMPT: [r.number for r in requests],
+            Field.SAMPLE: [s.request.first_sample + s.sample for s in sequences],
         }
         self._host_fields[Field.ALIVE] = 0
         self._host_fields[:, :count] = torch.tensor([fields[field] for field in Field])
         table = [s.pages + [self._trash_page] * (width - len(s.pages)) for s in sequences]
         self._host_table[:count, :width] = torch.tensor(table)
         self._upload(0)
+        self._sampling.load(sequences, kind, self._queue.put)
 
     def set_page(self, row: int, index: int, page: int) -> None:
         """The next `launch` reads and writes this page of a sequence."""
         self._host_table[row, index] = page
         self._has_new_pages = True
 
-    def guess(self, rows: list[Guesses]) -> None:
-        """The guesses of the next `launch`, of the first rows."""
+    def load_drafts(self, rows: list[RowDraft]) -> None:
+        """The drafts of the next `launch`, of the first rows."""
         packed = [[room, first, *ids] + [-1] * (WINDOW - len(ids)) for room, first, ids in rows]
         # NOTE: fresh memory, which torch does not give to others before the copy is done.
         shape = len(rows), 2 + WINDOW
         written = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
         written.copy_(torch.tensor(packed))
-        copy = self._guesses[: len(rows)].copy_
+        copy = self._drafts[: len(rows)].copy_
         self._queue.put(partial(copy, written, non_blocking=True))
 
     def _upload(self, first: int) -> None:
@@ -226,7 +231,7 @@ class DecodeState:
     def read(self) -> Tensor:
         """Tokens and log-probs of the oldest unread step, (2, Q, S) float64; waits for it.
 
-        Overwritten by later steps. A token that was not drawn is `NO_GUESS` or `WRONG_GUESS`.
+        Overwritten by later steps. A token that was not drawn is `NO_DRAFT` or `REJECTED`.
         """
         if self._read == self._fetched:
             self.fetch()
@@ -266,26 +271,26 @@ class DecodeState:
 
     def _draws(self, f: Tensor, position: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """The key of each random number, and which rows may draw no stop token."""
-        key = f[Field.PROMPT], f[Field.SAMPLE], position - f[Field.START]
+        key = f[Field.PROMPT], f[Field.SAMPLE], position - f[Field.ORIGIN]
         return key, position < f[Field.YOUNGEST_STOP]
 
-    def guessed_inputs(self, size: int, pages: int, width: int) -> GuessedRows:
+    def drafted_inputs(self, size: int, pages: int, width: int) -> DraftedRows:
         """Inputs of a step of ``size`` rows with ``width`` positions each."""
         tokens, positions, table = self.inputs(size, pages)
-        f, given = self._fields[:, :size], self._guesses[:size]
+        f, given = self._fields[:, :size], self._drafts[:size]
         room, first, window = given[:, :1], given[:, 1:2], given[:, 2:]
         later = f[Field.POSITION].unsqueeze(1) + self._ahead[1:width]
         place = later - first
-        guesses = window.gather(1, place.clamp(0, WINDOW - 1))
-        is_guess = (guesses >= 0) & (place >= 0) & (place < WINDOW) & (later < room)
-        is_guess &= (later <= f[Field.LAST].unsqueeze(1)) & (f[Field.ALIVE].unsqueeze(1) > 0)
-        tokens = torch.cat([tokens.unsqueeze(1), guesses.clamp(min=0)], 1)
-        positions = torch.cat([positions.unsqueeze(1), later * is_guess], 1)
+        drafted = window.gather(1, place.clamp(0, WINDOW - 1))
+        is_drafted = (drafted >= 0) & (place >= 0) & (place < WINDOW) & (later < room)
+        is_drafted &= (later <= f[Field.LAST].unsqueeze(1)) & (f[Field.ALIVE].unsqueeze(1) > 0)
+        tokens = torch.cat([tokens.unsqueeze(1), drafted.clamp(min=0)], 1)
+        positions = torch.cat([positions.unsqueeze(1), later * is_drafted], 1)
         page = table.gather(1, positions // self._page_size)
-        page[:, 1:].masked_fill_(~is_guess, self._trash_page)
+        page[:, 1:].masked_fill_(~is_drafted, self._trash_page)
         slots = page * self._page_size + positions % self._page_size
         flat = tokens.view(-1), positions.view(-1), slots.view(-1)
-        return GuessedRows(*flat, table, guesses, is_guess)
+        return DraftedRows(*flat, table, drafted, is_drafted)
 
     def draw(
         self,
@@ -298,7 +303,7 @@ class DecodeState:
     ) -> tuple[Tensor, Tensor]:
         """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V).
 
-        ``rows``: of a step without guesses.
+        ``rows``: of a step without drafts.
         """
         if rows is not None:
             key, too_short = rows.key, rows.too_short
@@ -306,7 +311,7 @@ class DecodeState:
             f = self._fields[:, : len(logits) // width]
             position = (f[Field.POSITION].unsqueeze(1) + self._ahead[:width]).view(-1)
             key, too_short = self._draws(f.unsqueeze(2).expand(-1, -1, width).flatten(1), position)
-        return self._sampling.draw(logits, kind, key, too_short, num_tokens, kernels)
+        return self._sampling.draw(logits, kind, key, too_short, num_tokens, kernels, width)
 
     def advance(
         self,
@@ -326,19 +331,18 @@ class DecodeState:
         self._step += 1
         self._move(tokens, kind)
 
-    def advance_guessed(
-        self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind, rows: GuessedRows
+    def advance_drafted(
+        self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind, rows: DraftedRows
     ) -> None:
-        """`advance` by as many tokens of ``tokens`` (B Q,) as follow right guesses, and one."""
-        size, width = len(rows.guesses), rows.guesses.shape[1] + 1
+        """`advance` by as many tokens of ``tokens`` (B Q,) as follow accepted drafts, and one."""
+        size, width = len(rows.drafted), rows.drafted.shape[1] + 1
         tokens = tokens.view(size, width)
-        is_right = (tokens[:, :-1] == rows.guesses) & rows.is_guess
+        is_right = (tokens[:, :-1] == rows.drafted) & rows.is_drafted
         if kind.num_stops:
-            ended = self._sampling.is_stop(tokens[:, :-1].reshape(-1), kind)
-            is_right &= ~ended.view(size, width - 1)
+            is_right &= ~self._sampling.is_stop(tokens[:, :-1], kind)
         kept = is_right.long().cumprod(1)
         count = kept.sum(1)
-        instead = torch.where(rows.is_guess, WRONG_GUESS, NO_GUESS)
+        instead = torch.where(rows.is_drafted, REJECTED, NO_DRAFT)
         shown = torch.cat([tokens[:, :1], torch.where(kept > 0, tokens[:, 1:], instead)], 1)
         drawn = torch.stack([shown.double().T, logprobs.view(size, width).double().T])
         ring = self._ring[:, :, :width, :size]

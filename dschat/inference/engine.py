@@ -7,9 +7,10 @@ not depend on the other sequences of its batches. Threads may share an engine: t
 
 import copy
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +18,12 @@ from transformers import PretrainedConfig
 
 from dschat.config.errors import UserError
 from dschat.distributed import RankGroup
+from dschat.inference.captured_core import CapturedCore
+from dschat.inference.core import Core
 from dschat.inference.cuda_graphs import capture_for
-from dschat.inference.device_loop import DeviceLoop
-from dschat.inference.eager_loop import EagerLoop
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
-from dschat.inference.finished_answers import FinishedAnswers
-from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
-from dschat.inference.locked_steps import locked
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.checkpoint_reader import names_on_disk, sound_weights
 from dschat.inference.model.decoder import Decoder
@@ -33,9 +31,7 @@ from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
-from dschat.inference.sampler import Sampler
-from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Event, Prompt, Sequence
+from dschat.inference.sequence import Request
 from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
@@ -44,9 +40,6 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.startup.attention import avoid_cudnn_attention
 from dschat.startup.openmp import limit_spinning_late
-
-T = TypeVar("T")
-Entry = tuple[list[int], int, int]  # prompt, its index, limit of its answers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,7 +71,7 @@ class InferenceEngine:
         limit_spinning_late()
         avoid_cudnn_attention()
         self.config, self.dtype, self.device = config, dtype, device
-        self._lock = threading.RLock()  # held by `generate`, and for each step of a stream
+        self.lock = threading.RLock()  # held by `generate`, and for each step of others
         self.spec = model_spec(config)
         self.group = group or RankGroup()
         panels = fused_step.applies(self.spec, dtype, device, self.group.size)
@@ -106,8 +99,8 @@ class InferenceEngine:
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
         self._length_flags = "the model's positions" if is_models else sizes.length_flags
-        drafts = sizes.speculate != "off"
-        self.speculation = Speculation(sizes.speculate == "auto") if drafts else None
+        mode = sizes.speculate
+        self.speculation = None if mode == "off" else Speculation(mode)
         self.stats = GenerationStats()
 
     @classmethod
@@ -192,7 +185,7 @@ class InferenceEngine:
 
     def allocate_cache(self) -> KVCache:
         """Collective in the group. Allocate the KV cache, unless there is one."""
-        with self._lock:
+        with self.lock:
             if self._cache is None:
                 self._cache_pages = self._cache_pages or self._num_pages()
                 self._cache = KVCache(
@@ -210,7 +203,7 @@ class InferenceEngine:
 
     def forget_prefixes(self) -> None:
         """Reuse no keys and values of earlier calls: the weights have changed in place."""
-        with self._lock:
+        with self.lock:
             if self._cache is not None:
                 self._cache.forget()
 
@@ -233,12 +226,12 @@ class InferenceEngine:
 
     def release_cache(self) -> None:
         """Free the KV cache and the graphs that read it; the next `generate` allocates both."""
-        with self._lock:
+        with self.lock:
             self._cache = self._runner = None
 
     def release_weights(self) -> None:
         """Free the weights unless they are borrowed; `weights.load` must be called again."""
-        with self._lock:
+        with self.lock:
             self.weights.drop()
             self._decoder = self._runner = None
 
@@ -269,49 +262,48 @@ class InferenceEngine:
         for name, values in (("indices", indices), ("max_new_tokens", limits)):
             if len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts")
-        local = list(zip(prompts, indices, limits, strict=True))
-        pooled = [part for part, _ in self.gathered(local, None)]
-        entries = [entry for part in pooled for entry in part]
-        queue = [Prompt(list(ids), number, sampling.n, limit) for ids, number, limit in entries]
-        first = sum(map(len, pooled[: self.group.rank]))
-        done = FinishedAnswers(queue[first : first + len(local)], answered)
-        with self._lock:
-            for sequence, _, finished in self.steps(queue, sampling):
-                if finished:
-                    done.add(sequence)
+        mine = [
+            Request(ids, sampling, number, limit)
+            for ids, number, limit in zip(prompts, indices, limits, strict=True)
+        ]
+        rows = {request: row for row, request in enumerate(mine)}
+        with self.lock, closing(self.core(drafts=True)) as core:
+            core.add_all(mine, None)
+            done = []
+            for event in core.events():
+                if not event.is_last:
+                    continue
+                done.append(event.sequence)
+                request = event.sequence.request
+                if answered is not None and request in rows and request.is_complete:
+                    answered(rows.pop(request), request.rollout())
             if self.speculation is not None:
-                self.speculation.history.add(done.sequences)
-        return done.rollout()
+                self.speculation.history.add(done)
+        return Rollout.joined(request.rollout() for request in mine)
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
         """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""
         if sampling.n > 1:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
-        self.gathered([(prompt, 0, sampling.max_new_tokens)], None)
-        # A copy: the caller may extend its list while it reads the answer.
-        queue = [Prompt(list(prompt), 0, 1, sampling.max_new_tokens)]
-        for _, token, _ in self.steps(queue, sampling, streaming=True):
-            yield token
+        with closing(self.core(streaming=True, drafts=True)) as core:
+            core.add_all([Request(prompt, sampling)], None)
+            for event in core.events():
+                yield event.token
 
-    def gathered(self, entries: list[Entry], more: T) -> list[tuple[list[Entry], T]]:
-        """Collective in the group. The entries of every rank, and ``more`` that it gives.
+    def core(self, streaming: bool = False, drafts: bool = False) -> Core:
+        """What answers requests step by step; see `Core`. Collective in the group on first use."""
+        return (CapturedCore if self.captures else Core)(self, streaming, drafts)
 
-        Raises:
-            UserError: as `generate`, on all ranks.
-        """
-        costs = None if self.speculation is None else self.speculation.costs
-        pooled = self.group.gather_objects((self.problem(entries), costs, entries, more))
-        for problem, *_ in pooled:
-            if problem is not None:
-                raise UserError(problem)
-        if self.speculation is not None and self.group.size > 1:
-            self.speculation.costs = copy.deepcopy(pooled[0][1])  # all ranks must draft alike
-        return [(part, value) for _, _, part, value in pooled]
+    @property
+    def keeps_apart(self) -> tuple[bool, bool]:
+        """``separate_prefill`` and ``samples_apart`` of a `Scheduler` for this engine."""
+        return self._separate_prefill or self.captures, self._samples_apart or self.captures
 
-    def problem(self, entries: list[Entry]) -> str | None:
-        """One line about the first entry that cannot be answered, or None."""
+    def problem(self, requests: list[Request]) -> str | None:
+        """One line about the first request that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
-        for i, (ids, _, limit) in enumerate(entries):
+        for i, request in enumerate(requests):
+            ids, limit = request.ids, request.max_new_tokens
             if (fault := prompt_problem(i, ids, self.spec.vocab_size)) is not None:
                 return fault
             if limit < 1:
@@ -330,54 +322,6 @@ class InferenceEngine:
                 )
         return None
 
-    def steps(
-        self,
-        queue: list[Prompt],
-        sampling: SamplingParams,
-        streaming: bool = False,
-        begun: Iterable[Sequence] = (),
-        until: Callable[[], bool] | None = None,
-    ) -> Iterator[Event]:
-        """Yields (sequence, token id, whether it is the last one) for every token drawn.
-
-        ``begun``: sequences with tokens, to be continued. ``until``: asked between two steps
-        whether to stop before all sequences have ended; nothing is drafted then, because where
-        they stop would depend on it.
-        """
-        yield from locked(self._steps(queue, sampling, streaming, list(begun), until), self._lock)
-
-    def _steps(
-        self,
-        queue: list[Prompt],
-        sampling: SamplingParams,
-        streaming: bool,
-        begun: list[Sequence],
-        until: Callable[[], bool] | None,
-    ) -> Generator[Event, None, None]:
-        self.stats = stats = GenerationStats(prompts=len(queue), max_num_seqs=self.max_num_seqs)
-        if not queue and not begun:
-            return
-        stats.num_pages = self.cache.num_pages
-        runner, stops = self.step_runner(), sampling.end_ids(self.stop_ids)
-        sampler = Sampler(sampling, stops, self.num_tokens, self.device, self.group)
-        limits = self.max_num_seqs, self.max_num_batched_tokens
-        apart = self._separate_prefill or self.captures, self._samples_apart or self.captures
-        scheduler = Scheduler(self.cache, *limits, *apart)
-        scheduler.add(queue, begun)
-        parts = runner, scheduler, sampler, stats, stops, until or (lambda: False)
-        call = drafter = None
-        if self.speculation is not None and queue and until is None:
-            call = self.speculation.call(scheduler, queue, sampling)
-            drafter = call.drafter
-        loop: EagerLoop
-        if self._capture is None:
-            loop = EagerLoop(*parts, drafter)
-        elif drafter is None:
-            loop = DeviceLoop(*parts, streaming=streaming)
-        else:
-            loop = GuessingLoop(*parts, drafter)
-        yield from loop.run() if call is None else call.timed(loop.run(), stats)
-
     def step_runner(self) -> StepRunner:
         """The step runner, made on first use and after a release; new weights empty the cache."""
         if self._cached_loads != self.weights.loads:
@@ -389,6 +333,6 @@ class InferenceEngine:
             sizes = self.max_num_seqs, self.max_seq_len
             options = self._capture, self._kernels
             self._runner = StepRunner(
-                self._decoder, self.cache, *sizes, *options, guesses=self.speculation is not None
+                self._decoder, self.cache, *sizes, *options, drafts=self.speculation is not None
             )
         return self._runner

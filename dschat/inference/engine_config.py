@@ -32,8 +32,8 @@ class EngineConfig:
             ``max_seq_len``, one page per sequence, or 32 if so many do not fit.
         cuda_graphs: capture decode steps and replay them. True: an error where that is not
             possible; None: on CUDA, with a warning if a capture fails.
-        speculate: draft tokens from earlier answers (see `dschat.inference.speculation`), always
-            or where it saves time; the answers are the same.
+        speculate: draft tokens from earlier answers (see `dschat.inference.speculation`); auto:
+            only those that are nearly certain. The answers are the same.
 
     Raises:
         UserError: a size below 1, by its name.
@@ -70,9 +70,9 @@ class EngineConfig:
             length_flags="--max_prompt_seq_len + --max_answer_seq_len",
             max_num_batched_tokens=args.max_num_batched_tokens,
             kv_cache_gib=args.kv_cache_gib,
-            # A turn of an episode finds the pages of those before it, and has its own sampling.
+            # A turn of an episode finds the pages of those before it.
             page_size=args.kv_page_size or (SMALL_PAGE if args.has_episodes else None),
-            cuda_graphs=False if args.has_episodes else args.cuda_graphs,
+            cuda_graphs=args.cuda_graphs,
             speculate=args.speculate,
         )
 

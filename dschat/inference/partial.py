@@ -4,12 +4,12 @@ A long answer then does not hold up a rollout. What was drawn keeps its log-prob
 that drew it; keys and values are computed again, by the present weights.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from dschat.inference.engine import InferenceEngine
-from dschat.inference.finished_answers import rollout_of_sequences
 from dschat.inference.protocol import Answered, FinishReason, Rollout, SamplingParams
-from dschat.inference.sequence import Prompt, Sequence
+from dschat.inference.sequence import Request
 
 
 @dataclass
@@ -30,6 +30,36 @@ class OpenPrompt:
     def num_tokens(self) -> int:
         return sum(map(len, self.token_ids))
 
+    def request(self, sampling: SamplingParams, number: int) -> Request:
+        """A request that continues the answers."""
+        request = Request(self.ids, sampling, number)
+        if self.token_ids:
+            stopped = [reason == "stop" for reason in self.finish_reasons]
+            request.resume(zip(self.token_ids, self.logprobs, stopped, strict=True))
+        return request
+
+    def follow(self, request: Request) -> None:
+        """Take over the answers of ``request``."""
+        self.staleness += bool(self.token_ids)
+        begun = [s for s in request.sequences if s.answer]
+        self.token_ids = [s.answer for s in begun]
+        self.logprobs = [s.logprobs for s in begun]
+        self.finish_reasons = [s.finish_reason for s in begun]
+
+
+@dataclass
+class _Wanted:
+    """What a rank waits for: prompts to be complete, and some of them by all means."""
+
+    requests: list[Request]
+    number: int
+    num_due: int
+
+    @property
+    def is_served(self) -> bool:
+        complete = [request.is_complete for request in self.requests]
+        return sum(complete) >= self.number and all(complete[: self.num_due])
+
 
 def advance(
     engine: InferenceEngine,
@@ -46,41 +76,25 @@ def advance(
     ``numbers``: of the prompts in the rollout, on which the draws depend (with ``sampling.seed``
     and the position in the answer). ``answered``: see `Generator`; called for those before, too.
     """
-    entries = [(p.ids, k, sampling.max_new_tokens) for p, k in zip(prompts, numbers, strict=True)]
-    state = prompts, wanted, num_due
-    fresh: list[Prompt] = []
-    begun: list[Sequence] = []
-    groups: list[_Group] = []
-    ranks: list[_Rank] = []
-    for part, (opened, rank_wanted, rank_due) in engine.gathered(entries, state):
-        is_mine = len(ranks) == engine.group.rank
-        rank = _Rank(rank_wanted, rank_due, answered if is_mine else None)
-        ranks.append(rank)
-        for i, (entry, open_prompt) in enumerate(zip(part, opened, strict=True)):
-            ids, number, limit = entry
-            prompt = Prompt(ids, number, sampling.n, limit)
-            group = _Group.of(prompt, open_prompt, rank, i, i < rank_due)
-            groups.append(group)
-            if not group.samples:
-                fresh.append(group.prompt)
-            elif not group.missing:
-                rank.complete(group)
-            begun += [s for s in group.samples.values() if not _is_over(s)]
-    by_prompt = {group.prompt: group for group in groups}
+    mine = [p.request(sampling, number) for p, number in zip(prompts, numbers, strict=True)]
+    rows = {request: row for row, request in enumerate(mine)}
 
-    def is_enough() -> bool:
-        return all(rank.is_served for rank in ranks)
+    def report(request: Request) -> None:
+        if answered is not None and request in rows and request.is_complete:
+            answered(rows.pop(request), request.rollout())
 
-    for sequence, _, finished in engine.steps(fresh, sampling, begun=begun, until=is_enough):
-        group = by_prompt[sequence.prompt]
-        group.samples[sequence.sample] = sequence
-        if finished:
-            group.missing -= 1
-            if not group.missing:
-                group.rank.complete(group)
-    mine = [group for group in groups if group.rank is ranks[engine.group.rank]]
-    for open_prompt, group in zip(prompts, mine, strict=True):
-        group.write(open_prompt)
+    # NOTE: nothing is drafted, because where the answers stop would depend on it.
+    with closing(engine.core()) as core:
+        ranks = [
+            _Wanted(requests, *counts) for requests, counts in core.add_all(mine, (wanted, num_due))
+        ]
+        for request in mine:
+            report(request)
+        for event in core.events(until=lambda: all(rank.is_served for rank in ranks)):
+            if event.is_last:
+                report(event.sequence.request)
+    for open_prompt, request in zip(prompts, mine, strict=True):
+        open_prompt.follow(request)
 
 
 def rollout_of(prompts: list[OpenPrompt]) -> Rollout:
@@ -92,65 +106,3 @@ def rollout_of(prompts: list[OpenPrompt]) -> Rollout:
         rollout.finish_reasons += [reason for reason in prompt.finish_reasons if reason]
     assert len(rollout.finish_reasons) == len(rollout), "a prompt is not complete"
     return rollout
-
-
-@dataclass(eq=False)
-class _Rank:
-    """What a rank still waits for."""
-
-    wanted: int
-    due: int
-    answered: Answered | None
-
-    def complete(self, group: "_Group") -> None:
-        self.wanted -= 1
-        self.due -= group.is_due
-        if self.answered is not None:
-            self.answered(group.row, rollout_of_sequences(group.ordered()))
-
-    @property
-    def is_served(self) -> bool:
-        return self.wanted <= 0 and self.due <= 0
-
-
-@dataclass(eq=False)
-class _Group:
-    """A prompt and its samples, by number."""
-
-    prompt: Prompt
-    samples: dict[int, Sequence]
-    missing: int
-    rank: _Rank
-    row: int  # among the rank's prompts
-    is_due: bool
-
-    @classmethod
-    def of(
-        cls, prompt: Prompt, opened: OpenPrompt, rank: _Rank, row: int, is_due: bool
-    ) -> "_Group":
-        samples = {}
-        answers = zip(opened.token_ids, opened.logprobs, opened.finish_reasons, strict=True)
-        for i, (tokens, logprobs, reason) in enumerate(answers):
-            samples[i] = Sequence(prompt, i, list(tokens), list(logprobs), reason == "stop")
-        missing = prompt.num_samples - sum(map(_is_over, samples.values()))
-        return cls(prompt, samples, missing, rank, row, is_due)
-
-    def ordered(self) -> list[Sequence]:
-        return [self.samples[i] for i in sorted(self.samples)]
-
-    def write(self, opened: OpenPrompt) -> None:
-        opened.staleness += bool(opened.token_ids)
-        samples = self.ordered()
-        opened.token_ids = [s.answer for s in samples]
-        opened.logprobs = [s.logprobs for s in samples]
-        opened.finish_reasons = [_finish_reason(s) for s in samples]
-
-
-def _is_over(sequence: Sequence) -> bool:
-    return _finish_reason(sequence) is not None
-
-
-def _finish_reason(sequence: Sequence) -> FinishReason | None:
-    if sequence.stopped:
-        return "stop"
-    return "length" if len(sequence.answer) == sequence.prompt.max_new_tokens else None

@@ -1,11 +1,17 @@
-"""Draws the next token of each sequence in a step.
+"""Draws the next token of each sequence in a step, as its request's sampling says.
 
 Adds to `dschat.inference.sampling` what depends on sequences: their random numbers, the minimum
 answer length, and the same tokens on all ranks of a tensor-parallel group. `Sampler` takes them
 from the host's sequences, `StepSampling` from tensors, for a captured step.
+
+There the numbers of a sampling are columns at fixed addresses, so that a step serves requests of
+different sampling without a number from the host. Only which operations are needed is part of the
+step (`SamplingKind`): those of all its rows together, which change nothing in rows that do without.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,57 +22,86 @@ from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sampling import SamplingNumbers, sample, uniforms
-from dschat.inference.sequence import Sequence
+from dschat.inference.sampling import RowNumbers, sample, uniforms
+from dschat.inference.sequence import Draws, Request, Sequence
 
 _AHEAD = 128  # positions per batch of random numbers
+_MAX_DRAWS = 256  # kept for later requests
+_FEWEST_STOPS = 16  # columns of stop ids, so that few kinds differ in their number
+_ALL = 1 << 30  # of top-k: every token may be drawn
+
+Place = tuple[Sequence, int]  # and a position: 0 is the next one, more are within its draft
+Put = Callable[[Callable[[], object]], object]  # queues work for the device
 
 
 class Sampler:
-    """Samples with ``sampling``.
+    """Samples for requests, those of like sampling together.
 
     Args:
-        stops: tokens that end an answer.
         num_tokens: ids from this one on are never drawn.
         group: tensor-parallel ranks, which all get the same tokens.
     """
 
-    def __init__(
-        self,
-        sampling: SamplingParams,
-        stops: frozenset[int],
-        num_tokens: int,
-        device: torch.device,
-        group: RankGroup,
-    ) -> None:
-        self.sampling, self._device, self._group = sampling, device, group
-        self.num_tokens = num_tokens
-        self.stops = [t for t in sorted(stops) if 0 <= t < num_tokens]  # that can be drawn
-        if sampling.min_new_tokens and len(self.stops) == num_tokens:
-            raise UserError("min_new_tokens: every token ends an answer, so none may be drawn")
-        self._stops = torch.tensor(self.stops, dtype=torch.int64, device=device)
+    def __init__(self, num_tokens: int, device: torch.device, group: RankGroup) -> None:
+        self.num_tokens, self._device, self._group = num_tokens, device, group
+        self._draws: dict[object, Draws] = {}
 
-    def draw(
-        self, logits: Tensor, places: list[tuple[Sequence, int]]
-    ) -> tuple[list[int], list[float]]:
+    def prepare(self, request: Request, stop_ids: tuple[int, ...]) -> None:
+        """Set `Request.draws`. ``stop_ids``: the model's.
+
+        Raises:
+            UserError: an answer may not end yet, and every token would end it.
+        """
+        s = request.sampling
+        end_ids = s.end_ids(stop_ids)
+        key = s.temperature, s.top_p, s.top_k, s.min_p, s.min_new_tokens, end_ids
+        if key not in self._draws:
+            stops = [t for t in sorted(end_ids) if 0 <= t < self.num_tokens]
+            if s.min_new_tokens and len(stops) == self.num_tokens:
+                raise UserError("min_new_tokens: every token ends an answer, so none may be drawn")
+            if len(self._draws) >= _MAX_DRAWS:  # clients choose the keys
+                self._draws.clear()
+            ids = torch.tensor(stops, dtype=torch.int64, device=self._device)
+            self._draws[key] = Draws(s, end_ids, stops, ids)
+        request.draws = self._draws[key]
+
+    def draw(self, logits: Tensor, places: list[Place]) -> tuple[list[int], list[float]]:
         """Collective in the group. A token and its log-prob for each place, from its row of
         ``logits`` (R, V).
-
-        ``places``: a sequence, and how many positions after its last token, 0 or more within its
-        draft, the token is drawn for.
         """
-        sampling, uniform, forbidden = self.sampling, None, None
+        _refill_uniforms(places)
+        if len({s.request.draws for s, _ in places}) == 1:
+            tokens, logprobs = self._draw_alike(logits, places)
+        else:
+            tokens, logprobs = [0] * len(places), [0.0] * len(places)
+            alike: dict[Draws, list[int]] = {}
+            for i, (s, _) in enumerate(places):
+                alike.setdefault(s.request.draws, []).append(i)
+            for rows in alike.values():
+                drawn = self._draw_alike(logits[rows], [places[i] for i in rows])
+                for i, token, logprob in zip(rows, *drawn, strict=True):
+                    tokens[i], logprobs[i] = token, logprob
+        for i, (s, _) in enumerate(places):
+            if s.request.num_top:
+                _record_top(logits[i], s)
+        return tokens, logprobs
+
+    def _draw_alike(self, logits: Tensor, places: list[Place]) -> tuple[list[int], list[float]]:
+        """`draw` for places whose requests have the same `Draws`."""
+        draws, uniform, forbidden = places[0][0].request.draws, None, None
+        sampling = draws.sampling
         if sampling.temperature > 0:
-            missing = [s for s, ahead in places if not ahead and len(s.uniforms) <= len(s.draft)]
-            refill_uniforms(missing, sampling)
             numbers = [s.uniforms[-1 - ahead] for s, ahead in places]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        if sampling.min_new_tokens and len(self._stops):
+        if sampling.min_new_tokens and draws.stops:
             youngest = sampling.min_new_tokens
             too_short = [len(s.answer) + ahead < youngest for s, ahead in places]
             if any(too_short):
-                forbidden = (torch.tensor(too_short, device=self._device), self._stops)
-        kernels = cpu.load() if self._kernel_applies(logits, forbidden) else None
+                forbidden = (torch.tensor(too_short, device=self._device), draws.stops_K)
+        # The CPU kernel draws from the whole distribution.
+        plain = uniform is not None and forbidden is None and not sampling.truncates
+        fits = logits.device.type == "cpu" and logits.dtype == torch.float32
+        kernels = cpu.load() if plain and fits and logits.is_contiguous() else None
         if kernels is not None and uniform is not None:
             tokens, logprobs = kernels.draw(logits, sampling.temperature, uniform, self.num_tokens)
         else:
@@ -75,84 +110,140 @@ class Sampler:
         tokens = self._group.broadcast(tokens)
         return tokens.tolist(), logprobs.tolist()
 
-    def _kernel_applies(self, logits: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> bool:
-        """Whether the CPU kernel can draw: from the whole distribution, without truncation."""
-        s = self.sampling
-        return (
-            s.temperature > 0
-            and forbidden is None
-            and not s.truncates
-            and logits.device.type == "cpu"
-            and logits.dtype == torch.float32
-            and logits.is_contiguous()
-            and cpu.load() is not None
-        )
 
+def _refill_uniforms(places: list[Place]) -> None:
+    """Set the random numbers of the next positions of the sequences that have too few.
 
-def refill_uniforms(sequences: list[Sequence], sampling: SamplingParams) -> None:
-    """Set the random numbers of the next positions, last position first: a drawn token removes
-    one.
+    The last position is first: a drawn token removes one.
     """
+    sequences = [
+        s
+        for s, ahead in places
+        if not ahead and len(s.uniforms) <= len(s.draft) and s.request.sampling.temperature > 0
+    ]
     if not sequences:
         return
-    ahead = min(_AHEAD, max(s.prompt.max_new_tokens for s in sequences))
-    prompt = torch.tensor([s.prompt.number for s in sequences]).unsqueeze(1)
-    number = torch.tensor([s.prompt.first_sample + s.sample for s in sequences]).unsqueeze(1)
-    first = [s.prompt.first_position + len(s.answer) for s in sequences]
-    position = torch.tensor(first).unsqueeze(1)
-    position = position + torch.arange(ahead - 1, -1, -1)
+    requests = [s.request for s in sequences]
+    ahead = min(_AHEAD, max(r.max_new_tokens for r in requests))
+    keys = [
+        (r.sampling.seed, r.number, r.first_sample + s.sample, r.first_position + len(s.answer))
+        for r, s in zip(requests, sequences, strict=True)
+    ]
+    seed, prompt, number, first = torch.tensor(keys).unsqueeze(-1).unbind(1)  # (S, 1) each
+    position = first + torch.arange(ahead - 1, -1, -1)
     shape = position.shape
-    drawn = uniforms(sampling.seed, prompt.expand(shape), number.expand(shape), position)
+    drawn = uniforms(seed.expand(shape), prompt.expand(shape), number.expand(shape), position)
     for sequence, numbers in zip(sequences, drawn.tolist(), strict=True):
         sequence.uniforms = numbers
 
 
-class SamplingKind(NamedTuple):
-    """What a captured step knows of a sampling: which operations it takes."""
+def _record_top(logits: Tensor, sequence: Sequence) -> None:
+    """Record the likeliest tokens of a row ``logits`` (V,)."""
+    request = sequence.request
+    row = logits.double() / request.sampling.logprob_temperature
+    best = row.log_softmax(-1).topk(min(request.num_top, len(row)))
+    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    request.top.setdefault(sequence.sample, []).append(pairs)
 
-    params: SamplingParams  # NOTE: the numbers only say what applies; top_k alone is the real one
-    num_stops: int  # size of the buffer of stop ids; 0: there are none
+
+class SamplingKind(NamedTuple):
+    """What a captured step knows of the sampling of its rows: which operations it takes."""
+
+    params: SamplingParams  # NOTE: the numbers only say what applies; top_k is the largest or more
+    has_greedy: bool  # whether some rows may be greedy in a step that draws
+    num_stops: int  # columns of stop ids; 0: there are none
     forbids: bool  # whether young answers draw no stop id
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence]) -> "SamplingKind":
+        """The kind of a step of ``sequences``.
+
+        Where their numbers differ, there are two kinds, with truncation and without. Else clients
+        of a server would choose how many steps are captured.
+        """
+        draws = {s.request.draws for s in sequences}
+        samplings = [d.sampling for d in draws]
+        drawn = [s for s in samplings if s.temperature > 0]
+        has_greedy = False
+        if not drawn:
+            params = SamplingParams(temperature=0.0)
+        elif len({(s.temperature, s.top_p, s.top_k, s.min_p) for s in samplings}) == 1:
+            s = drawn[0]
+            params = SamplingParams(
+                temperature=1.0 if s.temperature == 1 else 0.5,
+                top_p=0.5 if s.top_p < 1 else 1.0,
+                top_k=_power_of_two(s.top_k),
+                min_p=0.5 if s.min_p > 0 else 0.0,
+            )
+        else:
+            params, has_greedy = SamplingParams(temperature=0.5), True
+            if any(s.truncates for s in drawn):
+                params = replace(params, top_p=0.5, top_k=_ALL, min_p=0.5)
+        num_stops = max(len(d.stops) for d in draws)
+        return cls(
+            params,
+            has_greedy,
+            max(_FEWEST_STOPS, _power_of_two(num_stops)) if num_stops else 0,
+            any(d.sampling.min_new_tokens and d.stops for d in draws),
+        )
 
 
 class StepSampling:
-    """Numbers, seed and stop ids of a sampling, at fixed addresses on ``device``."""
+    """Sampling and stop ids of ``num_rows`` rows, at fixed addresses on ``device``."""
 
     @torch.inference_mode(False)
-    def __init__(self, device: torch.device) -> None:
-        self._numbers = torch.ones(3, dtype=torch.float64, device=device)
-        self._seed = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stops: dict[int, Tensor] = {}  # by size
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._columns = torch.zeros(6, num_rows, dtype=torch.int64, device=device)
+        # Seed, whether it is greedy, and top-k; then temperature, top-p and min-p.
+        self._integers, numbers = self._columns.split(3)
+        self._numbers = numbers.view(torch.float64)
+        self._numbers.fill_(1.0)
+        self._stops: dict[int, Tensor] = {}  # (S, columns) by number of columns
+        self._loaded: dict[int, Draws] = {}  # whose stop ids all rows of such a tensor have
+        self._pinned = device.type == "cuda"
 
     @torch.inference_mode(False)
-    def load(
-        self,
-        sampling: SamplingParams,
-        stops: list[int],
-        put: Callable[[Callable[[], object]], None],
-    ) -> SamplingKind:
-        """``stops``: ids below the vocabulary size. ``put`` queues the copies to the device."""
-        s = sampling
-        values = torch.tensor([s.logprob_temperature, s.top_p, s.min_p], dtype=torch.float64)
-        seed = torch.tensor([s.seed])
-        put(lambda: self._numbers.copy_(values))
-        put(lambda: self._seed.copy_(seed))
-        num_stops = 0
-        if stops:
-            num_stops = max(16, 1 << (len(stops) - 1).bit_length())
-            # A repeated id changes nothing.
-            ids = torch.tensor(stops + stops[:1] * (num_stops - len(stops)))
-            if num_stops not in self._stops:
-                self._stops[num_stops] = torch.zeros_like(ids, device=self._seed.device)
-            buffer = self._stops[num_stops]
-            put(lambda: buffer.copy_(ids))
-        applies = SamplingParams(
-            temperature=s.temperature if s.temperature in (0, 1) else 0.5,
-            top_p=0.5 if s.top_p < 1 else 1.0,
-            top_k=s.top_k,
-            min_p=0.5 if s.min_p > 0 else 0.0,
-        )
-        return SamplingKind(applies, num_stops, bool(stops) and s.min_new_tokens > 0)
+    def prepare(self, kind: SamplingKind) -> None:
+        """Make the memory that steps of ``kind`` read, before one is captured."""
+        if kind.num_stops and kind.num_stops not in self._stops:
+            shape = self._columns.shape[1], kind.num_stops
+            stops = torch.full(shape, -1, dtype=torch.int64, device=self._columns.device)
+            self._stops[kind.num_stops] = stops
+
+    @torch.inference_mode(False)
+    def load(self, sequences: list[Sequence], kind: SamplingKind, put: Put) -> None:
+        """In later steps row b draws for the b-th sequence."""
+        samplings = [s.request.sampling for s in sequences]
+        integers = [(s.seed, s.temperature == 0, s.top_k or _ALL) for s in samplings]
+        # A row without top-p keeps all tokens, also those that round to nothing.
+        numbers = [
+            (s.logprob_temperature, s.top_p if s.top_p < 1 else torch.inf, s.min_p)
+            for s in samplings
+        ]
+        host = self._host_like(self._columns)
+        host[:3, : len(sequences)] = torch.tensor(integers).T
+        values = host[3:].view(torch.float64).fill_(1.0)
+        values[:, : len(sequences)] = torch.tensor(numbers, dtype=torch.float64).T
+        put(partial(self._columns.copy_, host, non_blocking=True))
+        if kind.num_stops:
+            self._load_stops([s.request.draws for s in sequences], kind.num_stops, put)
+
+    def _load_stops(self, draws: list[Draws], width: int, put: Put) -> None:
+        different = set(draws)
+        if different == {self._loaded.pop(width, None)}:
+            self._loaded[width] = draws[0]
+            return
+        stops = self._stops[width]
+        if len(different) == 1:
+            self._loaded[width] = draws[0]
+            draws = draws[:1] * len(stops)
+        host = self._host_like(stops[: len(draws)])
+        host.copy_(torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in draws]))
+        put(partial(stops[: len(draws)].copy_, host, non_blocking=True))
+
+    def _host_like(self, tensor: Tensor) -> Tensor:
+        # NOTE: fresh memory, which torch does not give to others before the copy is done.
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
 
     def draw(
         self,
@@ -162,26 +253,48 @@ class StepSampling:
         too_short: Tensor,
         num_tokens: int,
         kernels: StepKernels | None = None,
+        width: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """A token and its log-prob for each row of ``logits`` (R, V).
+        """A token and its log-prob for each row of ``logits`` (R, V), ``width`` of a sequence.
 
         ``key``: prompt, sample and position in the answer, (R,) int64 each. ``too_short`` (R,)
         bool: answers that may not end yet.
         """
-        params = kind.params
-        stops = self.stops(kind)
-        forbidden = (too_short, stops) if kind.forbids and stops is not None else None
+        params, size = kind.params, len(logits) // width
+
+        def of_rows(columns: Tensor) -> Tensor:  # (..., S) -> (..., R)
+            first = columns[..., :size]
+            if width == 1:
+                return first
+            return first.unsqueeze(-1).expand(*first.shape, width).flatten(-2)
+
+        stops = self._stops[kind.num_stops] if kind.num_stops else None
+        forbidden = None
+        if kind.forbids and stops is not None:
+            forbidden = too_short, stops[:size].unsqueeze(1).expand(-1, width, -1).flatten(0, 1)
+        integers, numbers = of_rows(self._integers), of_rows(self._numbers)
         if kernels is not None and kernels.runs("draw"):
-            memory = self._numbers, self._seed
-            return kernels.draw(logits, params, *memory, key, forbidden, num_tokens)
-        uniform = None if params.temperature == 0 else uniforms(self._seed, *key)
-        numbers = SamplingNumbers(*self._numbers.unbind())
-        return sample(logits, params, uniform, forbidden, num_tokens, numbers)
+            return kernels.draw(
+                logits, params, kind.has_greedy, numbers, integers, key, forbidden, num_tokens
+            )
+        seed, is_greedy, top_k = integers
+        uniform = None if params.temperature == 0 else uniforms(seed, *key)
+        temperature, top_p, min_p = numbers.unsqueeze(-1)
+        greedy = is_greedy.unsqueeze(-1) > 0 if kind.has_greedy else None
+        rows = RowNumbers(temperature, top_p, min_p, top_k.unsqueeze(-1), greedy)
+        return sample(logits, params, uniform, forbidden, num_tokens, rows)
 
     def stops(self, kind: SamplingKind) -> Tensor | None:
-        """Ids that end an answer."""
+        """Ids that end the answer of each row, (S, columns), filled up with -1."""
         return self._stops.get(kind.num_stops)
 
     def is_stop(self, tokens: Tensor, kind: SamplingKind) -> Tensor:
-        """Whether each of ``tokens`` (R,) ends its answer; (R,) bool."""
-        return (tokens.unsqueeze(1) == self._stops[kind.num_stops]).any(1)
+        """Whether each of ``tokens`` (B, ...), of the first rows, ends its answer; bool."""
+        stops = self._stops[kind.num_stops][: len(tokens)]
+        shape = len(tokens), *[1] * (tokens.dim() - 1), kind.num_stops
+        return (tokens.unsqueeze(-1) == stops.view(shape)).any(-1)
+
+
+def _power_of_two(count: int) -> int:
+    """The next one; 0 for 0."""
+    return 1 << (count - 1).bit_length() if count else 0

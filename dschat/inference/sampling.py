@@ -29,12 +29,18 @@ _ONE_LEVEL = 4096  # below this vocabulary size, one cumulative sum is faster th
 _NUCLEUS_SIZES = (128, 4096)
 
 
-class SamplingNumbers(NamedTuple):
-    """The numbers of `SamplingParams` that a captured step reads from memory, () float64 each."""
+class RowNumbers(NamedTuple):
+    """The numbers of each row's `SamplingParams`, which a captured step reads from memory.
 
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    A row keeps all tokens by an infinite ``top_p``, a ``min_p`` of 0, or a ``top_k`` of at least
+    the vocabulary size.
+    """
+
+    temperature: Tensor  # (R, 1) float64, 1 in greedy rows
+    top_p: Tensor  # (R, 1) float64
+    min_p: Tensor  # (R, 1) float64
+    top_k: Tensor  # (R, 1) int64
+    is_greedy: Tensor | None  # (R, 1) bool; None: as `SamplingParams.temperature` says
 
 
 def _logical_shift(x: Tensor, bits: int) -> Tensor:
@@ -152,9 +158,7 @@ def _top_p(probs: Tensor, top_p: float | Tensor) -> Tensor:
     return nucleus
 
 
-def truncate(
-    probs: Tensor, params: SamplingParams, numbers: SamplingNumbers | None = None
-) -> Tensor:
+def truncate(probs: Tensor, params: SamplingParams, numbers: RowNumbers | None = None) -> Tensor:
     """Zero what top-k, top-p and min-p exclude; ``probs`` (R, V) fp32, not necessarily normalized.
 
     Order: top-k, then top-p on the renormalized rest, then min-p relative to the likeliest token.
@@ -164,30 +168,35 @@ def truncate(
     """
     values = numbers or params
     num_tokens = probs.shape[-1]
-    if 0 < params.top_k < num_tokens:
-        ordered, ids = probs.topk(params.top_k, dim=-1)
+    if params.top_k > 0 and (params.top_k < num_tokens or numbers is not None):
+        ordered, ids = probs.topk(min(params.top_k, num_tokens), dim=-1)
+        if numbers is not None:
+            place = torch.arange(ordered.shape[-1], device=probs.device)
+            ordered = ordered.masked_fill(place >= numbers.top_k, 0.0)
         if params.top_p < 1:
             ordered, _ = _cut(ordered, values.top_p)
         probs = torch.zeros_like(probs).scatter_(-1, ids, ordered)
     elif params.top_p < 1:
         probs = _top_p(probs, values.top_p)
     if params.min_p > 0:
-        least = values.min_p * probs.amax(-1, keepdim=True)
+        min_p = params.min_p if numbers is None else numbers.min_p.to(probs.dtype)
+        least = min_p * probs.amax(-1, keepdim=True)
         probs = torch.where(probs < least, 0.0, probs)
     return probs
 
 
 def _without(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """A copy of ``logits`` (R, V) with minus infinity at ``ids`` (K,) of ``rows`` (R,) bool."""
-    values = logits.index_select(-1, ids).masked_fill_(rows.unsqueeze(-1), -torch.inf)
-    return logits.clone(memory_format=torch.contiguous_format).index_copy_(-1, ids, values)
+    """A copy of ``logits`` (R, V) with minus infinity at ``ids`` (R, K) of ``rows`` (R,) bool."""
+    is_absent = ~rows.unsqueeze(-1) | (ids < 0)
+    bounds = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(is_absent, torch.inf)
+    bounds = bounds.masked_fill_(~is_absent, -torch.inf)
+    return logits.scatter_reduce(-1, ids.clamp(min=0), bounds, "amin")
 
 
 def _forbidden_mass(scores: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """Logsumexp of ``scores`` (R, K) in ``rows``, minus infinity in other rows: (R, 1)."""
-    repeated = (ids.unsqueeze(1) == ids).tril(-1).any(1)  # a repeated id counts once
-    absent = ~rows.unsqueeze(-1) | repeated
-    return scores.masked_fill(absent, -torch.inf).logsumexp(-1, keepdim=True)
+    """Logsumexp of ``scores`` (R, K) of ``ids`` in ``rows``, minus infinity in others: (R, 1)."""
+    is_absent = ~rows.unsqueeze(-1) | (ids < 0)
+    return scores.masked_fill(is_absent, -torch.inf).logsumexp(-1, keepdim=True)
 
 
 @torch.no_grad()
@@ -197,17 +206,19 @@ def sample(
     uniform: Tensor | None,
     forbidden: tuple[Tensor, Tensor] | None = None,
     num_tokens: int | None = None,
-    numbers: SamplingNumbers | None = None,
+    numbers: RowNumbers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` (R, V), of any floating dtype, without changing them.
 
     Args:
         uniform: (R,) float64; not needed when greedy.
-        forbidden: rows (R,) bool and ids (K,) int64 below V, on the device of ``logits``. These ids
-            have probability zero in these rows; every row must keep a token.
+        forbidden: rows (R,) bool and ids int64 below V, (K,) or each row's (R, K), all different
+            but for -1, on the device of ``logits``. These ids have probability zero in these rows;
+            -1 is none. Every row must keep a token.
         num_tokens: ids from this one on are never drawn (a head may have more rows than its
             tokenizer has tokens).
-        numbers: used instead of those of ``params``, which then only says which of them apply.
+        numbers: used instead of those of ``params``, which then only says which of them apply, and
+            has a ``top_k`` that is at least the largest (0: none applies).
 
     Returns:
         ids (R,) int64 and log-probs (R,) fp32: the log-softmax of the raw logits / T, before
@@ -216,13 +227,15 @@ def sample(
     tempered = params.logprob_temperature != 1
     temperature = numbers.temperature if numbers else params.logprob_temperature
     logits = logits.float()
+    if forbidden is not None:
+        forbidden = forbidden[0], forbidden[1].expand(len(logits), -1)
     allowed = logits if forbidden is None else _without(logits, *forbidden)
     padding = logits[:, num_tokens:] if num_tokens else logits[:, :0]
     allowed = allowed[:, : allowed.shape[1] - padding.shape[1]]
     best = allowed.amax(-1, keepdim=True)
     weights = torch.sub(allowed, best).contiguous()
     if tempered:
-        weights.div_(temperature)
+        weights.div_(numbers.temperature.to(weights) if numbers else temperature)
     cdf = _coarse_cdf(weights.exp_())
     if params.temperature == 0:
         ids = allowed.argmax(-1, keepdim=True)
@@ -232,6 +245,8 @@ def sample(
             ids = inverse_cdf(truncate(weights, params, numbers), uniform).unsqueeze(-1)
         else:
             ids = _draw(weights, cdf, uniform)
+        if numbers is not None and numbers.is_greedy is not None:
+            ids = torch.where(numbers.is_greedy, allowed.argmax(-1, keepdim=True), ids)
 
     def scores(ids: Tensor) -> Tensor:  # (logit - best) / T, float64
         return (logits.gather(-1, ids).double() - best) / temperature
@@ -239,7 +254,7 @@ def sample(
     log_total = cdf[:, -1:].log()
     if forbidden is not None:
         rows, banned = forbidden
-        mass = _forbidden_mass(scores(banned.expand(len(logits), -1)), rows, banned)
+        mass = _forbidden_mass(scores(banned.clamp(min=0)), rows, banned)
         log_total = torch.logaddexp(log_total, mass)
     if padding.shape[1]:
         mass = ((padding.double() - best) / temperature).logsumexp(-1, keepdim=True)

@@ -20,7 +20,7 @@ from itertools import islice
 
 from dschat.config import UserError
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.sequence import Prompt, Sequence, StepSchedule
+from dschat.inference.sequence import Request, Sequence, StepSchedule
 
 # With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
 # an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.
@@ -60,11 +60,10 @@ class Scheduler:
         self.peak_pages = 0
         self.cached_tokens = 0
 
-    def add(self, prompts: list[Prompt], begun: Iterable[Sequence] = ()) -> None:
-        """Queue sequences ``begun`` before and all samples of each prompt, longest first."""
-        fresh = [Sequence(prompt, i) for prompt in prompts for i in range(prompt.num_samples)]
-        for sequences in (begun, fresh):
-            self._waiting.extend(sorted(self._rows_of(sequences), key=lambda s: -len(s)))
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue ``sequences``, first those with tokens from an earlier call; longest first."""
+        rows = self._rows_of(sequences)
+        self._waiting.extend(sorted(rows, key=lambda s: (not s.answer, -len(s))))
 
     def _rows_of(self, sequences: Iterable[Sequence], known: int = 0) -> list[Sequence]:
         """Make those with the same tokens a row; returns the first one of each. ``known``: the
@@ -73,7 +72,7 @@ class Scheduler:
         alike: dict[object, list[Sequence]] = {}
         for s in sequences:
             own = s.sample if self._samples_apart and s.answer else None
-            alike.setdefault((s.prompt, own, *s.answer[known:]), []).append(s)
+            alike.setdefault((s.request, own, *s.answer[known:]), []).append(s)
         for first, *twins in alike.values():
             first.twins = twins
         return [row[0] for row in alike.values()]
@@ -127,7 +126,7 @@ class Scheduler:
         return rest <= 1 and bool(sequence.answer)
 
     def _cost(self, sequence: Sequence) -> int:
-        """Tokens of a running sequence that leave fewer for prompts in a step."""
+        """Tokens of a step's budget that a running sequence leaves to no prompt."""
         if self._separate_prefill and self._decodes(sequence):
             return 0
         return len(sequence) - sequence.computed
@@ -229,7 +228,7 @@ class Scheduler:
             budget -= self._cost(sequence)
 
     def _allocate(self, sequence: Sequence) -> None:
-        """Pages for all tokens; the first ones may be computed already."""
+        """Allocate pages for all tokens, but those of a prefix that is in the cache."""
         cache = self._cache
         pages, sequence.next_key = cache.find(_findable(sequence))
         cache.retain(pages)
@@ -238,7 +237,7 @@ class Scheduler:
         self.cached_tokens += sequence.computed
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a running sequence computes a page that this one could share after the step."""
+        """Whether a running sequence is computing a page that this one can share after the step."""
         computing = {s.next_key for s in self._running} - {None}
         return bool(computing) and self._cache.find(_findable(sequence))[1] in computing
 
@@ -251,9 +250,9 @@ class Scheduler:
         return self._pages_to_admit(self._waiting[0]) + spare <= self._cache.num_free
 
     def _worth_a_prefill(self) -> bool:
-        """Whether to hold up the decoding sequences for the prompts that have room now."""
+        """Whether enough prompts have room to interrupt decoding for them."""
         if not all(map(self._decodes, self._running)):
-            return True  # they are held up already
+            return True  # it is interrupted already
         free, count = self._cache.num_free, 0
         for sequence in islice(self._waiting, self._max_num_seqs - len(self._running)):
             free -= self._cache.pages_for(len(sequence))
@@ -268,24 +267,25 @@ class Scheduler:
         return needed - len(sequence.pages) + self._must_copy(sequence)
 
     def _promote_holders(self, pages: list[int]) -> None:
-        """Queue first who may go on in one of ``pages`` without a copy, that is, a new page."""
+        """Queue first the sequences that can write to one of ``pages`` without copying it."""
         for page in pages:
             if 0 < self._held[page] == self._cache.num_users(page):
-                heir = next(s for s in self._waiting if s.pages and s.pages[-1] == page)
-                self._waiting.remove(heir)
-                self._waiting.appendleft(heir)
+                holder = next(s for s in self._waiting if s.pages and s.pages[-1] == page)
+                self._waiting.remove(holder)
+                self._waiting.appendleft(holder)
 
     def _must_copy(self, sequence: Sequence) -> bool:
-        """Whether the page that a waiting sequence will write to is in use by others.
+        """Whether a waiting sequence must copy its last page, because a running one uses it.
 
-        Not by those that wait, too: they come later, with no more tokens in it.
+        Other waiting sequences do not count: they have no more tokens in the page than this one,
+        which therefore overwrites none of theirs.
         """
         page = sequence.pages[-1]
         partial = sequence.computed % self._cache.page_size > 0
         return partial and self._cache.num_users(page) > self._held[page]
 
     def _resume(self, sequence: Sequence) -> None:
-        """Give a sequence that held its pages those that it writes to."""
+        """Run a waiting sequence that has kept its pages: allocate the ones it will write to."""
         cache, pages = self._cache, sequence.pages
         must_copy, last = self._must_copy(sequence), pages[-1]
         self._held[last] -= 1
@@ -295,7 +295,7 @@ class Scheduler:
             cache.release([last])
             pages[-1] = copy
         elif sequence.computed % cache.page_size:
-            cache.withdraw(last)  # it may be full of the tokens of another one, which has ended
+            cache.withdraw(last)  # the tokens in it may be those of a sequence that has ended
         pages += cache.allocate(cache.pages_for(len(sequence)) - len(pages))
 
     def _compact(self) -> None:
@@ -325,17 +325,16 @@ class Scheduler:
             self._cache.publish(sequence.tokens(0, sequence.computed), sequence.pages)
             _, sequence.next_key = self._cache.find(_findable(sequence))
 
-    def go_on(self, first: Sequence, unfinished: list[Sequence]) -> None:
-        """Record that the sequences of ``first``'s row have drawn, and which have more to draw.
-
-        Each answer that these have now is a row.
+    def split_row(self, first: Sequence, unfinished: list[Sequence]) -> None:
+        """Record that all sequences of ``first``'s row have drawn. Those with the same answer are a
+        row again; ``unfinished`` are those that have more to draw.
         """
         if not unfinished:
             self.finish(first)
             return
-        # NOTE: the row with the most tokens in the cache keeps the pages. It will write to none of
-        # those tokens, some of which the others need: all that a shorter draft has in common.
-        known = first.computed - len(first.prompt.ids)
+        # NOTE: the row with the most tokens in the cache keeps the pages. It overwrites none of
+        # these tokens, and the other rows need some of them: as many as were drafted right.
+        known = first.computed - len(first.request.ids)
         rows = self._rows_of(sorted(unfinished, key=lambda s: -len(s)), known)
         pages = first.pages
         self._replace(first, rows[0])
@@ -347,13 +346,13 @@ class Scheduler:
             self._held[sequence.pages[-1]] += 1
         self._waiting.extendleft(reversed(rows[1:]))
 
-    def _replace(self, first: Sequence, heir: Sequence) -> None:
-        """``heir``, of the same row, takes the place of ``first`` and its pages."""
-        if heir is first:
+    def _replace(self, first: Sequence, other: Sequence) -> None:
+        """Give ``other``, of the same row, the place and the pages of ``first``."""
+        if other is first:
             return
         queue = self._running if first in self._running else self._waiting
-        queue[queue.index(first)] = heir
-        heir.pages, heir.computed, heir.next_key = first.pages, first.computed, first.next_key
+        queue[queue.index(first)] = other
+        other.pages, other.computed, other.next_key = first.pages, first.computed, first.next_key
         first.pages = []
 
     def finish(self, sequence: Sequence) -> None:
@@ -366,10 +365,10 @@ class Scheduler:
         self._cache.release(pages)
         self._promote_holders(pages)
 
-    def drop(self, prompt: Prompt, sample: int | None = None) -> None:
-        """Remove the samples of ``prompt``, or one of them, before they have their last token."""
+    def drop(self, request: Request, sample: int | None = None) -> None:
+        """Remove the answers to ``request``, or one of them, before they have their last token."""
         for sequence in [*self._running, *self._waiting]:
-            if sequence.prompt is not prompt:
+            if sequence.request is not request:
                 continue
             row = sequence.row
             left = [s for s in row if sample not in (None, s.sample)]
@@ -394,5 +393,5 @@ class Scheduler:
 
 
 def _findable(sequence: Sequence) -> list[int]:
-    """The tokens whose keys and values may be found: the last one's logits are needed."""
+    """The tokens that may be taken from the cache: all but the last, whose logits are needed."""
     return sequence.tokens(0, len(sequence) - 1)

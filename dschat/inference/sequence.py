@@ -1,32 +1,98 @@
-"""Defines what a scheduler works on: prompts, their samples, and the work of one step."""
+"""Defines what an engine works on: requests, their sequences, and the work of one step."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from dschat.inference.model.prefix_index import Key
+from dschat.inference.protocol import FinishReason, Rollout, SamplingParams
 
 
 @dataclass(eq=False)
-class Prompt:
-    """A prompt and its pending samples."""
+class Draws:
+    """What the draws of several requests have in common: all of a sampling but its seed."""
+
+    sampling: SamplingParams  # of the first of these requests
+    end_ids: frozenset[int]  # tokens that end an answer
+    stops: list[int]  # those of them that can be drawn
+    stops_K: Tensor  # the same on the device, int64
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to answer ``sampling.n`` times.
+
+    Attributes:
+        number: of the prompt in the whole rollout, on which random numbers depend.
+        limit: most tokens of an answer; None: the sampling's.
+        first_sample, first_position: of an answer that continues an earlier turn: its random
+            numbers follow on from there.
+        num_top: likeliest tokens to record at each position of the answers.
+        top: those tokens and their log-probs, by sample and position.
+        sequences: the answers so far, by sample.
+        draws: set when it is added to a core.
+    """
 
     ids: list[int]
-    number: int  # its index in the whole rollout, on which random numbers depend
-    num_samples: int
-    max_new_tokens: int
-    # Of an answer that continues an earlier turn: its random numbers follow on from there.
+    sampling: SamplingParams
+    number: int = 0
+    limit: int | None = None
     first_sample: int = 0
     first_position: int = 0
+    num_top: int = 0
+    top: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
+    max_new_tokens: int = field(init=False)
+    sequences: "list[Sequence]" = field(init=False)
+    draws: Draws = field(init=False)
+
+    def __post_init__(self) -> None:
+        default = self.sampling.max_new_tokens
+        self.max_new_tokens = default if self.limit is None else self.limit
+        self.sequences = [Sequence(self, i) for i in range(self.sampling.n)]
+
+    def parts(self) -> tuple[object, ...]:
+        """What another process needs to make the same request, its answers so far included."""
+        fields = self.ids, self.sampling, self.number, self.limit
+        first = self.first_sample, self.first_position, self.num_top
+        return (*fields, *first, [(s.answer, s.logprobs, s.stopped) for s in self.sequences])
+
+    @classmethod
+    def of_parts(cls, parts: tuple[Any, ...]) -> "Request":
+        *fields, answers = parts
+        request = cls(*fields)
+        request.resume(answers)
+        return request
+
+    def resume(self, answers: Iterable[tuple[list[int], list[float], bool]]) -> None:
+        """Continue ``answers``: of each sample the tokens, their log-probs and whether it has
+        stopped.
+        """
+        for sequence, (tokens, logprobs, stopped) in zip(self.sequences, answers, strict=True):
+            sequence.answer, sequence.logprobs = list(tokens), list(logprobs)
+            sequence.stopped = stopped
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sequence.is_over for sequence in self.sequences)
+
+    def rollout(self) -> Rollout:
+        """The answers, all of which are complete."""
+        rows = self.sequences
+        reasons = [reason for s in rows if (reason := s.finish_reason) is not None]
+        return Rollout([s.answer for s in rows], [s.logprobs for s in rows], reasons)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a prompt: the answer so far and its pages.
+    """An answer to a request: its tokens so far and their pages.
 
-    ``twins``: other samples with the same answer so far. They have no pages: what this one computes
-    is theirs too, and they draw from the same row of logits.
+    ``twins``: other answers to the request with the same tokens so far. They have no pages: what
+    this one computes is theirs too, and they draw from the same row of logits.
     """
 
-    prompt: Prompt
+    request: Request
     sample: int
     answer: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -39,7 +105,18 @@ class Sequence:
     twins: list["Sequence"] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.prompt.ids) + len(self.answer)
+        return len(self.request.ids) + len(self.answer)
+
+    @property
+    def is_over(self) -> bool:
+        return self.stopped or len(self.answer) == self.request.max_new_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None: it goes on."""
+        if self.stopped:
+            return "stop"
+        return "length" if self.is_over else None
 
     @property
     def row(self) -> list["Sequence"]:
@@ -47,7 +124,7 @@ class Sequence:
         return [self, *self.twins]
 
     def tokens(self, first: int, last: int) -> list[int]:
-        ids, num_ids = self.prompt.ids, len(self.prompt.ids)
+        ids, num_ids = self.request.ids, len(self.request.ids)
         if first >= num_ids:
             return self.answer[first - num_ids : last - num_ids]
         return ids[first:last] + self.answer[: max(0, last - num_ids)]
@@ -79,4 +156,10 @@ class StepSchedule:
         return len(self.decodes) + sum(count for _, count in self.chunks)
 
 
-Event = tuple[Sequence, int, bool]  # a token drawn, and whether it is the sequence's last one
+class Event(NamedTuple):
+    """A token drawn, its log-prob, and whether it is the sequence's last one."""
+
+    sequence: Sequence
+    token: int
+    logprob: float
+    is_last: bool

@@ -24,7 +24,7 @@ class StepRunner:
     """Runs steps of ``decoder`` over ``cache``.
 
     ``capture``: records decode steps, which use ``kernels``; None: they run eagerly.
-    ``guesses``: captured ones may compute several positions of a sequence.
+    ``drafts``: captured ones may compute several positions of a sequence.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class StepRunner:
         max_seq_len: int,
         capture: Capture | None,
         kernels: StepKernels | None = None,
-        guesses: bool = False,
+        drafts: bool = False,
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self.device = decoder.weights.device
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
-        self._capture, self._kernels, self._guesses = capture, kernels, guesses
+        self._capture, self._kernels, self._drafts = capture, kernels, drafts
         self._graphs: DecodeGraphs | None = None
         self._fused: FusedStep | None = None
 
@@ -97,7 +97,7 @@ class StepRunner:
         return self._fused if self._fused.is_available else None
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
-        """Decode steps for `DeviceLoop`; captured again if weights or cache were reallocated."""
+        """Decode steps for `CapturedCore`; captured again if weights or cache were reallocated."""
         assert self._capture is not None
         if self._graphs is None or not self.fits(self._graphs):
             if self._graphs is not None:
@@ -106,7 +106,7 @@ class StepRunner:
             self._graphs = DecodeGraphs(
                 *(self._decoder, self._cache, *sizes, self._capture),
                 kernels=self._kernels,
-                guesses=self._guesses,
+                drafts=self._drafts,
             )
         return self._graphs
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
 from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import EngineWorker, Handle, Token
@@ -84,8 +85,10 @@ class Generation:
     ) -> None:
         self.model, self.began, engine = model, began, model.worker.engine
         sampling = samplings[0]
-        problem = engine.problem([(ids, 0, sampling.max_new_tokens) for ids in prompts])
-        if problem is not None:
+        requests = [
+            Request(ids, own, num_top=num_top) for ids, own in zip(prompts, samplings, strict=True)
+        ]
+        if (problem := engine.problem(requests)) is not None:
             raise UserError(problem)
         self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
         self._first: dict[Handle, int] = {}
@@ -95,8 +98,8 @@ class Generation:
         self._open = set(range(self.num_choices))
         self.prompt_tokens = sum(map(len, prompts))
         try:
-            for i, ids in enumerate(prompts):
-                handle = model.worker.submit(self._tokens, ids, samplings[i], num_top)
+            for i, request in enumerate(requests):
+                handle = model.worker.submit(self._tokens, request)
                 self._first[handle] = i * sampling.n
         except BaseException:
             self.close()

@@ -34,7 +34,6 @@ def _load(name: str, model: Model, config: ServeConfig) -> ServedModel:
             max_num_seqs=config.max_num_seqs,
             page_size=PAGE_SIZE,
             kv_cache_gib=config.kv_cache_gib,
-            cuda_graphs=False,
         )
     except UnsupportedModel as reason:
         raise model.checkpoint.error(f": the inference engine cannot run it: {reason}") from None

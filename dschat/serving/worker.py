@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dschat.inference.core import Core
 from dschat.inference.engine import InferenceEngine
-from dschat.inference.open_batch import OpenBatch, Request
-from dschat.inference.protocol import FinishReason, SamplingParams
+from dschat.inference.protocol import FinishReason
+from dschat.inference.sequence import Request
 from dschat.serving.patience import Overloaded
 
 logger = logging.getLogger("dschat")
@@ -40,8 +41,8 @@ class Handle:
     """
 
     tokens: asyncio.Queue[Token | Exception]
+    request: Request  # NOTE: belongs to the engine's thread
     open: set[int]  # answers without their last token
-    request: Request | None = None  # NOTE: belongs to the engine's thread
     is_waiting: bool = True  # no token was drawn yet
 
 
@@ -55,13 +56,13 @@ class EngineWorker:
     def __init__(self, engine: InferenceEngine, max_waiting: int) -> None:
         self.engine = engine
         self._max_waiting = max_waiting
-        self._commands: queue.SimpleQueue[Callable[[OpenBatch], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[Core], None] | None] = queue.SimpleQueue()
         self._handles: dict[Request, Handle] = {}  # of the engine's thread
         self._news: list[tuple[Handle, Token | Exception]] = []  # of the engine's thread
         self._delivered = 0.0  # when; of the engine's thread
         self._open: set[Handle] = set()  # of the event loop
-        self._batch = OpenBatch(engine)
-        self.stats = self._batch.stats
+        self._core = engine.core(streaming=True)
+        self.stats = self._core.stats
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -83,32 +84,27 @@ class EngineWorker:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(
-        self,
-        tokens: "asyncio.Queue[Token | Exception]",
-        ids: list[int],
-        sampling: SamplingParams,
-        num_top: int = 0,
-    ) -> Handle:
-        """Queue a prompt that `InferenceEngine.problem` accepts. `cancel` releases the handle.
+    def submit(self, tokens: "asyncio.Queue[Token | Exception]", request: Request) -> Handle:
+        """Queue a request that `InferenceEngine.problem` accepts. `cancel` releases the handle.
 
         Raises:
             Overloaded: too many answers wait.
         """
-        if self.num_waiting + sampling.n > self._max_waiting + self.engine.max_num_seqs:
+        num_answers = request.sampling.n
+        if self.num_waiting + num_answers > self._max_waiting + self.engine.max_num_seqs:
             raise Overloaded
-        handle = Handle(tokens, set(range(sampling.n)))
+        handle = Handle(tokens, request, set(range(num_answers)))
         self._open.add(handle)
 
-        def add(batch: OpenBatch) -> None:
+        def add(core: Core) -> None:
             try:
-                handle.request = batch.add(ids, sampling, num_top)
+                core.add(request)
             except Exception as error:
                 logger.exception("a request could not be queued")
                 news: list[tuple[Handle, Token | Exception]] = [(handle, error)]
                 self._loop.call_soon_threadsafe(self._deliver, news)
                 return
-            self._handles[handle.request] = handle
+            self._handles[request] = handle
 
         self._commands.put(add)
         return handle
@@ -117,11 +113,10 @@ class EngineWorker:
         """Stop a request, or one of its answers; no effect on those that have ended."""
         self._close(handle, handle.open if sample is None else {sample})
 
-        def drop(batch: OpenBatch) -> None:
-            if handle.request is not None:
-                batch.cancel(handle.request, sample)
-                if sample is None:
-                    self._handles.pop(handle.request, None)
+        def drop(core: Core) -> None:
+            core.cancel(handle.request, sample)
+            if sample is None:
+                self._handles.pop(handle.request, None)
 
         self._commands.put(drop)
 
@@ -133,38 +128,35 @@ class EngineWorker:
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        batch = self._batch
+        core = self._core
         while True:
             try:
-                command = self._commands.get(block=not batch.has_work)
+                command = self._commands.get(block=not core.has_work)
             except queue.Empty:
-                self._step(batch)
+                self._step(core)
                 continue
             if command is None:
                 return
-            command(batch)
+            command(core)
 
-    def _step(self, batch: OpenBatch) -> None:
+    def _step(self, core: Core) -> None:
         is_urgent = False
         try:
-            events = batch.step()
+            events = core.step()
         except Exception as error:
             logger.exception("a step failed; its requests are ended")
             self._news += [(handle, error) for handle in self._handles.values()]
-            batch.clear()
+            core.close()
             self._handles.clear()
             events, is_urgent = [], True
-        for sequence, token, is_last in events:
-            request = sequence.prompt
-            assert isinstance(request, Request)
+        for sequence, token, logprob, is_last in events:
+            request = sequence.request
             if (handle := self._handles.get(request)) is None:
                 continue
-            reason: FinishReason | None = None
-            if is_last:
-                reason = "stop" if sequence.stopped else "length"
             is_urgent = is_urgent or is_last or len(sequence.answer) == 1
             top = request.top[sequence.sample][-1] if request.num_top else []
-            drawn = Token(handle, sequence.sample, token, sequence.logprobs[-1], top, reason)
+            reason = sequence.finish_reason if is_last else None
+            drawn = Token(handle, sequence.sample, token, logprob, top, reason)
             self._news.append((handle, drawn))
         gather_s = min(_GATHER_S * len(self._handles), _LONGEST_GATHER_S)
         if is_urgent or time.monotonic() - self._delivered >= gather_s:

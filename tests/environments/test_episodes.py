@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import pytest
+from captures import on_graphs
 from episode_runs import (
     LIMITS,
     PROMPTS,
@@ -50,6 +51,18 @@ def test_what_is_trained_is_what_was_sampled(made):
         assert len(episode.tokens) == len(episode.logprobs) == len(episode.rewards)
         assert all(v == 0 for v, d in zip(episode.logprobs, episode.drawn, strict=True) if not d)
     assert len(seen_turns) > 1
+
+
+@pytest.mark.parametrize("lag", [0, 4])
+def test_captured_steps_decode_the_same(lag, made, module_of):
+    """Answers that follow on from earlier turns, each with a limit of its own."""
+    limits, captured = replace(LIMITS, lag=lag), on_graphs(module_of("llama"), page_size=4)
+    for episode, expected in zip(run(captured, limits=limits), run(made), strict=True):
+        assert episode.tokens == expected.tokens
+        assert episode.logprobs == pytest.approx(expected.logprobs, abs=5e-5)
+        assert episode.rewards == expected.rewards
+    assert captured.cache.num_free == captured.cache.num_pages
+    assert captured._runner._graphs.num_captured > 0
 
 
 def test_logprobs_are_those_of_the_whole_sequence(made, module_of):

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tool_templates import FORMS, SCHEMAS, search, tokenizer_of
 
 from dschat.data.segments import prompt_text_ids, render_chat
-from dschat.environments import episodes
 from dschat.environments.contract import EnvironmentFault
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import load_environment
 from dschat.inference import SamplingParams
+from dschat.inference.sequence import Event
 from dschat.inference.stats import GenerationStats
 
 ASKED = [{"role": "user", "content": "where?"}]
@@ -22,8 +22,8 @@ LIMITS = EpisodeLimits(8, 100_000, 20.0, 4, tells=False)
 SAMPLING = SamplingParams(20_000)
 
 
-class ScriptedBatch:
-    """In place of `OpenBatch`: each prompt's next answer is the script's; one a step."""
+class ScriptedCore:
+    """In place of `Core`: each prompt's next answer is the script's; one a step."""
 
     def __init__(self, engine):
         self.engine, self.requests = engine, []
@@ -33,21 +33,20 @@ class ScriptedBatch:
     def has_work(self):
         return bool(self.requests)
 
-    def add_all(self, asked, more):
-        requests = [object() for _ in asked]
+    def add_all(self, requests, more):
         self.requests += requests
-        self.engine.seen += [ids for ids, _, _ in asked]
-        return requests, [more]
+        self.engine.seen += [request.ids for request in requests]
+        return [(requests, more)]
 
     def step(self):
         answer = self.engine.script.pop(0)
         logprobs = [-0.5] * len(answer)
         sequence = SimpleNamespace(
-            prompt=self.requests.pop(0), answer=answer, logprobs=logprobs, stopped=True
+            request=self.requests.pop(0), answer=answer, logprobs=logprobs, stopped=True
         )
-        return [(sequence, answer[-1], True)]
+        return [Event(sequence, answer[-1], logprobs[-1], True)]
 
-    def clear(self):
+    def close(self):
         pass
 
 
@@ -56,6 +55,9 @@ class ScriptedEngine:
 
     def __init__(self, script):
         self.script, self.seen = list(script), []
+
+    def core(self):
+        return ScriptedCore(self)
 
 
 def by_character(tokenizer, text):
@@ -72,8 +74,7 @@ def call_text(tokenizer, arguments):
     return turn, text[: text.rindex("<eot>")]
 
 
-def run(tokenizer, script, source, monkeypatch, limits=LIMITS, sampling=SAMPLING):
-    monkeypatch.setattr(episodes, "OpenBatch", ScriptedBatch)
+def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING):
     prompt = prompt_text_ids(tokenizer, ASKED, source.schemas)
     engine = ScriptedEngine(script)
     observations = ObservationTokens(tokenizer, is_chat=True)
@@ -91,7 +92,7 @@ def run(tokenizer, script, source, monkeypatch, limits=LIMITS, sampling=SAMPLING
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_trained_is_what_was_sampled(form, monkeypatch):
+def test_what_is_trained_is_what_was_sampled(form):
     """The drawn ids stay as drawn, every turn's prompt is the episode so far, and the episode's
     text is the rendered chat, for random texts of tools.
     """
@@ -117,7 +118,7 @@ def test_what_is_trained_is_what_was_sampled(form, monkeypatch):
         eos = [tokenizer.eos_token_id]
         answers = [by_character(tokenizer, call) + eos for _ in said]
         answers.append(by_character(tokenizer, "in Rome") + eos)
-        episode, engine = run(tokenizer, answers, source, monkeypatch)
+        episode, engine = run(tokenizer, answers, source)
         assert episode.finish_reason == "stop"
         assert (episode.num_turns, episode.num_calls) == (len(said) + 1, len(said))
         assert not episode.num_failed_calls
@@ -138,48 +139,48 @@ def test_what_is_trained_is_what_was_sampled(form, monkeypatch):
     check()
 
 
-def episode_of(tool, monkeypatch, limits=LIMITS, sampling=SAMPLING, calls=1):
+def episode_of(tool, limits=LIMITS, sampling=SAMPLING, calls=1):
     tokenizer = tokenizer_of(FORMS["hermes"])
     call = '<tool_call>{"name": "tool", "arguments": {}}</tool_call><eot>'
     script = [by_character(tokenizer, call[:-5]) + [tokenizer.eos_token_id]] * calls
     script.append(tokenizer.encode("done<eot>"))
     source = load_environment(None, [tool])
-    episode, _ = run(tokenizer, script, source, monkeypatch, limits, sampling)
+    episode, _ = run(tokenizer, script, source, limits, sampling)
     gaps = [t for t, drawn in zip(episode.tokens, episode.drawn, strict=True) if not drawn]
     return episode, tokenizer.decode(gaps)
 
 
-def test_a_result_that_does_not_fit_is_told(monkeypatch):
+def test_a_result_that_does_not_fit_is_told():
     def tool() -> str:
         """Returns a lot."""
         return "x" * 10**6
 
-    episode, said = episode_of(tool, monkeypatch, sampling=SamplingParams(400))
+    episode, said = episode_of(tool, sampling=SamplingParams(400))
     assert "error: the result is too long, 1000000 characters" in said
     assert (episode.num_failed_calls, episode.finish_reason) == (1, "stop")
-    episode, said = episode_of(tool, monkeypatch, sampling=SamplingParams(80))
+    episode, said = episode_of(tool, sampling=SamplingParams(80))
     assert said == ""  # not even that fits
     assert (episode.problem, episode.finish_reason) == ("", "length")
 
 
-def test_calls_without_end(monkeypatch):
+def test_calls_without_end():
     def tool() -> str:
         """Returns."""
         return "again"
 
-    episode, said = episode_of(tool, monkeypatch, calls=20)
+    episode, said = episode_of(tool, calls=20)
     assert episode.num_turns == LIMITS.max_turns
     assert episode.finish_reason == "length"
 
 
-def test_a_tool_that_hangs(monkeypatch):
+def test_a_tool_that_hangs():
     def tool() -> str:
         """Sleeps."""
         time.sleep(60)
         return ""
 
     limits = EpisodeLimits(8, 1000, 0.2, 1, tells=False)
-    episode, said = episode_of(tool, monkeypatch, limits=limits)
+    episode, said = episode_of(tool, limits=limits)
     assert "error: took over 0.2 s" in said
     assert (episode.problem, episode.finish_reason) == ("", "stop")
 
@@ -201,32 +202,32 @@ class Room:
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_an_environment_of_tools(opens, monkeypatch):
+def test_an_environment_of_tools(opens):
     tokenizer = tokenizer_of(FORMS["hermes"])
     call = '<tool_call>{"name": "open", "arguments": {}}</tool_call><eot>'
     script = [tokenizer.encode(call)] * opens + [tokenizer.encode("ok<eot>")]
-    episode, _ = run(tokenizer, script, load_environment(Room), monkeypatch)
+    episode, _ = run(tokenizer, script, load_environment(Room))
     assert "where? It is dark." in tokenizer.decode(episode.prompt)
     assert episode.rewards[-1] == 0.5 + opens
     assert sum(episode.rewards) == 0.5 + opens
 
 
 @pytest.mark.parametrize("failing", ["reset", "get_reward"])
-def test_a_failure_before_or_after_the_answers(failing, monkeypatch):
+def test_a_failure_before_or_after_the_answers(failing):
     def fails(self, **kwargs):
         raise ValueError("no luck")
 
     made = type("Broken", (Room,), {failing: fails})
     tokenizer = tokenizer_of(FORMS["hermes"])
     script = [tokenizer.encode("ok<eot>")]
-    episode, _ = run(tokenizer, script, load_environment(made), monkeypatch)
+    episode, _ = run(tokenizer, script, load_environment(made))
     assert episode.problem == "raised ValueError: no luck"
 
 
-def test_a_text_of_reset_that_does_not_fit(monkeypatch):
+def test_a_text_of_reset_that_does_not_fit():
     made = type("Long", (Room,), {"reset": lambda self: "x" * 30})
     tokenizer = tokenizer_of(FORMS["hermes"])
-    episode, _ = run(tokenizer, [], load_environment(made), monkeypatch)
+    episode, _ = run(tokenizer, [], load_environment(made))
     assert episode.problem == "too long"
 
 

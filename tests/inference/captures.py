@@ -6,10 +6,8 @@ from functools import partial
 from families import engine
 
 from dschat.inference import cuda_graphs, step_runner
-from dschat.inference import engine as engine_module
+from dschat.inference.captured_core import CapturedCore
 from dschat.inference.cuda_graphs import DecodeGraphs
-from dschat.inference.device_loop import DeviceLoop
-from dschat.inference.guessing_loop import GuessingLoop
 from dschat.inference.step_runner import StepRunner
 
 
@@ -51,8 +49,7 @@ def use(monkeypatch, lag=1, queue=None, fewest_tokens=256):
         monkeypatch.setattr(StepRunner, "logits", in_order)
     monkeypatch.setattr(step_runner, "DecodeGraphs", partial(DecodeGraphs, queue=queue))
     monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", fewest_tokens)
-    for loop in (DeviceLoop, GuessingLoop):
-        monkeypatch.setattr(engine_module, loop.__name__, partial(loop, lag=lag))
+    monkeypatch.setattr(CapturedCore, "lag", lag)
 
 
 def on_graphs(module, capture=again, **knobs):

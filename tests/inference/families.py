@@ -19,8 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from dschat.inference import EngineConfig, InferenceEngine
-from dschat.inference.sequence import Prompt, Sequence
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
+from dschat.inference.sequence import Request, Sequence
 
 VOCAB, EOS, POSITIONS = 64, 0, 64
 HEADS, HIDDEN = 4, 32
@@ -197,7 +197,7 @@ def assert_same_but_for_ties(got, expected, gap):
 
 def answered(prompt, answer):
     """A sequence as `AnswerHistory.add` takes it."""
-    return Sequence(Prompt(prompt, 0, 1, len(answer)), 0, answer)
+    return Sequence(Request(prompt, SamplingParams(max_new_tokens=len(answer))), 0, answer)
 
 
 def cache_gib(made, num_tokens):

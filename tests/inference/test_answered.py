@@ -6,7 +6,8 @@ from captures import on_graphs
 from families import EOS, PROMPTS, cache_gib, empty_engine, engine, stream
 from test_tensor_parallel import on_ranks
 
-from dschat.inference import InferenceEngine, SamplingParams
+from dschat.inference import SamplingParams
+from dschat.inference.core import Core
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.partial import OpenPrompt, advance
 
@@ -34,14 +35,14 @@ def tight(module):
 @pytest.mark.parametrize("make", [engine, on_graphs, tight], ids=["eager", "graphs", "tight"])
 def test_prompts_are_reported_as_they_complete(make, module_of, monkeypatch):
     made, reports, tokens = make(module_of("llama")), Reports(), []
-    steps = InferenceEngine.steps
+    events = Core.events
 
-    def counted(self, *args, **kwargs):
-        for event in steps(self, *args, **kwargs):
+    def counted(self):
+        for event in events(self):
             tokens.append(len(reports))
             yield event
 
-    monkeypatch.setattr(InferenceEngine, "steps", counted)
+    monkeypatch.setattr(Core, "events", counted)
     got = made.generate(PROMPTS, SAMPLING, max_new_tokens=LIMITS, answered=reports)
     reports.check(got)
     assert len(set(tokens)) == len(PROMPTS)  # all at other times, and each before the last token

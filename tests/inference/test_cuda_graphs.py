@@ -59,7 +59,7 @@ def test_steps_read_few_pages_of_short_rows(name, speculate, captured, monkeypat
 
 
 def test_the_kernel_s_steps_are_captured_once(monkeypatch, module_of):
-    """It reads lengths: one graph for all of them, but not where steps have guesses."""
+    """It reads lengths: one graph for all of them, but not where steps have drafts."""
     monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", 8)
     made = on_graphs(module_of("llama"), page_size=2)
     made._kernels = StepKernels(torch.device("cpu"))

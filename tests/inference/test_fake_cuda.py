@@ -74,8 +74,8 @@ def test_new_pages_follow_without_a_wait():
 
 @pytest.mark.parametrize("name", ["llama", slow("bloom"), slow("opt"), slow("qwen3")])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_step_with_guesses_waits_for_nothing(name, n):
-    """Outside the step, a rollout waits as often as without guesses: for its prompts."""
+def test_a_step_with_drafts_waits_for_nothing(name, n):
+    """Outside the step, a rollout waits as often as without drafts: for its prompts."""
     sampling = dataclasses.replace(SAMPLED, n=n, max_new_tokens=8, stop_token_ids=(60,))
     found = []
     for mode in ("off", "history"):
@@ -87,13 +87,13 @@ def test_a_step_with_guesses_waits_for_nothing(name, n):
             watch.counts.clear()
             made.generate(PROMPTS, sampling)
         found.append(watch.counts)
-    without, guessed = found
-    assert guessed[True, "cumprod"] > 0
+    without, drafted = found
+    assert drafted[True, "cumprod"] > 0
     for kind in (READ, TO_DEVICE, TO_HOST):
-        assert guessed[True, kind] == 0
+        assert drafted[True, kind] == 0
         # Prompts have drafts of other lengths: two indices of a padded batch.
         more = 2 if kind == TO_DEVICE else 0
-        assert guessed[False, kind] == without[False, kind] + more
+        assert drafted[False, kind] == without[False, kind] + more
 
 
 # -- budgets ---------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_kernels_in_bf16_are_close_to_torch(name, kernels):
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
 @pytest.mark.parametrize("name", ["llama", "bloom", "opt"])
-def test_guesses_change_no_answer(name, mode):
+def test_drafts_change_no_answer(name, mode):
     """The second call has the answers of the first one as its history."""
     torch.backends.cuda.matmul.allow_tf32 = False
     module = build(name)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from families import EOS, PROMPTS, assert_same, cache_gib, engine
 
-from dschat.inference import SamplingParams, eager_loop
-from dschat.inference.open_batch import OpenBatch
+from dschat.inference import SamplingParams, core
 from dschat.inference.protocol import Rollout
+from dschat.inference.sequence import Request
 
 SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
 
@@ -70,23 +70,20 @@ def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
 @pytest.mark.parametrize("drawn_together", [1, 1 << 22])
 def test_samples_are_one_row_until_they_differ(layout, drawn_together, module_of, monkeypatch):
     """At a low temperature, for a while; the reference has each sample as a request of its own."""
-    monkeypatch.setattr(eager_loop, "_DRAWN_TOGETHER", drawn_together)
+    monkeypatch.setattr(core, "_DRAWN_TOGETHER", drawn_together)
     sampling = replace(SAMPLING, temperature=0.4, ignore_eos=True, top_p=1.0)
     made, alone = engine(module_of("llama"), **LAYOUTS[layout]), engine(module_of("llama"))
     got = made.generate(PROMPTS, sampling)
-    batch, expected = OpenBatch(alone), Rollout()
-    for i, ids in enumerate(PROMPTS):
-        for sample in range(SAMPLING.n):
-            batch.add(ids, replace(sampling, n=1), key=(i, sample, 0))
-    events = []
-    while batch.has_work:
-        events += batch.step()
-    done = [sequence for sequence, _, finished in events if finished]
-    done.sort(key=lambda s: (s.prompt.number, s.prompt.first_sample))
-    expected.token_ids = [s.answer for s in done]
-    expected.logprobs = [s.logprobs for s in done]
-    expected.finish_reasons = ["length"] * len(done)
-    assert_same(got, expected)
+    requests = [
+        Request(ids, replace(sampling, n=1), i, first_sample=sample)
+        for i, ids in enumerate(PROMPTS)
+        for sample in range(SAMPLING.n)
+    ]
+    batch = alone.core()
+    for request in requests:
+        batch.add(request)
+    assert sum(event.is_last for event in batch.events()) == len(requests)
+    assert_same(got, Rollout.joined(request.rollout() for request in requests))
     assert made.stats.decoded_rows < 0.95 * made.stats.decode_tokens
     assert made.cache.num_free == made.cache.num_pages
 

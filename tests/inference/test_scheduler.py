@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.protocol import SamplingParams
 from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Prompt
+from dschat.inference.sequence import Request
 
 MAX_SEQ_LEN = 24
 
@@ -125,9 +126,10 @@ class Run:
         """Queue these prompts, while the scheduler has no others."""
         self.texts, answers = prompts, self.case.answer_lengths
         self.prompts = [
-            Prompt(p, i, len(answers[i]), max(answers[i])) for i, p in enumerate(prompts)
+            Request(p, SamplingParams(max(answers[i]), n=len(answers[i])), i)
+            for i, p in enumerate(prompts)
         ]
-        self.scheduler.add(self.prompts)
+        self.scheduler.add(s for request in self.prompts for s in request.sequences)
         self.finished, self.steps = [], 0
         self.bound = 50 + 60 * sum(map(len, answers)) * MAX_SEQ_LEN
 
@@ -144,8 +146,8 @@ class Run:
         self.draft(schedule)
         self.write(schedule)
         self.trace.append(
-            [(s.prompt.number, s.sample, s.pages[:], 1) for s in schedule.decodes]
-            + [(s.prompt.number, s.sample, s.pages[:], count) for s, count in schedule.chunks]
+            [(s.request.number, s.sample, s.pages[:], 1) for s in schedule.decodes]
+            + [(s.request.number, s.sample, s.pages[:], count) for s, count in schedule.chunks]
         )
         ready = schedule.ready
         self.scheduler.computed(schedule)
@@ -160,8 +162,8 @@ class Run:
     def draft(self, schedule):
         budget = self.scheduler.draft_budget(schedule)
         for s in schedule.ready:
-            prompt, position = s.prompt.number, len(s.answer)
-            size = min(self.case.drafts, budget, s.prompt.max_new_tokens - position - 1)
+            prompt, position = s.request.number, len(s.answer)
+            size = min(self.case.drafts, budget, s.request.max_new_tokens - position - 1)
             if size > 0:
                 size = self.scheduler.room_for(s, size)
                 sample = s.row[self.steps % len(s.row)].sample
@@ -198,7 +200,7 @@ class Run:
             assert len(s.tokens(first, end)) == count
             if end == len(s):
                 end += len(s.draft)
-            numbers = prefix_numbers(s.prompt.ids + s.answer + s.draft)[first:end]
+            numbers = prefix_numbers(s.request.ids + s.answer + s.draft)[first:end]
             for position, number in enumerate(numbers, start=first):
                 self.cache.keys[0, s.pages[position // size], position % size] = number
             self.prefilled += count if not s.answer else 0
@@ -206,7 +208,7 @@ class Run:
     def check_content(self, s, count):
         assert s.computed == count
         held = self.cache.keys[0, s.pages].flatten()[:count].tolist()
-        assert held == prefix_numbers(s.prompt.ids + s.answer)[:count]
+        assert held == prefix_numbers(s.request.ids + s.answer)[:count]
 
     def check_found(self):
         """What later prompts would find: the pages of whatever has ended."""
@@ -217,22 +219,22 @@ class Run:
             assert found == prefix_numbers(text)[: len(found)]
 
     def advance(self, first):
-        """As `EagerLoop`: a row's samples keep its draft as far as each draws the same."""
+        """As `Core`: a row's samples keep its draft as far as each draws the same."""
         alive = []
         draft, first.draft = first.draft, []
         assert all(s.tokens(0, 99) == first.tokens(0, 99) for s in first.row)
         for s in first.row:
             for drafted in (*draft, None):
-                s.answer.append(self.case.token(s.prompt.number, s.sample, len(s.answer)))
-                ends = len(s.answer) == self.case.answer_lengths[s.prompt.number][s.sample]
+                s.answer.append(self.case.token(s.request.number, s.sample, len(s.answer)))
+                ends = len(s.answer) == self.case.answer_lengths[s.request.number][s.sample]
                 if ends or s.answer[-1] != drafted:
                     break
             if ends:
-                self.finished.append((s.prompt.number, s.sample, tuple(s.answer)))
+                self.finished.append((s.request.number, s.sample, tuple(s.answer)))
             else:
                 alive.append(s)
         if len(first.row) > 1 or not alive:
-            self.scheduler.go_on(first, alive)
+            self.scheduler.split_row(first, alive)
         else:
             first.computed = len(first) - 1
 
@@ -302,9 +304,9 @@ def test_what_is_dropped_changes_no_other_answer(case, random):
     while run.scheduler.has_work:
         if random.random() < 0.4:
             prompt = random.choice(run.prompts)
-            sample = random.choice([None, *range(prompt.num_samples)])
+            sample = random.choice([None, *range(len(prompt.sequences))])
             run.scheduler.drop(prompt, sample)
-            samples = range(prompt.num_samples) if sample is None else [sample]
+            samples = range(len(prompt.sequences)) if sample is None else [sample]
             dropped.update((prompt.number, i) for i in samples)
         if run.scheduler.has_work:
             run.step()
@@ -488,13 +490,13 @@ def test_a_later_call_finds_the_pages_of_an_earlier_one():
     case.answer_lengths = [[7]]
     run = Run(case).to_the_end()
     scheduler = Scheduler(run.cache, 8, 99)
-    scheduler.add([Prompt([case.token(0, 0, 0)] * 20, 1, 1, 4)])
+    scheduler.add(Request([case.token(0, 0, 0)] * 20, SamplingParams(4), 1).sequences)
     ((sequence, count),) = scheduler.schedule().chunks
     # The last of 9 + 7 tokens was drawn and not computed: three pages.
     assert (sequence.computed, count) == (12, 8)
     scheduler.clear()
     run.cache.forget()
-    scheduler.add([Prompt([case.token(0, 0, 0)] * 20, 1, 1, 4)])
+    scheduler.add(Request([case.token(0, 0, 0)] * 20, SamplingParams(4), 1).sequences)
     assert scheduler.schedule().chunks[0][1] == 20
 
 

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
 from dschat.inference import SamplingParams, speculation
-from dschat.inference.draft_costs import Acceptance, CallChoice, CallKind, Costs, StepCost
 from dschat.inference.partial import OpenPrompt, advance
-from dschat.inference.sequence import Prompt, Sequence, StepSchedule
-from dschat.inference.speculation import AnswerHistory, Drafter
+from dschat.inference.sequence import Request
+from dschat.inference.speculation import Acceptance, AnswerHistory
 from dschat.inference.step_runner import StepRunner
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
@@ -138,53 +137,6 @@ def test_the_history_is_bounded():
     assert history.num_tokens == 7
 
 
-def test_costs_are_fitted():
-    cost = StepCost()
-    for i in range(200):
-        rows = 1 + i % 50
-        cost.add(rows, 3e-3 + 2e-5 * rows)
-    assert cost.fit() == pytest.approx((3e-3, 2e-5))
-
-
-def test_a_call_keeps_the_costs_that_it_began_with():
-    """Tensor-parallel ranks have those of one clock only at its beginning."""
-    costs, step = Costs(), StepSchedule([None] * 4, [])
-    costs.decode.add(9, 0.5)
-    drafter = Drafter(None, None, costs, is_auto=True)
-    before = drafter._worth(step, True)
-    drafter.took(9, 1.0)
-    assert drafter._worth(step, True) == before
-    assert Drafter(None, None, costs, is_auto=True)._worth(step, True) != before
-
-
-def test_a_drafted_token_is_worth_what_it_saves():
-    """It takes a row of this step, and saves one of a later one and its share of that step."""
-    costs = Costs()
-    for rows in (1, 9) * 99:
-        costs.decode.add(rows, 1e-3 + 1e-5 * rows)
-        costs.prefill.add(rows, 2e-3 + 2e-5 * rows)
-    drafter = Drafter(None, None, costs, is_auto=True)
-    chunks = [(None, 20)] * 4
-    decode, prefill = StepSchedule([None] * 4, []), StepSchedule([], chunks)
-    assert drafter._worth(decode, True) == pytest.approx(1e-5 / (1e-3 / 4 + 1e-5))
-    assert drafter._worth(prefill, True) == pytest.approx(2e-5 / (1e-3 / 4 + 1e-5))
-    for _ in range(200):  # later steps will draft seven tokens, and have drawn five by it
-        costs.progress[True].add(5, 8)
-    assert drafter._worth(decode, True) == pytest.approx(5e-5 / (1e-3 / 4 + 8e-5), rel=1e-3)
-    assert drafter._worth(decode, False) == pytest.approx(1e-5 / (1e-3 / 4 + 1e-5))
-
-
-def test_a_drafted_token_is_worth_a_quarter_before_steps_are_timed():
-    costs, steps = Costs(), [StepSchedule([None], []), StepSchedule([], [(None, 20)])]
-    assert [Drafter(None, None, costs, True)._worth(step, True) for step in steps] == [0.25, 0.25]
-    for rows in (1, 9):
-        costs.prefill.add(rows, 1.0)
-    assert [Drafter(None, None, costs, True)._worth(step, True) for step in steps] == [0.25, 0.25]
-    for seconds in (60.0, 1e-3):  # the first one loads kernels
-        costs.decode.add(4, seconds)
-    assert costs.decode.fit() == pytest.approx((5e-4, 1.25e-4))
-
-
 def test_acceptance_is_that_of_the_place():
     """Of answers that begin as before every time, end as before half the time, and hardly ever come
     back after a wrong token.
@@ -218,50 +170,6 @@ def test_a_sequence_is_in_the_places_that_chances_go_through(module_of, monkeypa
     assert runs[: len(right)] == right
 
 
-KIND = CallKind(num_answers=7, max_new_tokens=5, known=2, draws=True)
-
-
-def calls(choice, drafted_s, plain_s, count, kind=KIND):
-    """Which of ``count`` calls drafted."""
-    made = []
-    for _ in range(count):
-        made.append(choice.drafts(kind))
-        choice.add(kind, made[-1], drafted_s if made[-1] else plain_s)
-    return made
-
-
-def test_auto_chooses_the_faster_calls():
-    choice = CallChoice()
-    first = calls(choice, 3.0, 2.0, 200)
-    assert first[:4] == [True, True, False, False]  # the first of each warms up
-    assert sum(first[4:8]) == 2  # by turns, until each has three
-    assert 4 <= sum(first[8:]) <= 8  # the slower one is tried again now and then
-    assert sum(calls(choice, 1.0, 2.0, 300)[-150:]) >= 145  # drafts have become better
-    assert choice.drafts(KIND._replace(known=0))  # nothing is known of other calls
-    assert sum(calls(choice, 2.0, 1.98, 200, KIND._replace(num_answers=1))[8:]) < 20
-
-
-def test_auto_counts_the_warm_up_of_no_side():
-    """A first call compiles, captures or allocates; one more is slow by chance."""
-    choice = CallChoice()
-    for seconds in ((60.0, 60.0), (9.0, 2.0), (1.0, 2.0), (1.0, 2.0)):
-        for drafted in (True, False):
-            choice.add(KIND, drafted, seconds[0 if drafted else 1])
-    assert choice.drafts(KIND)
-
-
-def test_auto_times_calls_by_kind(module_of):
-    made = engine(module_of("llama"), speculate="auto", max_num_seqs=4)
-    choice, sampling = made.speculation.costs.choice, SamplingParams(max_new_tokens=6, n=2)
-    for i in range(5):
-        made.generate(PROMPTS, replace(sampling, seed=i))
-    tried = {kind: [side.last > 0 for side in sides] for kind, sides in choice._sides.items()}
-    assert tried == {
-        CallKind(4, 3, known=0, draws=True): [True, False],
-        CallKind(4, 3, known=2, draws=True): [True, True],
-    }
-
-
 def test_a_known_answer_is_computed_with_its_prompt(module_of):
     """All of it in the prefill of a single sample; not where all samples draw from one row."""
     made, plain = engine(module_of("llama"), speculate="history"), engine(module_of("llama"))
@@ -270,9 +178,7 @@ def test_a_known_answer_is_computed_with_its_prompt(module_of):
         made.generate(PROMPTS, sampling)
     assert made.stats.decode_steps == 0
     assert made.stats.accepted_tokens == len(PROMPTS) * 11
-    assert made.speculation.costs.acceptance.chances(True, 0)[10] > 0.9
-    mean = made.speculation.costs.progress[True]
-    assert (mean.tokens, mean.rows) == pytest.approx((12, 12), rel=0.1)
+    assert made.speculation.acceptance.chances(True, 0)[10] > 0.9
     assert_same(made.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
     group = replace(sampling, n=3)
     assert_same(made.generate(PROMPTS, group), plain.generate(PROMPTS, group))
@@ -296,12 +202,14 @@ def test_partial_rollouts_draft_nothing(module_of):
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
 def test_answers_that_were_begun_go_on_without_new_prompts(mode, module_of):
-    made, prompt = engine(module_of("llama"), speculate=mode), Prompt(PROMPTS[0], 0, 1, 9)
+    made = engine(module_of("llama"), speculate=mode)
     sampling = SamplingParams(max_new_tokens=9, seed=3, ignore_eos=True)
     (expected,) = made.generate(PROMPTS[:1], sampling).token_ids
-    begun = Sequence(prompt, 0, expected[:4], [0.0] * 4)
-    tokens = [token for _, token, _ in made.steps([], sampling, begun=[begun])]
-    assert tokens == expected[4:]
+    request = Request(PROMPTS[0], sampling)
+    request.resume([(expected[:4], [0.0] * 4, False)])
+    core = made.core(drafts=True)
+    core.add(request)
+    assert [event.token for event in core.events()] == expected[4:]
 
 
 def test_what_samples_have_in_common_is_learned_from_once(module_of, monkeypatch):
@@ -337,26 +245,34 @@ def test_limits_of_a_prompt_and_of_a_step(module_of, monkeypatch):
     assert max(sizes) == 5
 
 
+def test_auto_drafts_only_what_is_likely(module_of):
+    """Half of an earlier answer's tokens are wrong: too many of them for ``auto``."""
+    sampling, drafted = SamplingParams(max_new_tokens=20, n=2, seed=3, ignore_eos=True), {}
+    expected = engine(module_of("llama")).generate(PROMPTS, sampling)
+    for mode in ("history", "auto"):
+        made = engine(module_of("llama"), speculate=mode)
+        for changed in (0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0):
+            remember(made, PROMPTS, expected, changed)
+            assert_same(made.generate(PROMPTS, sampling), expected)
+            drafted.setdefault(mode, []).append(made.stats.drafted_tokens)
+    assert drafted["auto"][2] < 0.5 * drafted["history"][2]
+    assert drafted["auto"][-1] > 100  # they have become better
+
+
 @pytest.mark.parametrize("mode", ["history", "auto"])
 def test_tensor_parallel_ranks_draft_alike(mode, module_of):
-    """Rank 1's clock is another; both have the answers of one engine that drafts nothing."""
+    """Both have the answers of one engine that drafts nothing."""
     module = module_of("llama")
 
     def prepare(made):
-        made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
-        for rows in (1, 9) * 2:  # a row costs nothing on rank 0, and everything on rank 1
-            made.speculation.costs.decode.add(rows, 1.0 if made.group.rank == 0 else float(rows))
-        for drafted in (True, False) * 4:  # drafts save time on rank 0, and cost time on rank 1
-            seconds = 1.0 if drafted == (made.group.rank == 0) else 2.0
-            made.speculation.costs.choice.add(again, drafted, seconds)
+        for _ in range(3):  # until earlier answers are known to be right
+            made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
 
-    again = CallKind((2 * len(TP_PROMPTS)).bit_length(), 4, known=2, draws=True)
     expected = engine(module).generate(TP_PROMPTS, SAMPLING)
     shares = [range(3), range(3, len(TP_PROMPTS))]
     ranks = shared_rollout(module, 2, shares, prepare, speculate=mode)
     for (rollout, made), share in zip(ranks, shares, strict=True):
         assert rollout.token_ids == cut(expected, share)
         assert made.stats.accepted_tokens > 50
-        assert made.speculation.costs.choice._sides[again][0].last == 9  # the call was one of them
     first, second = (made.stats.drafted_tokens for _, made in ranks)
     assert first == second

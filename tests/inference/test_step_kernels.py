@@ -92,7 +92,7 @@ def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
     assert waits(captured) == 0
 
 
-def test_steps_with_guesses_run_all_but_attention(kernels):
+def test_steps_with_drafts_run_all_but_attention(kernels):
     with fake_cuda() as watch:
         made = fake_engine(watch, CONFIGS["llama"](), speculate="history", page_size=64)
         sampling = replace(SAMPLED, max_new_tokens=8)
@@ -101,11 +101,11 @@ def test_steps_with_guesses_run_all_but_attention(kernels):
         watch.counts.clear()
         made.generate(PROMPTS, sampling)
     captured = Counter({name: n for (inside, name), n in watch.counts.items() if inside})
-    num_guessed = captured["cumprod"]
+    num_drafted = captured["cumprod"]
     num_steps = captured["draw"]
-    assert 0 < num_guessed <= num_steps
-    assert captured["paged_decode"] == 2 * (num_steps - num_guessed)
-    assert captured["scaled_dot_product_attention"] == 2 * num_guessed
+    assert 0 < num_drafted <= num_steps
+    assert captured["paged_decode"] == 2 * (num_steps - num_drafted)
+    assert captured["scaled_dot_product_attention"] == 2 * num_drafted
     assert captured["skinny_linear"] == 9 * num_steps
     assert captured["add_norm"] == 5 * num_steps
     assert waits(captured) == 0
@@ -297,7 +297,7 @@ def test_frozen_steps_draw_the_tokens_of_the_plain_loop(interpreted, name, order
 
 @slow
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_guesses_change_no_token(interpreted, name):
+def test_drafts_change_no_token(interpreted, name):
     greedy = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     request = PROMPTS[:2], greedy
     knobs = {"page_size": 16, "speculate": "history"}

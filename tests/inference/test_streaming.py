@@ -237,15 +237,15 @@ def test_as_many_streams_as_the_cache_has_pages(module_of, made):
 def test_what_steps_use_is_not_taken_away_within_one(change, module_of):
     own = engine(module_of("llama"), page_size=4)
     own.generate(PROMPTS[:1], with_options())
-    with own._lock, ThreadPoolExecutor(1) as thread:
+    with own.lock, ThreadPoolExecutor(1) as thread:
         changing = thread.submit(getattr(own, change))
         with pytest.raises(TimeoutError):
             changing.result(0.3)
         assert own._cache is not None
         assert own._runner is not None
-        own._lock.release()
+        own.lock.release()
         changing.result(30)
-        own._lock.acquire()
+        own.lock.acquire()
 
 
 def test_a_least_length_where_every_token_ends_an_answer(made):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels.cuda.workspace import Workspace
+from dschat.inference.kernels.cuda.operands import Workspace
 
 SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of a multiprocessor
 
@@ -39,12 +39,13 @@ def product(rows, outputs, inputs, activation="", gated=False):
     return "skinny_linear", args
 
 
-def drawing(vocab, greedy=False, forbids=False, truncation=(0, False, False)):
-    forbidden = (meta(8, dtype=torch.bool), integers(2)) if forbids else (None, None)
+def drawing(vocab, greedy=False, forbids=False, truncation=(False, False, False)):
+    forbidden = (meta(8, dtype=torch.bool), integers(8, 2)) if forbids else (None, None)
     blocks = meta(8, 4, -(-vocab // 2048), dtype=torch.float32)
-    numbers = meta(3, dtype=torch.float64), greedy, *truncation, integers(1), integers(3, 8)
+    columns = meta(3, 8, dtype=torch.float64), integers(3, 8), integers(3, 8)
     out = integers(8, 2), integers(8), meta(8, dtype=torch.float32)
-    return "draw", (meta(8, vocab), *numbers, *forbidden, vocab, blocks, *out)
+    applies = greedy, not greedy, *truncation
+    return "draw", (meta(8, vocab), *columns, *applies, *forbidden, vocab, blocks, *out)
 
 
 def attention(batch, heads, kv_heads, size, page_size=32, **options):
@@ -103,8 +104,8 @@ REST = {
     "advance-without-stops": Wanted(advance(0), 4, 0),
     "embed": Wanted(embedding(2048), 8),
     "draw-greedy": Wanted(drawing(32000, greedy=True), 4),
-    "draw-nucleus": Wanted(drawing(50272, truncation=(0, True, False)), 2),
-    "draw-truncated": Wanted(drawing(152064, forbids=True, truncation=(50, True, True)), 2),
+    "draw-nucleus": Wanted(drawing(50272, truncation=(False, True, False)), 2),
+    "draw-truncated": Wanted(drawing(152064, forbids=True, truncation=(True, True, True)), 2),
     "draw-qwen-min-new-tokens": Wanted(drawing(152064, forbids=True), 4),
     "product-opt-qkv": Wanted(product(8, 6144, 2048), 4, 8, True),
     "product-opt-up": Wanted(product(8, 8192, 2048, "relu"), 2, 8, True),
@@ -246,7 +247,7 @@ BEFORE = {
     "read": (READ, []),
     "advance": (advance(16), []),
     "embed": (embedding(2048), []),
-    "draw": (drawing(152064, forbids=True, truncation=(50, True, True)), []),
+    "draw": (drawing(152064, forbids=True, truncation=(True, True, True)), []),
 }
 
 

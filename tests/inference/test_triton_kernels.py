@@ -8,7 +8,7 @@ import torch
 from triton_tensors import POISON, assert_written, drawn, exact, poisoned
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels.cuda.workspace import workspace
+from dschat.inference.kernels.cuda.operands import workspace
 from dschat.inference.sampling import sample, uniforms
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -140,11 +140,13 @@ def draw(interpreted, logits, params, forbidden, num_tokens, fault=None):
     counters = torch.stack([7 * index, index % 2, index + 3])
     greedy = params.temperature == 0
     short, stops = forbidden or (None, None)
-    numbers = [params.temperature or 1.0, params.top_p, params.min_p]
+    numbers = torch.tensor([params.temperature or 1.0, params.top_p, params.min_p]).double()
+    integers = torch.tensor([params.seed, greedy, params.top_k or 1 << 30])
+    columns = (column.unsqueeze(1).repeat(1, rows) for column in (numbers, integers))
     args = (
-        *(logits, torch.tensor(numbers, dtype=torch.float64), greedy),
-        *(params.top_k, params.top_p < 1, params.min_p > 0),
-        *(torch.tensor([params.seed]), counters, short, stops, num_tokens),
+        *(logits, *columns, counters, greedy, not greedy),
+        *(params.top_k > 0, params.top_p < 1, params.min_p > 0),
+        *(short, None if stops is None else stops.repeat(rows, 1), num_tokens),
         torch.full((rows, 4, -(-vocab // 2048)), POISON),
         poisoned(rows, 2, dtype=torch.int64),
         *(poisoned(rows, dtype=torch.int64), poisoned(rows)),
@@ -160,7 +162,7 @@ def check_draw(interpreted, vocab, num_tokens, temperature, forbids, dtype, faul
     forbidden = None
     if forbids:
         logits[:, 5] += 30
-        forbidden = torch.arange(6) % 2 == 0, torch.tensor([5, 9, 5])
+        forbidden = torch.arange(6) % 2 == 0, torch.tensor([5, 9, -1])
     params = SamplingParams(temperature=temperature, seed=-(1 << 40) - 17)
     results = draw(interpreted, logits.to(dtype), params, forbidden, num_tokens, fault)
     ids, logprobs, expected_ids, expected_logprobs = results
@@ -211,6 +213,65 @@ DRAW_FAULTS = {
 def test_faults_in_draws_are_found(interpreted, fault):
     with pytest.raises(AssertionError):
         check_draw(interpreted, 4100, 4090, 0.7, True, torch.float32, fault)
+
+
+SAMPLINGS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 1.7, "top_k": 3},
+    {"top_p": 0.4},
+    {"temperature": 0.6, "min_p": 0.2},
+    {"top_k": 40, "top_p": 0.6, "min_p": 0.02},
+]
+
+
+def draw_mixed(interpreted, fault=None):
+    """Rows of different sampling in one draw: those of each alone. The stop ids differ, too."""
+    order = torch.randperm(2100, generator=torch.Generator().manual_seed(3))
+    logits = (order.expand(12, 2100) / 250 - 4).clone()
+    samplings = [SamplingParams(seed=10 + i, **SAMPLINGS[i % 6]) for i in range(12)]
+    stops = logits.topk(12).indices[torch.arange(12), torch.arange(12)].unsqueeze(1)
+    short = torch.arange(12) % 4 > 0
+    counters = torch.stack([torch.arange(12), torch.arange(12) % 2, torch.arange(12) + 3])
+    numbers = [(s.logprob_temperature, s.top_p, s.min_p) for s in samplings]
+    numbers = torch.tensor(numbers, dtype=torch.float64).T.contiguous()
+    numbers[1][numbers[1] == 1] = torch.inf
+    integers = torch.tensor([(s.seed, s.temperature == 0, s.top_k or 1 << 30) for s in samplings])
+    args = (
+        *(logits, numbers, integers.T.contiguous(), counters, True, True, True, True, True),
+        *(short, stops, 2098, torch.full((12, 4, 2), POISON)),
+        *(poisoned(12, 2, dtype=torch.int64), poisoned(12, dtype=torch.int64), poisoned(12)),
+    )
+    *_, ids, logprobs = interpreted("run", "draw", args, fault)
+    for i, sampling in enumerate(samplings):
+        uniform = uniforms(sampling.seed, *counters[:, i : i + 1])
+        forbidden = short[i : i + 1], stops[i]
+        expected = sample(logits[i : i + 1], sampling, uniform, forbidden, 2098)
+        assert ids[i] == expected[0].item(), f"equal tokens of row {i}"
+        assert logprobs[i].item() == pytest.approx(expected[1].item(), abs=1e-5)
+
+
+def test_rows_of_different_sampling(interpreted):
+    draw_mixed(interpreted)
+
+
+MIXED_FAULTS = {
+    "seed of the first": ("tl.load(integers_ptr + row),", "tl.load(integers_ptr),"),
+    "top-k of the first": ("integers_ptr + 2 * stride + row", "integers_ptr + 2 * stride + 2"),
+    "top-p of another": ("numbers_ptr + stride + row", "numbers_ptr + stride + 5"),
+    "min-p of another": ("numbers_ptr + 2 * stride + row", "numbers_ptr + 2 * stride + 5"),
+    "stops of the first": ("stops_ptr + row * NUM_STOPS + i", "stops_ptr + i"),
+    "temperature of another": (
+        "exact_temperature = tl.load(numbers_ptr + row)",
+        "exact_temperature = tl.load(numbers_ptr + 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MIXED_FAULTS.values(), ids=MIXED_FAULTS)
+def test_faults_between_rows_are_found(interpreted, fault):
+    with pytest.raises(AssertionError):
+        draw_mixed(interpreted, fault)
 
 
 def test_ties_and_rows_without_choice(interpreted):
@@ -279,8 +340,12 @@ def test_of_equal_logits_the_first_are_kept(interpreted, options, kept):
 
 
 TRUNCATION_FAULTS = {
-    "one less": ("ties = (TOP_K - above)", "ties = (TOP_K - 1 - above)", {"top_k": 2}),
-    "no nucleus": ("target = tl.load(numbers_ptr + 1) *", "target = 1.0 *", {"top_p": 0.3}),
+    "one less": ("ties = (top_k - above)", "ties = (top_k - 1 - above)", {"top_k": 2}),
+    "no nucleus": (
+        "target = tl.load(numbers_ptr + stride + row) *",
+        "target = 1.0 *",
+        {"top_p": 0.3},
+    ),
     "not of the rest": (
         "(mass_above + (mass - mass_above) * share)",
         "(mass_above * 0 + 100.0)",
@@ -324,14 +389,14 @@ def test_operators_state_what_they_change(interpreted):
         "add_norm": (x, x + 1, ones, ones, 1e-5),
         "skinny_linear": (x, drawn(6, 32), None, "silu", True, False, *scratch),
         "draw": (
-            *(x, one.expand(3) / 2, False, 3, True, True, integers[0, :1], integers),
-            *(None, None, 30),
+            *(x, one.expand(3, 4).contiguous() / 2, integers, integers),
+            *(True, True, True, True, True, None, None, 30),
         ),
         "read_rows": (fields, fields.T.contiguous(), 3, 4, 9),
         "embed": (integers[0, :3], drawn(5, 32), integers[0, :3], drawn(5, 32), 2),
         "advance_rows": (
             *(integers[0, :3].clone(), drawn(3), fields, drawn(4, 2, 1, 4).double()),
-            *(integers[0, :1].clone(), integers[0].clone()),
+            *(integers[0, :1].clone(), integers.T.contiguous()),
         ),
         "paged_decode": (drawn(4, 3, 16), [0, 1, 2, 1], *kv, None, None, 0.0, None, None, *scratch),
     }

@@ -8,7 +8,8 @@ from triton_tensors import POISON, assert_written, drawn, exact, poisoned
 
 from dschat.inference import SamplingParams
 from dschat.inference.decode_state import RING, DecodeState
-from dschat.inference.row_fields import Field
+from dschat.inference.kernels.cuda.operands import Field
+from dschat.inference.sampler import SamplingKind
 
 CPU = torch.device("cpu")
 PAGE, TRASH = 4, 31
@@ -27,7 +28,7 @@ def state_of(num_rows, seed=0):
     f = state._fields
     f[Field.TOKEN], f[Field.POSITION] = random(0, 50, num_rows), random(3, 36, num_rows)
     f[Field.ALIVE] = random(0, 4, num_rows) > 0
-    f[Field.START] = f[Field.POSITION] - random(0, 3, num_rows)
+    f[Field.ORIGIN] = f[Field.POSITION] - random(0, 3, num_rows)
     f[Field.LAST] = f[Field.POSITION] + random(0, 3, num_rows)
     f[Field.YOUNGEST_STOP] = f[Field.POSITION] + random(-1, 2, num_rows)
     f[Field.PROMPT], f[Field.SAMPLE] = random(0, 10**12, num_rows), random(0, 5, num_rows)
@@ -54,7 +55,7 @@ def test_rows_are_read(interpreted, size, num_rows):
 READ_FAULTS = {
     "dead rows write to their pages": ("inside & (alive != 0)", "inside"),
     "dead rows have keys": ("position = drawn_at * alive", "position = drawn_at"),
-    "another draw": ("drawn_at - start", "position - start"),
+    "another draw": ("drawn_at - origin", "position - origin"),
     "stops too early": ("drawn_at < youngest", "drawn_at <= youngest"),
     "another sample": ("_SAMPLE * stride", "_PROMPT * stride"),
 }
@@ -70,8 +71,13 @@ def check_advance(interpreted, size, num_rows, stops, step, fault=None):
     state = state_of(num_rows)
     state._ring.fill_(POISON)
     state._step.fill_(step)
-    sampling = SamplingParams(stop_token_ids=tuple(stops))
-    kind = state._sampling.load(sampling, stops, lambda copies: copies())
+    kind = SamplingKind(SamplingParams(), False, 16 * bool(stops), False)
+    if stops:  # other rows have others of them
+        of_rows = torch.full((num_rows, 16), -1)
+        for row in range(num_rows):
+            own = [t for t in stops if row % 2 == 0 or t != row]
+            of_rows[row, : len(own)] = torch.tensor(own)
+        state._sampling._stops[16] = of_rows
     tokens, logprobs = torch.arange(size) % 50, drawn(size)
     twin = copy.deepcopy([state._fields, state._ring, state._step])
     state.advance(tokens, logprobs, kind)
@@ -90,7 +96,8 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
 
 ADVANCE_FAULTS = {
     "one token too many": ("position < last", "position <= last"),
-    "stops go on": ("tl.where(token == tl.load(stops_ptr + i), 0, alive)", "alive"),
+    "stops go on": ("tl.where(token == stop, 0, alive)", "alive"),
+    "stops of the first row": ("row * NUM_STOPS + i", "i"),
     "ring turns early": ("(step % STEPS)", "(step % 64)"),
     "all rows move": ("position + alive", "position + 1"),
     "steps are not counted": ("step + 1", "step"),

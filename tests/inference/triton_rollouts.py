@@ -8,9 +8,9 @@ from soft_graph import operators_only, soft_capture
 from test_borrowed import borrowing, lay_out
 
 from dschat.config.cuda_kernels import STEP_PARTS
+from dschat.inference.captured_core import CapturedCore
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.head_layout import HeadLayout
-from dschat.inference.sampler import StepSampling
 
 
 def wrong_slices(patch):
@@ -31,16 +31,17 @@ def gate_always_first(patch):
 
 def host_seed(patch):
     """A draw takes the seed that the host has while the step is captured."""
-    load, draw, seeds = StepSampling.load, StepKernels.draw, []
+    enter, draw, seeds = CapturedCore._enter, StepKernels.draw, []
 
-    def loaded(self, sampling, *rest):
-        seeds[:] = [sampling.seed]
-        return load(self, sampling, *rest)
+    def entered(self, sequences):
+        seeds[:] = [sequences[0].request.sampling.seed]
+        return enter(self, sequences)
 
-    def drawn(self, logits, params, numbers, seed, *rest):
-        return draw(self, logits, params, numbers, torch.tensor(seeds), *rest)
+    def drawn(self, logits, params, has_greedy, numbers, integers, *rest):
+        frozen = torch.cat([torch.full_like(integers[:1], seeds[0]), integers[1:]])
+        return draw(self, logits, params, has_greedy, numbers, frozen, *rest)
 
-    patch.setattr(StepSampling, "load", loaded)
+    patch.setattr(CapturedCore, "_enter", entered)
     patch.setattr(StepKernels, "draw", drawn)
 
 

@@ -10,11 +10,8 @@ from triton_cubins import report
 from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.kernels.cuda.launch import Launch
-
-
-class Owner:
-    def pause(self):
-        raise AssertionError("no step is launched")
+from dschat.inference.sampler import Sampler, SamplingKind
+from dschat.inference.sequence import Request
 
 
 def step_reports(name, dtype, sampling, rows, capability):
@@ -27,7 +24,10 @@ def step_reports(name, dtype, sampling, rows, capability):
     made._capture = lambda step: step
     made._kernels = StepKernels(torch.device("cpu"), dependent=True)
     graphs = made.step_runner().graphs(made.num_tokens)
-    kind = graphs.state.acquire(Owner(), sampling, sorted(sampling.end_ids(made.stop_ids)))
+    request = Request([1], sampling)
+    Sampler(made.num_tokens, made.device, made.group).prepare(request, made.stop_ids)
+    kind = SamplingKind.of(request.sequences)
+    graphs.state.prepare(kind)
     launches = []
     with patch.object(Launch, "run", lambda launch: launches.append(launch)):
         graphs.step(rows, graphs.pages_for(1), kind)()

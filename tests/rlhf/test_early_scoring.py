@@ -12,7 +12,7 @@ from step_cases import Case, my_prompts
 from step_rows import PROMPTS
 
 from dschat.config import RLHFConfig
-from dschat.inference.engine import InferenceEngine
+from dschat.inference.core import Core
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.reward_functions import FunctionSource, RewardFunctions
 from dschat.rewards.scoring import RewardError
@@ -193,7 +193,7 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
     options |= {"partial_rollout": partial}
     more = ([[i, j, 5] for i in range(4)] for j in range(9))
     trainer = trainer_of(models_folder, [gated], more, **options)
-    steps, score = InferenceEngine.steps, FunctionSource.score
+    steps, score = Core.events, FunctionSource.score
     asked, waits = [], []
 
     def noted(*args, **kwargs):
@@ -208,7 +208,7 @@ def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
         generated.set()
 
     monkeypatch.setattr(FunctionSource, "score", noted)
-    monkeypatch.setattr(InferenceEngine, "steps", watched)
+    monkeypatch.setattr(Core, "events", watched)
     e = trainer.generate_experience(PROMPTS[:8])
     assert waits == [True]
     assert (overlaps[0][0] % 2, overlaps[0][1]) == (0, False)

@@ -187,7 +187,7 @@ def test_a_large_body_without_its_size(served):
 def test_a_client_that_leaves(stream, served, monkeypatch):
     """Its answers end, and their pages are free."""
     worker, may_step = served.model.worker, threading.Event()
-    step, steps = worker._batch.step, []
+    step, steps = worker._core.step, []
 
     def pauses():
         steps.append(1)
@@ -195,7 +195,7 @@ def test_a_client_that_leaves(stream, served, monkeypatch):
             may_step.wait()
         return step()
 
-    monkeypatch.setattr(worker._batch, "step", pauses)
+    monkeypatch.setattr(worker._core, "step", pauses)
     body = FOREVER | {"n": 4, "stream": stream}
     if stream:
         client = begin(served, body)
@@ -225,13 +225,13 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
 def test_a_full_queue(small, monkeypatch):
     """Room for one that decodes and one that waits; the third is told to come back later."""
     worker, may_step = small.model.worker, threading.Event()
-    step = worker._batch.step
+    step = worker._core.step
 
     def late():
         may_step.wait()
         return step()
 
-    monkeypatch.setattr(worker._batch, "step", late)
+    monkeypatch.setattr(worker._core, "step", late)
     clients = [begin(small, FOREVER) for _ in range(2)]
     wait_until(lambda: worker.num_waiting == 2)
     status, headers, text = ask(small, "/v1/completions", FOREVER)
@@ -244,13 +244,13 @@ def test_a_full_queue(small, monkeypatch):
 
 def test_a_step_that_fails_ends_its_requests_alone(served, monkeypatch, caplog):
     worker = served.model.worker
-    step = worker._batch.step
+    step = worker._core.step
 
     def fails():
-        monkeypatch.setattr(worker._batch, "step", step)
+        monkeypatch.setattr(worker._core, "step", step)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(worker._batch, "step", fails)
+    monkeypatch.setattr(worker._core, "step", fails)
     status, _, text = ask(served, "/v1/completions", {"prompt": "sun"})
     assert (status, "server's log" in text.decode()) == (500, True)
     assert "out of memory" in caplog.text
@@ -259,14 +259,14 @@ def test_a_step_that_fails_ends_its_requests_alone(served, monkeypatch, caplog):
 
 
 def test_a_request_that_cannot_be_queued_fails_alone(served, monkeypatch):
-    batch = served.model.worker._batch
-    add = batch.add
+    core = served.model.worker._core
+    add = core.add
 
     def fails(*_):
-        monkeypatch.setattr(batch, "add", add)
+        monkeypatch.setattr(core, "add", add)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(batch, "add", fails)
+    monkeypatch.setattr(core, "add", fails)
     assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 500
     assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 200
 

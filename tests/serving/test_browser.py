@@ -112,7 +112,7 @@ def test_under_its_own_policy(browser, compared):
 
 def test_stop_by_key_and_copy(page, compared, monkeypatch):
     worker = compared.server.models["tiny"].worker
-    step, may_step = worker._batch.step, threading.Event()
+    step, may_step = worker._core.step, threading.Event()
     before = worker.stats.answer_tokens
 
     def pauses():
@@ -120,7 +120,7 @@ def test_stop_by_key_and_copy(page, compared, monkeypatch):
             may_step.wait()
         return step()
 
-    monkeypatch.setattr(worker._batch, "step", pauses)
+    monkeypatch.setattr(worker._core, "step", pauses)
     page.locator("#models input").nth(1).uncheck()
     settings(page, max_tokens=100, system="be brief")
     page.route(

@@ -104,17 +104,17 @@ class KVCache:
         return self._index.find(tokens) if self.keeps_prefixes else ([], None)
 
     def publish(self, tokens: list[int], pages: list[int]) -> None:
-        """Let others find the pages that ``tokens`` fill, which are computed."""
+        """Add the pages that ``tokens`` fill to the prefix index, once they are computed."""
         if self.keeps_prefixes:
             self._index.add(tokens, pages)
 
     def withdraw(self, page: int) -> None:
-        """Let nobody find a page in use, because its tokens will change."""
+        """Remove a page from the prefix index before it is overwritten."""
         if page in self._index:
             self._index.remove(page)
 
     def forget(self) -> None:
-        """Find no page any more: the weights have changed."""
+        """Empty the prefix index: the weights have changed."""
         self._index.clear()
         for page in self._idle:
             heapq.heappush(self._free, page)

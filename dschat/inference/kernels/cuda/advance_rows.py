@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.launch import Launch, follow
-from dschat.inference.row_fields import Field
+from dschat.inference.kernels.cuda.operands import Field
 
 _TOKEN, _POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
 _ALIVE, _LAST = tl.constexpr(Field.ALIVE.value), tl.constexpr(Field.LAST.value)
@@ -24,7 +24,7 @@ def _advance_rows(
     step_stride,
     kind_stride,
     step_ptr,  # (1,)
-    stops_ptr,  # (NUM_STOPS,)
+    stops_ptr,  # (rows, NUM_STOPS)
     size,
     STEPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
@@ -49,7 +49,8 @@ def _advance_rows(
     alive = tl.where(position < last, alive, 0)
     if NUM_STOPS > 0:  # without stops, there is no pointer to compile
         for i in range(NUM_STOPS):
-            alive = tl.where(token == tl.load(stops_ptr + i), 0, alive)
+            stop = tl.load(stops_ptr + row * NUM_STOPS + i, mask=inside, other=-1)
+            alive = tl.where(token == stop, 0, alive)
     tl.store(field_ptrs + _TOKEN * stride, token, mask=inside)
     tl.store(field_ptrs + _ALIVE * stride, alive, mask=inside)
     tl.store(field_ptrs + _POSITION * stride, position + alive, mask=inside)
@@ -70,7 +71,7 @@ def plan(
     args = (tokens, logprobs, fields, fields.stride(0), ring, ring.stride(0), ring.stride(1), step)
     constants = {
         "STEPS": len(ring),
-        "NUM_STOPS": 0 if stops is None else len(stops),
+        "NUM_STOPS": 0 if stops is None else stops.shape[1],
         "BLOCK": triton.next_power_of_2(size),
         "DEPENDENT": dependent,
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE, cuda_kernels
 from dschat.config.errors import UserError, first_line
 from dschat.inference.kernels.cuda import operators
-from dschat.inference.kernels.cuda.workspace import Workspace, workspace
+from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
 from dschat.inference.model.attention import Attention
 from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.rotary import Rotary
@@ -45,7 +45,7 @@ def choose(device: torch.device) -> "StepKernels | None":
         "of up to %d rows)",
         ", ".join(parts),
         " with dependent launch" if dependent else "",
-        operators.MAX_ROWS,
+        MAX_ROWS,
     )
     return StepKernels(device, frozenset(parts), dependent)
 
@@ -101,7 +101,7 @@ class StepKernels:
 
     def takes(self, linear: AnyLinear, x: Tensor, activation: str = "") -> bool:
         """Whether a kernel multiplies ``x`` (R, E) and applies ``activation``."""
-        fits = len(x) <= operators.MAX_ROWS and activation in operators.ACTIVATIONS
+        fits = len(x) <= MAX_ROWS and activation in ACTIVATIONS
         return self.runs("product") and fits and linear.plain is not None
 
     def product(
@@ -132,25 +132,29 @@ class StepKernels:
         self,
         logits: Tensor,
         params: SamplingParams,
+        has_greedy: bool,
         numbers: Tensor,
-        seed: Tensor,
+        integers: Tensor,
         key: Tensor | Sequence[Tensor],
         forbidden: tuple[Tensor, Tensor] | None,
         num_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         """Ids (R,) int64 and log-probs (R,) fp32 drawn from ``logits`` (R, V), as `sample` does.
 
-        ``params`` says what applies, with its own top-k; ``numbers`` (3,) float64 are the
-        temperature, top-p and min-p. ``seed`` (1,) int64. ``key``: prompt, sample and position,
-        (R,) int64 each, or one tensor (3, R). ``forbidden``: rows (R,) bool and the ids (S,) that
-        they may not draw.
+        ``params`` says what applies to any row, and ``has_greedy`` whether some are greedy in a
+        step that draws. ``numbers`` (3, R) float64 are temperatures, top-p and min-p, ``integers``
+        (3, R) int64 are seeds, whether a row is greedy, and top-k. ``key``: prompt, sample and
+        position, (R,) int64 each, or one tensor (3, R). ``forbidden``: rows (R,) bool and the ids
+        (R, S) that they may not draw; -1 is none.
         """
         short, stops = forbidden or (None, None)
-        applies = params.temperature == 0, params.top_k, params.top_p < 1, params.min_p > 0
+        draws = params.temperature > 0
+        truncates = params.top_k > 0, params.top_p < 1, params.min_p > 0
+        applies = has_greedy or not draws, draws, *truncates
         counters = key if isinstance(key, Tensor) else torch.stack(list(key))
         return operators.draw(
-            *(logits.contiguous(), numbers, *applies, seed, counters, short, stops, num_tokens),
-            self._dependent,
+            *(logits.contiguous(), numbers, integers, counters, *applies),
+            *(short, stops, num_tokens, self._dependent),
         )
 
 

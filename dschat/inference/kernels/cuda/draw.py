@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.launch import Launch, follow
-from dschat.inference.kernels.cuda.operators import DRAW_BLOCK
+from dschat.inference.kernels.cuda.operands import DRAW_BLOCK
 from dschat.inference.kernels.cuda.uniform import uniform
 
 # Low bits of an fp32 number that no number of the dtype has.
@@ -42,7 +42,7 @@ def _logits(
     if NUM_STOPS > 0:
         short = tl.load(short_ptr + row) != 0
         for i in range(NUM_STOPS):
-            allowed = allowed & ~(short & (token == tl.load(stops_ptr + i)))
+            allowed = allowed & ~(short & (token == tl.load(stops_ptr + row * NUM_STOPS + i)))
     return x, tl.where(allowed, x, float("-inf"))
 
 
@@ -58,9 +58,9 @@ def _largest_and_mass(x, temperature):
 def _mass(
     logits_ptr,  # (R, VOCAB)
     short_ptr,  # (R,): rows that may not draw a stop
-    stops_ptr,  # (NUM_STOPS,)
+    stops_ptr,  # (R, NUM_STOPS)
     blocks_ptr,  # (R, 4, blocks): largest and mass of allowed logits, then of all
-    numbers_ptr,  # (3,) float64: temperature, top-p, min-p
+    numbers_ptr,  # (3, R) float64: temperature, top-p, min-p
     NUM_STOPS: tl.constexpr,
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
@@ -68,8 +68,8 @@ def _mass(
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
-    temperature = tl.load(numbers_ptr).to(tl.float32)
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(numbers_ptr + row).to(tl.float32)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
     x, allowed = _logits(
         row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
@@ -170,8 +170,10 @@ def _threshold(
     stops_ptr,
     blocks_ptr,  # largest and mass of allowed logits become those of the kept ones
     numbers_ptr,
+    integers_ptr,  # (3, R) int64: seed, whether it is greedy, top-k
+    stride,  # of both
     bounds_ptr,  # (R, 2) int64: the smallest rank that is kept, the last token kept of this rank
-    TOP_K: tl.constexpr,  # 0: all
+    HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -184,7 +186,7 @@ def _threshold(
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
-    row, temperature = tl.program_id(0), tl.load(numbers_ptr).to(tl.float32)
+    row, temperature = tl.program_id(0), tl.load(numbers_ptr + tl.program_id(0)).to(tl.float32)
     row_ptr, block_ptr = logits_ptr + row.to(tl.int64) * VOCAB, blocks_ptr + row * 4 * NUM_BLOCKS
     columns = tl.arange(0, ALL_BLOCKS)
     largest_of_blocks = tl.load(block_ptr + columns, mask=columns < NUM_BLOCKS, other=float("-inf"))
@@ -192,21 +194,22 @@ def _threshold(
     top = _rank(best, SPARE_BITS)
     bound = _rank(best * 0 + float("-inf"), SPARE_BITS) + 1  # of the smallest finite logit
     ties = top * 0 + VOCAB  # that are kept at the bound, at most
-    if TOP_K > 0:
+    if HAS_TOP_K:
+        top_k = tl.minimum(tl.load(integers_ptr + 2 * stride + row), VOCAB)
         bound = _highest(
-            bound, top, TOP_K, False, best, temperature, row_ptr, row, short_ptr, stops_ptr,
+            bound, top, top_k, False, best, temperature, row_ptr, row, short_ptr, stops_ptr,
             NUM_BLOCKS, SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
         )  # fmt: skip
     count, above, mass, mass_above = _reached(
         bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
         SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
     )  # fmt: skip
-    if TOP_K > 0:
-        ties = (TOP_K - above).to(tl.int64)
+    if HAS_TOP_K:
+        ties = (top_k - above).to(tl.int64)
     if HAS_TOP_P:
         at_bound = tl.maximum(count - above, 1)
         share = tl.minimum(ties, at_bound).to(tl.float64) / at_bound.to(tl.float64)
-        target = tl.load(numbers_ptr + 1) * (mass_above + (mass - mass_above) * share)
+        target = tl.load(numbers_ptr + stride + row) * (mass_above + (mass - mass_above) * share)
         lowest = bound
         bound = _highest(
             bound, top, target, True, best, temperature, row_ptr, row, short_ptr, stops_ptr,
@@ -221,7 +224,7 @@ def _threshold(
         wanted = tl.minimum((target - mass_above) / tl.maximum(each, 1e-300), VOCAB)
         ties = tl.minimum(ties, tl.maximum(tl.ceil(wanted).to(tl.int64), 1))
     if HAS_MIN_P:  # relative to the likeliest token, whose weight is 1
-        least = tl.load(numbers_ptr + 2)
+        least = tl.load(numbers_ptr + 2 * stride + row)
         likely = top
         for block in range(NUM_BLOCKS):
             _, x = _logits(
@@ -259,12 +262,14 @@ def _choose(
     stops_ptr,
     blocks_ptr,
     numbers_ptr,
+    integers_ptr,
+    stride,
     bounds_ptr,  # `threshold`'s, or None
     counters_ptr,  # (3, R): prompt, sample, position
-    seed_ptr,  # (1,)
     ids_ptr,  # (R,)
     logprobs_ptr,  # (R,)
-    GREEDY: tl.constexpr,
+    GREEDY: tl.constexpr,  # whether rows take the likeliest token
+    DRAWS: tl.constexpr,  # whether rows draw
     NUM_BLOCKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,  # NUM_BLOCKS, padded
     SPARE_BITS: tl.constexpr,
@@ -275,9 +280,9 @@ def _choose(
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
-    exact_temperature = tl.load(numbers_ptr)
-    temperature = exact_temperature.to(tl.float32)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
+    exact_temperature = tl.load(numbers_ptr + row)
+    temperature = exact_temperature.to(tl.float32)
     block = tl.arange(0, ALL_BLOCKS)
     present = block < NUM_BLOCKS
     block_ptr = blocks_ptr + row * 4 * NUM_BLOCKS + block
@@ -286,13 +291,13 @@ def _choose(
     mass = tl.load(block_ptr + NUM_BLOCKS, mask=present, other=0.0)
     mass = (mass * tl.exp((largest - best) / temperature)).to(tl.float64)
     sums = tl.cumsum(mass, axis=0)
-    if GREEDY:
-        target = best.to(tl.float64) * 0
-        chosen = tl.min(tl.where(largest == best, block, NUM_BLOCKS - 1), axis=0)
-    else:
+    target = best.to(tl.float64) * 0
+    likeliest = tl.min(tl.where(largest == best, block, NUM_BLOCKS - 1), axis=0)
+    chosen = likeliest
+    if DRAWS:
         where = counters_ptr + row
         target = uniform(
-            tl.load(seed_ptr),
+            tl.load(integers_ptr + row),
             tl.load(where),
             tl.load(where + num_rows),
             tl.load(where + 2 * num_rows),
@@ -300,6 +305,8 @@ def _choose(
         # NOTE: the last block with mass if the sums round below the target.
         last = tl.max(tl.where(mass > 0, block, 0), axis=0)
         chosen = tl.minimum(tl.sum((sums <= target).to(tl.int32), axis=0), last)
+        if GREEDY:
+            chosen = tl.where(tl.load(integers_ptr + stride + row) != 0, likeliest, chosen)
     here = block == chosen
     before = tl.sum(tl.where(here, sums - mass, 0.0), axis=0)
     share = tl.sum(tl.where(here, mass, 0.0), axis=0)
@@ -309,21 +316,23 @@ def _choose(
     _, allowed = _logits(
         row_ptr, chosen, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
     )
-    offset = tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK)
     if bounds_ptr is not None:
         rank, bound = _rank(allowed, SPARE_BITS), tl.load(bounds_ptr + 2 * row)
         last_tie = tl.load(bounds_ptr + 2 * row + 1)
-        is_kept_tie = (rank == bound) & (chosen * BLOCK + offset <= last_tie)
+        is_kept_tie = (rank == bound) & (chosen * BLOCK + place <= last_tie)
         allowed = tl.where((rank > bound) | is_kept_tie, allowed, float("-inf"))
     origin = tl.max(allowed, axis=0)
-    if GREEDY:
-        offset = tl.min(tl.where(allowed == origin, offset, BLOCK - 1), axis=0)
-    else:
+    likeliest = tl.min(tl.where(allowed == origin, place, BLOCK - 1), axis=0)
+    offset = likeliest
+    if DRAWS:
         weights = tl.exp((allowed - origin) / temperature).to(tl.float64)
         inside = tl.cumsum(weights, axis=0)
         target = (target - before) / share * tl.sum(weights, axis=0)
-        last = tl.max(tl.where(weights > 0, offset, 0), axis=0)
+        last = tl.max(tl.where(weights > 0, place, 0), axis=0)
         offset = tl.minimum(tl.sum((inside <= target).to(tl.int32), axis=0), last)
+        if GREEDY:
+            offset = tl.where(tl.load(integers_ptr + stride + row) != 0, likeliest, offset)
     token = tl.minimum(chosen * BLOCK + offset, NUM_TOKENS - 1)
     tl.store(ids_ptr + row, token.to(tl.int64))
 
@@ -340,12 +349,13 @@ def _choose(
 def plan(
     logits: Tensor,
     numbers: Tensor,
+    integers: Tensor,
+    counters: Tensor,
     greedy: bool,
-    top_k: int,
+    draws: bool,
+    has_top_k: bool,
     has_top_p: bool,
     has_min_p: bool,
-    seed: Tensor,
-    counters: Tensor,
     short: Tensor | None,
     stops: Tensor | None,
     num_tokens: int,
@@ -360,10 +370,11 @@ def plan(
     """
     num_rows, vocab = logits.shape
     assert logits.is_contiguous()
+    assert numbers.stride() == integers.stride() == (numbers.stride(0), 1)
     num_blocks = triton.cdiv(vocab, DRAW_BLOCK)
     assert blocks.shape == (num_rows, 4, num_blocks)
     shared = {
-        "NUM_STOPS": 0 if stops is None or short is None else len(stops),
+        "NUM_STOPS": 0 if stops is None or short is None else stops.shape[1],
         "VOCAB": vocab,
         "NUM_TOKENS": num_tokens,
         "BLOCK": DRAW_BLOCK,
@@ -374,13 +385,15 @@ def plan(
         "ALL_BLOCKS": max(triton.next_power_of_2(num_blocks), 2),
         "SPARE_BITS": _SPARE_BITS[logits.dtype],
     }
-    kept = {"TOP_K": top_k * (top_k < num_tokens), "HAS_TOP_P": has_top_p, "HAS_MIN_P": has_min_p}
-    truncates = not greedy and any(kept.values())
+    kept = {"HAS_TOP_K": has_top_k, "HAS_TOP_P": has_top_p, "HAS_MIN_P": has_min_p}
+    truncates = draws and any(kept.values())
     args = (logits, short, stops, blocks, numbers)
     mass = Launch(_mass, (num_rows, num_blocks), args, shared)
-    chosen = (*args, bounds if truncates else None, counters, seed, ids, logprobs)
-    choose = Launch(_choose, (num_rows,), chosen, of_row | {"GREEDY": greedy})
+    columns = integers, integers.stride(0)
+    chosen = (*args, *columns, bounds if truncates else None, counters, ids, logprobs)
+    choose = Launch(_choose, (num_rows,), chosen, of_row | {"GREEDY": greedy, "DRAWS": draws})
     if not truncates:
         return mass, choose
-    threshold = Launch(_threshold, (num_rows,), (*args, bounds), of_row | kept, num_warps=8)
+    truncated = (*args, *columns, bounds)
+    threshold = Launch(_threshold, (num_rows,), truncated, of_row | kept, num_warps=8)
     return mass, threshold, choose

@@ -1,4 +1,4 @@
-"""A Triton kernel's launch: its grid, arguments and compile options, as data.
+"""A Triton kernel's launch (grid, arguments and compile options, as data), and what kernels share.
 
 Each kernel module plans launches and runs them; tests compile the same plans for devices that the
 machine does not have, so what is checked there is what runs.
@@ -53,6 +53,22 @@ def follow(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def arrives_last(counter_ptr, COUNT: tl.constexpr):
+    """Whether this is the last of ``COUNT`` programs that share an output; it sees what the others
+    stored before, and finds the counter zero in the next launch.
+
+    Each writes partial results to a `Workspace` and calls this. The last one adds them up in a
+    fixed order, so that results do not depend on which program that is.
+    """
+    tl.debug_barrier()  # all threads of this program have stored
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == COUNT - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    tl.debug_barrier()
+    return last
 
 
 def operand_type(dtype: torch.dtype) -> Any:

@@ -9,22 +9,7 @@ it. Operands are checked by each kernel's `plan`.
 import torch
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.workspace import Workspace
-
-MAX_ROWS = 64  # of `skinny_linear`
-DRAW_BLOCK = 2048  # tokens
-
-# Names of transformers' activations that `skinny_linear` computes; "" is none.
-ACTIVATIONS = {
-    "": "none",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "tanh_gelu",
-    "gelu_fast": "tanh_gelu",
-    "gelu_pytorch_tanh": "tanh_gelu",
-}
+from dschat.inference.kernels.cuda.operands import DRAW_BLOCK, Workspace
 
 
 @torch.library.custom_op("dschat::read_rows", mutates_args=())
@@ -98,7 +83,7 @@ def advance_rows(
     rows to these tokens.
 
     ``fields`` (fields, S) int64, see `Field`; ``ring`` (steps, 2, positions, S) float64; ``step``
-    (1,) int64, the number of steps so far; rows end at ``stops`` (S,) int64.
+    (1,) int64, the number of steps so far; rows end at their ``stops`` (rows, S) int64.
     """
     from dschat.inference.kernels.cuda import advance_rows as kernel
 
@@ -226,12 +211,13 @@ def _(heads: Tensor, layout: list[int], rows: Tensor, *rest: object) -> Tensor:
 def draw(
     logits: Tensor,
     numbers: Tensor,
+    integers: Tensor,
+    counters: Tensor,
     greedy: bool,
-    top_k: int,
+    draws: bool,
+    has_top_k: bool,
     has_top_p: bool,
     has_min_p: bool,
-    seed: Tensor,
-    counters: Tensor,
     short: Tensor | None,
     stops: Tensor | None,
     num_tokens: int,
@@ -240,15 +226,15 @@ def draw(
     """Draw a token of each row of ``logits`` (R, V), contiguous, of any floating dtype.
 
     Args:
-        numbers: (3,) float64, temperature (1 if ``greedy``), top-p and min-p. In memory, as the
-            seed: a captured graph serves every rollout.
-        greedy: the likeliest token, the first of equal ones.
-        top_k: number of likeliest tokens that may be drawn; 0: all.
-        has_top_p, has_min_p: whether these numbers apply.
-        seed: (1,) int64.
+        numbers: (3, R) float64, rows contiguous: temperature (1 if greedy), top-p and min-p. In
+            memory, as all of these: a captured graph serves every request.
+        integers: (3, R) int64 of the same strides: seed, whether it is greedy, top-k (many: all).
         counters: (3, R) int64, contiguous: prompt index, sample index, position.
-        short: (R,) bool, rows that may not draw ``stops``.
-        stops: (S,) int64.
+        greedy: whether rows take the likeliest token, the first of equal ones.
+        draws: whether rows draw. Where some do either, the row says which.
+        has_top_k, has_top_p, has_min_p: whether these numbers apply to any row.
+        short: (R,) bool, rows that may not draw their ``stops``.
+        stops: (R, S) int64, contiguous; -1: none.
         num_tokens: ids from this one on are never drawn.
 
     Returns:
@@ -262,8 +248,8 @@ def draw(
     blocks = logprobs.new_empty(num_rows, 4, -(-logits.shape[1] // DRAW_BLOCK))
     bounds = counters.new_empty(num_rows, 2)
     launches = kernel.plan(
-        *(logits, numbers, greedy, top_k, has_top_p, has_min_p, seed, counters, short, stops),
-        *(num_tokens, blocks, bounds, ids, logprobs, dependent),
+        *(logits, numbers, integers, counters, greedy, draws, has_top_k, has_top_p, has_min_p),
+        *(short, stops, num_tokens, blocks, bounds, ids, logprobs, dependent),
     )
     for launch in launches:
         launch.run()
@@ -272,15 +258,7 @@ def draw(
 
 @draw.register_fake
 def _(
-    logits: Tensor,
-    numbers: Tensor,
-    greedy: bool,
-    top_k: int,
-    has_top_p: bool,
-    has_min_p: bool,
-    seed: Tensor,
-    counters: Tensor,
-    *rest: object,
+    logits: Tensor, numbers: Tensor, integers: Tensor, counters: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor]:
     ids = counters.new_empty(len(logits))
     return ids, logits.new_empty(len(logits), dtype=torch.float32)

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.last_arrival import arrives_last
-from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type
-from dschat.inference.kernels.cuda.workspace import Workspace
+from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type
+from dschat.inference.kernels.cuda.operands import Workspace
 
 _BLOCK = 32  # keys: a page of the default size
 _PROGRAMS = 264  # two per multiprocessor of an H100: fewer (sequence, head) pairs are split

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dschat.inference.kernels.cuda.launch import Launch, follow
-from dschat.inference.row_fields import Field
+from dschat.inference.kernels.cuda.operands import Field
 
-_ALIVE, _POSITION, _START = (
-    tl.constexpr(f.value) for f in (Field.ALIVE, Field.POSITION, Field.START)
+_ALIVE, _POSITION, _ORIGIN = (
+    tl.constexpr(f.value) for f in (Field.ALIVE, Field.POSITION, Field.ORIGIN)
 )
 _PROMPT, _SAMPLE = tl.constexpr(Field.PROMPT.value), tl.constexpr(Field.SAMPLE.value)
 _YOUNGEST_STOP = tl.constexpr(Field.YOUNGEST_STOP.value)
@@ -40,7 +40,7 @@ def _read_rows(
     position = drawn_at * alive
     page_ptrs = table_ptr + row * table_stride + position // PAGE_SIZE
     page = tl.load(page_ptrs, mask=inside & (alive != 0), other=trash_page)
-    start = tl.load(field_ptrs + _START * stride, mask=inside, other=0)
+    origin = tl.load(field_ptrs + _ORIGIN * stride, mask=inside, other=0)
     youngest = tl.load(field_ptrs + _YOUNGEST_STOP * stride, mask=inside, other=0)
     prompt = tl.load(field_ptrs + _PROMPT * stride, mask=inside, other=0)
     sample = tl.load(field_ptrs + _SAMPLE * stride, mask=inside, other=0)
@@ -50,7 +50,7 @@ def _read_rows(
     tl.store(out + 2 * size, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
     tl.store(out + 3 * size, prompt, mask=inside)
     tl.store(out + 4 * size, sample, mask=inside)
-    tl.store(out + 5 * size, drawn_at - start, mask=inside)
+    tl.store(out + 5 * size, drawn_at - origin, mask=inside)
     tl.store(short_ptr + row, drawn_at < youngest, mask=inside)
 
 

@@ -11,10 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.last_arrival import arrives_last
-from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type
-from dschat.inference.kernels.cuda.operators import ACTIVATIONS, MAX_ROWS
-from dschat.inference.kernels.cuda.workspace import Workspace
+from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type
+from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace
 
 _PROGRAMS = 132  # of an H100's multiprocessors
 

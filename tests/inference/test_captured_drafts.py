@@ -1,4 +1,4 @@
-"""Captured steps of several positions: the same rollouts, whatever is guessed and however late."""
+"""Captured steps of several positions: the same rollouts, whatever is drafted and however late."""
 
 import random
 from dataclasses import replace
@@ -9,14 +9,13 @@ from families import PROMPTS, answered, assert_same, cache_gib, engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from soft_graph import soft_capture
-from test_device_loop import FAMILIES, FREE, rollouts
+from test_captured_core import FAMILIES, FREE, rollouts
 from test_tensor_parallel import SAMPLING as TP_SAMPLING
 from test_tensor_parallel import cut, shared_rollout
 
 from dschat.inference import SamplingParams
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.decode_state import DecodeState
-from dschat.inference.draft_costs import Costs
 from dschat.inference.partial import OpenPrompt, advance, rollout_of
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.speculation import Drafter
@@ -38,7 +37,7 @@ def remember(made, prompts, rollout, changed, seed=0):
 
 
 def check(case, engines, lag, late, changed, capture=again):
-    """A rollout without guesses, and one whose history is the first with some tokens changed."""
+    """A rollout without drafts, and one whose history is the first with some tokens changed."""
     name, sampling, chosen, limits, knobs = case
     if tokens := knobs.pop("tokens", None):
         plain, _ = engines(name)
@@ -64,7 +63,7 @@ CASES = rollouts(), st.sampled_from([0, 1, 2]), st.booleans(), st.sampled_from([
 
 @settings(max_examples=30, deadline=None)
 @given(*CASES)
-def test_any_rollout_is_that_without_guesses(engines, case, lag, late, changed):
+def test_any_rollout_is_that_without_drafts(engines, case, lag, late, changed):
     check(case, engines, lag, late, changed)
 
 
@@ -101,7 +100,7 @@ def test_known_text_takes_few_steps(name, capture, monkeypatch, engines):
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("queue", [None, LateQueue])
 def test_preempted_sequences(lag, queue, monkeypatch, module_of):
-    """Few pages: some steps have room for the newest tokens and none for guesses."""
+    """Few pages: some steps have room for the newest tokens and none for drafts."""
     module = module_of("llama")
     use(monkeypatch, lag, queue and queue())
     sampling = SamplingParams(max_new_tokens=20, n=2, seed=6, stop_token_ids=(3,))
@@ -133,16 +132,14 @@ def test_a_stream_and_an_interrupted_call(monkeypatch, module_of):
 
 
 @pytest.mark.parametrize("mode", ["history", "auto"])
-def test_tensor_parallel_ranks_guess_alike(mode, module_of, monkeypatch):
-    """Rank 1's clock is another; both have the answers of one engine without guesses."""
+def test_tensor_parallel_ranks_draft_alike(mode, module_of, monkeypatch):
+    """Both have the answers of one engine without drafts."""
     use(monkeypatch)
     module = module_of("llama")
 
     def prepare(made):
         made._capture = again
         made.generate(PROMPTS if made.group.rank == 0 else [], TP_SAMPLING)
-        for rows in (1, 9) * 2:  # a row costs nothing on rank 0, and everything on rank 1
-            made.speculation.costs.decode.add(rows, 1e9 if made.group.rank == 0 else 1e9 * rows)
 
     expected = engine(module).generate(PROMPTS, TP_SAMPLING)
     shares = [range(3), range(3, len(PROMPTS))]
@@ -154,7 +151,7 @@ def test_tensor_parallel_ranks_guess_alike(mode, module_of, monkeypatch):
     assert first == second
 
 
-def test_partial_rollouts_are_captured_without_guesses(monkeypatch, module_of):
+def test_partial_rollouts_are_captured_without_drafts(monkeypatch, module_of):
     use(monkeypatch)
     module = module_of("llama")
     sampling = SamplingParams(max_new_tokens=16, n=3, seed=3)
@@ -173,32 +170,34 @@ def test_partial_rollouts_are_captured_without_guesses(monkeypatch, module_of):
 
 
 def room_for_all(monkeypatch):
-    """Guesses go to pages that their sequence does not have."""
-    guess = DecodeState.guess
-    monkeypatch.setattr(
-        DecodeState, "guess", lambda self, rows: guess(self, [r._replace(room=999) for r in rows])
-    )
+    """Drafts go to pages that their sequence does not have."""
+    load = DecodeState.load_drafts
+
+    def roomy(self, rows):
+        load(self, [r._replace(room=999) for r in rows])
+
+    monkeypatch.setattr(DecodeState, "load_drafts", roomy)
 
 
 def one_off(monkeypatch):
-    """Guesses are of the positions before."""
-    guess = DecodeState.guess
+    """Drafts are of the positions before."""
+    load = DecodeState.load_drafts
 
     def later(self, rows):
-        guess(self, [r._replace(first=r.first + 1) for r in rows])
+        load(self, [r._replace(first=r.first + 1) for r in rows])
 
-    monkeypatch.setattr(DecodeState, "guess", later)
+    monkeypatch.setattr(DecodeState, "load_drafts", later)
 
 
 def always_right(monkeypatch):
-    """All guesses are kept."""
-    advanced = DecodeState.advance_guessed
+    """All drafts are accepted."""
+    advanced = DecodeState.advance_drafted
     monkeypatch.setattr(
         DecodeState,
-        "advance_guessed",
+        "advance_drafted",
         lambda self, tokens, logprobs, kind, rows: advanced(
             *(self, tokens, logprobs, kind),
-            rows._replace(guesses=tokens.view(len(rows.guesses), -1)[:, :-1]),
+            rows._replace(drafted=tokens.view(len(rows.drafted), -1)[:, :-1]),
         ),
     )
 
@@ -238,29 +237,27 @@ def test_faults_change_the_rollout(fault, monkeypatch, module_of):
 # Which steps
 
 
-def test_widths_are_those_that_pay():
-    def drafter(start_s, row_s):
-        costs = Costs()
-        for rows in (1, 50) * 99:
-            costs.decode.add(rows, start_s + row_s * rows)
-        return Drafter(None, None, costs, is_auto=True)
+def test_widths_have_room_for_what_is_worth_it(monkeypatch, module_of):
+    """The smallest step that takes the tokens worth a draft, on average over the rows."""
+    use(monkeypatch)
+    made, worth = on_graphs(module_of("llama"), speculate="history"), [0]
+    monkeypatch.setattr(Drafter, "_length", lambda self, chances: worth[0])
+    expected = made.generate(PROMPTS[:2], GREEDY)
+    for worth[0], width in ((0, 1), (1, 4), (3, 4), (4, 8), (16, 8)):
+        made.release_cache()
+        widths, step = set(), DecodeGraphs.step
 
-    widths = [1, 4, 8]
-    sure, unsure = ([[rate**i for i in range(1, 33)]] * 4 for rate in (0.95, 0.2))
-    none = [[]] * 4
-    history = Drafter(None, None, Costs(), is_auto=False)
-    assert [history.width(f, widths, 4) for f in (sure, none, [[0.9, 0.8]])] == [8, 1, 4]
-    bound_by_weights, bound_by_rows = drafter(5e-3, 1e-6), drafter(1e-6, 1e-5)
-    assert bound_by_weights.width(sure, widths, 4) == 8
-    assert bound_by_weights.width(none, widths, 4) == 1
-    assert bound_by_weights.width(unsure, widths, 4) > 1  # a guess costs nearly nothing
-    assert drafter(5e-3, 5e-4).width(unsure, widths, 4) == 1
-    assert bound_by_rows.width(sure, widths, 4) == 1
-    assert bound_by_weights.may_pay(4, 16)
-    assert not bound_by_rows.may_pay(4, 16)  # so that nothing is captured, nor looked up
+        def named(self, size, pages, kind, width, step=step, widths=widths):
+            run = step(self, size, pages, kind, width)
+            return lambda: (widths.add(width), run())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeGraphs, "step", named)
+            assert_same(made.generate(PROMPTS[:2], GREEDY), expected)
+        assert max(widths) == width
 
 
-def test_large_batches_have_no_guesses(module_of):
+def test_large_batches_have_no_drafts(module_of):
     made = on_graphs(module_of("llama"), speculate="history")
     graphs = made.step_runner().graphs(50)
     assert isinstance(graphs, DecodeGraphs)

@@ -7,8 +7,8 @@ from families import PROMPTS
 from torch.overrides import TorchFunctionMode
 
 from dschat.inference import SamplingParams
+from dschat.inference.captured_core import CapturedCore
 from dschat.inference.cuda_graphs import DecodeGraphs
-from dschat.inference.device_loop import DeviceLoop
 
 READS = {"tolist", "item", "numpy", "cpu", "cuda", "__array__", "nonzero", "any", "all"}
 READS |= {f"__{kind}__" for kind in ("bool", "int", "float", "index", "contains")}
@@ -68,10 +68,10 @@ def test_a_step_neither_reads_nor_copies(name, kind, monkeypatch, module_of, ope
 def test_the_host_copies_without_waiting_and_reads_its_own_memory(monkeypatch, module_of):
     use(monkeypatch)
     made = on_graphs(module_of("llama"), page_size=4)
-    between = watched(monkeypatch, DeviceLoop, "_can_proceed")
+    between = watched(monkeypatch, CapturedCore, "_can_proceed")
     steps = watched(monkeypatch, DecodeGraphs, "_run")
-    queued = watched(monkeypatch, DeviceLoop, "_launch")
-    reads = watched(monkeypatch, DeviceLoop, "_read")
+    queued = watched(monkeypatch, CapturedCore, "_launch")
+    reads = watched(monkeypatch, CapturedCore, "_read")
     made.generate(PROMPTS[1:4], SamplingParams(max_new_tokens=12, stop_token_ids=(3,), seed=2))
     table = made._runner._graphs.state._host_table  # new pages
     assert {name for name, _, _ in between} <= {"__setitem__"}

@@ -8,20 +8,20 @@ from families import PROMPTS
 from soft_graph import soft_capture
 
 from dschat.inference import SamplingParams, sampler
+from dschat.inference.captured_core import CapturedCore
 from dschat.inference.decode_state import DecodeState
-from dschat.inference.sampler import StepSampling
 from dschat.inference.sampling import uniforms
 from dschat.inference.scheduler import Scheduler
 
 
 def frozen_seed(monkeypatch):
-    load, seeds = StepSampling.load, []
+    enter, seeds = CapturedCore._enter, []
 
-    def remember(self, sampling, *rest):
-        seeds.append(sampling.seed)
-        return load(self, sampling, *rest)
+    def remember(self, sequences):
+        seeds.append(sequences[0].request.sampling.seed)
+        return enter(self, sequences)
 
-    monkeypatch.setattr(StepSampling, "load", remember)
+    monkeypatch.setattr(CapturedCore, "_enter", remember)
     monkeypatch.setattr(
         sampler, "uniforms", lambda seed, *key: uniforms(seeds[-1] if seeds else seed, *key)
     )

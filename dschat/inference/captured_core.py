@@ -1,0 +1,243 @@
+"""Answers requests with captured decode steps that the host launches ahead of reading their tokens.
+
+Prompts are computed as in `Core`, in steps of their own. Between them, decode steps follow one
+another on the device: each takes its tokens from the one before (`DecodeState`). The host reads
+them ``lag`` steps late, while the device computes, so an answer's end is noticed late: its row is
+dead on the device by then, and costs padding, not a wrong token. It knows ends by length when it
+launches; without stop tokens it knows all ends, and reads when the ring is full or the steps end.
+
+Before sequences are admitted or preempted, all steps are read: the scheduler sees every token.
+
+With drafts, a step computes several positions of a sequence. The host drafts the next tokens of
+each answer from what it has read, ``lag`` steps behind the device. A draft is of a position: a step
+takes those of the positions that it is at by then, draws at all of them, and advances each row as
+far as drafts and draws agree, without the host. So answers do not depend on drafts, nor on how late
+they are; drafts that a wrong one has made useless are replaced ``lag`` steps later. The host then
+knows the position of a row to within the drafts of the steps that it has not read. Pages are
+allocated for the farthest one.
+"""
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from dschat.inference.core import Core
+from dschat.inference.cuda_graphs import DecodeGraphs, Step
+from dschat.inference.decode_state import REJECTED, RING, WINDOW, DecodeState, RowDraft
+from dschat.inference.sampler import SamplingKind
+from dschat.inference.sequence import Event, Request, Sequence
+from dschat.observability.device_span import DeviceSpan
+
+
+class CapturedCore(Core):
+    """See `Core`. A request with ``num_top`` is decoded at once, and all others beside it."""
+
+    lag = 1  # steps that are launched before one is read; below `RING`
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._graphs: DecodeGraphs | None = None
+        self._replays: dict[int, Step] = {}  # of the rows, by width
+        self._pages = 0  # of a row that the steps read
+        self._rows: list[Sequence] = []  # of the steps since `_enter`
+        self._live: list[tuple[int, Sequence]] = []  # that need another step
+        self._launched: deque[int] = deque()  # widths of the steps that are not read
+        self._unread: deque[Tensor] = deque()  # those of them that `pause` has read
+        self._span: DeviceSpan | None = None  # since tokens were read
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._launched) or super().has_work
+
+    def cancel(self, request: Request, sample: int | None = None) -> None:
+        """See `Core.cancel`. Steps that run are read first: they write to the request's pages."""
+        with self._lock:
+            if any(s.request is request for _, s in self._live):
+                self.pause()
+                self._live = []
+            super().cancel(request, sample)
+
+    def close(self) -> None:
+        """See `Core.close`. The steps are no longer this core's, which keeps the cache alive."""
+        with self._lock:
+            try:
+                self.pause()
+            finally:
+                if self._owns_steps:
+                    self._state.owner = None
+                self._launched.clear()
+                self._unread.clear()
+                self._live = []
+                super().close()
+
+    def pause(self) -> None:
+        """Read all steps, because another core needs the state."""
+        while self._owns_steps and self._state.num_unread:
+            self._unread.append(self._state.read().clone())
+
+    def step(self) -> list[Event]:
+        """See `Core.step`. No tokens, while the steps launched so far are fewer than ``lag``."""
+        with self._lock:
+            self._span = self._span or DeviceSpan(self._engine.device)
+            if not self._can_proceed():
+                events = self.settle()
+                if events or not self._scheduler.has_work:
+                    return events
+                schedule = self._scheduler.schedule()
+                if schedule.chunks or any(s.request.num_top for s in schedule.decodes):
+                    span, self._span = self._span, None
+                    return self._compute(schedule, span)
+                self._enter(schedule.decodes)
+            self._launch()
+            return self._read(self.lag if self._reads_soon else RING - 1)
+
+    def settle(self) -> list[Event]:
+        """The tokens of all steps that were launched. The next step may be of other rows."""
+        with self._lock:
+            self._live = []
+            return self._read(0)
+
+    @property
+    def _state(self) -> DecodeState:
+        assert self._graphs is not None
+        return self._graphs.state
+
+    @property
+    def _owns_steps(self) -> bool:
+        return self._graphs is not None and self._graphs.state.owner is self
+
+    @property
+    def _reads_soon(self) -> bool:
+        """Whether it takes the tokens to know which rows need another step."""
+        stops = any(sequence.request.draws.end_ids for sequence in self._rows)
+        return stops or self._streaming or self._drafter is not None
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        """Give each sequence a row."""
+        graphs = self._runner.graphs(self._sampler.num_tokens)
+        if graphs is not self._graphs or not self._owns_steps:
+            graphs.state.acquire(self)
+            self._graphs = graphs
+        for sequence in sequences:
+            sequence.uniforms = []  # the device draws at these positions
+        size, kind = graphs.size_for(len(sequences)), SamplingKind.of(sequences)
+        widths = [1] if self._drafter is None else graphs.widths(size)
+        self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
+        graphs.state.prepare(kind)
+        self._replays = {width: graphs.step(size, pages, kind, width) for width in widths}
+        graphs.state.enter(sequences, kind)
+        self._rows, self._live = sequences, list(enumerate(sequences))
+
+    def _launch(self) -> None:
+        """Run a step."""
+        width = self._load_drafts()
+        self._state.launch(self._replays[width])
+        self._launched.append(width)
+        if self._reads_soon:
+            self._state.fetch()
+        if self._drafter is None:
+            self._count_on()
+        self.stats.decode_steps += 1
+        self.stats.follow(self._scheduler)
+
+    def _count_on(self) -> None:
+        """Each row has one token more; those that have their last one need no pages."""
+        live = []
+        for row, sequence in self._live:
+            sequence.computed += 1
+            num_drawn = sequence.computed + 1 - len(sequence.request.ids)
+            if num_drawn < sequence.request.max_new_tokens:
+                live.append((row, sequence))
+            else:  # NOTE: the next user of its pages writes them in a later step
+                self._scheduler.finish(sequence)
+        self._live = live
+
+    def _load_drafts(self) -> int:
+        """Give the next step its drafts, where pages for them are free.
+
+        Returns its width: the smallest with room for as many tokens as are worth it on average.
+        """
+        widths = list(self._replays)
+        if self._drafter is None or len(widths) == 1:
+            return 1
+        drafts = {row: self._drafter.next_tokens(s, WINDOW) for row, s in self._live}
+        mean = sum(worth for _, worth in drafts.values()) / len(drafts)
+        width = next((w for w in widths if w >= 1 + mean), widths[-1])
+        if width > 1:
+            rows = [RowDraft(0, 0, [])] * len(self._rows)
+            for row, sequence in self._live:
+                num_pages = len(sequence.pages)
+                self._reserve(sequence, sum(self._launched) + width - 1)
+                self._show_pages(row, sequence, num_pages)
+                room = min(len(sequence.pages), self._pages) * self._scheduler.page_size
+                rows[row] = RowDraft(room, len(sequence), list(drafts[row][0]))
+            self._state.load_drafts(rows)
+        return width
+
+    def _reserve(self, sequence: Sequence, count: int) -> bool:
+        """Allocate pages for ``count`` tokens more, within its limit; whether all are there."""
+        rest = sequence.request.max_new_tokens - len(sequence.answer) - 1
+        count = min(count, rest)
+        return self._scheduler.room_for(sequence, count) >= count
+
+    def _read(self, ahead: int) -> list[Event]:
+        """The tokens of the steps that were launched, but of the last ``ahead`` ones."""
+        events: list[Event] = []
+        span = self._span or DeviceSpan(self._engine.device)
+        while len(self._launched) > ahead:
+            events += self._read_oldest()
+        if events:
+            self.stats.count_decodes(len(events), span.stop())
+            self._span = None
+        return events
+
+    def _read_oldest(self) -> list[Event]:
+        drawn = self._unread.popleft() if self._unread else self._state.read()
+        width = self._launched.popleft()
+        tokens, logprobs = drawn[:, :width, : len(self._rows)].transpose(1, 2).tolist()
+        events: list[Event] = []
+        num_sequences = num_rejected = 0
+        for i, sequence in enumerate(self._rows):
+            if sequence.is_over:
+                continue  # its row was dead
+            num_sequences += 1
+            num_rejected += tokens[i].count(REJECTED)
+            for token, logprob in zip(tokens[i], logprobs[i], strict=True):
+                if token >= 0 and not sequence.is_over:
+                    events.append(self._append(sequence, int(token), logprob))
+            if self._drafter is not None:
+                sequence.computed = len(sequence) - 1
+            if sequence.is_over and sequence.pages:  # without pages it ended in `_count_on`
+                self._scheduler.finish(sequence)
+            if sequence.is_over and self._drafter is not None:
+                self._drafter.ended(sequence)
+        accepted = len(events) - num_sequences
+        self.stats.count_drafts(accepted + num_rejected, accepted)
+        self._live = [(row, sequence) for row, sequence in self._live if sequence.pages]
+        return events
+
+    def _can_proceed(self) -> bool:
+        """Whether the same rows can run another step, with pages for its tokens."""
+        if not self._live or self._scheduler.would_admit:
+            return False
+        graphs = self._graphs
+        if graphs is None or not self._owns_steps or not self._runner.fits(graphs):
+            return False
+        if graphs.size_for(len(self._live)) < graphs.size_for(len(self._rows)):
+            return False
+        for row, sequence in self._live:
+            num_pages = len(sequence.pages)
+            if self._drafter is None:
+                has_room = self._scheduler.extend(sequence)
+            else:
+                has_room = self._reserve(sequence, sum(self._launched))
+            self._show_pages(row, sequence, num_pages)
+            if not has_room or len(sequence.pages) > self._pages:
+                return False
+        return True
+
+    def _show_pages(self, row: int, sequence: Sequence, num_pages: int) -> None:
+        """Give the next step a row's pages after the first ``num_pages``."""
+        for i, page in enumerate(sequence.pages[num_pages:], num_pages):
+            self._state.set_page(row, i, page)

@@ -1,0 +1,232 @@
+"""Answers requests together: schedules, computes, draws, and waits for the tokens of each step.
+
+Every request has its own sampling and end tokens, and its answers are those that it would have
+alone. `generate`, `stream`, partial rollouts, the server and episodes all call a `Core`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from dschat.config import UserError
+from dschat.inference.sampler import Place, Sampler
+from dschat.inference.scheduler import Scheduler
+from dschat.inference.sequence import Event, Request, Sequence, StepSchedule
+from dschat.inference.speculation import Drafter
+from dschat.inference.stats import GenerationStats
+from dschat.inference.step_runner import StepRunner
+from dschat.observability.device_span import DeviceSpan
+
+if TYPE_CHECKING:
+    from dschat.inference.engine import InferenceEngine
+
+T = TypeVar("T")
+
+_DRAWN_TOGETHER = 1 << 22  # copied logits, at least
+
+
+class Core:
+    """The requests that ``engine`` answers together, step by step.
+
+    Between two steps, requests may be added and cancelled. The ranks of a tensor-parallel group
+    take the same steps, with the requests of all of them: they add with `add_all`. Several cores of
+    an engine share its cache.
+
+    Args:
+        streaming: tokens are wanted as soon as they can be read.
+        drafts: as `EngineConfig.speculate` says.
+    """
+
+    def __init__(
+        self, engine: "InferenceEngine", streaming: bool = False, drafts: bool = False
+    ) -> None:
+        self._engine, self._lock, self._streaming = engine, engine.lock, streaming
+        cache, sizes = engine.cache, (engine.max_num_seqs, engine.max_num_batched_tokens)
+        self.stats = GenerationStats(num_pages=cache.num_pages, max_num_seqs=sizes[0])
+        engine.stats = self.stats
+        self._scheduler = Scheduler(cache, *sizes, *engine.keeps_apart)
+        self._sampler = Sampler(engine.num_tokens, engine.device, engine.group)
+        self._drafter: Drafter | None = None
+        if drafts and engine.speculation is not None:
+            self._drafter = engine.speculation.drafter(self._scheduler)
+        self._made_runner: StepRunner | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            UserError: an empty prompt, an id outside the vocabulary, or a prompt too long for the
+                cache or the model.
+        """
+        if (problem := self._engine.problem([request])) is not None:
+            raise UserError(problem)
+        self._queue([request])
+
+    def add_all(self, requests: list[Request], more: T) -> list[tuple[list[Request], T]]:
+        """Collective in the group. Queue the requests of every rank, in rank order.
+
+        Returns them by rank, with what each rank gives as ``more``. This rank's own are the given
+        ones.
+
+        Raises:
+            UserError: as `add`, on all ranks.
+        """
+        group = self._engine.group
+        mine = self._engine.problem(requests), [r.parts() for r in requests], more
+        pooled = group.gather_objects(mine)
+        for problem, *_ in pooled:
+            if problem is not None:
+                raise UserError(problem)
+        by_rank = [
+            (requests if rank == group.rank else list(map(Request.of_parts, parts)), value)
+            for rank, (_, parts, value) in enumerate(pooled)
+        ]
+        self._queue([request for part, _ in by_rank for request in part])
+        return by_rank
+
+    def _queue(self, requests: list[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                request.ids = list(request.ids)  # the caller may extend its own
+                self._sampler.prepare(request, self._engine.stop_ids)
+            self.stats.prompts += sum(not request.sequences[0].answer for request in requests)
+            if requests and self._made_runner is None:
+                # NOTE: before the scheduler finds pages of weights that have been replaced.
+                self._made_runner = self._engine.step_runner()
+            self._scheduler.add(s for r in requests for s in r.sequences if not s.is_over)
+
+    def cancel(self, request: Request, sample: int | None = None) -> None:
+        """End a request, or one of its answers."""
+        with self._lock:
+            self._scheduler.drop(request, sample)
+
+    def close(self) -> None:
+        """Cancel all requests. Others may be added."""
+        with self._lock:
+            self._scheduler.clear()
+            self.stats.finish()
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def events(self, until: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+        """Collective in the group. Every token until all requests are answered, in the order of
+        drawing, or until ``until`` says so between two steps.
+        """
+        while self.has_work and not until():
+            yield from self.step()
+        yield from self.settle()
+
+    def step(self) -> list[Event]:
+        """Collective in the group. The tokens that the next step makes known."""
+        with self._lock:
+            span = DeviceSpan(self._engine.device)
+            return self._compute(self._scheduler.schedule(), span)
+
+    def settle(self) -> list[Event]:
+        """The tokens that steps have drawn and nobody has read: none, where each step is read."""
+        return []
+
+    @property
+    def _runner(self) -> StepRunner:
+        assert self._made_runner is not None, "nothing was added"
+        return self._made_runner
+
+    def _compute(self, schedule: StepSchedule, span: DeviceSpan) -> list[Event]:
+        """The tokens of one step, computed at once."""
+        scheduler, stats = self._scheduler, self.stats
+        if self._drafter is not None:
+            self._drafter.draft(schedule)
+        ready, logits = schedule.ready, self._runner.logits(schedule)
+        scheduler.computed(schedule)
+        rows = [s.row for s in ready]
+        tokens, logprobs = self._draw(rows, logits)
+        stats.count(schedule, span.stop())
+        events = self._advance(rows, tokens, logprobs)
+        num_sequences = sum(map(len, rows))
+        drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
+        stats.count_draws(schedule, len(events), drafted, accepted)
+        stats.follow(scheduler)
+        if self._drafter is not None:
+            for event in events:
+                if event.is_last:
+                    self._drafter.ended(event.sequence)
+        return events
+
+    def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:
+        """Draw a token for each sequence, and each token of its row's draft.
+
+        ``rows``: sequences that share rows of the logits, first the one that has the draft.
+        """
+        for row in rows:
+            for twin in row[1:]:
+                twin.draft = row[0].draft
+        places: list[Place] = [
+            (s, ahead) for row in rows for s in row for ahead in range(len(s.draft) + 1)
+        ]
+        if not places:
+            return [], []
+        if len(places) == len(logits):
+            return self._sampler.draw(logits, places)
+        row_of_place: list[int] = []
+        first = 0
+        for row in rows:
+            end = first + len(row[0].draft) + 1
+            row_of_place += [*range(first, end)] * len(row)
+            first = end
+        # On a CPU repeat_interleave starts all threads: 0.1 ms.
+        index = torch.tensor(row_of_place, device=logits.device)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        # Many samples take no more memory than many prompts.
+        size = max(len(logits), _DRAWN_TOGETHER // logits.shape[1])
+        for first in range(0, len(places), size):
+            part = slice(first, first + size)
+            drawn = self._sampler.draw(logits.index_select(0, index[part]), places[part])
+            tokens += drawn[0]
+            logprobs += drawn[1]
+        return tokens, logprobs
+
+    def _advance(
+        self, rows: list[list[Sequence]], tokens: list[int], logprobs: list[float]
+    ) -> list[Event]:
+        """Append the drawn tokens, and split rows whose answers differ now.
+
+        Of a sequence with a draft, the tokens up to the first one that differs from the draft:
+        those after it were drawn from logits of other tokens.
+        """
+        events: list[Event] = []
+        place = 0
+        for row in rows:
+            unfinished = []
+            for sequence in row:
+                draft, sequence.draft = sequence.draft, []
+                for i, drafted in enumerate((*draft, None)):
+                    event = self._append(sequence, tokens[place + i], logprobs[place + i])
+                    events.append(event)
+                    if event.is_last or drafted != event.token:
+                        break
+                place += len(draft) + 1
+                if not sequence.is_over:
+                    unfinished.append(sequence)
+            first = row[0]
+            if len(row) > 1 or not unfinished:
+                self._scheduler.split_row(first, unfinished)
+            else:
+                first.computed = len(first) - 1
+        return events
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> Event:
+        sequence.answer.append(token)
+        sequence.logprobs.append(logprob)
+        if sequence.uniforms:  # greedy decoding has none
+            sequence.uniforms.pop()
+        sequence.stopped = token in sequence.request.draws.end_ids
+        return Event(sequence, token, logprob, sequence.is_over)
