@@ -41,7 +41,8 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 10
 
 def batch_bucket(count: int, largest: int) -> int:
     """The batch size that ``count`` sequences are padded to, or pages; at most ``largest``."""
-    return min(next((b for b in _BATCHES if b >= count), count), max(largest, count))
+    beyond = -(-count // _BATCHES[-1]) * _BATCHES[-1]
+    return min(next((b for b in _BATCHES if b >= count), beyond), max(largest, count))
 
 
 @cache

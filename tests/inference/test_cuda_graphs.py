@@ -195,3 +195,5 @@ def test_where_kernels_fail_decoding_goes_on_without(
 def test_buckets():
     assert [batch_bucket(n, 256) for n in (1, 3, 5, 16, 17, 200)] == [1, 4, 8, 16, 24, 256]
     assert batch_bucket(5, 6) == 6
+    # Long sequences of short pages: not a graph for every page.
+    assert [batch_bucket(n, 2500) for n in (1024, 1025, 1700, 2049)] == [1024, 2048, 2048, 2500]
