@@ -21,7 +21,7 @@ from datasets import Dataset
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
-from dschat.data.sources.normalize import iterate
+from dschat.data.tables import iterate
 
 Rows = list[Any]
 

@@ -8,12 +8,10 @@ from dialogues import REPLY, USER
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RewardConfig, UserError
-from dschat.data.collate import collate_pairs
-from dschat.data.micro_batches import row_tokens
+from dschat.data.micro_batches import collate_pairs, ranked_pairs, row_tokens
 from dschat.data.preference_rows import most_answers
-from dschat.data.sources.adapters import Example, normalize
+from dschat.data.sources.adapters import Example, normalize, read_ranked
 from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.sources.ranking import ranked_pairs, read_ranked
 from dschat.data.tokenize import preference_dataset
 
 TOKENIZER = tiny_tokenizer()

@@ -8,14 +8,15 @@ Texts stay on disk: memory holds a hash and a few flags per row.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, Value, concatenate_datasets
 
 from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.calculator import calculator_rows
@@ -24,26 +25,29 @@ from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import (
+    CONTENT_FIELDS,
     PURPOSES,
+    Example,
     Purpose,
-    choose_adapter,
-    known_adapter,
-    listed,
+    look_up,
+    normalize,
     require_answers,
 )
-from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.sources.normalize import (
-    NOTES,
-    iterate,
-    non_empty,
-    normalized_table,
-    report_bad_rows,
-)
-from dschat.data.sources.resolve import RawRows, Splits, read_source, table_rows
+from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
+from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
+from dschat.data.sources.turns import unread_keys
+from dschat.data.tables import iterate, made_table, non_empty
 from dschat.memory import available_memory
 
 logger = logging.getLogger("dschat")
 
+# `problem`: why the step cannot use the row; `fault`: why it could not be read; `where`: its place
+# in the source, for rows with a problem or a fault; `unread`: keys of turns that nothing reads.
+NOTES = ("key", "problem", "unread", "fault", "where")
+EXAMPLES = Features({field: Value("string") for field in CONTENT_FIELDS})
+SCHEMA = Features({**EXAMPLES, **{note: Value("string") for note in NOTES}})
+NUM_LISTED = 10  # bad rows that the log lists individually
+BROKEN = "an unreadable line"
 _ROW_BYTES = 80  # host memory per row of a blend, for indices and hashes; measured
 _BUILTIN = {
     "builtin/chat": builtin_rows,
@@ -269,3 +273,71 @@ def _weighted(
 def _usable(rows: Dataset) -> Dataset:
     keep = np.flatnonzero(~non_empty(rows, "problem"))
     return rows.select(keep).remove_columns(list(NOTES))
+
+
+# -- normalized rows
+
+
+def normalized_rows(
+    rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
+) -> Iterator[dict[str, Any]]:
+    """A row of ``SCHEMA`` for every line, in order.
+
+    The row of an unreadable line has no content and no key.
+    """
+    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
+    for line in rows:
+        raw = line.row or {}
+        row = normalize(raw, adapter, purpose, line.form) if line.row is not None else unreadable
+        notes = {"fault": line.fault, "where": line.where if row["problem"] else ""}
+        notes["unread"] = ", ".join(unread_keys(look_up(raw, c) for c in adapter.roles.values()))
+        yield {**row, **notes}
+
+
+def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
+    """``normalized_rows`` as a table: cached on disk, or in memory if the source is."""
+    # repr of a function has its address, which differs between processes
+    stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
+    content = repr([rows.stamp, rows.name, stable, purpose])
+    made = normalized_rows(rows, adapter, purpose)
+    return made_table(SCHEMA, made, "" if rows.in_memory else content)
+
+
+def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:
+    """Warn of the bad rows in a table of ``SCHEMA`` and list the first ones; count unread keys.
+
+    Raises:
+        UserError: a bad row that ``on_bad_row`` does not allow, or no usable rows; names the place
+            and the remedy.
+    """
+    bad: Counter[str] = Counter()
+    listed: list[str] = []
+    unread: Counter[str] = Counter()
+    for row in iterate(rows, ("problem", "unread", "fault", "where")):
+        unread.update(filter(None, row["unread"].split(", ")))
+        if not row["problem"]:
+            continue
+        check_allowed(row, on_bad_row, flag)
+        bad[row["problem"]] += 1
+        if len(listed) < NUM_LISTED:
+            why = row["fault"].removesuffix("; fix it") or row["problem"]
+            listed.append(f"{row['where']}: {why}")
+    if keys := ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items()):
+        logger.info("%s: keys of turns that change neither text nor loss: %s", name, keys)
+    if not bad:
+        return
+    why = ", ".join(f"{count} with {problem}" for problem, count in bad.items())
+    if bad.total() == len(rows):
+        first = listed[0].partition(": ")[0]
+        raise UserError(f"{flag}: {name} has no usable rows: {why}{hint}; see {first}")
+    logger.warning(
+        "%s: dropped %d of %d rows (%s); %s: %s",
+        *(name, bad.total(), len(rows), why),
+        *("the first ten" if bad.total() > len(listed) else "namely", "; ".join(listed)),
+    )
+
+
+def check_allowed(row: Mapping[str, str], on_bad_row: str, flag: str) -> None:
+    """Raise ``UserError`` for a bad row of ``SCHEMA`` that ``--on_bad_row`` does not allow."""
+    if on_bad_row == "error" or (on_bad_row == "auto" and row["fault"]):
+        raise broken_line(flag, row["where"], row["fault"] or row["problem"])
