@@ -30,7 +30,6 @@ from dschat.data.sources.turns import (
 Purpose = Literal["sft", "reward", "rlhf"]
 # Steps 1, 2, 3, in the order of --data_split.
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
-CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools", "columns")
 
 Ranked = tuple[list[Any], list[int]]  # answers, best first, and their ranks from 0
 Parsed = Union[Content, Unusable, None]
@@ -42,7 +41,7 @@ class Example:
 
     ``chosen`` and ``rejected`` are None if a step does not need them. As messages, an answer is a
     list of one assistant turn. Of more than two ranked answers they are the best and the worst.
-    Tables store each field as a JSON string: one schema for both forms.
+    Tables store it as JSON: one schema for both forms.
     """
 
     prompt: Content
@@ -55,7 +54,7 @@ class Example:
 
     def to_row(self) -> dict[str, str]:
         # dates and bytes, which JSON cannot represent, become text
-        return {f: json.dumps(getattr(self, f), default=str) for f in CONTENT_FIELDS}
+        return {"example": json.dumps(vars(self), default=str)}
 
     def answers(self, fields: Sequence[str]) -> list[Any]:
         """The answers in ``fields``, in their order; "others" has any number of them."""
@@ -64,7 +63,7 @@ class Example:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
-        return cls(*(json.loads(row[f]) for f in CONTENT_FIELDS))
+        return cls(**json.loads(row["example"]))
 
 
 def require_answers(
@@ -72,15 +71,12 @@ def require_answers(
 ) -> None:
     """Raise ``UserError`` for a source without a column for the answers that ``purpose`` needs."""
     needs = {
-        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages or adapter.answers},
-        "reward": {
-            "chosen": adapter.chosen or adapter.answers,
-            "rejected": adapter.rejected or adapter.answers,
-        },
+        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
+        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
         "rlhf": {},
     }[purpose]
     for role, column in needs.items():
-        if not column:
+        if not (column or adapter.answers):
             step = PURPOSES.index(purpose) + 1
             raise UserError(
                 f"{flag}: {name} has no {role} answers, which step {step} needs; "

@@ -17,6 +17,8 @@ from dschat.config.data import DataConfig
 from dschat.data.sources.turns import Unusable, vicuna_turns
 
 Row = dict[str, Any]
+# the roles that have a flag --ROLE_column
+FLAG_ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,7 @@ class ColumnAdapter:
     @property
     def roles(self) -> dict[str, str]:
         """Role -> column, for the roles that have one."""
-        pairs = ("prompt", "chosen", "rejected", "messages")
-        names = (*pairs, "answers", "ranks", "scores", "sft", "context")
+        names = (*FLAG_ROLES, "sft", "context")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @property
@@ -249,13 +250,11 @@ def choose_adapter(
         UserError: a named column is missing, or nothing fits; the line lists the source's columns.
     """
     present = listed(columns)
-    given = {}
-    for role in ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores"):
-        column = getattr(config, f"{role}_column")
-        if column is not None and not _has(columns, column):
+    flags = {role: getattr(config, f"{role}_column") for role in FLAG_ROLES}
+    given = {role: column for role, column in flags.items() if column is not None}
+    for role, column in given.items():
+        if not _has(columns, column):
             raise UserError(f"--{role}_column {column!r} is not in {name}; it has: {present}")
-        if column is not None:
-            given[role] = column
     if "messages" in given:
         return ColumnAdapter(messages=given["messages"])
     known = None if "answers" in given else known_adapter(name)

@@ -25,7 +25,6 @@ from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import (
-    CONTENT_FIELDS,
     PURPOSES,
     Example,
     Purpose,
@@ -44,8 +43,8 @@ logger = logging.getLogger("dschat")
 # `problem`: why the step cannot use the row; `fault`: why it could not be read; `where`: its place
 # in the source, for rows with a problem or a fault; `unread`: keys of turns that nothing reads.
 NOTES = ("key", "problem", "unread", "fault", "where")
-EXAMPLES = Features({field: Value("string") for field in CONTENT_FIELDS})
-SCHEMA = Features({**EXAMPLES, **{note: Value("string") for note in NOTES}})
+EXAMPLES = Features({"example": Value("string")})  # `Example.to_row`
+SCHEMA = Features({name: Value("string") for name in (*EXAMPLES, *NOTES)})
 NUM_LISTED = 10  # bad rows that the log lists individually
 BROKEN = "an unreadable line"
 _ROW_BYTES = 80  # host memory per row of a blend, for indices and hashes; measured
@@ -272,7 +271,7 @@ def _weighted(
 
 def _usable(rows: Dataset) -> Dataset:
     keep = np.flatnonzero(~non_empty(rows, "problem"))
-    return rows.select(keep).remove_columns(list(NOTES))
+    return rows.select(keep).select_columns(list(EXAMPLES))
 
 
 # -- normalized rows

@@ -24,7 +24,6 @@ from dschat.data.sources.adapters import PURPOSES, Purpose
 from dschat.data.sources.resolve import RawRows
 from dschat.data.sources.splits import (
     EXAMPLES,
-    NOTES,
     NUM_LISTED,
     DataSource,
     check_allowed,
@@ -38,7 +37,7 @@ from dschat.data.tables import made_table
 
 logger = logging.getLogger("dschat")
 
-ExampleRow = dict[str, Optional[str]]
+ExampleRow = dict[str, str]  # `Example.to_row`
 _HELD_OUT = -1  # a part like the steps 0 to 2
 
 
@@ -151,7 +150,7 @@ class ExampleStream:
                 if tally:
                     tally.add(row["fault"].removesuffix("; fix it") or row["problem"], row["where"])
             elif part is None or self._place(row["key"]) == part:
-                yield {name: value for name, value in row.items() if name not in NOTES}
+                yield {"example": row["example"]}
 
     def _place(self, key: str) -> int:
         is_held = self._hold_out and _unit(key, f"eval:{self._seed}") < self._config.eval_fraction
