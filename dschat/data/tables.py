@@ -106,12 +106,6 @@ def iterate(rows: Dataset, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]
         yield from batch.to_pylist()
 
 
-def non_empty(rows: Dataset, column: str) -> np.ndarray:
-    """(number of rows,) bool: True where a text column is not empty."""
-    flags = (bool(row[column]) for row in iterate(rows, (column,)))
-    return np.fromiter(flags, dtype=bool, count=len(rows))
-
-
 @dataclass
 class DataReport:
     """Rows kept, rows dropped and cut (by reason), lengths in tokens."""
