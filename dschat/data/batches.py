@@ -21,7 +21,7 @@ from datasets import Dataset
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
-from dschat.data.sources.normalize import iterate
+from dschat.data.tables import iterate
 
 Rows = list[Any]
 
@@ -132,16 +132,7 @@ class StepBatches:
 
 def endless(batches: StepBatches) -> "Endless":
     """This rank's rows of the optimizer steps of epoch 0, 1, 2, ..., endlessly."""
-    return Endless(lambda taken: _steps(batches, taken))
-
-
-def _steps(batches: StepBatches, taken: int) -> Iterator[Rows]:
-    if batches.num_rows is None:
-        yield from batches.epoch(0, taken)
-    epoch, first = divmod(taken, len(batches))
-    while True:
-        yield from batches.epoch(epoch, first)
-        epoch, first = epoch + 1, 0
+    return Endless(batches)
 
 
 class TokenizedPrompts(list):
@@ -188,14 +179,10 @@ def seek(items: Iterator[Any] | None, position: int) -> None:
 
 
 class Endless(Iterator[Any]):
-    """An endless `ResumableIterator`.
+    """The steps of all epochs of ``batches``: a `ResumableIterator`."""
 
-    Args:
-        start_at: returns an iterator that skips the first n items.
-    """
-
-    def __init__(self, start_at: Callable[[int], Iterator[Any]]) -> None:
-        self._start_at = start_at
+    def __init__(self, batches: StepBatches) -> None:
+        self._batches = batches
         self._items: Iterator[Any] | None = None
         self._position = 0
 
@@ -209,10 +196,19 @@ class Endless(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._items is None:
-            self._items = self._start_at(self._position)
+            self._items = self._from(self._position)
         item = next(self._items)
         self._position += 1
         return item
+
+    def _from(self, step: int) -> Iterator[Any]:
+        batches = self._batches
+        if batches.num_rows is None:
+            yield from batches.epoch(0, step)
+        epoch, first = divmod(step, len(batches))
+        while True:
+            yield from batches.epoch(epoch, first)
+            epoch, first = epoch + 1, 0
 
 
 class PromptBatches(StepBatches):

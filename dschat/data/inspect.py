@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.config.data import DataConfig, ShowConfig
 from dschat.data.batches import RowStream, prompt_columns, prompts_of
-from dschat.data.report import DataReport, read_report
-from dschat.data.sources.adapters import PURPOSES, Purpose, listed
+from dschat.data.sources.adapters import PURPOSES, Purpose
+from dschat.data.sources.known_datasets import listed
 from dschat.data.sources.splits import DataSource, open_source
+from dschat.data.tables import DataReport, read_report
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 logger = logging.getLogger("dschat")

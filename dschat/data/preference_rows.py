@@ -11,11 +11,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat.data.batches import RowStream
-from dschat.data.segments import Encoded, encode_examples
+from dschat.data.segments import Encoded, encode_examples, fit, prompt_share
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import key_hash
-from dschat.data.sources.table_cache import mapped
-from dschat.data.truncation import fit, prompt_share
+from dschat.data.tables import derived_content, made_table
 
 
 def pair_rows(
@@ -92,20 +91,21 @@ def shuffled_labels(pairs: Union[Dataset, RowStream], seed: int) -> Union[Datase
     if isinstance(pairs, RowStream):
         return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
     swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
-    return mapped(pairs, partial(_swap_where, swap=swap.tolist()), with_indices=True)
+    rows = (_swapped(row) if swap[i] else row for i, row in enumerate(pairs))
+    return made_table(pairs.features, rows, derived_content(pairs, "swap", seed))
 
 
 def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:
     """``shuffled_labels`` for a stream: a hash of its tokens decides whether a pair is swapped."""
-    rows = encode(examples)
-    swap = [key_hash(str(row["chosen_ids"]), f"swap:{seed}") % 2 == 1 for row in rows]
-    return [{**row, **_swap_where(row, i, swap)} for i, row in enumerate(rows)]
+    salt = f"swap:{seed}"
+    return [
+        _swapped(row) if key_hash(str(row["chosen_ids"]), salt) % 2 else row
+        for row in encode(examples)
+    ]
 
 
-def _swap_where(row: dict[str, Any], index: int, swap: list[bool]) -> dict[str, Any]:
-    if not swap[index]:
-        return row
-    swapped = {"chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
+def _swapped(row: dict[str, Any]) -> dict[str, Any]:
+    swapped = {**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
     if ranks := row.get("ranks"):
         best, worst, *others = (max(ranks) - rank for rank in ranks)
         swapped["ranks"] = [worst, best, *others]

@@ -7,17 +7,17 @@ from itertools import count, islice
 from typing import Optional, Union
 
 from datasets import Dataset, Features, List, Value
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.batches import RowStream
-from dschat.data.report import read_report
 from dschat.data.segments import require_eos
 from dschat.data.sources.resolve import RawRows, broken_line, read_source
 from dschat.data.sources.stream import shuffled
-from dschat.data.sources.table_cache import cached_table, mapped
 from dschat.data.sources.turns import storable
+from dschat.data.tables import made_table, read_report
 
 logger = logging.getLogger("dschat")
 
@@ -53,61 +53,52 @@ def text_dataset(
     texts = partial(_texts, rows, column, skip)
     no_text = UserError(f"{_FLAG}: {name} has no text in its column {column!r}")
     if config.streaming:
-        blocks = partial(_endless_blocks, texts, tokenizer, block_len, config)
         if next(texts(), None) is None:
             raise no_text
+        blocks = partial(_endless_blocks, texts, tokenizer, block_len, config)
         return RowStream(blocks, encode=list)
-    content = repr(["text", rows.stamp, rows.name, column, skip])
-    table = cached_table(content, Features({"text": Value("string")}), texts)
+    how = Hasher.hash([tokenizer, block_len])
+    table = made_table(
+        Features({"input_ids": List(Value("int32"))}),
+        _blocks(texts(), tokenizer, block_len),
+        repr(["text", rows.stamp, rows.name, column, skip, how]),
+    )
     if not len(table):
         raise no_text
-    blocks = mapped(
-        table,
-        partial(_blocks, tokenizer=tokenizer, block_len=block_len),
-        batched=True,
-        batch_size=_DOCUMENTS,
-        remove_columns=table.column_names,
-        features=Features({"input_ids": List(Value("int32"))}),
-    )
-    logger.info("%s", read_report(f"text of {name}", blocks, "input_ids")[0])
-    return blocks
+    logger.info("%s", read_report(f"text of {name}", table, "input_ids")[0])
+    return table
 
 
-def _texts(rows: RawRows, column: str, skip: bool) -> Iterator[dict[str, str]]:
+def _texts(rows: RawRows, column: str, skip: bool) -> Iterator[str]:
     """The non-blank documents in a column."""
     for line in rows:
         if line.row is None and not skip:
             raise broken_line(_FLAG, line.where, line.fault)
         text = (line.row or {}).get(column)
         if isinstance(text, str) and text.strip():
-            yield {"text": storable(text)}
+            yield storable(text)
 
 
 def _blocks(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, block_len: int
-) -> dict[str, list]:
+    texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, block_len: int
+) -> Iterator[dict[str, list[int]]]:
+    """The rows of one pass."""
     eos = require_eos(tokenizer)
-    documents = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
-    stream = [token for ids in documents for token in (*ids, eos)]
-    whole = len(stream) // block_len * block_len or len(stream)
-    return {"input_ids": [stream[i : i + block_len] for i in range(0, whole, block_len)]}
+    while batch := list(islice(texts, _DOCUMENTS)):
+        documents = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        stream = [token for ids in documents for token in (*ids, eos)]
+        whole = len(stream) // block_len * block_len or len(stream)
+        for start in range(0, whole, block_len):
+            yield {"input_ids": stream[start : start + block_len]}
 
 
 def _endless_blocks(
-    texts: Callable[[], Iterator[dict[str, str]]],
+    texts: Callable[[], Iterator[str]],
     tokenizer: PreTrainedTokenizerBase,
     block_len: int,
     config: DataConfig,
 ) -> Iterator[dict[str, list[int]]]:
     """The blocks of endless passes, shuffled in a buffer; every rank makes all of them."""
     for epoch in count():
-        blocks = _one_pass(texts(), tokenizer, block_len)
+        blocks = _blocks(texts(), tokenizer, block_len)
         yield from shuffled(blocks, config.shuffle_buffer_size, [config.seed, epoch])
-
-
-def _one_pass(
-    texts: Iterator[dict], tokenizer: PreTrainedTokenizerBase, block_len: int
-) -> Iterator[dict]:
-    while batch := [row["text"] for row in islice(texts, _DOCUMENTS)]:
-        for ids in _blocks({"text": batch}, tokenizer, block_len)["input_ids"]:
-            yield {"input_ids": ids}

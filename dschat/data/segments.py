@@ -27,6 +27,8 @@ from dschat.models.tokenizer import stop_ids
 
 logger = logging.getLogger("dschat")
 
+_PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
+CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 
@@ -214,6 +216,38 @@ def _assemble(
     is_cut = any(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tails)
     cut = "lost what follows an end token in an answer" if is_cut else ""
     return Encoded(prompt_ids, weights, answers, [s.weight or 0.0 for s, _ in own], cut=cut)
+
+
+def prompt_share(max_len: int) -> int:
+    """Tokens that a prompt keeps, if it has as many."""
+    return max(int(max_len * _PROMPT_SHARE), 1)
+
+
+def fit(
+    encoded: Encoded, num_answers: int, max_len: int, bos: int | None
+) -> tuple[list[int], list[float | None], list[list[int]], str]:
+    """Cut an example to ``max_len``: (prompt ids, their weights, answers, parts that were lost).
+
+    The prompt keeps its last ``_PROMPT_SHARE`` of ``max_len``, or all of it if it is shorter:
+    answers without their question teach nothing. At least one token stays, since the answer's first
+    token needs one before it.
+    """
+    prompt, weights = encoded.prompt_ids, encoded.prompt_weights
+    if encoded.problem:
+        return [], [], [[]] * num_answers, ""
+    share = prompt_share(max_len)
+    keep = min(len(prompt), max(max_len - max(map(len, encoded.answers)), share))
+    lost = [encoded.cut] if encoded.cut else []
+    if keep < len(prompt):
+        lost.append(CUT_PROMPT)
+        # keep the BOS: the model has always seen one first
+        head = 1 if prompt[0] == bos and keep > 1 else 0
+        tail = len(prompt) - (keep - head)
+        prompt, weights = prompt[:head] + prompt[tail:], weights[:head] + weights[tail:]
+    if any(keep + len(answer) > max_len for answer in encoded.answers):
+        lost.append(CUT_ANSWER)
+    answers = [answer[: max_len - keep] for answer in encoded.answers]
+    return prompt, weights, answers, "; ".join(lost)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:

@@ -1,7 +1,7 @@
 """Tokenizes examples into one table per training step, or a stream of the same rows.
 
-Tables are made by ``datasets.map``, which caches them, and a ``DataReport`` of each goes to the
-log. ``segments.py`` turns texts into ids.
+Tables are cached, and a ``DataReport`` of each goes to the log. ``segments.py`` turns texts into
+ids.
 """
 
 import json
@@ -18,13 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import RowStream
 from dschat.data.preference_rows import pair_rows, shuffled_labels
-from dschat.data.report import read_report
-from dschat.data.segments import Tools, encode_examples
+from dschat.data.segments import Tools, encode_examples, fit
 from dschat.data.sources.adapters import Content, Example, Purpose
 from dschat.data.sources.splits import load_examples
-from dschat.data.sources.stream import ExampleRow, ExampleStream, Tally
-from dschat.data.sources.table_cache import mapped
-from dschat.data.truncation import fit
+from dschat.data.sources.stream import ExampleStream, Tally
+from dschat.data.tables import derived_content, iterate, made_table, read_report
 
 logger = logging.getLogger("dschat")
 
@@ -35,6 +33,8 @@ Tables = Any
 MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _WEIGHTS = List(Value("float32"))
+Numbered = tuple[int, dict[str, Any]]  # an example's number and its row
+_BATCH = 1000  # examples that are tokenized together
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 
 
@@ -131,20 +131,19 @@ def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: MakeRows, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
-    tokenized = partial(_tokenized, make_rows=make_rows, columns=columns)
-    make: Callable[..., Union[Dataset, RowStream]] = tokenized
     train: Union[Dataset, ExampleStream]
     if config.streaming:
-        make = partial(_stream, make_rows=make_rows)
         train = ExampleStream(config, purpose, config.seed)
         held_out = train.held_out()
     else:
         train, held_out = load_examples(config, purpose)
-    tables = []
-    if split != "eval":
-        tables.append(make(f"{purpose} train data", train))
+    tables: list[Union[Dataset, RowStream]] = []
+    if split != "eval" and isinstance(train, Dataset):
+        tables.append(_tokenized(f"{purpose} train data", train, make_rows, columns))
+    elif split != "eval":
+        tables.append(_stream(f"{purpose} train data", train, make_rows))
     if split != "train":
-        tables.append(tokenized(f"{purpose} eval data", held_out))
+        tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns))
     return tables[0] if len(tables) == 1 else tuple(tables)
 
 
@@ -157,34 +156,18 @@ def _tokenized(
         UserError: no rows are left.
     """
     features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
-    # `map` over an empty table would return one without columns
-    table = Dataset.from_dict({column: [] for column in features}, features=features)
-    if len(examples):
-        table = mapped(
-            examples,
-            partial(_make_columns, make_rows=make_rows),
-            batched=True,
-            with_indices=True,
-            remove_columns=examples.column_names,
-            features=features,
-        )
+    numbered = enumerate(iterate(examples, tuple(examples.column_names)))
+    batches = iter(lambda: list(islice(numbered, _BATCH)), [])
+    rows = (row for batch in batches for row in _rows_of(batch, make_rows))
+    table = made_table(features, rows, derived_content(examples, make_rows))
     report, kept = read_report(name, table, next(iter(columns)))
     if not len(kept) and len(table):
         raise UserError(
             f"no rows are left of the {report}; check the data or allow longer sequences"
         )
     logger.info("%s", report)
-    rows = table.remove_columns(["problem", "cut"])
-    return rows if len(kept) == len(table) else rows.select(kept)
-
-
-def _make_columns(
-    batch: dict[str, list[str]], indices: list[int], make_rows: MakeRows
-) -> dict[str, list]:
-    """``make_rows`` for ``datasets.map``, with a batch and a result of columns."""
-    examples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    rows = list(make_rows(list(map(Example.from_row, examples)), indices))
-    return {name: [row[name] for row in rows] for name in rows[0]}
+    rows_kept = table.remove_columns(["problem", "cut"])
+    return rows_kept if len(kept) == len(table) else rows_kept.select(kept)
 
 
 def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStream:
@@ -206,13 +189,14 @@ def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStrea
     return RowStream(lambda: enumerate(examples), encode, examples.other_columns)
 
 
-def _encode(
-    numbered: list[tuple[int, ExampleRow]], make_rows: MakeRows, tally: Tally
-) -> list[dict[str, Any]]:
+def _rows_of(numbered: list[Numbered], make_rows: MakeRows) -> Iterable[dict[str, Any]]:
+    return make_rows([Example.from_row(row) for _, row in numbered], [i for i, _ in numbered])
+
+
+def _encode(numbered: list[Numbered], make_rows: MakeRows, tally: Tally) -> list[dict[str, Any]]:
     """Numbered examples as rows; unusable ones are counted and left out."""
     rows = []
-    examples = [Example.from_row(example) for _, example in numbered]
-    for row in make_rows(examples, [index for index, _ in numbered]):
+    for row in _rows_of(numbered, make_rows):
         problem, _ = row.pop("problem"), row.pop("cut")
         if problem:
             tally.add(problem)

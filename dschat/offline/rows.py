@@ -13,8 +13,7 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.data.segments import RefusedChat, prompt_text_ids
 from dschat.data.sources.adapters import Content, Example, normalize
-from dschat.data.sources.normalize import BROKEN, check_allowed
-from dschat.data.sources.splits import open_source
+from dschat.data.sources.splits import BROKEN, check_allowed, open_source
 from dschat.data.tokenize import question_text
 from dschat.offline.flags import PromptsConfig
 

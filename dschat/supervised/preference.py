@@ -16,8 +16,12 @@ import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.algorithm import PreferenceConfig
 from dschat.data.batches import RowStream, RowTable
-from dschat.data.collate import PreferenceBatch, collate_preferences
-from dschat.data.micro_batches import MicroBatchSize, row_tokens
+from dschat.data.micro_batches import (
+    MicroBatchSize,
+    PreferenceBatch,
+    collate_preferences,
+    row_tokens,
+)
 from dschat.losses import dpo_loss, ipo_loss, kto_loss
 from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel

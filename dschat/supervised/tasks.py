@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dschat.data.collate import RankedBatch, WeightedBatch, collate_pairs, collate_sft
+from dschat.data.micro_batches import RankedBatch, WeightedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
 from dschat.models.router_loss import METRIC, add_router_loss
 from dschat.models.training_engine import ModelOrEngine

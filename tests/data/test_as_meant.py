@@ -2,57 +2,36 @@
 refused by name.
 """
 
-import csv
 import json
 import logging
 from dataclasses import replace
 
-import pyarrow.parquet
+import data_files
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
+from data_files import only, put
 from dialogues import REPLY, SYSTEM, USER, chat
 from tool_templates import MARKED, SCHEMAS, tokenizer_of
 
-from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
-from dschat.data.sources.splits import load_examples
 from dschat.data.tokenize import prompt_dataset, sft_dataset
 
 CHAT = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
 FORMATS = ("jsonl", "json", "data.json", "csv", "parquet")
 
 
-def put(folder, rows, form="jsonl"):
-    """``rows`` as a file; a CSV holds lists and objects as JSON."""
-    path = folder / f"rows.{form}"
-    if form == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]])
-            writer.writeheader()
-            cells = [
-                {k: v if isinstance(v, str) else json.dumps(v) for k, v in r.items()} for r in rows
-            ]
-            writer.writerows(cells)
-    elif form == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif form == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        path.write_text(json.dumps({"data": rows} if form == "data.json" else rows))
-    return str(path)
-
-
-def config_of(path, purpose="sft", of=CommonConfig, **knobs):
-    split = ",".join("1" if p == purpose else "0" for p in ("sft", "reward", "rlhf"))
-    return of(data_path=[path], data_split=split, eval_fraction=0.0, **knobs)
+def sft_rows(folder, row, tokenizer=CHAT, **knobs):
+    """Step 1's rows of a file with one row."""
+    path = put(folder / "rows.jsonl", [row])
+    return sft_dataset(SFTConfig(data_path=[path], **only("sft"), **knobs), tokenizer)
 
 
 def load(folder, rows, purpose="sft", form="jsonl", **knobs):
-    config = config_of(put(folder, rows, form), purpose, **knobs)
-    examples = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
-    return [replace(example, columns=None) for example in examples]
+    found = data_files.load(put(folder / f"rows.{form}", rows), purpose, **knobs)
+    return [replace(example, columns=None) for example in found]
 
 
 THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
@@ -118,8 +97,7 @@ ON = [{}, {"weight": 1}, {"train": True}, {"loss_mask": 1.0}, {"weight": None}]
 
 
 def trained_texts(folder, turns, **knobs):
-    config = config_of(put(folder, [{"messages": turns}]), of=SFTConfig, **knobs)
-    return trained(CHAT, sft_dataset(config, CHAT)[0])
+    return trained(CHAT, sft_rows(folder, {"messages": turns}, **knobs)[0])
 
 
 @pytest.mark.parametrize("flag", [*OFF, *ON])
@@ -131,15 +109,9 @@ def test_a_flag_takes_an_answer_out_of_the_loss(tmp_path, flag):
     ask[1], ask[3] = REPLY("a"), {**REPLY("b"), **flag}
     assert trained_texts(tmp_path, ask) == ([first, last] if is_on else [first])
     # the ids are those of the whole dialogue, whatever is trained
-    config = config_of(put(tmp_path, [{"messages": ask[:3] + [REPLY("b")]}]), of=SFTConfig)
-    (whole,) = sft_dataset(config, CHAT)["input_ids"]
+    (whole,) = sft_rows(tmp_path, {"messages": ask[:3] + [REPLY("b")]})["input_ids"]
     ask[1], ask[3] = {**REPLY("a"), **flag}, REPLY("b")
-    assert (
-        sft_dataset(config_of(put(tmp_path, [{"messages": ask}]), of=SFTConfig), CHAT)[0][
-            "input_ids"
-        ]
-        == whole
-    )
+    assert sft_rows(tmp_path, {"messages": ask})[0]["input_ids"] == whole
 
 
 def test_train_on_prompt_leaves_out_answers_of_weight_0(tmp_path):
@@ -259,11 +231,11 @@ THINKS = (
 @pytest.mark.parametrize("read", [*THOUGHT])
 def test_a_thought_is_trained_whatever_its_name(tmp_path, given, read):
     tokenizer = byte_tokenizer("<|im_end|>", THINKS.replace("NAME", read))
-    rows = [{"messages": [USER("u"), {**REPLY("r"), given: "so <b>"}]}]
-    (row,) = sft_dataset(config_of(put(tmp_path, rows), of=SFTConfig), tokenizer)
+    asked = {"messages": [USER("u"), {**REPLY("r"), given: "so <b>"}]}
+    (row,) = sft_rows(tmp_path, asked, tokenizer)
     assert trained(tokenizer, row) == ["<think>\nso <b>\n</think>\nr<|im_end|>"]
     with pytest.raises(UserError, match="thoughts .*, which the chat template does not render"):
-        sft_dataset(config_of(put(tmp_path, rows), of=SFTConfig), CHAT)
+        sft_rows(tmp_path, asked)
 
 
 def test_a_template_sees_the_numbers_of_calls(tmp_path):
@@ -271,9 +243,8 @@ def test_a_template_sees_the_numbers_of_calls(tmp_path):
     strict = MARKED.replace("'id': c.id", "'id': c.id if c.id else raise_exception('no id')")
     strict = strict.replace("m.tool_call_id}", "m.tool_call_id or raise_exception('no id')}")
     tokenizer = tokenizer_of(strict)
-    rows = [{"messages": [*DIALOGUE[:3], REPLY("r")], "tools": SCHEMAS}]
-    config = config_of(put(tmp_path, rows), of=SFTConfig, max_seq_len=2000)
-    (row,) = sft_dataset(config, tokenizer)
+    asked = {"messages": [*DIALOGUE[:3], REPLY("r")], "tools": SCHEMAS}
+    (row,) = sft_rows(tmp_path, asked, tokenizer, max_seq_len=2000)
     call, answer = trained(tokenizer, row)
     assert '"id": "call00001"' in call
     assert answer == " r<eot>"
@@ -285,9 +256,8 @@ def test_a_template_that_lists_tools_but_drops_calls_is_refused(tmp_path):
     tokenizer = byte_tokenizer("<|im_end|>", lists)
     last = [USER("u"), CALLED]
     for turns in (last, [*last, TOLD, REPLY("r")]):
-        path = put(tmp_path, [{"messages": turns, "tools": SCHEMAS}])
         with pytest.raises(UserError, match="calls of tools, which the chat template does not"):
-            sft_dataset(config_of(path, of=SFTConfig, max_seq_len=2000), tokenizer)
+            sft_rows(tmp_path, {"messages": turns, "tools": SCHEMAS}, tokenizer, max_seq_len=2000)
 
 
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -334,8 +304,8 @@ def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, cap
 @pytest.mark.parametrize("late", [0, 1100])
 def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
     rows = [{"prompt": f"p{i}"} | ({"reference": i} if i == late else {}) for i in range(1200)]
-    config = config_of(put(tmp_path, rows), "rlhf", RLHFConfig)
-    table = prompt_dataset(config, CHAT)
+    path = put(tmp_path / "rows.jsonl", rows)
+    table = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), CHAT)
     assert prompt_columns(table) == {"reference"}
     found = prompts_of([row for row in table if row["prompt_text"] == f"p{late}"])
     assert found.columns == {"reference": [late]}
@@ -392,9 +362,7 @@ def test_a_label_that_is_none_is_refused(tmp_path, label):
 def test_an_export_of_one_object_is_its_rows(tmp_path):
     rows = [{"prompt": f"p{i}", "chosen": "c"} for i in range(3)]
     (tmp_path / "x.json").write_text(json.dumps({"version": "1.1", "data": rows}, indent=1))
-    config = config_of(str(tmp_path / "x.json"))
-    found = [Example.from_row(row) for row in load_examples(config, "sft")[0]]
-    assert found == [Example(f"p{i}", "c") for i in range(3)]
+    assert data_files.load(tmp_path / "x.json") == [Example(f"p{i}", "c") for i in range(3)]
     turns = {"data": [USER("u"), REPLY("r")]}  # a chat is a row
     assert load(tmp_path, [turns], messages_column="data") == [chat("u", "r")]
 
@@ -403,7 +371,6 @@ def test_an_export_of_one_object_is_its_rows(tmp_path):
 def test_advice_that_was_taken_is_not_given_again(tmp_path, name):
     (tmp_path / name).write_bytes("é".encode("latin-1"))
     for policy, has_advice in (("auto", True), ("skip", False)):
-        config = config_of(str(tmp_path / name), on_bad_row=policy)
         with pytest.raises(UserError, match="not UTF-8 text; save the file as UTF-8") as caught:
-            load_examples(config, "sft")
+            data_files.load(tmp_path / name, on_bad_row=policy)
         assert ("--on_bad_row skip" in str(caught.value)) == has_advice

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.data.batches import PromptBatches, StepBatches, endless
-from dschat.data.collate import collate_pairs, collate_sft
-from dschat.data.micro_batches import MicroBatchSize
+from dschat.data.micro_batches import MicroBatchSize, collate_pairs, collate_sft
 
 ROWS, BUDGET = MicroBatchSize(1), MicroBatchSize(1, tokens=500)
 

@@ -2,6 +2,7 @@
 
 import json
 
+import data_files
 import datasets
 import pytest
 from dialogues import HH, REPLY, USER, chat
@@ -310,9 +311,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 
 
 def load(path, purpose, **knobs):
-    split = ",".join("1" if p == purpose else "0" for p in (SFT, RM, PPO))
-    config = CommonConfig(data_path=[path], eval_fraction=0.0, data_split=split, **knobs)
-    examples = [Example.from_row(row) for row in load_examples(config, purpose)[0]]
+    examples = data_files.load(path, purpose, **knobs)
     return [Example(e.prompt) for e in examples] if purpose == PPO else examples
 
 
@@ -339,10 +338,8 @@ def test_known_by_name(name, rows, step, expected, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(FOUND_BY_COLUMNS))
-def test_found_by_columns(name, rows, step, expected, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert load(str(path), step) == expected
+def test_found_by_columns(name, rows, step, expected, write):
+    assert load(write(rows), step) == expected
 
 
 NO_REJECTED = [name for name, (_, steps) in KNOWN.items() if RM not in steps]

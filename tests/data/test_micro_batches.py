@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.data.collate import collate_pairs, collate_sft
-from dschat.data.micro_batches import MicroBatchSize, RowTokens, row_tokens, shares_of_ranks, spread
+from dschat.data.micro_batches import (
+    MicroBatchSize,
+    RowTokens,
+    collate_pairs,
+    collate_sft,
+    row_tokens,
+    shares_of_ranks,
+    spread,
+)
 
 
 def answer(prompt, prompt_tokens, own):

@@ -1,19 +1,17 @@
 """Rows of ranked answers: how they are read, what of them can be compared, and their batches."""
 
-import json
 from itertools import islice
 
 import pytest
+from data_files import only
 from dialogues import REPLY, USER
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RewardConfig, UserError
-from dschat.data.collate import collate_pairs
-from dschat.data.micro_batches import row_tokens
+from dschat.data.micro_batches import collate_pairs, ranked_pairs, row_tokens
 from dschat.data.preference_rows import most_answers
-from dschat.data.sources.adapters import Example, normalize
+from dschat.data.sources.adapters import Example, normalize, read_ranked
 from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.sources.ranking import ranked_pairs, read_ranked
 from dschat.data.tokenize import preference_dataset
 
 TOKENIZER = tiny_tokenizer()
@@ -22,13 +20,11 @@ RANKED = {"prompt": "p", "answers": ["worse", "best", "worst", "bad"], "scores":
 
 
 @pytest.fixture
-def table(tmp_path):
+def table(write):
     """``table(*rows, flag=value)``: step 2's training table of rows in a file."""
 
     def make(*rows, **knobs):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        knobs = {"data_split": "0,1,0", "eval_fraction": 0.0, "data_path": [str(path)], **knobs}
+        knobs = {**only("reward"), "data_path": [write(list(rows))], **knobs}
         return preference_dataset(RewardConfig(**knobs), TOKENIZER)
 
     return make
@@ -67,13 +63,17 @@ def test_scores_and_ranks_order_the_answers():
         (["a", 5], [1, 2], "neither text nor a list of turns"),
     ],
 )
-def test_a_row_that_cannot_be_ranked_says_why_and_still_has_its_prompt(answers, scores, why):
+def test_a_row_that_cannot_be_ranked_says_why_and_still_has_its_prompt_and_columns(
+    answers, scores, why
+):
     row = {"prompt": "p", "answers": answers, "scores": scores}
     adapter = ColumnAdapter("prompt", answers="answers", scores="scores")
     made = normalize(row, adapter, "reward")
     assert why in made["problem"]
     assert made["key"] == "p"
-    assert not normalize(row, adapter, "rlhf")["problem"]
+    asked = normalize(row, adapter, "rlhf")
+    assert not asked["problem"]
+    assert Example.from_row(asked).columns.keys() == {"answers", "scores"}
 
 
 def test_answers_may_be_turns():
@@ -87,7 +87,7 @@ def test_bad_rows_are_counted_or_refused(table, caplog):
     assert len(table(RANKED, tied, {**RANKED, "scores": [1]})) == 1
     assert "1 with an unusable ranking (answers that all tie)" in caplog.text
     assert "1 with an unusable ranking (1 ranks or scores for 4 answers)" in caplog.text
-    with pytest.raises(UserError, match=r"rows.jsonl:2.*answers that all tie.*--on_bad_row skip"):
+    with pytest.raises(UserError, match=r"data.jsonl:2.*answers that all tie.*--on_bad_row skip"):
         table(RANKED, tied, on_bad_row="error")
 
 

@@ -1,21 +1,21 @@
 """Files of every format, folders, globs, saved data sets and hub names; and their faults."""
 
-import csv
 import gzip
 import json
 import logging
 import os
 import tracemalloc
 
+import data_files
 import datasets
 import pytest
+from data_files import put
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
-from dschat.config import CommonConfig, UserError
+from dschat.config import UserError
 from dschat.data.sources import readers, resolve
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.readers import read_lines
-from dschat.data.sources.splits import load_examples
 
 
 def pairs(num, prefix="p"):
@@ -24,30 +24,8 @@ def pairs(num, prefix="p"):
     ]
 
 
-def put(path, rows):
-    """Write rows in the format of the file's suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kind = readers.kind_of(path.name)
-    if kind == ".parquet":
-        Dataset.from_list(rows).to_parquet(str(path))
-        return str(path)
-    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w", newline="") as file:
-        if kind in (".csv", ".tsv"):
-            writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if kind == ".tsv" else ",")
-            writer.writeheader()
-            writer.writerows(rows)
-        elif kind == ".json":
-            json.dump(rows, file, indent=1)
-        else:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
-
-
 def load(path, purpose="reward", split="train", **knobs):
-    share = ",".join("1" if p == purpose else "0" for p in ("sft", "reward", "rlhf"))
-    knobs = {"eval_fraction": 0.0, "data_split": share, **knobs}
-    tables = load_examples(CommonConfig(data_path=[str(path)], **knobs), purpose)
-    return [Example.from_row(row) for row in tables[split == "eval"]]
+    return data_files.load(path, purpose, split, **knobs)
 
 
 def prompts(*args, **knobs):

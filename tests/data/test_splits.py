@@ -8,28 +8,14 @@ from hashlib import blake2b
 import datasets
 import numpy as np
 import pytest
+from data_files import load
 from dialogues import REPLY, SYSTEM, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.config import CommonConfig, UserError
+from dschat.config import UserError
 from dschat.data.sources.adapters import Example
-from dschat.data.sources.splits import cut, key_hash, load_examples, parse_spec
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Write rows (or raw text or bytes) to a file and return its path."""
-
-    def write_rows(rows, name="data.jsonl"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        if isinstance(rows, list):
-            rows = "".join(json.dumps(row) + "\n" for row in rows)
-        path.write_bytes(rows if isinstance(rows, bytes) else rows.encode())
-        return str(path)
-
-    return write_rows
+from dschat.data.sources.splits import cut, key_hash, parse_spec
 
 
 def pairs(num, prefix="p"):
@@ -37,17 +23,6 @@ def pairs(num, prefix="p"):
         {"prompt": f"{prefix}{i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
         for i in range(num)
     ]
-
-
-def load(path, purpose="sft", split="train", **knobs):
-    """Examples of one step that gets all the training data."""
-    paths = [path] if isinstance(path, str) else path
-    knobs = {"eval_fraction": 0.0, "data_split": "1,1,1", **knobs}
-    step = ("sft", "reward", "rlhf").index(purpose)
-    if knobs["data_split"] == "1,1,1":
-        knobs["data_split"] = ",".join("1" if i == step else "0" for i in range(3))
-    tables = load_examples(CommonConfig(data_path=paths, **knobs), purpose)
-    return [Example.from_row(row) for row in tables[split == "eval"]]
 
 
 # -- adapters

@@ -38,16 +38,6 @@ def pairs(num, prefix="p"):
     ]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write_rows(rows, name="data.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return write_rows
-
-
 def stream_of(paths, purpose="sft", **knobs):
     knobs = {"streaming": True, "max_steps": 1, "shuffle_buffer_size": 50, **knobs}
     config = CommonConfig(data_path=[paths] if isinstance(paths, str) else paths, **knobs)

@@ -9,12 +9,11 @@ import pytest
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
-from dschat.data import pretraining_text, segments
+from dschat.data import pretraining_text, segments, tables
 from dschat.data.pretraining_text import text_dataset
-from dschat.data.sources import table_cache
 from dschat.data.sources.known_datasets import ADAPTERS
-from dschat.data.sources.normalize import normalized_table
 from dschat.data.sources.resolve import read_source
+from dschat.data.sources.splits import normalized_table
 from dschat.data.tokenize import sft_dataset
 
 XES = "{% for m in messages %}x{% endfor %}"
@@ -61,8 +60,8 @@ def test_tables_do_not_outlive_the_code_that_made_them(
     tokenizer.chat_template = None
     first = make(tmp_path, tokenizer)
     code = tmp_path / "code"
-    shutil.copytree(table_cache.CODE, code, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(table_cache, "CODE", code)
+    shutil.copytree(tables.CODE, code, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(tables, "CODE", code)
     monkeypatch.setattr(module, name, edited)
     assert make(tmp_path, tokenizer) == first  # same digest: from the cache
     with (code / file).open("r+") as source:  # the file exists

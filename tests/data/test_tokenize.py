@@ -1,10 +1,10 @@
 """From examples to ids: prompts, answers, loss masks and cuts."""
 
-import json
 import logging
 
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
+from data_files import only
 from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from tool_templates import HERMES, SCHEMAS, tokenizer_of
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.segments import _warn_once, encode_examples, prompt_text_ids
-from dschat.data.sources.adapters import Example
+from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.tokenize import (
     preference_dataset,
     prompt_dataset,
@@ -45,16 +45,12 @@ def warn_again():
 
 
 @pytest.fixture
-def knobs(tmp_path):
+def knobs(write, tmp_path):
     """Config arguments that give all of these rows to step 1, 2 or 3."""
 
     def make(rows, step=1, **more):
-        path = tmp_path / f"rows{len(list(tmp_path.iterdir()))}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        split = ["0", "0", "0"]
-        split[step - 1] = "1"
-        base = {"data_path": [str(path)], "data_split": ",".join(split), "eval_fraction": 0.0}
-        return {**base, **more}
+        path = write(rows, f"rows{len(list(tmp_path.iterdir()))}.jsonl")
+        return {"data_path": [path], **only(PURPOSES[step - 1]), **more}
 
     return make
 

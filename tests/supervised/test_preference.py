@@ -13,8 +13,7 @@ from torch import nn
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RewardConfig, UserError
-from dschat.data.collate import collate_preferences
-from dschat.data.micro_batches import MicroBatchSize
+from dschat.data.micro_batches import MicroBatchSize, collate_preferences
 from dschat.data.tokenize import preference_dataset
 from dschat.models.language_model import LanguageModel
 from dschat.observability.console import format_line

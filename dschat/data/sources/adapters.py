@@ -5,14 +5,13 @@ names use the first row of ``GENERIC`` that fits. All functions are pure.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config import UserError
-from dschat.config.data import DataConfig
-from dschat.data.sources.known_datasets import ADAPTERS, GENERIC, ColumnAdapter
-from dschat.data.sources.ranking import Ranked, read_ranked
+from dschat.data.sources.known_datasets import ColumnAdapter, listed
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
     Content,
@@ -31,10 +30,8 @@ from dschat.data.sources.turns import (
 Purpose = Literal["sft", "reward", "rlhf"]
 # Steps 1, 2, 3, in the order of --data_split.
 PURPOSES: tuple[Purpose, ...] = ("sft", "reward", "rlhf")
-CONTENT_FIELDS = ("prompt", "chosen", "rejected", "others", "ranks", "tools", "columns")
 
-_PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}]
-
+Ranked = tuple[list[Any], list[int]]  # answers, best first, and their ranks from 0
 Parsed = Union[Content, Unusable, None]
 
 
@@ -44,7 +41,7 @@ class Example:
 
     ``chosen`` and ``rejected`` are None if a step does not need them. As messages, an answer is a
     list of one assistant turn. Of more than two ranked answers they are the best and the worst.
-    Tables store each field as a JSON string: one schema for both forms.
+    Tables store it as JSON: one schema for both forms.
     """
 
     prompt: Content
@@ -57,7 +54,7 @@ class Example:
 
     def to_row(self) -> dict[str, str]:
         # dates and bytes, which JSON cannot represent, become text
-        return {f: json.dumps(getattr(self, f), default=str) for f in CONTENT_FIELDS}
+        return {"example": json.dumps(vars(self), default=str)}
 
     def answers(self, fields: Sequence[str]) -> list[Any]:
         """The answers in ``fields``, in their order; "others" has any number of them."""
@@ -66,50 +63,7 @@ class Example:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
-        return cls(*(json.loads(row[f]) for f in CONTENT_FIELDS))
-
-
-def choose_adapter(
-    name: str, columns: Sequence[str], config: DataConfig, flag: str = "--data_path"
-) -> ColumnAdapter:
-    """The adapter of a known data set, or the first generic one that fits; column flags override.
-
-    Raises:
-        UserError: a named column is missing, or nothing fits; the line lists the source's columns.
-    """
-    present = listed(columns)
-    given = {}
-    for role in ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores"):
-        column = getattr(config, f"{role}_column")
-        if column is not None and not _has(columns, column):
-            raise UserError(f"--{role}_column {column!r} is not in {name}; it has: {present}")
-        if column is not None:
-            given[role] = column
-    if "messages" in given:
-        return ColumnAdapter(messages=given["messages"])
-    known = None if "answers" in given else known_adapter(name)
-    generic = _PROMPTS if "answers" in given else GENERIC
-    rows = [known] if known else [row.match_case(columns) for row in generic]
-    # first those that name most of the given columns themselves
-    for row in sorted(rows, key=lambda row: -len(given.items() & row.roles.items())):
-        # a dialogue row has no columns that these flags could override
-        adapter = row if row.messages and given else replace(row, **given)
-        fits = all(_has(columns, column) for column in adapter.columns)
-        if fits and set(given.values()) <= set(adapter.columns):
-            return adapter
-    if known:
-        raise UserError(f"{flag}: {name} should have {', '.join(known.columns)}; it has: {present}")
-    raise UserError(
-        f"{flag}: {name} has the columns {present}; name those that hold the data with "
-        "--prompt_column, --chosen_column and --rejected_column, or --messages_column, or "
-        "--answers_column and --scores_column"
-    )
-
-
-def known_adapter(name: str) -> Optional[ColumnAdapter]:
-    """The row of the table for a hub name, NAME:CONFIG, or a local copy at .../OWNER/NAME."""
-    copy = "/".join(name.rstrip("/").split("/")[-2:])
-    return ADAPTERS.get(name.partition(":")[0]) or ADAPTERS.get(copy)
+        return cls(**json.loads(row["example"]))
 
 
 def require_answers(
@@ -117,15 +71,12 @@ def require_answers(
 ) -> None:
     """Raise ``UserError`` for a source without a column for the answers that ``purpose`` needs."""
     needs = {
-        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages or adapter.answers},
-        "reward": {
-            "chosen": adapter.chosen or adapter.answers,
-            "rejected": adapter.rejected or adapter.answers,
-        },
+        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
+        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
         "rlhf": {},
     }[purpose]
     for role, column in needs.items():
-        if not column:
+        if not (column or adapter.answers):
             step = PURPOSES.index(purpose) + 1
             raise UserError(
                 f"{flag}: {name} has no {role} answers, which step {step} needs; "
@@ -146,34 +97,19 @@ def normalize(
     usable prompt.
     """
     raw, row = row, _as_meant(row, adapter, form)
-    ranked = _ranked(row, adapter)
-    prompt, answers = _read_row(row, adapter, ranked)
-    if purpose == "rlhf":
-        prompt = _asked(row, adapter, prompt)
-    tools = None
-    if isinstance(prompt, list) and prompt:
-        try:
-            prompt = _with_opening(row, adapter, prompt)
-            tools = read_tools(row.get("tools"), row.get("functions"))
-        except Unusable as unusable:
-            prompt = unusable
-    if isinstance(prompt, Unusable) or not prompt or not (key := _opening(prompt)):
-        problem = "no usable prompt" + _because(prompt)
-        return {**Example("").to_row(), "key": "", "problem": problem}
-    if isinstance(ranked, Unusable):
-        problem = "" if purpose == "rlhf" else f"an unusable ranking ({ranked})"
-        return {**Example(prompt).to_row(), "key": key, "problem": problem}
-    if ranked is not None and purpose == "reward":
-        made: Union[Example, str] = _ranked_example(prompt, answers, ranked[1])
-    else:
-        best = answers if ranked is None else [answers[0], None, None]
-        made = _example(prompt, best, purpose, adapter.unpaired)
-    if isinstance(made, str):
-        return {**Example(prompt).to_row(), "key": key, "problem": made}
-    made.tools = tools
-    if purpose == "rlhf":
-        made.columns = {name: value for name, value in raw.items() if name != adapter.prompt}
-    return {**made.to_row(), "key": key, "problem": ""}
+    example, key, problem = Example(""), "", ""
+    try:
+        ranked = _ranked(row, adapter)
+        prompt, answers = _read_row(row, adapter, ranked)
+        prompt, tools = _whole_prompt(row, adapter, purpose, prompt)
+        example, key = Example(prompt, tools=tools), _opening(prompt)
+        if purpose == "rlhf":
+            example.columns = {name: v for name, v in raw.items() if name != adapter.prompt}
+        else:
+            example = _answered(example, answers, ranked, purpose, adapter.unpaired)
+    except Unusable as unusable:
+        problem = str(unusable)
+    return {**example.to_row(), "key": key, "problem": problem}
 
 
 def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[str, Any]:
@@ -211,16 +147,6 @@ def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
     return value
 
 
-def listed(columns: Sequence[str]) -> str:
-    """The first twenty column names, for a message."""
-    more = f", and {len(columns) - 20} more" if len(columns) > 20 else ""
-    return ", ".join(columns[:20]) + more
-
-
-def _has(columns: Sequence[str], path: str) -> bool:
-    return path in columns or path.partition(".")[0] in columns
-
-
 def _because(content: Parsed) -> str:
     return f" ({content})" if isinstance(content, Unusable) else ""
 
@@ -237,34 +163,71 @@ def _ranked(row: dict[str, Any], adapter: ColumnAdapter) -> Union[Ranked, Unusab
     return read_ranked(look_up(row, adapter.answers), values, adapter.scores is not None)
 
 
-def _example(
-    prompt: Content, answers: list[Parsed], purpose: Purpose, unpaired: bool
-) -> Union[Example, str]:
-    """A demonstration, a pair (``unpaired``: a side of it) or a prompt; or the problem with it."""
-    chosen, rejected, demonstration = answers
+def read_ranked(answers: Any, values: Any, higher_is_better: bool) -> Union[Ranked, Unusable]:
+    """The answers of a row by rank; answers with equal values tie and keep their order.
+
+    Args:
+        answers, values: the row's lists, or their JSON, as in a CSV cell.
+        higher_is_better: ``values`` are scores, not ranks.
+    """
+    answers, values = from_cell(answers), from_cell(values)
+    for name, cell in (("answers", answers), ("ranks or scores", values)):
+        if not isinstance(cell, list):
+            return Unusable(f"no list of {name}")
+    if len(answers) != len(values):
+        return Unusable(f"{len(values)} ranks or scores for {len(answers)} answers")
+    if len(answers) < 2:
+        return Unusable("fewer than two answers to compare")
+    numbers = [_number(value) for value in values]
+    if not all(map(math.isfinite, numbers)):
+        return Unusable("a rank or score that is not a number")
+    numbers = [-number if higher_is_better else number for number in numbers]
+    distinct = sorted(set(numbers))
+    if len(distinct) < 2:
+        return Unusable("answers that all tie")
+    order = sorted(range(len(answers)), key=lambda i: numbers[i])
+    return [answers[i] for i in order], [distinct.index(numbers[i]) for i in order]
+
+
+def _number(value: Any) -> float:
+    """A number, also from its text; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _answered(
+    example: Example,
+    answers: list[Parsed],
+    ranked: Union[Ranked, Unusable, None],
+    purpose: Purpose,
+    unpaired: bool,
+) -> Example:
+    """``example`` with a demonstration, a pair (``unpaired``: a side of it) or ranked answers.
+
+    Raises:
+        Unusable: an answer that ``purpose`` needs is missing or unreadable.
+    """
+    if isinstance(ranked, Unusable):
+        raise Unusable(f"an unusable ranking ({ranked})")
+    if ranked is not None and purpose == "reward":
+        if unusable := [answer for answer in answers if not _is_answer(answer)]:
+            raise Unusable("an empty or unreadable ranked answer" + _because(unusable[0]))
+        best, *others, worst = filter(_is_answer, answers)
+        ranks = [ranked[1][0], ranked[1][-1], *ranked[1][1:-1]]
+        more: dict[str, Any] = {"others": others, "ranks": ranks} if others else {}
+        return replace(example, chosen=best, rejected=worst, **more)
+    chosen, rejected, demonstration = answers if ranked is None else (answers[0], None, None)
     if purpose == "sft":
-        prompt, chosen, rejected = *_demonstration(prompt, chosen, demonstration), None
-    has_side = unpaired and purpose == "reward" and _is_answer(rejected)
-    if purpose != "rlhf" and not has_side and not _is_answer(chosen):
-        return "an answer that is empty, unreadable or of weight 0" + _because(chosen)
+        prompt, chosen = _demonstration(example.prompt, chosen, demonstration)
+        example, rejected = replace(example, prompt=prompt), None
+    if not _is_answer(chosen) and not (unpaired and _is_answer(rejected)):
+        raise Unusable("an answer that is empty, unreadable or of weight 0" + _because(chosen))
     if purpose == "reward" and not unpaired and not _is_answer(rejected):
-        return "an empty or unreadable rejected answer" + _because(rejected)
+        raise Unusable("an empty or unreadable rejected answer" + _because(rejected))
     chosen, rejected = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
-    return Example(prompt, chosen, rejected)
-
-
-def _ranked_example(
-    prompt: Content, answers: list[Parsed], ranks: list[int]
-) -> Union[Example, str]:
-    """Ranked answers, best first, as an example; of two, a pair. Or the problem with them."""
-    usable = [answer for answer in answers if _is_answer(answer)]
-    if len(usable) < len(answers):
-        unusable = next(answer for answer in answers if not _is_answer(answer))
-        return "an empty or unreadable ranked answer" + _because(unusable)
-    best, *others, worst = usable
-    if not others:
-        return Example(prompt, best, worst)
-    return Example(prompt, best, worst, others, [ranks[0], ranks[-1], *ranks[1:-1]])
+    return replace(example, chosen=chosen, rejected=rejected)
 
 
 def _read_row(
@@ -299,14 +262,6 @@ def _read_row(
     return _same_prompt((*prompts, prompt), parts)
 
 
-def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: Parsed) -> Parsed:
-    """``prompt`` without the first turns of an answer of several, such as calls of tools."""
-    answer = read_content(look_up(row, adapter.chosen)) if adapter.prompt else None
-    if isinstance(answer, list) and isinstance(prompt, list) and answer[0]["role"] == "assistant":
-        return prompt[: len(prompt) + 1 - len(answer)]
-    return prompt
-
-
 def _same_prompt(
     prompts: Sequence[Parsed], answers: Sequence[Parsed]
 ) -> tuple[Parsed, list[Parsed]]:
@@ -327,8 +282,38 @@ def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optio
     return [{"role": "user", "content": prompt}]
 
 
-def _with_opening(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:
-    """A chat behind the system message and the ``history`` (Alpaca's, pairs) of its row.
+def _whole_prompt(
+    row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose, prompt: Parsed
+) -> tuple[Content, Optional[list[dict[str, Any]]]]:
+    """The prompt, a chat behind the system message and the history of its row; and its tools.
+
+    Raises:
+        Unusable: there is none.
+    """
+    tools = None
+    if isinstance(prompt, list) and purpose == "rlhf":
+        prompt = _asked(row, adapter, prompt)
+    if isinstance(prompt, list) and prompt:
+        try:
+            prompt = _opening_turns(row, adapter, prompt) + prompt
+            tools = read_tools(row.get("tools"), row.get("functions"))
+        except Unusable as unusable:
+            prompt = unusable
+    if isinstance(prompt, Unusable) or not prompt or not _opening(prompt):
+        raise Unusable("no usable prompt" + _because(prompt))
+    return prompt, tools
+
+
+def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:
+    """``prompt`` without the first turns of an answer of several, such as calls of tools."""
+    answer = read_content(look_up(row, adapter.chosen)) if adapter.prompt else None
+    if isinstance(answer, list) and answer[0]["role"] == "assistant":
+        return prompt[: len(prompt) + 1 - len(answer)]
+    return prompt
+
+
+def _opening_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:
+    """The system message and the ``history`` (Alpaca's, pairs) of a row.
 
     Raises:
         Unusable: a history in another form.
@@ -342,7 +327,7 @@ def _with_opening(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn
     system = row.get("system") or row.get("system_prompt")
     if isinstance(system, str) and system.strip() and prompt[0]["role"] != "system":
         turns.insert(0, {"role": "system", "content": storable(system)})
-    return turns + prompt
+    return turns
 
 
 def _filled(answer: Parsed) -> Union[str, Unusable, None]:

@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+from dschat.config import UserError
+from dschat.config.data import DataConfig
 from dschat.data.sources.turns import Unusable, vicuna_turns
 
 Row = dict[str, Any]
+# the roles that have a flag --ROLE_column
+FLAG_ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,7 @@ class ColumnAdapter:
     @property
     def roles(self) -> dict[str, str]:
         """Role -> column, for the roles that have one."""
-        pairs = ("prompt", "chosen", "rejected", "messages")
-        names = (*pairs, "answers", "ranks", "scores", "sft", "context")
+        names = (*FLAG_ROLES, "sft", "context")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @property
@@ -235,3 +238,55 @@ GENERIC = (
     *(ColumnAdapter(p, as_chat=True) for p in ("question", "problem", "instruction", "query")),
     ColumnAdapter(messages="text"),  # a dialogue as text, Human: ... Assistant: ...
 )
+_PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}]
+
+
+def choose_adapter(
+    name: str, columns: Sequence[str], config: DataConfig, flag: str = "--data_path"
+) -> ColumnAdapter:
+    """The adapter of a known data set, or the first generic one that fits; column flags override.
+
+    Raises:
+        UserError: a named column is missing, or nothing fits; the line lists the source's columns.
+    """
+    present = listed(columns)
+    flags = {role: getattr(config, f"{role}_column") for role in FLAG_ROLES}
+    given = {role: column for role, column in flags.items() if column is not None}
+    for role, column in given.items():
+        if not _has(columns, column):
+            raise UserError(f"--{role}_column {column!r} is not in {name}; it has: {present}")
+    if "messages" in given:
+        return ColumnAdapter(messages=given["messages"])
+    known = None if "answers" in given else known_adapter(name)
+    generic = _PROMPTS if "answers" in given else GENERIC
+    rows = [known] if known else [row.match_case(columns) for row in generic]
+    # first those that name most of the given columns themselves
+    for row in sorted(rows, key=lambda row: -len(given.items() & row.roles.items())):
+        # a dialogue row has no columns that these flags could override
+        adapter = row if row.messages and given else replace(row, **given)
+        fits = all(_has(columns, column) for column in adapter.columns)
+        if fits and set(given.values()) <= set(adapter.columns):
+            return adapter
+    if known:
+        raise UserError(f"{flag}: {name} should have {', '.join(known.columns)}; it has: {present}")
+    raise UserError(
+        f"{flag}: {name} has the columns {present}; name those that hold the data with "
+        "--prompt_column, --chosen_column and --rejected_column, or --messages_column, or "
+        "--answers_column and --scores_column"
+    )
+
+
+def known_adapter(name: str) -> Optional[ColumnAdapter]:
+    """The row of the table for a hub name, NAME:CONFIG, or a local copy at .../OWNER/NAME."""
+    copy = "/".join(name.rstrip("/").split("/")[-2:])
+    return ADAPTERS.get(name.partition(":")[0]) or ADAPTERS.get(copy)
+
+
+def listed(columns: Sequence[str]) -> str:
+    """The first twenty column names, for a message."""
+    more = f", and {len(columns) - 20} more" if len(columns) > 20 else ""
+    return ", ".join(columns[:20]) + more
+
+
+def _has(columns: Sequence[str], path: str) -> bool:
+    return path in columns or path.partition(".")[0] in columns

@@ -8,7 +8,6 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -21,6 +20,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, known_rows, read_lines
+from dschat.data.tables import quiet
 
 AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
@@ -29,20 +29,6 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^/]+)?")
 _SAVED_MARKS = ("dataset_dict.json", "state.json")  # of datasets.save_to_disk
 _NUM_PEEKED = 1000  # first rows that determine a file's columns
 _SCRIPT_FREE = "refs/convert/parquet"  # the hub's Parquet copy of data sets that were scripts
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Turns off the progress bars and the logging of ``datasets``."""
-    bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if not bars:
-            datasets.enable_progress_bars()
 
 
 @dataclass

@@ -8,14 +8,15 @@ Texts stay on disk: memory holds a hash and a few flags per row.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Optional
+from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, Value, concatenate_datasets
 
 from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.calculator import calculator_rows
@@ -25,26 +26,32 @@ from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import (
     PURPOSES,
+    Example,
     Purpose,
-    choose_adapter,
-    known_adapter,
-    listed,
+    look_up,
+    normalize,
     require_answers,
 )
-from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.sources.normalize import (
-    NOTES,
-    iterate,
-    non_empty,
-    normalized_table,
-    report_bad_rows,
-)
-from dschat.data.sources.resolve import RawRows, Splits, read_source, table_rows
+from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
+from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
+from dschat.data.sources.turns import unread_keys
+from dschat.data.tables import iterate, made_table
 from dschat.memory import available_memory
 
 logger = logging.getLogger("dschat")
 
-_ROW_BYTES = 80  # host memory per row of a blend, for indices and hashes; measured
+# `problem`: why the step cannot use the row; `fault`: why it could not be read; `where`: its place
+# in the source, for rows with a problem or a fault; `unread`: keys of turns that nothing reads.
+NOTES = ("key", "problem", "unread", "fault", "where")
+EXAMPLES = Features({"example": Value("string")})  # `Example.to_row`
+SCHEMA = Features({name: Value("string") for name in (*EXAMPLES, *NOTES)})
+NUM_LISTED = 10  # bad rows that the log lists individually
+BROKEN = "an unreadable line"
+# of a row: hashes of its key, for holding out and for the steps; whether it has a key, and whether
+# the step can use it
+_PLACE = np.dtype([("eval", "u8"), ("split", "u8"), ("has_key", "?"), ("usable", "?")])
+_NO_KEYS = np.zeros(0, dtype=np.uint64)
+_ROW_BYTES = 90  # host memory per row of a blend, for indices and hashes; measured
 _BUILTIN = {
     "builtin/chat": builtin_rows,
     "builtin/arithmetic": arithmetic_rows,
@@ -63,8 +70,8 @@ class DataSource:
     adapter: ColumnAdapter
     flag: str
 
-    def table(self, rows: RawRows, purpose: Purpose, on_bad_row: str) -> Dataset:
-        """The rows with a usable prompt, normalized for ``purpose``: a table of ``SCHEMA``.
+    def placed(self, rows: RawRows, config: DataConfig, purpose: Purpose) -> "PlacedRows":
+        """The rows with a usable prompt, normalized for ``purpose``.
 
         Rows that only ``purpose`` cannot use stay (``problem`` says why), so that the split over
         the three steps is the same for each.
@@ -76,9 +83,30 @@ class DataSource:
         named = self.adapter.prompt or self.adapter.messages
         hint = "" if named else "; name it with --prompt_column"
         hint += f" (it has: {listed(rows.columns)})"
-        report_bad_rows(self.name, table, on_bad_row, self.flag, hint)
-        keep = non_empty(table, "key")
-        return table if keep.all() else table.select(np.flatnonzero(keep))
+        report_bad_rows(self.name, table, config.on_bad_row, self.flag, hint)
+        salts = f"eval:{config.seed}", f"split:{config.seed}"
+        places = (
+            (*(key_hash(row["key"], salt) for salt in salts), row["key"] != "", not row["problem"])
+            for row in iterate(table, ("key", "problem"))
+        )
+        placed = PlacedRows(table, np.fromiter(places, _PLACE, len(table)))
+        has_key = placed.places["has_key"]
+        return placed if has_key.all() else placed.take(np.flatnonzero(has_key))
+
+
+class PlacedRows(NamedTuple):
+    """Rows of ``SCHEMA`` on disk, and in memory what decides where each goes."""
+
+    table: Dataset
+    places: np.ndarray  # (rows,) of `_PLACE`
+
+    def take(self, rows: np.ndarray) -> "PlacedRows":
+        return PlacedRows(self.table.select(rows), self.places[rows])
+
+    def usable(self) -> Dataset:
+        """The examples that the step can use."""
+        rows = np.flatnonzero(self.places["usable"])
+        return self.table.select(rows).select_columns(list(EXAMPLES))
 
 
 def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Dataset]:
@@ -96,21 +124,18 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
     """
     seed = config.seed
     sources = [load_source(spec, config, purpose) for spec in config.data_path]
-    tables = [s.table(s.splits.train, purpose, config.on_bad_row) for s in sources]
-    held_out, held_keys = _hold_out(config, sources, tables, purpose)
-    blend = concatenate_datasets(
-        [_weighted(s, t, held_keys, seed) for s, t in zip(sources, tables, strict=True)]
-    )
-    parts = cut(key_hashes(blend, f"split:{seed}"), config.split_weights)
+    rows = [source.placed(source.splits.train, config, purpose) for source in sources]
+    held, held_keys = _hold_out(config, sources, rows, purpose)
+    blend = _joined([_weighted(s, r, held_keys, seed) for s, r in zip(sources, rows, strict=True)])
+    parts = cut(blend.places["split"], config.split_weights)
     step = PURPOSES.index(purpose)
-    train = _usable(blend.select(np.flatnonzero(parts == step)))
+    train, held_out = blend.take(np.flatnonzero(parts == step)).usable(), held.usable()
     if not len(train):
-        raise no_rows(config.data_split, step, f"the {len(blend)}")
-    held_out = _usable(held_out)
+        raise no_rows(config.data_split, step, f"the {len(parts)}")
     sample = np.random.default_rng(seed).permutation(len(held_out))[: config.max_eval_samples]
     logger.info(
         "data for step %d: %d of %d training rows, %d of %d held-out rows",
-        *(step + 1, len(train), len(blend), len(sample), len(held_out)),
+        *(step + 1, len(train), len(parts), len(sample), len(held_out)),
     )
     return train, held_out.select(sorted(sample.tolist()))
 
@@ -182,12 +207,6 @@ def key_hash(key: str, salt: str) -> int:
     return int.from_bytes(blake2b(f"{salt}:{key}".encode()).digest()[:8], "big")
 
 
-def key_hashes(rows: Dataset, salt: str) -> np.ndarray:
-    """(number of rows,) uint64: ``key_hash`` of every row's key."""
-    hashes = (key_hash(row["key"], salt) for row in iterate(rows, ("key",)))
-    return np.fromiter(hashes, dtype=np.uint64, count=len(rows))
-
-
 def cut(hashes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     """Assign every row a part, 0 to len(shares) - 1, in about these shares; equal hashes share one.
 
@@ -195,7 +214,7 @@ def cut(hashes: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     middle of its rows falls.
 
     Args:
-        hashes: (number of rows,) uint64, of ``key_hashes``.
+        hashes: (number of rows,) uint64, of ``key_hash``.
 
     Returns:
         (number of rows,) int64.
@@ -221,38 +240,37 @@ def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSourc
 
 
 def _hold_out(
-    config: DataConfig, sources: list[DataSource], tables: list[Dataset], purpose: Purpose
-) -> tuple[Dataset, Optional[np.ndarray]]:
+    config: DataConfig, sources: list[DataSource], rows: list[PlacedRows], purpose: Purpose
+) -> tuple[PlacedRows, np.ndarray]:
     """The held-out rows of all sources, and the key hashes that training must exclude."""
-    policy = config.on_bad_row
     if config.eval_data_path is not None:
         named = named_held_out(config, purpose)
-        return concatenate_datasets([s.table(rows, purpose, policy) for s, rows in named]), None
-    held_tables, held_keys = [], []
-    for source, table in zip(sources, tables, strict=True):
+        return _joined([s.placed(raw, config, purpose) for s, raw in named]), _NO_KEYS
+    held, held_keys = [], [_NO_KEYS]
+    for source, own in zip(sources, rows, strict=True):
         if source.splits.eval:
-            held_tables.append(source.table(source.splits.eval, purpose, policy))
+            held.append(source.placed(source.splits.eval, config, purpose))
             continue
-        hashes = key_hashes(table, f"eval:{config.seed}")
-        parts = cut(hashes, (config.eval_fraction, 1 - config.eval_fraction))
-        held_rows = np.flatnonzero(parts == 0)
-        held_keys.append(hashes[held_rows])
-        held_tables.append(table.select(held_rows))
-    keys = np.unique(np.concatenate(held_keys)) if held_keys else None
-    return concatenate_datasets(held_tables), keys
+        parts = cut(own.places["eval"], (config.eval_fraction, 1 - config.eval_fraction))
+        held.append(own.take(np.flatnonzero(parts == 0)))
+        held_keys.append(held[-1].places["eval"])
+    return _joined(held), np.concatenate(held_keys)
+
+
+def _joined(rows: list[PlacedRows]) -> PlacedRows:
+    tables, places = zip(*rows, strict=True)
+    return PlacedRows(concatenate_datasets(list(tables)), np.concatenate(places))
 
 
 def _weighted(
-    source: DataSource, table: Dataset, held_keys: Optional[np.ndarray], seed: int
-) -> Dataset:
+    source: DataSource, placed: PlacedRows, held_keys: np.ndarray, seed: int
+) -> PlacedRows:
     """A source's training rows, each repeated according to its weight.
 
     Raises:
         UserError: so many rows do not fit in host memory.
     """
-    rows = np.arange(len(table))
-    if held_keys is not None and len(held_keys):
-        rows = rows[~np.isin(key_hashes(table, f"eval:{seed}"), held_keys)]
+    rows = np.flatnonzero(~np.isin(placed.places["eval"], held_keys))
     num_rows = round(source.weight * len(rows))
     num_bytes = num_rows * _ROW_BYTES
     if source.weight > 1 and num_bytes > (free := available_memory()):
@@ -263,9 +281,72 @@ def _weighted(
         )
     copies, rest = divmod(num_rows, len(rows)) if len(rows) else (0, 0)
     drawn = np.random.default_rng(seed).permutation(len(rows))[:rest]
-    return table.select(np.concatenate([np.tile(rows, copies), rows[np.sort(drawn)]]))
+    return placed.take(np.concatenate([np.tile(rows, copies), rows[np.sort(drawn)]]))
 
 
-def _usable(rows: Dataset) -> Dataset:
-    keep = np.flatnonzero(~non_empty(rows, "problem"))
-    return rows.select(keep).remove_columns(list(NOTES))
+# -- normalized rows
+
+
+def normalized_rows(
+    rows: RawRows, adapter: ColumnAdapter, purpose: Purpose
+) -> Iterator[dict[str, Any]]:
+    """A row of ``SCHEMA`` for every line, in order.
+
+    The row of an unreadable line has no content and no key.
+    """
+    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
+    for line in rows:
+        raw = line.row or {}
+        row = normalize(raw, adapter, purpose, line.form) if line.row is not None else unreadable
+        notes = {"fault": line.fault, "where": line.where if row["problem"] else ""}
+        notes["unread"] = ", ".join(unread_keys(look_up(raw, c) for c in adapter.roles.values()))
+        yield {**row, **notes}
+
+
+def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) -> Dataset:
+    """``normalized_rows`` as a table: cached on disk, or in memory if the source is."""
+    # repr of a function has its address, which differs between processes
+    stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
+    content = repr([rows.stamp, rows.name, stable, purpose])
+    made = normalized_rows(rows, adapter, purpose)
+    return made_table(SCHEMA, made, "" if rows.in_memory else content)
+
+
+def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:
+    """Warn of the bad rows in a table of ``SCHEMA`` and list the first ones; count unread keys.
+
+    Raises:
+        UserError: a bad row that ``on_bad_row`` does not allow, or no usable rows; names the place
+            and the remedy.
+    """
+    bad: Counter[str] = Counter()
+    listed: list[str] = []
+    unread: Counter[str] = Counter()
+    for row in iterate(rows, ("problem", "unread", "fault", "where")):
+        unread.update(filter(None, row["unread"].split(", ")))
+        if not row["problem"]:
+            continue
+        check_allowed(row, on_bad_row, flag)
+        bad[row["problem"]] += 1
+        if len(listed) < NUM_LISTED:
+            why = row["fault"].removesuffix("; fix it") or row["problem"]
+            listed.append(f"{row['where']}: {why}")
+    if keys := ", ".join(f"{key} ({count:,} rows)" for key, count in unread.items()):
+        logger.info("%s: keys of turns that change neither text nor loss: %s", name, keys)
+    if not bad:
+        return
+    why = ", ".join(f"{count} with {problem}" for problem, count in bad.items())
+    if bad.total() == len(rows):
+        first = listed[0].partition(": ")[0]
+        raise UserError(f"{flag}: {name} has no usable rows: {why}{hint}; see {first}")
+    logger.warning(
+        "%s: dropped %d of %d rows (%s); %s: %s",
+        *(name, bad.total(), len(rows), why),
+        *("the first ten" if bad.total() > len(listed) else "namely", "; ".join(listed)),
+    )
+
+
+def check_allowed(row: Mapping[str, str], on_bad_row: str, flag: str) -> None:
+    """Raise ``UserError`` for a bad row of ``SCHEMA`` that ``--on_bad_row`` does not allow."""
+    if on_bad_row == "error" or (on_bad_row == "auto" and row["fault"]):
+        raise broken_line(flag, row["where"], row["fault"] or row["problem"])

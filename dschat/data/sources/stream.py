@@ -17,22 +17,27 @@ from itertools import count, islice
 from typing import Any, Optional
 
 import numpy as np
-from datasets import Dataset, Features, Value
+from datasets import Dataset
 
 from dschat.config.data import DataConfig
-from dschat.data.sources.adapters import CONTENT_FIELDS, PURPOSES, Purpose
-from dschat.data.sources.normalize import (
-    NOTES,
+from dschat.data.sources.adapters import PURPOSES, Purpose
+from dschat.data.sources.resolve import RawRows
+from dschat.data.sources.splits import (
+    EXAMPLES,
     NUM_LISTED,
+    DataSource,
     check_allowed,
+    key_hash,
+    load_source,
+    named_held_out,
+    no_rows,
     normalized_rows,
 )
-from dschat.data.sources.resolve import RawRows
-from dschat.data.sources.splits import DataSource, key_hash, load_source, named_held_out, no_rows
+from dschat.data.tables import made_table
 
 logger = logging.getLogger("dschat")
 
-ExampleRow = dict[str, Optional[str]]
+ExampleRow = dict[str, str]  # `Example.to_row`
 _HELD_OUT = -1  # a part like the steps 0 to 2
 
 
@@ -110,9 +115,7 @@ class ExampleStream:
             ]
         rows = [row for part in parts for row in islice(part, limit)]
         sample = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
-        rows = [rows[i] for i in sorted(sample.tolist())]
-        columns = {name: [row[name] for row in rows] for name in CONTENT_FIELDS}
-        return Dataset.from_dict(columns, Features(dict.fromkeys(columns, Value("string"))))
+        return made_table(EXAMPLES, [rows[i] for i in sorted(sample.tolist())])
 
     def _endless(self, number: int, quiet: bool) -> Iterator[ExampleRow]:
         source = self._sources[number]
@@ -147,7 +150,7 @@ class ExampleStream:
                 if tally:
                     tally.add(row["fault"].removesuffix("; fix it") or row["problem"], row["where"])
             elif part is None or self._place(row["key"]) == part:
-                yield {name: value for name, value in row.items() if name not in NOTES}
+                yield {"example": row["example"]}
 
     def _place(self, key: str) -> int:
         is_held = self._hold_out and _unit(key, f"eval:{self._seed}") < self._config.eval_fraction
