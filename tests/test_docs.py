@@ -213,6 +213,15 @@ def test_metrics_exist():
     assert {metric for metric in named if f'"{metric}"' not in code} == set()
 
 
+OTHERS = {"DSCHAT_LAUNCHED_BY", "DSCHAT_API_KEYS"}  # of the launcher, and of `dschat serve`
+
+
+def test_environment_variables_are_those_of_the_code():
+    named = set(re.findall(r"^\| (DSCHAT_\w+)", PAGES["gpu.md"], re.M))
+    code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
+    assert named == set(re.findall(r"DSCHAT_[A-Z_]+", code)) - OTHERS
+
+
 def test_pages_are_wrapped_and_their_tables_whole():
     written = {name: page for name, page in PAGES.items() if name != "families.md"}  # generated
     for name, page in written.items():

@@ -1,13 +1,11 @@
 """`benchmarks/families.py`: what people post-train loads, samples, trains, saves and reloads."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
 # NOTE: `families` is a module of the engine's tests.
 _spec = importlib.util.spec_from_file_location(
     "families_benchmark", ROOT / "benchmarks" / "families.py"
