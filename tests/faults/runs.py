@@ -263,17 +263,15 @@ def survive(
     """Kill ``case`` up to ``kills`` times, resume it to its end, compare with the run in ``whole``;
     the kills that there were, by kind.
     """
-    rng, done = random.Random(seed), Counter()
-    expected, log = rows(whole), out.with_suffix(".log")
+    rng, done, log = random.Random(seed), Counter(), out.with_suffix(".log")
     for _ in range(kills):
-        kind = kill_once(case, models, out, len(expected), rng)
+        kind = kill_once(case, models, out, num_rows(whole), rng)
         if not kind:
             break
         done[kind] += 1
     if not (out / "COMPLETE").exists():
         assert finish(going_on(case.command(models, out)), log) == 0, log.read_text()[-3000:]
-    assert rows(out) == expected, out
-    assert weights(out) == weights(whole) != {}, out
+    check_same(out, whole)
     return done
 
 
@@ -288,8 +286,8 @@ def ran(case, models, out, *flags, code=0, **variables) -> str:
 
 
 def check_same(out: Path, whole: Path) -> None:
-    assert rows(out) == rows(whole)
-    assert weights(out) == weights(whole) != {}
+    assert rows(out) == rows(whole), out
+    assert weights(out) == weights(whole) != {}, out
 
 
 def num_bytes(folder: Path) -> int:
