@@ -21,7 +21,7 @@ SHARED = {
 }  # small shares for steps 1 and 3
 
 
-@pytest.fixture(scope="module", params=(0, 1))
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def rows(request):
     return arithmetic_rows(request.param)
 
@@ -82,8 +82,9 @@ def test_step_1_gets_demonstrations_and_step_3_other_prompts_with_references(tok
     assert len(train) == len(prompts) == 480
 
 
-def test_every_digit_and_sign_is_a_token(tokenizer):
-    ids = prompt_dataset(RLHFConfig(**SHARED), tokenizer, "eval")["prompt_ids"]
+def test_every_digit_and_sign_is_a_token(tokenizer, rows):
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows["eval"]]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
     assert {len(prompt) for prompt in ids} == {len("<7-3+5+8=>")}
     assert [len(tokenizer.tokenize(answer)) for answer in ("9", "4,9,17")] == [1, 6]
 

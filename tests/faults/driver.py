@@ -12,14 +12,12 @@
                            the N-th one
     nan_scores N RANK      the reward model gives NaN to one answer of the N-th rollout
     nan_logprobs N RANK    a log-prob of the reference is infinite in the N-th rollout
-    no_space N             the N-th checkpoint finds no space left, and no other
     small_files N          no file may grow beyond N bytes
 
 ``PHASES``: a folder, made by the caller, where each process keeps a file with the word for what it
 does: start, evaluation, rollout, update, step.
 """
 
-import errno
 import os
 import resource
 import runpy
@@ -192,22 +190,6 @@ def _die_at(number: int, counts: Callable[[str, tuple], bool]) -> None:
     sys.addaudithook(look)
 
 
-def no_space(number: int) -> None:
-    from dschat.checkpoint import async_writer, manager
-
-    saves = [0]
-
-    def count(*_: Any, **__: Any) -> None:
-        saves[0] += 1
-
-    def full(*_: Any) -> None:
-        if saves[0] == number:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before(manager.CheckpointManager, "save", count)
-    before(async_writer.atomic_files, "write_file", full)
-
-
 def small_files(num_bytes: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
@@ -223,7 +205,6 @@ FAULTS = {
         die_renaming,
         nan_scores,
         nan_logprobs,
-        no_space,
         small_files,
     )
 }
