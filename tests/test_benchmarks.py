@@ -146,7 +146,7 @@ def test_gpu_on_a_cpu(capsys):
         if line["side"] != "generate":
             moves = "zero_copy" not in line["side"]
             assert (line["refresh_bytes"]["median"] > 0) == moves
-            assert 0 < line["logprob_gap"] < 1e-4
+            assert line["logprob_gap"] < 1e-4
 
 
 # -- gpu.py, kernels one by one --------------------------------------------------------------------
