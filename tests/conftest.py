@@ -26,6 +26,7 @@ sys.path[:0] = [
     str(HERE),
     *(str(HERE / name) for name in ("dist", "inference", "faults", "launch", "models/packing")),
 ]
+sys.path.append(str(HERE.parent / "benchmarks"))  # last: it has modules of equal names
 
 
 def pytest_configure(config):

@@ -24,6 +24,11 @@ COMMANDS = {
 TRAIN_FLAGS = set().union(parser.flag_names(recipe.TrainConfig), *FLAGS.values())
 BENCHMARKS = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
 OTHER_FLAGS = {"gpus_per_node", "gpus_per_task", *re.findall(r'"--(\w+)"', BENCHMARKS)}  # SLURM's
+ALL_FLAGS = TRAIN_FLAGS.union(
+    *map(parser.flag_names, (ShowConfig, ChatConfig, *COMMANDS.values())),
+    {"help", "config"},
+    OTHER_FLAGS,
+)
 
 
 def text_of(name: str) -> str:
@@ -57,6 +62,4 @@ def known_flag(name: str) -> bool:
     prefix, _, name = name.replace("-", "_").rpartition(".")
     if prefix:
         return name in FLAGS[int(prefix.removeprefix("step"))]
-    configs = (ShowConfig, ChatConfig, *COMMANDS.values())
-    others = (*map(parser.flag_names, configs), {"help", "config"})
-    return name in TRAIN_FLAGS.union(*others, OTHER_FLAGS)
+    return name in ALL_FLAGS

@@ -1,4 +1,4 @@
-"""What docs/ shows is true: its commands run or parse, its flags, files and names exist, and its
+"""What docs/ and README show is true: commands run or parse, flags, files and names exist, and
 tables say what the code does.
 
 Commands are taken from the ``sh`` blocks and carried out in a folder of placeholders; a program
@@ -44,11 +44,11 @@ each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
 def commands() -> list[list[str]]:
     """Every line of every ``sh`` block, in words."""
     found = []
-    for page in PAGES.values():
+    for page in [*PAGES.values(), text_of("README.md")]:
         for block in blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
-                found.append(shlex.split(line, comments=True))
-    return [words for words in found if words]
+                found.append(shlex.split(line.removeprefix(".venv/bin/"), comments=True))
+    return [words for words in found if words and words[0] != "make"]
 
 
 # -- commands
@@ -211,6 +211,15 @@ def test_metrics_exist():
     code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
     assert len(named) > 10
     assert {metric for metric in named if f'"{metric}"' not in code} == set()
+
+
+OTHERS = {"DSCHAT_LAUNCHED_BY", "DSCHAT_API_KEYS"}  # of the launcher, and of `dschat serve`
+
+
+def test_environment_variables_are_those_of_the_code():
+    named = set(re.findall(r"^\| (DSCHAT_\w+)", PAGES["gpu.md"], re.M))
+    code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
+    assert named == set(re.findall(r"DSCHAT_[A-Z_]+", code)) - OTHERS
 
 
 def test_pages_are_wrapped_and_their_tables_whole():

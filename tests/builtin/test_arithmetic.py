@@ -1,10 +1,6 @@
 """builtin/arithmetic: right references, demonstrations that stop early, no leaks."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +21,7 @@ SHARED = {
 }  # small shares for steps 1 and 3
 
 
-@pytest.fixture(scope="module", params=(0, 1))
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def rows(request):
     return arithmetic_rows(request.param)
 
@@ -66,21 +62,6 @@ def test_demonstrations_are_right_and_a_third_of_them_finish(rows):
     assert shares == pytest.approx({1: 0.33, 2: 0.33, 3: 0.34}, abs=0.012)  # four deviations
 
 
-def test_rows_depend_on_the_seed_alone():
-    source = (
-        "import json; from dschat.builtin.arithmetic import arithmetic_rows as a; "
-        "print(json.dumps(a(3)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == arithmetic_rows(3) != arithmetic_rows(4)
-
-
 @pytest.mark.slow
 def test_step_1_gets_demonstrations_and_step_3_other_prompts_with_references(tokenizer):
     train, held_out = sft_dataset(SFTConfig(**SHARED), tokenizer, "both")
@@ -101,8 +82,9 @@ def test_step_1_gets_demonstrations_and_step_3_other_prompts_with_references(tok
     assert len(train) == len(prompts) == 480
 
 
-def test_every_digit_and_sign_is_a_token(tokenizer):
-    ids = prompt_dataset(RLHFConfig(**SHARED), tokenizer, "eval")["prompt_ids"]
+def test_every_digit_and_sign_is_a_token(tokenizer, rows):
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows["eval"]]
+    ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
     assert {len(prompt) for prompt in ids} == {len("<7-3+5+8=>")}
     assert [len(tokenizer.tokenize(answer)) for answer in ("9", "4,9,17")] == [1, 6]
 

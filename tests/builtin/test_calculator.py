@@ -1,5 +1,6 @@
 """builtin/calculator: right references, a tool that finds them, the same prompt in all steps."""
 
+import json
 import re
 
 import pytest
@@ -12,8 +13,6 @@ from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.environments.contract import Observation, ToolResult
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import load_environment
-
-SHARED = {"data_path": ["builtin/calculator"], "data_split": "1,60,1"}
 
 
 def test_rows():
@@ -34,8 +33,7 @@ def test_rows():
         assert calculator(**arguments) == turns[1]["content"] == turns[2]["content"]
         assert turns[2]["content"] == row["reference"]
     assert 0.48 < calls / len(every) < 0.52
-    assert calculator_rows() == rows
-    assert calculator_rows(1) != rows
+    assert calculator_rows() == rows != calculator_rows(1)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +49,19 @@ def test_what_is_no_expression(expression):
         calculator(expression)
 
 
-def test_sft_learns_what_step_3_samples():
-    """The prompt that step 3 answers, the call and the tool's turn are those of a demonstration."""
+def test_sft_learns_what_step_3_samples(tmp_path):
+    """The prompt that step 3 answers, the call and the tool's turn are those of a demonstration.
+
+    Of a few rows, in a file.
+    """
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(map(json.dumps, calculator_rows()["train"][:200])))
+    shared = {"data_path": [str(few)], "data_split": "1,0,1", "chosen_column": "demonstration"}
     tokenizer = tiny_tokenizer()
     source = load_environment(None, [calculator])
-    prompts = prompt_dataset(RLHFConfig(**SHARED), tokenizer, tools=source.schemas)["prompt_ids"]
+    prompts = prompt_dataset(RLHFConfig(**shared), tokenizer, tools=source.schemas)["prompt_ids"]
     assert tokenizer.decode(prompts[0]).startswith("<|system|>tools: calculator<|user|>")
-    learned = sft_dataset(SFTConfig(**SHARED, max_seq_len=128), tokenizer)
+    learned = sft_dataset(SFTConfig(**shared, max_seq_len=128), tokenizer)
     observations = ObservationTokens(tokenizer, is_chat=True)
     row = next(row for row in learned if len(row["input_ids"]) > 60)
     text = tokenizer.decode(row["input_ids"])

@@ -45,10 +45,6 @@ def test_demonstrations_find_four_numbers_of_ten(rows):
     assert sum(found) / len(found) == pytest.approx(0.41, abs=0.02)  # four deviations
 
 
-def test_rows_depend_on_the_seed_alone(rows):
-    assert guess_rows(0) == rows != guess_rows(1)
-
-
 def halving(number):
     """The total reward and the guesses of a player who halves."""
     game, low, high, total = GuessGame(), 1, 15, 0.0

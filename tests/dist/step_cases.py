@@ -43,7 +43,6 @@ from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settin
 from dschat.supervised import loop, setup, tasks
 
 MODELS = (
-    *("qwen3_5", "nemotron_h", "mixtral", "bamba"),
     "llama",
     "opt",
     "opt_350m",

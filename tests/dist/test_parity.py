@@ -247,28 +247,3 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(case, two_processes)
     assert said["family"].startswith("--inference_tp_size 2: gptj is not in the architecture table")
     assert "NaN or infinite (in float32) in 1 weights, such as model.layers.1.mlp" in said["nan"]
     assert not any("\n" in message for message in said.values())
-
-
-# -- soak ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("soak", 3, model="llama", options=(("tp_size", 2), ("rollouts", 100))),
-        Case("soak", 2, model="gpt_neox", options=(("tp_size", 2), ("rollouts", 100))),
-        Case(
-            "soak", 3, model="qwen2", options=(("tp_size", 2), ("lora", "side"), ("rollouts", 60))
-        ),
-    ],
-    ids=by_name,
-)
-def test_two_ranks_under_page_pressure(case, two_processes):
-    """Uneven prompts, recomputed sequences, optimizer steps in between."""
-    result, _ = two_processes(case)
-    for rank in result["ranks"]:
-        assert rank["wrong"] == []
-        assert rank["near"] <= 2
-        assert rank["preemptions"] > len(rank["memory"]) // 4

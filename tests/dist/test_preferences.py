@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from step_cases import GLOBAL_BATCH, Case
-from test_same_losses import close, slow
+from test_same_losses import by_name, close, slow
 from test_saved import assert_logprobs, whole
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -37,7 +37,6 @@ SLOW += [
 ]
 SLOW = [case for case in SLOW if case not in [*HERE, *TWO]]
 SIGNS = {"rewards/accuracies", "eval/rewards/accuracies"}  # of margins that may be roundings of 0
-by_name = {"ids": lambda case: case.name}
 
 
 def plain(case):
@@ -54,13 +53,13 @@ def check(case, result, folder, expected):
     assert (Path(folder) / "actor" / "adapter").exists() == kept
 
 
-@pytest.mark.parametrize("case", [*HERE, *slow(SLOW)], **by_name)
+@pytest.mark.parametrize("case", [*HERE, *slow(SLOW)], ids=by_name)
 def test_one_process(case, run_here):
     check(case, *run_here(case), run_here(plain(case))[0])
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], **by_name)
+@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], ids=by_name)
 def test_two_processes(case, two_processes, run_here):
     check(case, *two_processes(case), run_here(plain(case))[0])
 

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from step_cases import Case, probe_logprobs
 from step_rows import padded_probes
+from test_same_losses import by_name, slow
 from tiny_models import EOS
 from transformers import (
     AutoModelForCausalLM,
@@ -50,10 +51,6 @@ SLOW = [
     Case("ppo", 3, 4, model="opt", reward="opt_350m_reward"),
     Case("ppo", 0, 4, options=(*LORA_BOTH, ("only_optimize_lora", False))),
 ]
-
-
-def slow(cases):
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def assert_close(values, expected):
@@ -125,7 +122,7 @@ def check_adapters(case, result, folder, models):
         assert_logprobs(adapter, result["probe"])
 
 
-@pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", HERE, ids=by_name)
 def test_one_process(case, run_here, models_folder):
     result, folder = run_here(case)
     check_saved(case, result, Path(folder))
@@ -133,7 +130,7 @@ def test_one_process(case, run_here, models_folder):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], ids=by_name)
 def test_two_processes(case, two_processes, models_folder):
     result, folder = two_processes(case)
     check_saved(case, result, Path(folder))

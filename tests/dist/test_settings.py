@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from step_cases import GLOBAL_BATCH, Case, build_supervised, build_trainer, my_prompts, ppo_config
-from test_same_losses import close, slow
+from test_packing import flat
+from test_same_losses import by_name, close, slow
 from test_saved import check_saved
 
 from dschat.data.micro_batches import MicroBatchSize
@@ -77,10 +78,9 @@ SLOW_HERE = [  # whole batches, which two processes cannot share
     case("reward", 2, 8, OPTIMIZER, LORA),
     case("ppo", (2, 3), 8, OFFLOAD, FROZEN, FILE, **ONE),
 ]
-by_name = {"ids": lambda case: case.name}
 
 
-@pytest.mark.parametrize("case", [*HERE, *slow(SLOW + SLOW_HERE)], **by_name)
+@pytest.mark.parametrize("case", [*HERE, *slow(SLOW + SLOW_HERE)], ids=by_name)
 def test_one_process(case, run_here):
     result, folder = run_here(case)
     assert close(result, run_here(plain(case))[0])
@@ -88,7 +88,7 @@ def test_one_process(case, run_here):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow([*SLOW_TWO, *SLOW])], **by_name)
+@pytest.mark.parametrize("case", [*TWO, *slow([*SLOW_TWO, *SLOW])], ids=by_name)
 def test_two_processes(case, two_processes, run_here):
     result, folder = two_processes(case)
     assert close(result, run_here(plain(case))[0])
@@ -109,7 +109,7 @@ SLOW_CHECKPOINTING += [
 REST = [case for case in SLOW_CHECKPOINTING if case not in CHECKPOINTING]
 
 
-@pytest.mark.parametrize("case", [*CHECKPOINTING, *slow(REST)], **by_name)
+@pytest.mark.parametrize("case", [*CHECKPOINTING, *slow(REST)], ids=by_name)
 def test_gradient_checkpointing_changes_no_number(case, run_here):
     on = CHECKPOINTED_BOTH if case.step == "ppo" else CHECKPOINTED
     ours, _ = run_here(replace(case, options=(*case.options, *on.items())))
@@ -117,12 +117,6 @@ def test_gradient_checkpointing_changes_no_number(case, run_here):
     for name in set(expected) - {"rollouts", "gap"}:
         assert flat(ours[name]) == pytest.approx(flat(expected[name]), rel=1e-5, abs=1e-5), name
     assert ours.get("rollouts") == expected.get("rollouts")
-
-
-def flat(values):
-    if not isinstance(values, list):
-        return [values]
-    return [one for value in values for one in flat(value)]
 
 
 @pytest.fixture

@@ -10,19 +10,14 @@
                            opened, a rename, a removal
     die_renaming N         SIGKILL before a checkpoint whose files are all written gets its name, at
                            the N-th one
-    nan_loss N RANK        the loss of the N-th optimizer step is NaN on that rank, before anything
-                           is summed over ranks
-    nan_losses N RANK      and of all that follow
     nan_scores N RANK      the reward model gives NaN to one answer of the N-th rollout
     nan_logprobs N RANK    a log-prob of the reference is infinite in the N-th rollout
-    no_space N             the N-th checkpoint finds no space left, and no other
     small_files N          no file may grow beyond N bytes
 
 ``PHASES``: a folder, made by the caller, where each process keeps a file with the word for what it
 does: start, evaluation, rollout, update, step.
 """
 
-import errno
 import os
 import resource
 import runpy
@@ -86,23 +81,15 @@ def tell_phases(folder: Path) -> None:
 
 
 def die_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: die(), until=number)
+    _at_loss(number, rank, lambda loss: die())
 
 
 def hang_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: time.sleep(3600), until=number)
+    _at_loss(number, rank, lambda loss: time.sleep(3600))
 
 
-def nan_loss(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: loss.mul_(float("nan")), until=number)
-
-
-def nan_losses(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: loss.mul_(float("nan")), until=sys.maxsize)
-
-
-def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> None:
-    """``act`` on the first loss of the ``number``-th optimizer step, to the ``until``-th."""
+def _at_loss(number: int, rank: int, act: Callable[[Any], Any]) -> None:
+    """``act`` on the first loss of the ``number``-th optimizer step."""
     import dschat.distributed as dist
     from dschat.runtime import optimizer_step
 
@@ -115,8 +102,7 @@ def _at_loss(number: int, rank: int, act: Callable[[Any], Any], until: int) -> N
             self._first = True
 
         def backward(self, loss: Any) -> None:
-            if self._first and number <= steps[0] <= until and dist.rank() == rank:
-                loss = loss.clone()
+            if self._first and number == steps[0] and dist.rank() == rank:
                 act(loss)
             self._first = False
             super().backward(loss)
@@ -204,22 +190,6 @@ def _die_at(number: int, counts: Callable[[str, tuple], bool]) -> None:
     sys.addaudithook(look)
 
 
-def no_space(number: int) -> None:
-    from dschat.checkpoint import async_writer, manager
-
-    saves = [0]
-
-    def count(*_: Any, **__: Any) -> None:
-        saves[0] += 1
-
-    def full(*_: Any) -> None:
-        if saves[0] == number:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    before(manager.CheckpointManager, "save", count)
-    before(async_writer.atomic_files, "write_file", full)
-
-
 def small_files(num_bytes: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
@@ -233,11 +203,8 @@ FAULTS = {
         hang_in_step,
         die_writing,
         die_renaming,
-        nan_loss,
-        nan_losses,
         nan_scores,
         nan_logprobs,
-        no_space,
         small_files,
     )
 }

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from runs import ROOT, finish, kill, processes_of, rows, start, weights
+from runs import ROOT, check_same, finish, kill, processes_of, start
 
 _COMMON = "--data-path builtin/chat --max_eval_samples 8 --no_enable_tensorboard"
 _STEP1 = "--step1.max_steps 60 --step1.per_device_train_batch_size 4 --step1.max_seq_len 64"
@@ -54,8 +54,7 @@ def survive_alone(command: list[str], whole: Path, seconds: float, kills: int, s
     folders = sorted(path.parent.name for path in whole.glob("*/COMPLETE"))
     assert sorted(path.parent.name for path in out.glob("*/COMPLETE")) == folders != []
     for name in folders:
-        assert rows(out / name) == rows(whole / name), out
-        assert weights(out / name) == weights(whole / name) != {}, out
+        check_same(out / name, whole / name)
     return done
 
 

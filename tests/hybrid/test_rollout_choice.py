@@ -4,7 +4,7 @@ import pytest
 from families import build
 from rollout_cases import Actor
 
-from dschat.config import RLHFConfig, UserError
+from dschat.config import RLHFConfig
 from dschat.estimate.rlhf import planned_choice
 from dschat.hybrid.rollout_choice import rollout_choice
 
@@ -45,23 +45,6 @@ def chosen(layout="auto", lora="auto", adapters="none", sharded=False, readable=
 )
 def test_defaults(settings, expected):
     assert chosen(**settings) == expected
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"layout": "zero_copy", "readable": False}, "--rollout_layout zero_copy needs whole"),
-        ({"layout": "zero_copy", "adapters": "trained base"}, "--rollout_lora side"),
-        (
-            {"layout": "zero_copy", "adapters": "frozen base", "lora": "merge"},
-            "--rollout_lora side",
-        ),
-        ({"lora": "side", "adapters": "trained base"}, "side needs --only_optimize_lora"),
-    ],
-)
-def test_errors(settings, message):
-    with pytest.raises(UserError, match=message):
-        chosen(**settings)
 
 
 # -- the estimate ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dschat.inference.hf_generator import HuggingFaceGenerator
     [
         (0, True, {"layout": "zero_copy", "lora": "merge"}, "zero_copy .*--rollout_lora side"),
         (0, False, {"layout": "zero_copy", "dtype": torch.bfloat16}, "--rollout_layout zero_copy"),
+        (0, True, {"layout": "zero_copy", "frozen_base": False}, "zero_copy .*--rollout_lora side"),
         (0, True, {"lora": "side", "frozen_base": False}, "side needs --only_optimize_lora"),
         (0, False, {"tp_size": 2}, "^--inference_tp_size 2 does not divide the 1 processes; "),
         (0, False, {"tp_size": 2, "enabled": False}, "--inference_tp_size"),

@@ -103,14 +103,6 @@ def test_groups_by_hand(estimator, scores, expected):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_groups_of_all_sizes(estimator, seed):
-    scores, group_ids, num_groups = random_groups(seed)
-    expected = naive_group_advantages(scores, group_ids, estimator)
-    assert_close(group_advantages(estimator, scores, group_ids, num_groups), expected, atol=3e-6)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_groups_split_over_ranks_have_the_same_statistics_and_advantages(seed):
     scores, group_ids, num_groups = random_groups(seed)
     expected = np.zeros((3, num_groups))

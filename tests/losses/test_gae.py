@@ -95,19 +95,6 @@ def test_rewards_and_gae_by_hand():
     assert_close(returns, [[3.145, 5.1, 0.0], [-1.2, 0.0, 0.0], [0.0, 0.0, 0.0]])
 
 
-def test_gae_of_lambda_one_is_return_minus_value():
-    """With gamma = lambda = 1 returns are the rewards still to come, whatever the critic says."""
-    rng = np.random.default_rng(5)
-    lens = [0, 1, 6, 4]
-    mask = mask_of(lens, 6)
-    rewards = rng.normal(size=(4, 6))
-    _, returns = losses.gae(
-        with_garbage(rewards, mask, rng), torch.randn(4, 6), mask, gamma=1.0, lam=1.0
-    )
-    expected = [[sum(rewards[b, t:n]) for t in range(6)] for b, n in enumerate(lens)]
-    assert_close(returns, np.where(mask.numpy(), expected, 0.0), atol=3e-6)
-
-
 def test_between_two_turns_nothing_happens():
     """The environment's tokens are no steps: as if they were not there."""
     generator = torch.Generator().manual_seed(0)

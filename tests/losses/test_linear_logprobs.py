@@ -16,9 +16,10 @@ M, D, V = 7, 5, 11
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Chunks of any number of rows; `_CHUNK_ELEMENTS` alone decides."""
+def chunks(monkeypatch):
+    """``chunks(num_elements)``: of any number of rows, as many as have so many logits."""
     monkeypatch.setattr(MODULE, "_CHUNK_ROWS", 1)
+    return lambda num_elements: monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", num_elements)
 
 
 def inputs(num_rows=M, dtype=torch.float32, seed=0):
@@ -64,8 +65,8 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: floa
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5, 0.0])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_values_and_gradients(monkeypatch, rows_per_chunk, temperature, with_entropy, has_bias):
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", rows_per_chunk * V)
+def test_values_and_gradients(chunks, rows_per_chunk, temperature, with_entropy, has_bias):
+    chunks(rows_per_chunk * V)
     hidden, weight, bias, targets = inputs()
     bias = bias if has_bias else None
     tensors = [x if x is None else x.requires_grad_() for x in (hidden, weight, bias)]
@@ -93,8 +94,8 @@ def test_values_and_gradients(monkeypatch, rows_per_chunk, temperature, with_ent
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 100])
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias", "hidden bias", "weight bias"])
-def test_what_is_frozen_gets_no_gradient(monkeypatch, rows_per_chunk, trained):
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", rows_per_chunk * V)
+def test_what_is_frozen_gets_no_gradient(chunks, rows_per_chunk, trained):
+    chunks(rows_per_chunk * V)
     hidden, weight, bias, targets = inputs()
     tensors = [hidden, weight, bias]
     for name, tensor in zip(("hidden", "weight", "bias"), tensors, strict=True):
@@ -119,9 +120,9 @@ def test_one_of_both_results_is_enough_for_a_gradient():
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_results_are_fp32_and_gradients_16_bit(monkeypatch, rows_per_chunk, dtype):
+def test_16_bit_results_are_fp32_and_gradients_16_bit(chunks, rows_per_chunk, dtype):
     """Only logits and the gradients' last step round: to a few units of the dtype."""
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", rows_per_chunk * V)
+    chunks(rows_per_chunk * V)
     hidden, weight, bias, targets = inputs(dtype=dtype)
     tensors = [x.requires_grad_() for x in (hidden, weight, bias)]
     doubles = [x.detach().double().requires_grad_() for x in tensors]
@@ -138,11 +139,11 @@ def test_16_bit_results_are_fp32_and_gradients_16_bit(monkeypatch, rows_per_chun
         assert_close(value.grad, reference.grad, tolerance)
 
 
-def test_16_bit_sums_over_many_chunks_do_not_stall(monkeypatch):
-    """4096 equal rows, one a chunk: a bf16 sum would stop growing near 256 of them."""
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", 1)
+def test_16_bit_sums_over_many_chunks_do_not_stall(chunks):
+    """1024 equal rows, one a chunk: a bf16 sum would stop growing near 256 of them."""
+    chunks(1)
     hidden, weight, bias, targets = inputs(1, torch.bfloat16)
-    hidden, targets = hidden.repeat(4096, 1), targets.repeat(4096)
+    hidden, targets = hidden.repeat(1024, 1), targets.repeat(1024)
     weight.requires_grad_()
     bias.requires_grad_()
     linear_logprobs(hidden, weight, bias, targets)[0].sum().backward()
@@ -157,10 +158,10 @@ def test_16_bit_sums_over_many_chunks_do_not_stall(monkeypatch):
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
 def test_garbage_under_a_mask_does_not_reach_other_rows(
-    monkeypatch, rows_per_chunk, with_entropy, garbage
+    chunks, rows_per_chunk, with_entropy, garbage
 ):
     """A masked row's gradient is 0 in ``hidden``; it may not make the weight's NaN either."""
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", rows_per_chunk * V)
+    chunks(rows_per_chunk * V)
     hidden, weight, bias, targets = inputs()
     masked = torch.tensor([False, True, False, False, True, True, False])
     hidden[masked] = garbage
@@ -240,10 +241,10 @@ class _LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_no_tensor_of_positions_times_vocabulary(monkeypatch, with_entropy):
+def test_no_tensor_of_positions_times_vocabulary(chunks, with_entropy):
     """Forward and backward: 4 rows a chunk of 400, where the weight is smaller than 8 rows."""
     rows, width, vocabulary = 400, 4, 1000
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", 4 * vocabulary)
+    chunks(4 * vocabulary)
     hidden = torch.randn(rows, width, requires_grad=True)
     weight = torch.randn(vocabulary, width, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.int64)
@@ -262,9 +263,9 @@ def test_no_tensor_of_positions_times_vocabulary(monkeypatch, with_entropy):
 
 @pytest.mark.parametrize("rows_per_chunk", [2, 100])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_several_targets_a_position(monkeypatch, rows_per_chunk, with_entropy):
+def test_several_targets_a_position(chunks, rows_per_chunk, with_entropy):
     """Equal ones too; a position whose targets have no gradient may have infinite logits."""
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", rows_per_chunk * V)
+    chunks(rows_per_chunk * V)
     hidden, weight, bias, first = inputs()
     targets = torch.stack([first, torch.arange(M) % V, first], dim=1)
     tensors = [x.requires_grad_() for x in (hidden, weight, bias)]
@@ -293,8 +294,8 @@ def test_several_targets_a_position(monkeypatch, rows_per_chunk, with_entropy):
         assert_close(got, reference, 3e-6)
 
 
-def test_likeliest_ids(monkeypatch):
-    monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", 3 * V)
+def test_likeliest_ids(chunks):
+    chunks(3 * V)
     hidden, weight, bias, _ = inputs()
     logits = (hidden.double() @ weight.double().T + bias).numpy()
     expected = [sorted(range(9), key=lambda i, row=row: -row[i])[:4] for row in logits]

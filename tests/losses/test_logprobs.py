@@ -94,25 +94,6 @@ def test_garbage_logits_under_a_mask_do_not_reach_the_gradient():
     assert (logits.grad[mask] != 0).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("temperature", "chunk_elements"), [(1.0, 1), (2.5, 30), (0.0, 1 << 22)])
-def test_entropy(monkeypatch, dtype, temperature, chunk_elements):
-    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
-    rng = np.random.default_rng(2)
-    logits = torch.tensor(rng.normal(0, 5, (2, 3, 7))).to(dtype)
-    logits[0, 0, 3] = float("-inf")
-    expected = np.zeros((2, 3))
-    for b in range(2):
-        for s in range(3):
-            for log_p in naive_log_softmax(as_np(logits[b, s]), temperature or 1.0):
-                expected[b, s] -= 0.0 if log_p == -math.inf else math.exp(log_p) * log_p
-    assert_close(losses.entropy_from_logits(logits, temperature), expected)
-
-
-def test_entropy_of_the_uniform_distribution_is_log_v():
-    assert_close(losses.entropy_from_logits(torch.zeros(1, 1, 32)), [[math.log(32)]])
-
-
 # ---- entropy with a gradient
 
 

@@ -310,24 +310,6 @@ def test_gspo_ratio_is_exact_beside_actions_far_off():
         assert_close(loss, -ratio, rtol=1.2e-7, atol=0)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_of_single_tokens_is_ppo(seed):
-    (new, old, advantages, weights), _, _, rng = an_update(seed)
-    mask = mask_of([1, 0, 1, 1, 1, 1, 0, 1], WIDTH)
-    results = []
-    for loss_of in (losses.gspo_loss, losses.policy_loss):
-        dirty = with_garbage(new, mask, np.random.default_rng(seed)).requires_grad_()
-        rest = (with_garbage(x, mask, rng) for x in (old, advantages))
-        loss, metrics = loss_of(
-            dirty, *rest, mask, (0.1, 0.15), weights=with_garbage(weights, mask, rng)
-        )
-        loss.backward()
-        results.append((loss.item(), as_np(dirty.grad), metrics))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
-    check_metrics(results[0][2], {k: v.item() for k, v in results[1][2].items()})
-
-
 # ---- how a step averages
 
 

@@ -47,7 +47,11 @@ COUNTED = {
     "gemma2": {},
     "gemma3_text": {},
     "gemma3": {"text_config": SMALL, "vision_config": VISION},
-    "gemma4_text": {"num_global_key_value_heads": 1, "global_head_dim": 16},
+    "gemma4_text": {
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": 64,  # else a table of 268M numbers
+    },
     "mixtral": EXPERTS,
     "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 20},
     "qwen3_moe": ROUTED,

@@ -44,7 +44,7 @@ SAVING = {  # nothing but what a signal asks for
     "step 1": f"{STEP1} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 1000000",
     "step 3": f"{STEP3} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 1000000",
 }
-CASES = [(moment, signum) for moment in MOMENTS for signum in ENDS]
+CASES = [*zip(MOMENTS, [*ENDS] * 2, strict=True)]  # each of both signals at two moments
 CASES += [("step 1", signal.SIGINT), ("step 3", signal.SIGUSR1)]
 
 

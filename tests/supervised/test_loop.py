@@ -104,11 +104,6 @@ def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-def test_max_steps_ends_in_the_middle_of_an_epoch(models_folder, tmp_path):
-    _, lines = train(models_folder, tmp_path, max_steps=3, held_out=[])
-    assert [line["step"] for line in lines] == [1, 2, 3]
-
-
 def test_reward_metrics_by_hand():
     scores = torch.tensor([2.0, 0.5, 1.0, 0.5])
     rows = [
@@ -157,9 +152,10 @@ class _AlwaysBad:
         return (total * float("inf") if torch.is_grad_enabled() else total), sums
 
 
-def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path):
+def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path, caplog):
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         train(models_folder, tmp_path, task=_AlwaysBad, max_bad_steps=3)
+    assert "step 2 skipped: its loss or gradient is not finite (2 in a row)" in caplog.text
     lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # Too few for that, and no others: it has not finished either.
     with pytest.raises(FloatingPointError, match="no step was applied: all 2 were skipped"):
@@ -186,25 +182,6 @@ def test_after_the_last_step_the_model_is_saved_and_no_checkpoint(models_folder,
     train(models_folder, tmp_path, save_steps=2, max_steps=4, held_out=[])
     saved = [path.name for path in (tmp_path / "checkpoints").glob("step_*")]
     assert saved == ["step_000002"]
-
-
-@pytest.mark.parametrize(
-    ("zero", "options"),
-    [
-        (0, {"gradient_checkpointing": True}),
-        (2, {"offload": True}),
-        (3, {"offload": True}),
-        pytest.param(3, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param(3, {"offload": True, "lora_dim": 4}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_memory_options_change_no_loss(zero, options, models_folder, tmp_path, run_here):
-    case = Case("sft", zero, 8, options=tuple({"max_steps": 2, **options}.items()))
-    result = run(case, models_folder, tmp_path)
-    plain = {name: value for name, value in options.items() if name == "lora_dim"}
-    expected, _ = run_here(Case("sft", options=tuple(plain.items())))
-    assert result["loss"] == pytest.approx(expected["loss"][:2], rel=1e-4)
 
 
 def test_lora_with_the_base_trained_too(models_folder, tmp_path):

@@ -93,7 +93,8 @@ def test_loss_and_metrics_of_a_batch(loss):
         for block in (*BLOCKS, "mismatched_ids")
     }
     w, r, z = (logps[b][:, 0] - logps[b][:, 1] for b in logps)
-    kl = max(z.mean(), 0.0)
+    kl = z.mean()
+    assert kl > 0.1  # so that KTO's reference point counts
     h = 0.2 * (w - r)
     expected = {
         "dpo": np.logaddexp(0, -h),
@@ -112,16 +113,6 @@ def test_loss_and_metrics_of_a_batch(loss):
     assert [task.weight(batch) for batch in batches] == [2, 1, 0]
 
 
-def test_kl_is_seldom_zero_here():
-    """So that the test above is one of KTO's reference point."""
-    task, _, _ = reference_task("kto")
-    pairs = Pairs(ROWS, max_len=20)
-    (batch,) = task.prepare(
-        LanguageModel(causal_lm("llama")), [task.collate([pairs[i] for i in range(3)])]
-    )
-    assert batch.kl > 0.1
-
-
 def test_a_dummy_pair_has_a_graph_and_no_gradient():
     task, _, _ = reference_task("dpo")
     policy = LanguageModel(causal_lm("llama"))
@@ -131,17 +122,6 @@ def test_a_dummy_pair_has_a_graph_and_no_gradient():
     assert float(total.detach()) == 0.0
     assert {float(value) for value in sums.values()} == {0.0}
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
-
-
-def test_prepare_leaves_mode_and_weights_alone():
-    task, reference, _ = reference_task("kto")
-    policy = LanguageModel(causal_lm("llama")).train()
-    before = [p.clone() for p in (*policy.parameters(), *reference.parameters())]
-    (batch,) = task.prepare(policy, [task.collate([Pairs(ROWS, 20)[0]])])
-    assert policy.training
-    assert not batch.ref_logps.requires_grad
-    after = [*policy.parameters(), *reference.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def with_dropout(seed: int) -> LanguageModel:
@@ -162,6 +142,7 @@ def test_what_is_no_gradient_is_computed_without_dropout(seeds):
     task = PreferenceTask(RewardConfig(loss="kto"), reference)
     batch = task.collate([Pairs(ROWS, 20)[i] for i in range(3)])
     (found,) = task.prepare(policy, [batch])
+    assert not found.ref_logps.requires_grad
     assert policy.training
     assert reference.training
     reference.eval()

@@ -1,0 +1,396 @@
+"""Each benchmark runs on tiny models and prints lines with the fields that pages quote.
+
+`benchmarks/gpu.py` checks itself: a step that reads other bytes than its floor says, log-probs that
+differ from the module's, or a kernel with wrong results end it. Its published floors are computed
+by hand here, and so is what is compared with TRL.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from triton_worker import HAS_TRITON, REASON, Worker
+
+from dschat.builtin.tiny_model import resolve_model
+from dschat.config import RLHFConfig, UserError
+from dschat.config.parser import to_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ("opt-tiny", "gpt2-tiny", "llama-tiny", "llama3-tiny")
+
+
+def run_script(name, *flags, cwd=ROOT):
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+# -- gpu.py ----------------------------------------------------------------------------------------
+
+# opt-tiny, counted by hand. A layer: q, k, v and output 4 x (32 x 32 + 32), the MLP 2 x 32 x 64 +
+# 64 + 32, two norms of 2 x 32. Besides: the last norm, and the tied head of 256 tokens.
+LAYER = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 32 + 2 * 2 * 32
+STEP_BYTES = 2 * (2 * LAYER + 2 * 32 + 256 * 32 + 4 * 2 * 32)  # rows of both embeddings: 4 tokens
+ALL_BYTES = 2 * (2 * LAYER + 2 * 32 + 256 * 32 + (64 + 2) * 32)
+KV_BYTES = 2 * 2 * 32 * 2  # of a token: keys and values of 2 layers
+
+
+def dry(monkeypatch, capsys, *flags):
+    import gpu
+
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", *flags])
+    with pytest.raises(SystemExit) as exited:
+        gpu.main()
+    assert exited.value.code == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_counts_by_hand(monkeypatch, capsys):
+    """The fourth token: an eager step reads 9 keys of a sequence, a captured one its whole page."""
+    sides = ["A", "layout=zero_copy"]
+    lines = dry(monkeypatch, capsys, "--tiny", "--cases", "opt-1.3b", "--sides", *sides)
+    assert [line["side"] for line in lines] == sides
+    decode = 3 * STEP_BYTES + 4 * (7 + 8 + 9) * KV_BYTES
+    for line, kv_tokens, refresh in zip(lines, (9, 10), (ALL_BYTES, 0), strict=True):
+        assert line["step_weights_bytes"] == line["floor_step_weights_bytes"] == STEP_BYTES
+        assert line["step_kv_bytes"] == 4 * kv_tokens * KV_BYTES
+        assert line["refresh_bytes"] == refresh
+        assert (line["operators_captured"] > 0) == (line["side"] != "A")
+        assert (line["host_reads"] + line["blocking_copies"] > 0) == (line["side"] == "A")
+        floor = line["floor_ms_h100"]
+        assert floor["rollout"] == pytest.approx((STEP_BYTES + decode) / 3.0e9, rel=1e-2)
+
+
+def test_kernels_by_hand(monkeypatch, capsys):
+    command = ["--cases", "kernels", "--kernels", "attention", "up"]
+    lines = dry(monkeypatch, capsys, *command)
+    models = ["opt-1.3b", "gpt2", "llama-7b"]
+    expected = [(kernel, model) for model in models for kernel in ("up", "attention")]
+    expected.append(("attention", "llama3-8b"))
+    assert [(x["kernel"], x["model"]) for x in lines] == expected
+    line = lines[4]  # Llama's gate and up
+    assert line["shape"] == {"rows": 64, "outputs": 2 * 11008, "inputs": 4096}
+    assert line["bytes"] == 2 * 2 * 11008 * 4096
+    assert line["floor_us_h200"] == pytest.approx(line["bytes"] / 4.3e6, rel=1e-3)
+    assert lines[6]["bytes"] == 2 * 64 * (512 + 256) * 2 * 8 * 128  # Llama 3's 8 key-value heads
+
+
+# The sizes that the models were published with, without the tables that a step reads rows of:
+# Llama's embedding (its head is another matrix), OPT's positions.
+@pytest.mark.parametrize(
+    ("name", "rows", "expected", "per_token"),
+    [
+        ("llama-7b", 64, 2 * (6_738_415_616 - 32_000 * 4096 + 64 * 4096), 512 * 1024),
+        ("opt-1.3b", 8, 2 * (1_315_758_080 - 2050 * 2048 + 8 * 2 * 2048), 2 * 24 * 2048 * 2),
+        ("gpt2", 1, 2 * (124_439_808 - 1024 * 768 + 2 * 768), 2 * 12 * 768 * 2),
+    ],
+)
+def test_the_floors_of_the_page(name, rows, expected, per_token):
+    """Of docs/gpu.md: bytes of weights a step, and floors at 4.3 and at 3.0 TB/s."""
+    from gpu_cases import CASES
+    from gpu_floor import Rates, floor_ms, kv_bytes_per_token, weight_bytes
+    from rollout_workloads import MODELS
+
+    config, case = MODELS[name](), CASES[name].rollout
+    assert case.prompts == rows
+    assert weight_bytes(config, rows, torch.bfloat16) == expected
+    assert kv_bytes_per_token(config, torch.bfloat16) == per_token
+    lines = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    (row,) = (x for x in lines if re.match(rf"\| `{name}` .* [\d.,]+ ms \|$", x) and " GB " in x)
+    gigabytes, *cells = [cell.strip() for cell in row.strip("|").split("|")][-3:]
+    assert gigabytes == f"{expected / 1e9:.3g} GB"
+    for cell, bandwidth in zip(cells, (4.3e12, 3.0e12), strict=True):
+        floor = floor_ms(config, case, torch.bfloat16, Rates(bandwidth))["rollout"]
+        assert float(re.sub("[, ms]", "", cell)) == pytest.approx(floor, rel=5e-3)
+
+
+@pytest.mark.slow
+def test_gpu_dry():
+    sides = ["A", "C", "layout=zero_copy"]  # kernels need Triton
+    lines, errors = run_script("gpu.py", "--dry", "--tiny", "--sides", *sides)
+    rollouts = [line for line in lines if line["case"] != "kernels"]
+    assert len(lines) - len(rollouts) == 3 * 10 + 1
+    names = ["opt-1.3b", "gpt2", "llama-7b", "refresh-7b", "opt-13b-lora"]
+    assert [(x["case"], x["side"]) for x in rollouts] == [(n, s) for n in names for s in sides]
+    assert "train-1b: skipped" in errors
+    # Factors of rank 2: A of q, k and v stacked and B block-diagonal, in both layers.
+    fused, square, mlp = 3 * 2 * (32 + 3 * 32), 2 * (32 + 32), 2 * 2 * (32 + 64)
+    assert rollouts[-2]["step_adapters_bytes"] == 2 * 2 * (fused + square + mlp)
+
+
+@pytest.mark.slow
+def test_gpu_on_a_cpu(capsys):
+    """Times mean nothing there: the fields, what moves in a refresh, what is skipped."""
+    import gpu_sides
+    from gpu_cases import CASES, parse_side
+    from gpu_floor import card_rates
+
+    texts = ["graphs=off", "graphs=off,layout=zero_copy", "lag=0"]
+    sides = {text: parse_side(text) for text in texts}
+    rates = card_rates(torch.device("cpu"), 2**20, (64,))
+    lines = list(gpu_sides.measure("opt", CASES["opt-1.3b"].tiny(), sides, True, 1, rates))
+    assert [(x["zero_stage"], x["side"]) for x in lines] == [
+        *((2, side) for side in [*texts, "generate"]),
+        *((3, side) for side in texts),
+    ]
+    assert len(re.findall(r"ZeRO-\d: [\w-]+ skipped", capsys.readouterr().err)) == 3 + 4
+    for line in lines:
+        floor, median = line["floor_ms"]["rollout"], line["rollout_ms"]["median"]
+        assert line["share_of_floor"]["rollout"] == pytest.approx(floor / median, rel=1e-3)
+        if line["side"] != "generate":
+            moves = "zero_copy" not in line["side"]
+            assert (line["refresh_bytes"]["median"] > 0) == moves
+            assert line["logprob_gap"] < 1e-4
+
+
+# -- gpu.py, kernels one by one --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """`triton_benchmark.lines` in a process that interprets kernels."""
+    if not HAS_TRITON:
+        pytest.skip(REASON)
+    worker = Worker(interpret=True)
+    yield lambda *args: worker("benchmark", *args)
+    worker.close()
+
+
+def test_launches_on_a_fake_device():
+    """All operands are on the device, and a launch neither reads nor copies from it: it can be
+    captured. Launches by Triton run nothing else. Each copy of the operands is other memory.
+    """
+    import fake_cuda
+    from gpu_cases import CASES
+    from gpu_operations import operations
+
+    from dschat.inference.kernels.cuda.dispatch import StepKernels
+
+    ours = {"skinny_linear", "paged_decode", "add_norm", "draw"}
+    for operation in operations(CASES["kernels"].tiny().kernels):
+        for by_triton in (False, True):
+            with fake_cuda.fake_cuda() as watch, torch.no_grad():
+                decoder = operation.decoder(fake_cuda.DEVICE)
+                kernels = StepKernels(fake_cuda.DEVICE) if by_triton else None
+                launch = operation.launch(decoder, kernels)
+                first, second = operation.operands(fake_cuda.DEVICE, 2)
+                launch(*first)
+                watch.counts.clear()
+                outputs = launch(*second)
+                counts = {name: count for (_, name), count in watch.counts.items()}
+            assert all(x.device == fake_cuda.DEVICE for x in outputs)
+            assert not counts.keys() & {*fake_cuda.WAITS}, (operation.label, counts)
+            if by_triton:
+                assert len(counts.keys() & ours) == len(counts) == 1, operation.label
+            else:
+                assert not counts.keys() & ours, operation.label
+        if operation.is_cold:
+            copies = operation.operands(torch.device("cpu"), 2)
+            assert copies[0][1].data_ptr() != copies[1][1].data_ptr(), operation.label
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
+    """The sum that it must store is missing."""
+    from triton_benchmark import lines
+
+    from dschat.inference.kernels.cuda import operators
+
+    def norm_of_the_sum_unstored(h, added, weight, bias, eps, dependent=False):
+        return torch.layer_norm(h + added, weight.shape, weight, bias, eps)
+
+    monkeypatch.setattr(operators, "add_norm", norm_of_the_sum_unstored)
+    (line,), failure = lines(["opt-tiny"], ["add_norm"], ["torch", "triton"])
+    assert failure == "add_norm of opt-tiny (triton)"
+    assert (set(line["us"]), line["fastest"]) == ({"torch"}, "torch")
+    assert line["difference"]["triton"] > 0.1
+    assert "add_norm of opt-tiny: triton left out: WrongResults" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_kernel(interpreted):
+    from gpu_operations import OPERATIONS
+
+    lines, failure = interpreted(TINY, (), ("torch", "triton"))
+    assert failure == ""
+    expected = [(name, model) for model in TINY[:3] for name in OPERATIONS]
+    expected.append(("attention", "llama3-tiny"))
+    assert [(line["kernel"], line["model"]) for line in lines] == expected
+    for line in lines:
+        assert set(line["us"]) == {"torch", "triton"}, line
+        assert line["difference"]["triton"] < 1.6e-2
+
+
+FAULTS = {
+    "up": ("skinny_linear", "y = _activated(acc, ACTIVATION) * second", "y = acc * second"),
+    "attention": ("paged_decode", "cached = (key < position)", "cached = (key < position - 1)"),
+    "add_norm": ("add_norm", "tl.rsqrt(", "tl.sqrt("),
+    "draw": ("draw", "* tl.sum(mass, axis=0)", "* tl.sum(mass, axis=0) * 0.5"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "fault"), FAULTS.items(), ids=FAULTS)
+def test_faults_are_found(interpreted, kernel, fault):
+    (line,), failure = interpreted(["llama-tiny"], [kernel], ("torch", "triton"), fault)
+    assert failure == f"{kernel} of llama-tiny (triton)"
+    assert set(line["us"]) == {"torch"}
+
+
+@pytest.mark.slow
+def test_inductor_compiles_every_kind(interpreted):
+    if shutil.which("g++") is None:
+        pytest.skip("inductor needs g++")
+    kernels = ["qkv", "up", "attention", "add_norm", "draw-top-p"]
+    lines, failure = interpreted(["llama-tiny"], kernels, ("torch", "inductor"))
+    assert failure == ""
+    assert [(x["kernel"], set(x["us"])) for x in lines] == [
+        (kernel, {"torch", "inductor"}) for kernel in kernels
+    ]
+
+
+# -- rollout.py ------------------------------------------------------------------------------------
+
+
+def test_rollout_reuse():
+    """Prefill of common pages and rows of equal answers, by hand; every case reports its sides."""
+    import rollout_reuse as reuse
+    from rollout_sides import make_module
+    from rollout_workloads import Case
+
+    device = torch.device("cpu")
+    module = make_module(Case("opt-tiny", 0, 0, 0, 0), device, torch.float32)
+    # A tenth of 512 + 32 tokens, of which 32 fill the only common page.
+    line = reuse.prefix(reuse.Setting(module, device, 1, 0.1))
+    assert line["prefill_tokens"] == {"with": 54 + 63 * (54 - 32), "without": 64 * 54}
+    # Greedily, 3 x 8 answers of 13 tokens: 12 steps of 3 rows instead of 24.
+    line = reuse.alike(reuse.Setting(module, device, 1, 0.2, rows=3))
+    assert line["rows"] == {"with": 36, "without": 288}
+    line = reuse.chat(reuse.Setting(module, device, 1, 0.05))
+    assert {f"ratio_turn{number}" for number in range(1, 6)} <= line.keys()
+    line = reuse.speculate(reuse.Setting(module, device, 1, 0.2, rows=3))
+    assert {"ratio_again_history", "ratio_fresh_auto"} <= line.keys()
+    assert reuse.partial(reuse.Setting(module, device, 2, 0.1, rows=4))["ratio_answer"] > 0
+
+
+# -- iteration.py; test_padded_losses.py compares what its sides compute ---------------------------
+
+
+@pytest.mark.slow
+def test_iteration(tmp_path):
+    """One process, two processes, and a step without rollouts."""
+    flags = ["--rounds", "2", "--cases", "ppo", "zero3", "dpo", "--sides", "dschat"]
+    lines, _ = run_script("iteration.py", "--tiny", *flags, "deepspeed-chat", cwd=tmp_path)
+    assert [(line["case"], line["side"], line["zero_stage"]) for line in lines] == [
+        ("ppo", "dschat", 2),
+        ("ppo", "deepspeed-chat", 2),
+        ("zero3", "dschat", 3),
+        ("zero3", "dschat", 2),
+        ("dpo", "dschat", 2),
+        ("dpo", "deepspeed-chat", 2),
+    ]
+    for line in lines:
+        assert line["iteration_s"]["min"] > 0
+        assert line["peak_gib"] >= line["loaded_gib"] > 0
+    for ours, theirs in (lines[:2], lines[2:4], lines[4:]):
+        for mine, other in zip(ours["losses"], theirs["losses"], strict=True):
+            assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+# -- learning.py -----------------------------------------------------------------------------------
+
+
+def settings(**knobs):
+    knobs = {"advantage_estimator": "grpo", "kl_coef": 0.0, "num_samples_per_prompt": 8} | knobs
+    return RLHFConfig(actor_model_name_or_path="a", reward_fn=["exact_match"], **knobs)
+
+
+def test_trl_takes_the_same_steps_with_the_same_number_of_answers():
+    from learning_settings import trl_settings
+
+    ours = settings(
+        max_steps=10,
+        per_device_generation_batch_size=64,  # x 8 answers
+        per_device_training_batch_size=64,
+        gradient_accumulation_steps=2,  # so four mini-batches
+        ppo_epochs=2,
+    )
+    theirs = trl_settings(ours)
+    # TRL counts micro-batches between generations, and optimizer steps over all.
+    assert theirs["steps_per_generation"] * theirs["per_device_train_batch_size"] == 64 * 8
+    assert theirs["max_steps"] == 10 * 4 * 2
+    assert (theirs["gradient_accumulation_steps"], theirs["num_iterations"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "theirs"),
+    [
+        ({}, {"loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.2}),
+        ({"advantage_estimator": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+        ({"loss_aggregation": "sequence"}, {"loss_type": "grpo"}),
+        ({"cliprange_high": 0.28}, {"epsilon": 0.2, "epsilon_high": 0.28}),
+        ({"kl_coef": 0.04}, {"beta": 0.04, "use_bias_correction_kl": False}),
+        ({"adam_betas": [0.9, 0.99]}, {"adam_beta1": 0.9, "adam_beta2": 0.99}),
+        ({"min_p": 0.0}, {"min_p": None}),
+        ({"advantage_estimator": "rloo"}, "--advantage_estimator rloo"),
+        ({"policy_loss": "cispo"}, "--policy_loss cispo"),
+        ({"kl_coef": 0.1, "kl_estimator": "k2"}, "--kl_coef"),
+    ],
+)
+def test_settings_by_trls_names(knobs, theirs):
+    """Or the flag that TRL has no equivalent of."""
+    from learning_settings import check_comparable, trl_settings
+
+    if isinstance(theirs, str):
+        with pytest.raises(UserError, match=theirs):
+            check_comparable(settings(**knobs))
+    else:
+        check_comparable(settings(**knobs))
+        assert trl_settings(settings(**knobs)).items() >= theirs.items()
+
+
+def test_ratios_to_the_target_are_of_one_seed():
+    from learning_curves import Run, ratio, summary
+
+    def run(step_s, *points):
+        row = {"step": step_s, "generate": step_s / 2, "score": step_s / 4, "train": step_s / 4}
+        return Run([(0, 0.0, 0.2), *points], [row, row], {})
+
+    baseline = [run(1.0, (100, 10.0, 0.8)), run(2.0, (200, 20.0, 0.8))]
+    # Three quarters of the way from 0.5 to 0.9; the first time counts.
+    runs = [run(3.0, (100, 10.0, 0.5), (200, 30.0, 0.9)), run(4.0, (100, 40.0, 0.8), (200, 41, 0))]
+    ratios = ratio(runs, baseline, 0.8)
+    assert ratios["step"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert ratios["samples_to_target"] == {"median": 1.125, "min": 0.5, "max": 1.75}
+    assert ratios["seconds_to_target"] == {"median": 2.25, "min": 2.0, "max": 2.5}
+    runs = [run(1.0, (100, 10.0, 0.79)), run(1.0, (100, 10.0, 0.8))]
+    assert summary(runs, 0.8)["target"] == {"accuracy": 0.8, "samples": None, "seconds": None}
+    assert ratio(runs, runs, 0.8)["seconds_to_target"] is None
+
+
+@pytest.mark.slow
+def test_learning(tmp_path):
+    """Without TRL."""
+    flags = {
+        "sides": "dschat",
+        "seeds": 1,
+        "max_steps": 2,
+        "snapshot_every": 1,
+        "eval_samples": 1,
+        "per_device_generation_batch_size": 4,
+        "per_device_training_batch_size": 8,
+        "output_dir": tmp_path,
+        "sft_model": resolve_model("builtin/tiny"),
+    }
+    ((line,), _) = run_script("learning.py", *to_flags(flags))
+    samples, seconds, accuracies = zip(*line["curve"], strict=True)
+    per_rollout = 4 * line["settings"]["num_samples_per_prompt"]
+    assert samples == (0, per_rollout, 2 * per_rollout)
+    assert 0 == seconds[0] < seconds[1] < seconds[2]
+    assert accuracies[0] < 0.02  # random weights may generate a number, rarely the right one
+    assert not list(tmp_path.rglob("after_*"))
