@@ -3,7 +3,7 @@
 The result depends on the data flags and the seed alone, so all processes compute the same, however
 many there are.
 
-Texts stay on disk: memory holds a hash and a few flags per row.
+Texts stay on disk: memory holds two hashes and two flags per row.
 """
 
 import logging
