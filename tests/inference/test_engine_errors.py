@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import CONFIGS, EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, engine
 from safetensors.torch import load_file, save_file
-from transformers import GPTJConfig
+from transformers import GPTJConfig, GPTJForCausalLM
 
 from dschat.config import UserError
 from dschat.distributed import RankGroup
@@ -162,7 +162,8 @@ def test_paths_and_dtypes(module_of, tmp_path):
 
 
 def test_families_outside_the_table(tmp_path):
-    GPTJConfig(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+    GPTJForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="gptj is not in the architecture table") as error:
         InferenceEngine.from_pretrained(tmp_path)
     assert_one_line(error)
