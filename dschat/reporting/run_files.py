@@ -183,8 +183,10 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = _text(path)
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise yaml.YAMLError  # with aliases a small file makes a huge page
+        # PyYAML takes minutes for nested brackets; with aliases a small file makes a huge page.
+        brackets = text.count("[") + text.count("{")
+        if brackets > 10_000 or any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text)):
+            raise yaml.YAMLError
         content = yaml.load(text, yaml.BaseLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         raise UserError(f"{path} cannot be read; remove it, or run that step again") from None
