@@ -203,14 +203,16 @@ class CapturedCore(Core):
                 continue  # its row was dead
             num_sequences += 1
             num_rejected += tokens[i].count(REJECTED)
+            is_over = False
             for token, logprob in zip(tokens[i], logprobs[i], strict=True):
-                if token >= 0 and not sequence.is_over:
+                if token >= 0 and not is_over:
                     events.append(self._append(sequence, int(token), logprob))
+                    is_over = events[-1].is_last
             if self._drafter is not None:
                 sequence.computed = len(sequence) - 1
-            if sequence.is_over and sequence.pages:  # without pages it ended in `_count_on`
+            if is_over and sequence.pages:  # without pages it ended in `_count_on`
                 self._scheduler.finish(sequence)
-            if sequence.is_over and self._drafter is not None:
+            if is_over and self._drafter is not None:
                 self._drafter.ended(sequence)
         accepted = len(events) - num_sequences
         self.stats.count_drafts(accepted + num_rejected, accepted)

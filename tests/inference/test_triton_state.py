@@ -97,7 +97,7 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
 ADVANCE_FAULTS = {
     "one token too many": ("position < last", "position <= last"),
     "stops go on": ("tl.where(token == stop, 0, alive)", "alive"),
-    "stops of the first row": ("row * NUM_STOPS + i", "i"),
+    "stops of the first row": ("row * NUM_STOPS + i", "row * 0 + i"),
     "ring turns early": ("(step % STEPS)", "(step % 64)"),
     "all rows move": ("position + alive", "position + 1"),
     "steps are not counted": ("step + 1", "step"),
