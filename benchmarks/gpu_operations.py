@@ -21,9 +21,8 @@ from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, model_spec
 from dschat.inference.model.attention import Attention, Decodes
-from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
+from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart, HeadLayout
 from dschat.inference.model.decoder import Decoder, _Layer, _Norm, _Step
-from dschat.inference.model.head_layout import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.weights import Weights
 from dschat.inference.sampler import Sampler, SamplingKind, StepSampling

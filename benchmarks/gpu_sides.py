@@ -21,9 +21,8 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.inference import Rollout, SamplingParams
-from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import TrainingEngine, evaluating
 from dschat.observability.device_span import DeviceSpan
 from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
 from dschat.supervised.loop import train_step

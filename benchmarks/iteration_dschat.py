@@ -23,10 +23,10 @@ from dschat.config.steps import SupervisedConfig
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.rollout_form import Refresh, RolloutForm
 from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
-from dschat.models.eval_mode import evaluating
 from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
+from dschat.models.training_engine import evaluating
 from dschat.runtime.deepspeed_engine import sharded_loading, zero_settings
 from dschat.supervised import loop, preference, setup, tasks
 

@@ -57,7 +57,7 @@ def main() -> None:
     import dschat.distributed as dist
     from dschat.memory import peak_memory_gib
     from dschat.observability import console
-    from dschat.startup.malloc import return_freed_memory
+    from dschat.startup.performance import return_freed_memory
 
     def reply(message: dict[str, Any]) -> None:
         peaks = dist.gather_objects(peak_memory_gib(dist.device()))

@@ -10,7 +10,7 @@ thousand weights, which is Python, the libraries and the data. Estimated: the pe
 minus its share for libraries. One JSON line per case; `off` is estimated / measured - 1.
 
 Freed blocks that glibc retains count on both sides. Allocator settings are those of every run
-(`dschat/startup/malloc.py`), without MALLOC_* variables.
+(`dschat/startup/performance.py`), without MALLOC_* variables.
 """
 
 import argparse

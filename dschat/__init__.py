@@ -6,7 +6,7 @@ Importing this package loads neither torch nor deepspeed; the names below load o
 from importlib import import_module
 from typing import Any
 
-from dschat.startup.openmp import limit_spinning
+from dschat.startup.performance import limit_spinning
 
 limit_spinning()  # NOTE: before torch loads
 

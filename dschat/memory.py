@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dschat.startup.malloc import return_freed_memory
+from dschat.startup.performance import return_freed_memory
 
 if TYPE_CHECKING:
     import torch

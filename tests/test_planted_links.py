@@ -8,8 +8,8 @@ from dschat.checkpoint import atomic_files
 from dschat.config import UserError
 from dschat.distributed import machine, process_registry
 from dschat.launch.summary import write_summary
+from dschat.observability.metrics_log import record_start
 from dschat.observability.row_file import RowFile
-from dschat.observability.starts import record_start
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.results import Results
 from dschat.runtime import output_dir
@@ -18,7 +18,7 @@ from dschat.serving.schema import Preference
 
 
 def write_report(folder):
-    import dschat.reporting.report as report
+    import dschat.reporting.page as report
     from dschat.config.report import ReportConfig
 
     (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')

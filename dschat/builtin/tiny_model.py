@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.config import UserError
-from dschat.distributed.disk_space import is_full, needed_and_free
-from dschat.distributed.machine import writable_cache
+from dschat.distributed.machine import is_full, needed_and_free, writable_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

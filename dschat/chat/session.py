@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Optional, Protocol
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.inference.protocol import SamplingParams
-from dschat.models.stream_decoder import StreamDecoder
+from dschat.models.continued_text import StreamDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,8 +16,12 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.checkpoint.reshard import SavedEngine, fill, load_file
 from dschat.config import UserError
-from dschat.models.copy_stream import wait_for_copies
-from dschat.models.training_engine import TrainingEngine, attributes_replaced, full_shape
+from dschat.models.training_engine import (
+    TrainingEngine,
+    attributes_replaced,
+    full_shape,
+    wait_for_copies,
+)
 
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

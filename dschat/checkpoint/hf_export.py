@@ -30,11 +30,11 @@ from dschat.checkpoint.hub_format import hub_tensors
 from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
-from dschat.distributed.disk_space import is_full, needed_and_free
+from dschat.distributed.machine import is_full, needed_and_free
 from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
-from dschat.models.model_kind import IS_MADE
+from dschat.models.checkpoint_tensors import FIELD, Rest
+from dschat.models.load import IS_MADE
 from dschat.models.row_length import restore_rotary
-from dschat.models.text_part import FIELD, Rest
 from dschat.startup.files import sha256_of, sync_file
 
 MAX_FILE_BYTES = 4 * 2**30

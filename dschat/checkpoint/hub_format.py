@@ -15,8 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from dschat.models.checkpoint_files import CheckpointFiles
+from dschat.models.checkpoint_tensors import Rest, whole_name
 from dschat.models.lora import unwrapped_name
-from dschat.models.text_part import Rest, whole_name
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
 

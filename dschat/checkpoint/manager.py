@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.checkpoint import atomic_files, deepspeed_state, rng_state, snapshot
+from dschat.checkpoint import atomic_files, deepspeed_state, snapshot
 from dschat.checkpoint.async_writer import Failed, Writing
 from dschat.checkpoint.manifest import (
     FOLDER,
@@ -55,7 +55,7 @@ class RunState:
 
     ``engines``: DeepSpeed engines by name. ``tensors``: this rank's, by group and name.
     ``values``: JSON values, the same on all ranks. ``generators``: from
-    `rng_state.read_generators`; None: their states when it is saved. ``files``: files outside of
+    `snapshot.read_generators`; None: their states when it is saved. ``files``: files outside of
     the checkpoint that ``values`` refer to; they are synced to disk before it is complete.
     """
 
@@ -135,7 +135,7 @@ class CheckpointManager:
         contents: dict[str, Any] = {}
         for name, engine in state.engines.items():
             contents |= deepspeed_state.capture(engine, staging, name)
-        generators = rng_state.read_generators() if state.generators is None else state.generators
+        generators = snapshot.read_generators() if state.generators is None else state.generators
         groups = state.tensors | {_RANDOM: generators}
         contents[_rank_file(dist.rank())] = {
             f"{group}/{name}": tensor
@@ -243,9 +243,9 @@ class CheckpointManager:
             for name, tensor in tensors.items():
                 _restore(checkpoint, f"{group}/{name}", tensor)
         if dist.rank() < checkpoint.world_size:
-            rng_state.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
+            snapshot.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:
-            rng_state.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
+            snapshot.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
         return json.loads((checkpoint.folder / VALUES).read_bytes())
 
     def remove_later(self, checkpoint: CheckpointInfo) -> None:

@@ -16,12 +16,11 @@ from dschat.memory import available_memory
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CONFIG
 from dschat.models.config_files import muted
-from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.model import PackedModel
 from dschat.models.packing.rows import pack
 from dschat.models.score_model import ScoreModel
-from dschat.models.training_engine import ModelOrEngine
+from dschat.models.training_engine import ModelOrEngine, evaluating
 
 _NUM_TOKENS = 16
 _MAX_BYTES = 16 * 2**30  # of weights that are loaded again: some seconds

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.models.packing import PackedRows, pack
-from dschat.models.packing.device_copy import to_device
+from dschat.models.packing.varlen import to_device
 
 Batch = TypeVar("Batch", bound="PackedBatch")
 _MOST_ALIKE = 64  # rows of a micro-batch whose sizes bound its number

@@ -21,9 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
-from dschat.models.chat_template import default_template, failure, turn_ends
 from dschat.models.continued_text import continued_ids
-from dschat.models.tokenizer import stop_ids
+from dschat.models.tokenizer import default_template, failure, stop_ids, turn_ends
 
 logger = logging.getLogger("dschat")
 

@@ -15,7 +15,7 @@ from typing import NoReturn, Optional
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.distributed import host_checks, stop_signals
-from dschat.distributed.disk_space import is_full
+from dschat.distributed.machine import is_full
 from dschat.distributed.stop_signals import LAUNCHED_BY
 from dschat.startup.interrupts import is_importing
 

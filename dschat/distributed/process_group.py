@@ -24,7 +24,7 @@ from dschat.distributed.env import (
 )
 from dschat.distributed.exits import announce_exit, watch
 from dschat.distributed.failure_detector import FailureDetector
-from dschat.startup.attention import avoid_cudnn_attention
+from dschat.startup.performance import avoid_cudnn_attention
 
 JOIN_MINUTES = 10.0  # timeout of the rendezvous
 

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.models.copy_stream import finish_copies, on_copy_stream, wait_for_copies
-from dschat.models.training_engine import TrainingEngine
+from dschat.models.training_engine import (
+    TrainingEngine,
+    finish_copies,
+    on_copy_stream,
+    wait_for_copies,
+)
 
 # Host memory of each optimizer's states, by name. It is kept: pinning it takes longer than copying.
 _buffers: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Tensor]] = WeakKeyDictionary()

@@ -16,9 +16,14 @@ from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.hybrid.adjacent import place_adjacent
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
-from dschat.hybrid.weight_stream import Buckets, factor_stream, module_shards, weight_stream
+from dschat.hybrid.weight_stream import (
+    Buckets,
+    factor_stream,
+    module_shards,
+    place_adjacent,
+    weight_stream,
+)
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
 from dschat.inference.model.architectures import check_shares

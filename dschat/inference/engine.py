@@ -38,8 +38,7 @@ from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
-from dschat.startup.attention import avoid_cudnn_attention
-from dschat.startup.openmp import limit_spinning_late
+from dschat.startup.performance import avoid_cudnn_attention, limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

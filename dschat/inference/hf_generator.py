@@ -35,9 +35,9 @@ from dschat.inference.protocol import (
 from dschat.inference.sampling import sample, uniforms
 from dschat.losses import token_logprobs
 from dschat.memory import free_bytes
-from dschat.models.eval_mode import evaluating
 from dschat.models.row_length import num_positions
-from dschat.startup.attention import avoid_cudnn_attention
+from dschat.models.training_engine import evaluating
+from dschat.startup.performance import avoid_cudnn_attention
 
 if TYPE_CHECKING:
     from peft import PeftModel

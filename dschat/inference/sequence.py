@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dschat.inference.model.prefix_index import Key
+from dschat.inference.model.kv_cache import Key
 from dschat.inference.protocol import FinishReason, Rollout, SamplingParams
 
 

@@ -25,9 +25,16 @@ from dschat.config import UserError
 from dschat.models import hub
 from dschat.models.checkpoint_files import ADAPTER_CONFIG, CONFIG, CheckpointFiles
 from dschat.models.config_files import blamed_on, read_config, read_generation_config
-from dschat.models.load import Kind, check_weights, from_pretrained
+from dschat.models.load import (
+    Kind,
+    RewardForm,
+    check_weights,
+    from_pretrained,
+    is_reward_config,
+    no_score_head,
+    not_causal_lm,
+)
 from dschat.models.lora import check_rank
-from dschat.models.model_kind import RewardForm, is_reward_config, no_score_head, not_causal_lm
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 from dschat.models.tokenizer import complete_tokenizer, read_tokenizer
 from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings

@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from dschat.config import UserError
 from dschat.models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
-from dschat.models.text_part import text_part
+from dschat.models.checkpoint_tensors import text_part
 
 Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
 

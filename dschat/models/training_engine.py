@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+import dschat.distributed as dist
+
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Shape of the whole parameter: under ZeRO-3 its ``ds_shape``, as a rank holds only a shard."""
@@ -79,3 +81,62 @@ def attributes_replaced(target: Any, **attributes: Any) -> Iterator[None]:
             delattr(target, name)
         for name, value in before.items():
             setattr(target, name, value)
+
+
+# -- eval mode -------------------------------------------------------------------------------------
+#
+# Evaluation mode as a scope: dropout off inside, each model's own mode restored after it.
+
+
+@contextmanager
+def evaluating(*models: ModelOrEngine | None) -> Iterator[None]:
+    """A scope in which ``models`` are in evaluation mode; None entries are skipped.
+
+    Gradients are not switched off.
+    """
+    present = [model for model in models if model is not None]
+    modes = [model.training for model in present]
+    for model in present:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(present, modes, strict=True):
+            model.train(mode)
+
+
+# -- copy stream -----------------------------------------------------------------------------------
+#
+# Copies tensors to the device on a stream of their own, beside computation.
+#
+# NOTE: what reads the copies calls `wait_for_copies` before: optimizer steps and checkpoints do.
+
+_stream: torch.cuda.Stream | None = None
+
+
+@contextmanager
+def on_copy_stream() -> Iterator[None]:
+    """A scope whose work follows what the current stream has queued so far, and runs beside what it
+    queues later. Without CUDA, work is done at once.
+    """
+    global _stream
+    if not dist.has_gpu():
+        yield
+        return
+    if _stream is None:
+        _stream = torch.cuda.Stream()
+    _stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(_stream):
+        yield
+
+
+def wait_for_copies() -> None:
+    """Work that the current stream queues from now on follows the copies."""
+    if _stream is not None:
+        torch.cuda.current_stream().wait_stream(_stream)
+
+
+def finish_copies() -> None:
+    """Wait, on the host, until the copies are done."""
+    if _stream is not None:
+        _stream.synchronize()

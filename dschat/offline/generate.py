@@ -18,11 +18,9 @@ from dschat.config import UserError
 from dschat.config.fields import of_result
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.observability import console
-from dschat.offline.answer_file import AnswerFile
-from dschat.offline.answer_lines import AnswerLines
+from dschat.offline.answer_file import AnswerFile, AnswerLines
 from dschat.offline.flags import GenerateConfig
-from dschat.offline.progress import Progress
-from dschat.offline.rows import Prompts, Rows
+from dschat.offline.rows import Progress, Prompts, Rows
 from dschat.offline.scoring import AnswerScorer
 
 logger = logging.getLogger("dschat")

@@ -35,8 +35,8 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.vocabulary import num_ids
 from dschat.offline.flags import OWN_TASKS, EvalConfig
-from dschat.offline.progress import Progress
 from dschat.offline.results import Metrics
+from dschat.offline.rows import Progress
 
 _TOKENS = 8192  # of one forward
 

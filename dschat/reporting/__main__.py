@@ -15,7 +15,7 @@ from dschat.distributed import entrypoint
 def main() -> None:
     config = parser.parse(ReportConfig, takes_file=False, first="runs")
 
-    from dschat.reporting.report import write_report
+    from dschat.reporting.page import write_report
 
     sys.stdout.write(write_report(config) + "\n")
 

@@ -4,6 +4,9 @@ What a model wrote is untrusted: Jinja escapes all text, and the samples are JSO
 script shows as text.
 """
 
+import importlib.util
+import json
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from itertools import chain
@@ -13,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from dschat import __version__
-from dschat.reporting.figures import Section, phase_seconds, spread
-from dschat.reporting.history import history_of
-from dschat.reporting.plotly_spec import spec_of
-from dschat.reporting.run_files import STEPS, Run
+from dschat.checkpoint.manifest import FOLDER, step_folders
+from dschat.config import UserError
+from dschat.config.report import PAGE, ReportConfig
+from dschat.reporting.figures import Section, phase_seconds, sections_of, spec_of, spread
+from dschat.reporting.run_files import STEPS, Run, Step, is_finite, read_runs
+from dschat.startup.files import replace_file
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_ITERATIONS = 24  # with samples, per run
@@ -154,3 +159,93 @@ def _versions(runs: Sequence[Run]) -> Table:
     names = dict.fromkeys(name for versions in last.values() for name in versions)
     rows = [[name, *(str(versions.get(name, "-")) for versions in last.values())] for name in names]
     return {"head": ["", *last], "rows": rows}
+
+
+# -- history ---------------------------------------------------------------------------------------
+#
+# Tells what runs went through: starts, resumes, restarts, checkpoints, the end of each step.
+
+_EVENTS = {
+    "start": "started",
+    "restart": "started over; the earlier rows were dropped",
+    "resume": "resumed after step {step}",
+}
+
+
+def history_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """A table of events, in order of time within each step of each run."""
+    rows = []
+    for run in runs:
+        for name in STEPS:
+            if name in run.steps:
+                rows += [[run.name, name, *event] for event in _events(run.steps[name])]
+    return {"head": ["run", "step", "time", "event", "where"], "rows": rows}
+
+
+def _events(step: Step) -> list[list[str]]:
+    """[time, event, where] of each event."""
+    events = []
+    for row in step.starts or _recorded_at_the_end(step):
+        text = _EVENTS.get(str(row.get("event")), "started").format(step=row["step"])
+        events.append([_time(row.get("time")), text, _where(row)])
+    last = step.rows[-1]["step"]
+    if step.is_complete:
+        ended = (step.folder / "COMPLETE").stat().st_mtime
+        events.append([_time(ended), f"finished at step {last}", ""])
+    else:
+        changed = (step.folder / "metrics.jsonl").stat().st_mtime
+        events.append([_time(changed), f"not finished; last row is of step {last}", ""])
+    saved = sorted(step_folders(step.folder / FOLDER).values())
+    if saved:
+        events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
+    return events
+
+
+def _recorded_at_the_end(step: Step) -> list[dict[str, Any]]:
+    """The start of a step of an older version, which its COMPLETE file names."""
+    try:
+        content = json.loads((step.folder / "COMPLETE").read_text("utf-8"))
+        return [{"step": 0, "time": content["started"], "processes": content["num_processes"]}]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _time(seconds: Any) -> str:
+    if not is_finite(seconds):
+        return ""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _where(row: dict[str, Any]) -> str:
+    count = row.get("processes")
+    parts = [f"{count} process{'es' if count != 1 else ''}" if count else ""]
+    parts += [str(row.get("device") or ""), str(row.get("host") or "")]
+    return ", ".join(filter(None, parts))
+
+
+# -- report ----------------------------------------------------------------------------------------
+#
+# Writes a report: OUT/report.html.
+
+
+def write_report(config: ReportConfig) -> str:
+    """Write the report of ``config.runs`` into the first; returns a line that says where.
+
+    Raises:
+        UserError: a folder without metrics, a line that cannot be read, a missing library, or a
+            folder that cannot be written.
+    """
+    began = time.time()
+    runs = read_runs(config.runs)
+    missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"a report needs {' and '.join(missing)}; install with pip install 'dschat[report]'"
+        )
+    page = runs[0].folder / PAGE
+    try:
+        # As old as what it shows: train.py asks whether there is a current one.
+        replace_file(page, render(runs, sections_of(runs, config.max_points)), began)
+    except OSError as error:
+        raise UserError(f"{error.filename or page} cannot be written: {error.strerror}") from None
+    return f"report: {page}"

@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from dschat.config import UserError
-from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS
-from dschat.observability.starts import STARTS
+from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS
 from dschat.startup.files import no_link
 
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}

@@ -27,12 +27,12 @@ from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_str
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
 from dschat.models.checkpoint import Checkpoint
+from dschat.models.checkpoint_tensors import announce_rest
 from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel, count_parameters
-from dschat.models.text_part import announce_rest
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA

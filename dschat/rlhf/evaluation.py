@@ -21,8 +21,7 @@ from dschat.config.errors import require
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
-from dschat.models.eval_mode import evaluating
-from dschat.models.training_engine import ModelOrEngine
+from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.rewards.combine import any_applies, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL
 from dschat.rewards.scoring import SourceScores

@@ -21,7 +21,7 @@ from dschat.data.micro_batches import RowTokens
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
 from dschat.models.packing import PackedRows, pack
-from dschat.models.packing.device_copy import to_device
+from dschat.models.packing.varlen import to_device
 
 
 @dataclass

@@ -19,7 +19,7 @@ from dschat.memory import peak_memory_gib
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience
-from dschat.runtime.metric_sums import DeviceSums
+from dschat.runtime.optimizer_step import DeviceSums
 
 logger = logging.getLogger("dschat")
 

@@ -14,8 +14,7 @@ from dschat.data.pretraining_text import text_dataset
 from dschat.models.packing import PackedRows, pack
 from dschat.rlhf.batching import micro_batch_size
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.runtime.metric_sums import DeviceSums
-from dschat.runtime.optimizer_step import OptimizerStep
+from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep
 
 TextSteps = Iterator[list[dict[str, Any]]]  # this rank's rows (with ``input_ids``) of each step
 

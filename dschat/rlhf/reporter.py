@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
-from dschat.models.continued_text import continued_texts
-from dschat.models.stream_decoder import StreamDecoder
+from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric

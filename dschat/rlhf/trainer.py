@@ -43,13 +43,14 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompts import PromptBatch, PromptQueue, PromptTable
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
-from dschat.runtime.metric_sums import DeviceSums, sum_parts
 from dschat.runtime.optimizer_step import (
+    DeviceSums,
     OptimizerStep,
     SkippedSteps,
     finish_together,
     learning_rate,
     loss_scale,
+    sum_parts,
 )
 
 logger = logging.getLogger("dschat")

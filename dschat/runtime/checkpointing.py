@@ -15,7 +15,7 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import step_name
-from dschat.checkpoint.rng_state import read_generators
+from dschat.checkpoint.snapshot import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
 from dschat.rewards.scoring import RewardError

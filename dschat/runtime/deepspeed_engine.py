@@ -21,14 +21,12 @@ import dschat.distributed as dist
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.deepspeed_json import merged
 from dschat.config.errors import did_you_mean
-from dschat.models.liger import use_liger
-from dschat.models.linear import use_fastest_products
+from dschat.models.linear import use_fastest_products, use_liger
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel
 from dschat.models.router_loss import watch_routers
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
-from dschat.startup.malloc import keep_freed_memory
-from dschat.startup.openmp import limit_spinning_late
+from dschat.startup.performance import keep_freed_memory, limit_spinning_late
 
 if not dist.has_gpu():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

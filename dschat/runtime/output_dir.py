@@ -21,7 +21,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import manifest
 from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
-from dschat.distributed.disk_space import free_bytes, needed_and_free
+from dschat.distributed.machine import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
 from dschat.startup.files import no_link, replace_file
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dschat.models.stream_decoder import StreamDecoder
+from dschat.models.continued_text import StreamDecoder
 from dschat.serving.worker import Token
 
 if TYPE_CHECKING:

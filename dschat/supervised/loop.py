@@ -12,13 +12,18 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
-from dschat.models.eval_mode import evaluating
-from dschat.models.training_engine import ModelOrEngine, TrainingEngine
+from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.checkpointing import training_checkpointer
-from dschat.runtime.metric_sums import DeviceSums, sum_parts
-from dschat.runtime.optimizer_step import OptimizerStep, SkippedSteps, learning_rate, loss_scale
+from dschat.runtime.optimizer_step import (
+    DeviceSums,
+    OptimizerStep,
+    SkippedSteps,
+    learning_rate,
+    loss_scale,
+    sum_parts,
+)
 from dschat.supervised.tasks import Rows, Task
 
 logger = logging.getLogger("dschat")

@@ -23,14 +23,13 @@ from dschat.data.micro_batches import (
     row_tokens,
 )
 from dschat.losses import dpo_loss, ipo_loss, kto_loss
-from dschat.models.eval_mode import evaluating
 from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import PackedRows
-from dschat.models.training_engine import ModelOrEngine
+from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
-from dschat.runtime.metric_sums import DeviceSums, sum_parts
+from dschat.runtime.optimizer_step import DeviceSums, sum_parts
 
 Rows = list[dict[str, Any]]
 

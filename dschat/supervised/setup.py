@@ -20,9 +20,9 @@ from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.checkpoint import Checkpoint
+from dschat.models.checkpoint_tensors import announce_rest
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.model import PackedModel, packs
-from dschat.models.text_part import announce_rest
 from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import match_vocabulary, num_ids

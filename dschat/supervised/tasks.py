@@ -10,7 +10,7 @@ from dschat.data.micro_batches import RankedBatch, WeightedBatch, collate_pairs,
 from dschat.losses import pairwise_loss
 from dschat.models.router_loss import METRIC, add_router_loss
 from dschat.models.training_engine import ModelOrEngine
-from dschat.runtime.metric_sums import DeviceSums
+from dschat.runtime.optimizer_step import DeviceSums
 
 Rows = list[dict[str, Any]]
 

@@ -19,7 +19,7 @@ from dschat.checkpoint import hf_export
 from dschat.checkpoint.hf_export import export_hf
 from dschat.checkpoint.manager import CheckpointManager
 from dschat.config import UserError
-from dschat.distributed.disk_space import free_bytes, is_full, needed_and_free
+from dschat.distributed.machine import free_bytes, is_full, needed_and_free
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.lora import prepare_for_training
 from dschat.runtime import output_dir

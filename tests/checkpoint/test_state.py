@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import FakeEngine, save, state_at, step_loaded
 
-from dschat.checkpoint import atomic_files, rng_state, snapshot
+from dschat.checkpoint import atomic_files, snapshot
 from dschat.checkpoint import manager as run_module
 from dschat.checkpoint.manager import CheckpointManager, RunState, read_tensors
 from dschat.checkpoint.manifest import CheckpointInfo
@@ -101,11 +101,11 @@ def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(monkeypatch):
 
 
 def test_processes_that_a_checkpoint_does_not_know_draw_their_own_numbers():
-    before, drawn = rng_state.read_generators(), []
+    before, drawn = snapshot.read_generators(), []
     for seed, rank, step in ((1, 0, 5), (2, 0, 5), (1, 1, 5), (1, 0, 6), (1, 0, 5)):
-        rng_state.seed_generators(seed, rank, step)
+        snapshot.seed_generators(seed, rank, step)
         drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
-    rng_state.write_generators(before)
+    snapshot.write_generators(before)
     assert drawn[0] == drawn[4]
     for of_one_generator in zip(*drawn[:4], strict=True):
         assert len(set(of_one_generator)) == 4

@@ -17,7 +17,7 @@ import dschat.distributed as dist
 from dschat.checkpoint import deepspeed_state
 from dschat.hybrid import optimizer_offload
 from dschat.hybrid.weight_stream import weight_stream
-from dschat.models import copy_stream
+from dschat.models import training_engine
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ class FakeRuntime:
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr("dschat.distributed.has_gpu", lambda: True)
-        monkeypatch.setattr(copy_stream, "_stream", None)
+        monkeypatch.setattr(training_engine, "_stream", None)
         monkeypatch.setattr(optimizer_offload.dist, "device", lambda: torch.device("cpu"))
         monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)
         copy = torch.Tensor.copy_

@@ -12,8 +12,7 @@ from families import PROMPTS, build
 from rollout_cases import GREEDY, SAMPLED, Actor
 from test_borrowed import products
 
-from dschat.hybrid.adjacent import place_adjacent
-from dschat.hybrid.weight_stream import module_shards
+from dschat.hybrid.weight_stream import module_shards, place_adjacent
 from dschat.inference.model.borrowed import are_adjacent
 from dschat.models.lora import unwrapped_name
 

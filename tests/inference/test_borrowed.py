@@ -13,8 +13,7 @@ from test_weights import base_tensors, factors, redraw, with_adapters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.inference import SamplingParams
-from dschat.inference.model.borrowed import are_adjacent
-from dschat.inference.model.head_layout import HeadLayout
+from dschat.inference.model.borrowed import HeadLayout, are_adjacent
 
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)

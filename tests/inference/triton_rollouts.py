@@ -10,7 +10,7 @@ from test_borrowed import borrowing, lay_out
 from dschat.config.cuda_kernels import STEP_PARTS
 from dschat.inference.captured_core import CapturedCore
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.model.head_layout import HeadLayout
+from dschat.inference.model.borrowed import HeadLayout
 
 
 def wrong_slices(patch):

@@ -46,7 +46,7 @@ def main(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from dschat.models.language_model import LanguageModel
-    from dschat.models.liger import use_liger
+    from dschat.models.linear import use_liger
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dschat.models.eval_mode import evaluating
+from dschat.models.training_engine import evaluating
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import causal_lm
 
-from dschat.models.liger import _with_own_forward, use_liger
+from dschat.models.linear import _with_own_forward, use_liger
 
 HERE = Path(__file__).parent
 CUDA = torch.device("cuda")
@@ -20,7 +20,7 @@ REASON = "needs Liger: pip install 'dschat[kernels]'"
 @pytest.mark.parametrize(("asked", "device"), [("1", "cpu"), ("0", "cuda")])
 def test_off_by_default_and_on_cpus(asked, device, monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", asked)
-    monkeypatch.setattr("dschat.models.liger.find_spec", lambda name: pytest.fail("not asked for"))
+    monkeypatch.setattr("dschat.models.linear.find_spec", lambda name: pytest.fail("not asked for"))
     model = causal_lm("llama")
     use_liger(model, torch.device(device))
     assert not _with_own_forward(model)
@@ -28,7 +28,7 @@ def test_off_by_default_and_on_cpus(asked, device, monkeypatch):
 
 def test_without_liger_nothing_changes(monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
-    monkeypatch.setattr("dschat.models.liger.find_spec", lambda name: None)
+    monkeypatch.setattr("dschat.models.linear.find_spec", lambda name: None)
     model = causal_lm("llama")
     use_liger(model, CUDA)
     assert not _with_own_forward(model)

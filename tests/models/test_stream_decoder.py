@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.models.stream_decoder import StreamDecoder
+from dschat.models.continued_text import StreamDecoder
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from run_folders import write_rows, write_run
 
-from dschat.reporting.figures import running_mean, sections_of, spread
-from dschat.reporting.plotly_spec import spec_of
+from dschat.reporting.figures import running_mean, sections_of, spec_of, spread
 from dschat.reporting.run_files import read_runs
 
 

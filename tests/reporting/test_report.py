@@ -14,7 +14,7 @@ from run_folders import write_run
 
 from dschat.config import UserError
 from dschat.config.report import ReportConfig
-from dschat.reporting.report import write_report
+from dschat.reporting.page import write_report
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")

@@ -6,7 +6,7 @@ import pytest
 from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
-from dschat.reporting.history import history_of
+from dschat.reporting.page import history_of
 from dschat.reporting.run_files import read_runs
 
 

@@ -12,8 +12,7 @@ from dschat.config import RLHFConfig
 from dschat.inference.protocol import Rollout
 from dschat.losses import AdaptiveKL
 from dschat.models.language_model import LanguageModel
-from dschat.models.packing.device_copy import _mapped
-from dschat.models.packing.varlen import VarlenKernel
+from dschat.models.packing.varlen import VarlenKernel, _mapped
 from dschat.models.score_model import ScoreModel
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer

@@ -9,7 +9,7 @@ from byte_tokenizers import CHATML, byte_tokenizer
 from dschat.config import RLHFConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.offline.answer_lines import AnswerLines
+from dschat.offline.answer_file import AnswerLines
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import Row
 from dschat.rewards.reward_functions import RewardFunctions

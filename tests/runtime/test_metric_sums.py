@@ -16,7 +16,7 @@ from dschat.inference.protocol import Rollout
 from dschat.rlhf import trainer
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
-from dschat.runtime.metric_sums import sum_parts
+from dschat.runtime.optimizer_step import sum_parts
 from dschat.supervised.preference import Pairs, PreferenceTask
 from dschat.supervised.tasks import RewardTask, SFTTask
 

@@ -10,7 +10,7 @@ from families import build, empty_engine
 
 from dschat.distributed import process_group
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.startup.attention import avoid_cudnn_attention
+from dschat.startup.performance import avoid_cudnn_attention
 
 
 @pytest.fixture(autouse=True)

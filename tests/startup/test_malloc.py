@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import resource
 import psutil
-from dschat.startup.malloc import keep_freed_memory, return_freed_memory
+from dschat.startup.performance import keep_freed_memory, return_freed_memory
 
 SIZE, PAGE = 64 << 20, 4096
 

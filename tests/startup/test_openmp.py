@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat.startup.openmp import num_teams
+from dschat.startup.performance import num_teams
 
 ROOT = Path(__file__).resolve().parents[2]
 

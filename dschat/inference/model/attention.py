@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.head_layout import HeadLayout
+from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
 
 # Measured on two AVX-512 cores, fp32: our kernel reads keys and values at 16 GB/s on one thread;

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.models.checkpoint_files import CheckpointFiles
-from dschat.models.checkpoint_tensors import is_constant, value_fault
-from dschat.models.text_part import text_keys
+from dschat.models.checkpoint_tensors import is_constant, text_keys, value_fault
 
 # Prefixes of training wrappers: DataParallel and DeepSpeed, torch.compile.
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.head_layout import HeadLayout
+from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.rotary import Rotary, alibi_slopes
 from dschat.inference.model.weights import AnyLinear, Weights
 

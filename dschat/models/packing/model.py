@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat.config import UserError
-from dschat.models.eval_mode import evaluating
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.row_length import probe_length
-from dschat.models.training_engine import ModelOrEngine
+from dschat.models.training_engine import ModelOrEngine, evaluating
 
 # NOTE: PEFT imports DeepSpeed, which reads settings of `dschat.runtime.deepspeed_engine`.
 if TYPE_CHECKING:

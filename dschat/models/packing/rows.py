@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat.models.packing.device_copy import to_device
 from dschat.models.packing.segments import Segments
+from dschat.models.packing.varlen import to_device
 
 Ids = Sequence[int] | np.ndarray | Tensor
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dschat.models.packing import PackedRows, device_copy, pack
-from dschat.models.packing.device_copy import to_device
+from dschat.models.packing import PackedRows, pack, varlen
+from dschat.models.packing.varlen import to_device
 
 
 @dataclass
@@ -26,14 +26,14 @@ def batch():
 
 def tensors_of(value):
     found = []
-    device_copy._mapped(value, found.append)
+    varlen._mapped(value, found.append)
     return found
 
 
 @pytest.fixture
 def copied(monkeypatch):
     """A batch moved as if to another device, and the one it was."""
-    monkeypatch.setattr(device_copy, "_is_on", lambda tensor, device: False)
+    monkeypatch.setattr(varlen, "_is_on", lambda tensor, device: False)
     original = batch()
     return to_device(original, "cpu"), original
 
