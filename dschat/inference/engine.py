@@ -23,7 +23,6 @@ from dschat.inference.eager_loop import EagerLoop
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.finished_answers import FinishedAnswers
 from dschat.inference.guessing_loop import GuessingLoop
-from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.locked_steps import locked
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
@@ -81,8 +80,7 @@ class InferenceEngine:
         self._lock = threading.RLock()  # held by `generate`, and for each step of a stream
         self.spec = model_spec(config)
         self.group = group or RankGroup()
-        panels = fused_step.applies(self.spec, dtype, device, self.group.size)
-        self.weights = Weights(self.spec, dtype, device, self.group, panels)
+        self.weights = Weights(self.spec, dtype, device, self.group)
         self._sizes = sizes = sizes or EngineConfig()
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
