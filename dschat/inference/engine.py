@@ -22,7 +22,6 @@ from dschat.inference.captured_core import CapturedCore
 from dschat.inference.core import Core
 from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
-from dschat.inference.kernels import fused_step
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.checkpoint_reader import names_on_disk, sound_weights
@@ -73,8 +72,7 @@ class InferenceEngine:
         self.lock = threading.RLock()  # held by `generate`, and for each step of others
         self.spec = model_spec(config)
         self.group = group or RankGroup()
-        panels = fused_step.applies(self.spec, dtype, device, self.group.size)
-        self.weights = Weights(self.spec, dtype, device, self.group, panels)
+        self.weights = Weights(self.spec, dtype, device, self.group)
         self._sizes = sizes = sizes or EngineConfig()
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)

@@ -1,7 +1,6 @@
 """Runs one scheduled step on the device and returns the logits to sample from.
 
-Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder: eagerly, or for
-small models on a CPU, in one fused call.
+Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the decoder eagerly.
 """
 
 import logging
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from dschat.inference.cuda_graphs import Capture, DecodeGraphs
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.kernels.fused_step import MAX_PROMPT, FusedStep
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -42,7 +40,6 @@ class StepRunner:
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._capture, self._kernels, self._drafts = capture, kernels, drafts
         self._graphs: DecodeGraphs | None = None
-        self._fused: FusedStep | None = None
 
     def logits(self, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
@@ -71,10 +68,6 @@ class StepRunner:
                 ready += range(row + len(s) - 1 - first, row + count)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
-        longest = max((s.computed + count for s, count in schedule.chunks), default=0)
-        if longest <= MAX_PROMPT and (fused := self._fused_step()) is not None:
-            rows, counts = self._rows(spans, positions, positions_T), [n for _, n in spans]
-            return fused.logits(tokens_T, positions_T, slots_T, rows, counts, ready)
         attention = Attention(
             self._decoder.spec,
             self._cache,
@@ -88,13 +81,6 @@ class StepRunner:
             ready_R = torch.tensor(ready, dtype=torch.int64)
             hidden = hidden.index_select(0, ready_R.to(self.device))
         return self._decoder.logits(hidden)
-
-    def _fused_step(self) -> FusedStep | None:
-        if not self._decoder.weights.has_panels:
-            return None
-        if self._fused is None or not self._fused.fits(self._decoder, self._cache):
-            self._fused = FusedStep(self._decoder, self._cache, self._max_num_seqs)
-        return self._fused if self._fused.is_available else None
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `CapturedCore`; captured again if weights or cache were reallocated."""

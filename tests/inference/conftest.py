@@ -8,15 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(params=["one call", "many calls"])
-def steps(request, monkeypatch):
-    """Steps as small models take them, where the family can, and as large ones do."""
-    from dschat.inference.kernels import fused_step
-
-    if request.param == "many calls":
-        monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
-
-
 @pytest.fixture(scope="session")
 def interpreted():
     """A `triton_worker.Worker` that interprets kernels."""

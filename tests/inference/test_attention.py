@@ -5,14 +5,8 @@ from families import PROMPTS, engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels import fused_step
 from dschat.inference.model import attention
 from dschat.inference.model.attention import Attention
-
-
-@pytest.fixture(autouse=True)
-def _by_the_decoder(monkeypatch):
-    monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
 
 
 class FromHost(TorchDispatchMode):

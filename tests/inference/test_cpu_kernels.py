@@ -1,5 +1,6 @@
 """The compiled kernels against NumPy in float64, and the fallback if they cannot be compiled."""
 
+import ctypes
 import os
 import platform
 import shutil
@@ -260,7 +261,14 @@ def test_attention_lets_other_threads_run(kernels):
     attend = kernels.decode_attention(lengths, slots, None, 256, None)
     attend._step.num_heads, attend._step.num_kv_heads, attend._step.head_size = 4, 4, 64
     heads, cache, out = drawn(64, 12, 64), drawn(64 * 256, 8, 64), torch.empty(64, 256)
-    args = (attend.address, heads.data_ptr(), cache.data_ptr(), out.data_ptr(), 0, 0.1)
+    args = (
+        ctypes.addressof(attend._step),
+        heads.data_ptr(),
+        cache.data_ptr(),
+        out.data_ptr(),
+        0,
+        0.1,
+    )
     may_run, ran = threading.Event(), []
     thread = threading.Thread(target=lambda: (may_run.wait(), ran.append(True)))
     thread.start()
@@ -355,7 +363,7 @@ def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path):
 def test_every_vector_is_a_register(processor, tmp_path):
     """Wider ones go through memory: on AVX2 that was ten times slower."""
     command = ["gcc", *for_processor(processor), "-Werror=vector-operation-performance"]
-    command += ["-Wno-psabi", "-o", str(tmp_path / "out.so"), *map(str, cpu._SOURCES), "-lm"]
+    command += ["-Wno-psabi", "-o", str(tmp_path / "out.so"), str(cpu._SOURCE), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

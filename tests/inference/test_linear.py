@@ -7,7 +7,6 @@ import torch
 from families import PROMPTS, build, engine, logprob_gap, stream
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels import fused_step
 from dschat.inference.model.linear import fastest_backends
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import VARIABLE
@@ -32,25 +31,21 @@ def assert_agree(made, module):
     return rollout.token_ids
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["opt", "llama"])  # a tied head with biases; neither
-def test_backends_agree(name, fused, module_of, monkeypatch):
-    if not fused:
-        monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
+def test_backends_agree(name, module_of, monkeypatch):
     answers = []
     for backend in ("plain", "mkl", "onednn"):
         monkeypatch.setenv(VARIABLE, backend)
         made = engine(build(name, seed=1))
         assert set(made.weights.backends.values()) == {backend}
-        made.weights.load(stream(module_of(name)))  # a new version replaces panels and packing
+        made.weights.load(stream(module_of(name)))  # a new version replaces the packing
         answers.append(assert_agree(made, module_of(name)))
     assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.usefixtures("mixed")
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_each_shape_has_its_own_backend(name, module_of, monkeypatch):
-    monkeypatch.setattr(fused_step, "MAX_PARAMETERS", 0)
+def test_each_shape_has_its_own_backend(name, module_of):
     made = engine(module_of(name))
     assert len(set(made.weights.backends.values())) > 1
     for linear in made.weights.linears.values():

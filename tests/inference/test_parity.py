@@ -36,7 +36,6 @@ CASES = [(n, layout) for n in CORE for layout in LAYOUTS] + [(n, "paged") for n 
 SLOW_CASES = [pytest.param(n, "whole", marks=pytest.mark.slow) for n in VARIANTS]
 
 
-@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(("name", "layout"), CASES + SLOW_CASES)
 def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     module = module_of(name)
@@ -57,7 +56,6 @@ def greedy_answer(module, prompt, max_new_tokens):
     return whole[0, len(prompt) :].tolist()
 
 
-@pytest.mark.usefixtures("steps")
 @every_family()
 def test_greedy_tokens_are_those_of_generate(name, module_of):
     module = module_of(name)

@@ -31,7 +31,6 @@ def without_prefixes(made):
 
 
 @every_family()
-@pytest.mark.usefixtures("steps")
 def test_answers_are_those_without_it(name, module_of):
     """Two calls: the second one finds what the first one computed, answers included."""
     module = module_of(name)

@@ -57,7 +57,6 @@ def joined(rollouts):
     return whole
 
 
-@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
     made = engine(module_of("llama"), **LAYOUTS[layout])
@@ -65,7 +64,6 @@ def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
     assert made.cache.num_free == made.cache.num_pages
 
 
-@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("layout", ["3 slots", "pages of 4", "more slots than samples"])
 @pytest.mark.parametrize("drawn_together", [1, 1 << 22])
 def test_samples_are_one_row_until_they_differ(layout, drawn_together, module_of, monkeypatch):
@@ -106,7 +104,6 @@ def test_nor_in_other_families(name, layout, module_of, expected):
     assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
 
 
-@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("page_size", [4, *(pytest.param(s, marks=SLOW) for s in (1, 16))])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cache_too_small_for_all_costs_time_alone(name, page_size, module_of, expected):

@@ -1,9 +1,9 @@
-"""Compiles cpu_kernels.c and cpu_step.c on first use and calls them on tensors.
+"""Compiles cpu_kernels.c on first use and calls its kernels on tensors.
 
 Besides its matrix products, a decode step takes about a hundred torch operations, whose launch
-costs more than their computation. The kernels need a call or two per layer instead, or one per step
-(`fused_step.py`). The system's C compiler builds them into the user's cache folder, once per
-source, compiler and processor. If that fails, `load` returns None and torch's operations are used.
+costs more than their computation. The kernels need a call or two per layer instead. The system's C
+compiler builds them into the user's cache folder, once per source, compiler and processor. If that
+fails, `load` returns None and torch's operations are used.
 
 NOTE: the kernels read raw addresses. Tensors must be contiguous fp32 on the CPU (indices int64)
 unless a docstring says otherwise; callers check that once, not in every call.
@@ -28,8 +28,7 @@ from dschat.distributed.machine import processor, user_cache
 logger = logging.getLogger("dschat")
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_step.c")
-_HEADER = _FOLDER / "cpu_kernels.h"
+_SOURCE, _HEADER = _FOLDER / "cpu_kernels.c", _FOLDER / "cpu_kernels.h"
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: it reorders sums, so that answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -44,7 +43,6 @@ _SIGNATURES = {
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
-    "dschat_step": (*[_POINTER] * 5, _INT, _POINTER, _POINTER),
     "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
@@ -76,7 +74,6 @@ class Kernels:
         self._norm_and_rotate = holding.dschat_norm_and_rotate
         self._attend = releasing.dschat_decode_attention
         self._draw = releasing.dschat_draw
-        self.step = releasing.dschat_step  # called by `FusedStep`
 
     def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -204,7 +201,6 @@ class DecodeAttention:
             slot_mapping=None if slot_mapping is None else slot_mapping.data_ptr(),
             slopes=None if slopes is None else slopes.data_ptr(),
         )
-        self.address = ctypes.addressof(self._step)  # of the C structure
 
     def __call__(
         self, heads_THD: Tensor, rows_N2KD: Tensor, window: int | None, scale: float
@@ -219,7 +215,7 @@ class DecodeAttention:
         step.head_size = head_size
         out = heads_THD.new_empty(step.rows, num_heads * head_size)
         self._function(
-            self.address,
+            ctypes.addressof(self._step),
             heads_THD.data_ptr(),
             rows_N2KD.data_ptr(),
             out.data_ptr(),
@@ -265,7 +261,7 @@ def _library(compiler: str) -> Path:
     handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, "-o", temporary, *map(str, _SOURCES), "-lm"]
+        command = [compiler, *_FLAGS, "-o", temporary, str(_SOURCE), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise RuntimeError(f"{compiler}: {done.stderr.strip()[:500]}")
@@ -284,6 +280,6 @@ def _is_whole(data: bytes) -> bool:
 def _key(compiler: str) -> str:
     """Hash of all that the machine code depends on: different machines may share a home folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
-    sources = [path.read_bytes() for path in (_HEADER, *_SOURCES)]
+    sources = [path.read_bytes() for path in (_HEADER, _SOURCE)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]

@@ -1,5 +1,6 @@
 /* Computes the operations of a decode step between its matrix products: norms, rotary positions,
- * the gated activation, attention over the paged cache. Called through ctypes by cpu.py.
+ * the gated activation, attention over the paged cache; and draws tokens. Called through ctypes by
+ * cpu.py.
  *
  * One thread: a second OpenMP runtime would compete with torch's for the cores. All arrays are
  * fp32, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
@@ -228,5 +229,78 @@ void dschat_decode_attention(
         case 128: attend_row(s, row, heads, cache, out, window, scale, 128); break;
         default: attend_row(s, row, heads, cache, out, window, scale, s->head_size);
         }
+    }
+}
+
+/* -- drawing ----------------------------------------------------------------------------------- */
+
+#define CDF_BLOCK 128 /* logits whose exponentials are summed together, in fp32 */
+
+/* exp((logits - best) / T) of up to CDF_BLOCK logits from `first`, before `end`, and their sum.
+ * Exponents below -87 give zero. */
+INLINE float block_masses(
+    const float *logits, int64_t first, int64_t end, float best, float temperature, float *out)
+{
+    int64_t count = end - first < CDF_BLOCK ? end - first : CDF_BLOCK;
+    vec total = {0};
+    logits += first;
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t rest = count - i < LANES ? count - i : LANES;
+        vec x = rest == LANES ? load(logits + i) : load_some(logits + i, rest);
+        x = (x - best) / temperature;
+        vec e = choose(x < -87.0f, (vec){0}, exp_below_0(x));
+        for (int64_t j = rest; j < LANES; j++) e[j] = 0;
+        store(out + i, e);
+        total += e;
+    }
+    return sum(total);
+}
+
+INLINE float highest(const float *x, int64_t size)
+{
+    vec top = (vec){0} - 3.4e38f;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec y = load(x + i);
+        top = choose(y > top, y, top);
+    }
+    float best = top[0];
+    for (int64_t j = 1; j < LANES; j++) best = top[j] > best ? top[j] : best;
+    for (; i < size; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+/* For each row of logits (rows, size): the token at which the cumulative mass of softmax(logits/T)
+ * exceeds `uniform` times the mass of the first `count` tokens, the only ones that can be drawn,
+ * and its log-probability among all tokens. Masses are summed in double over blocks and inside the
+ * block that contains the target, as in sampling.py. A row of NaN gets the last token. */
+void dschat_draw(
+    const float *logits, int64_t rows, int64_t size, int64_t count, double temperature,
+    const double *uniform, int64_t *ids, float *logprobs)
+{
+    int64_t blocks = (count + CDF_BLOCK - 1) / CDF_BLOCK;
+    double before[blocks + 1];
+    float masses[CDF_BLOCK] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < rows; row++, logits += size) {
+        float best = highest(logits, size);
+        before[0] = 0;
+        for (int64_t b = 0; b < blocks; b++)
+            before[b + 1] =
+                before[b] + block_masses(logits, b * CDF_BLOCK, count, best, temperature, masses);
+        double target = uniform[row] * before[blocks], total = before[blocks];
+        for (int64_t first = count; first < size; first += CDF_BLOCK)
+            total += block_masses(logits, first, size, best, temperature, masses);
+        int64_t b = 0;
+        while (b + 1 < blocks && !(before[b + 1] > target)) b++;
+        int64_t first = b * CDF_BLOCK, token = -1;
+        block_masses(logits, first, count, best, temperature, masses);
+        double mass = before[b];
+        for (int64_t j = 0; j < CDF_BLOCK && first + j < count; j++) {
+            if (masses[j] > 0) token = j; /* the last with mass, should rounding lose the target */
+            mass += masses[j];
+            if (mass > target) break;
+        }
+        ids[row] = token < 0 ? count - 1 : first + token;
+        logprobs[row] = ((double)logits[ids[row]] - best) / temperature - log(total);
     }
 }

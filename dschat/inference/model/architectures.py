@@ -90,13 +90,6 @@ class ModelSpec:
                 name, target = s.name.replace("{i}", str(i)), s.target.replace("{i}", str(i))
                 yield WeightSource(name, target, s.part, s.transposed, s.interleaved)
 
-    def num_parameters(self) -> int:
-        """Parameters of the decoder's matrices (a decode step reads them all), without vectors."""
-        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
-        attention = self.hidden_size * (width + self.num_heads * self.head_size)
-        mlp = (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + self.vocab_size * self.embedding_size
-
 
 Row = Callable[[PretrainedConfig], ModelSpec]
 

@@ -17,7 +17,6 @@ from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
 
 _PACK_ROWS = 16  # the batch size that a packing is optimized for; any size works
-_PANEL = 32  # PANEL of cpu_step.c
 _MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
 
 
@@ -48,16 +47,6 @@ def _timed_product(name: Backend, dtype: torch.dtype, num_rows: int, shape: Shap
     linear.open().fill_(1.0)
     linear.seal()
     return partial(linear, torch.ones(num_rows, shape[1], dtype=dtype))
-
-
-def write_panels(weight: Tensor, panels: Tensor) -> None:
-    """``weight`` (out, in) into ``panels`` (ceil(out / 32), in, 32): of 32 outputs, input-major.
-    The last panel keeps its zeros beyond the outputs.
-    """
-    whole, rest = divmod(len(weight), _PANEL)
-    panels[:whole].copy_(weight[: whole * _PANEL].unflatten(0, (whole, _PANEL)).transpose(1, 2))
-    if rest:
-        panels[whole, :, :rest].copy_(weight[whole * _PANEL :].T)
 
 
 @dataclass
@@ -93,11 +82,8 @@ class Linear:
         device: torch.device,
         backend: Backend,
         shared: Tensor | None = None,
-        keep_panels: bool = False,
     ) -> None:
         self.shape = shape
-        self.panels: Tensor | None = None  # with keep_panels, for `kernels.fused_step`
-        self._keep_panels = keep_panels
         self.bias = torch.zeros(shape[0], dtype=dtype, device=device) if has_bias else None
         self.side: SideProduct | None = None
         self._dtype, self._device, self._backend = dtype, device, backend
@@ -136,8 +122,6 @@ class Linear:
         assert weight is not None, "sealed before it was opened"
         if self.packs:
             self.pack(weight)
-        else:
-            self._write_panels(weight)
 
     def pack(self, weight: Tensor) -> None:
         """Pack the whole ``weight`` (out, in); no reference to it is kept."""
@@ -147,21 +131,11 @@ class Linear:
             if self._backend == "mkl"
             else torch.ops.mkldnn._reorder_linear_weight
         )
-        weight = weight.to(self._dtype).contiguous()
-        self._packed = reorder(weight, _PACK_ROWS)
-        self._write_panels(weight)
-
-    def _write_panels(self, weight: Tensor) -> None:
-        if not self._keep_panels:
-            return
-        if self.panels is None:
-            num_outputs, num_inputs = self.shape
-            self.panels = weight.new_zeros(-(-num_outputs // _PANEL), num_inputs, _PANEL)
-        write_panels(weight, self.panels)  # in place: `fused_step` holds the address
+        self._packed = reorder(weight.to(self._dtype).contiguous(), _PACK_ROWS)
 
     def drop(self) -> None:
         """Free all tensors, even if a decoder still holds this object. It cannot be used again."""
-        self._plain = self._packed = self._shared = self.bias = self.side = self.panels = None
+        self._plain = self._packed = self._shared = self.bias = self.side = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
@@ -175,7 +149,7 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weight, bias and LoRA factors, without a packing's padding and the panels."""
+        """Bytes of weight, bias and LoRA factors, without a packing's padding."""
         stored = self._packed is not None or self._plain is not self._shared
         size = self.shape[0] * self.shape[1] * self._dtype.itemsize if stored else 0
         size += self.bias.nbytes if self.bias is not None else 0

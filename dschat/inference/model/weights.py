@@ -21,6 +21,7 @@ from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
+_DECODE_ROWS = 16  # of the products that are timed
 LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
 
 
@@ -41,7 +42,6 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup,
-        keep_panels: bool = False,
     ) -> None:
         check_shares(spec, group.size)
         self.spec, self.dtype, self.device, self.group = spec, dtype, device, group
@@ -51,7 +51,6 @@ class Weights:
         self.vocab_size = -(-spec.vocab_size // group.size)  # the last rank's may be padding
         self.linears: dict[str, AnyLinear] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.has_panels = keep_panels  # for `dschat.inference.kernels.fused_step`
         self._sources = list(spec.layer_sources())
         self._by_name: dict[str, list[WeightSource]] = defaultdict(list)
         for source in self._sources:
@@ -133,7 +132,6 @@ class Weights:
                     self.device,
                     self.backends[shape],
                     shared,
-                    self.has_panels,
                 )
 
     def _head_is_shared(self, base: str) -> bool:
@@ -144,9 +142,7 @@ class Weights:
     def backends(self) -> dict[Shape, Backend]:
         """Backend of the linear layers of each shape (out, in)."""
         shapes = (self._linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
-        # With panels only prompts are multiplied here: more rows than decode steps have.
-        num_rows = 256 if self.has_panels else 16
-        return fastest_backends(filter(None, shapes), num_rows, self.dtype, self.device)
+        return fastest_backends(filter(None, shapes), _DECODE_ROWS, self.dtype, self.device)
 
     # -- this rank's share -------------------------------------------------------------------------
 
