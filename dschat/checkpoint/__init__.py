@@ -2,6 +2,6 @@
 
 A checkpoint is a folder, complete or absent. `manifest` identifies and compares checkpoints (no
 torch needed), `atomic_files` writes files that survive a power cut, `snapshot` copies state to host
-memory, `deepspeed_state` and `rng_state` capture and restore state, `async_writer` writes in the
+memory, `deepspeed_state` captures and restores state, `async_writer` writes in the
 background; `manager` combines them.
 """

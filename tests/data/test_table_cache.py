@@ -40,7 +40,7 @@ def text_ids(folder, tokenizer):
     ("make", "file", "module", "name", "edited"),
     [
         (dialogue_ids, "data/segments.py", segments, "through_end", lambda ids, ends: [7, 7]),
-        (dialogue_ids, "models/chat_template.py", segments, "default_template", lambda _: XES),
+        (dialogue_ids, "models/tokenizer.py", segments, "default_template", lambda _: XES),
         (dialogue_ids, "models/tokenizer.py", segments, "stop_ids", lambda _: (7, 8, 9)),
         (
             dialogue_ids,
