@@ -7,6 +7,7 @@ take no time.
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Optional
 
 import dschat.distributed as dist
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dschat")
 
+FLAG = "--path"
+# Chat models below an output folder, for the error message about a folder without a model.
+_CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
 PAGE_SIZE = 16  # the next turn computes at most one page of the conversation again
 
 
@@ -79,6 +83,8 @@ def load_chat(config: ChatConfig) -> "Chat":
         UserError: before weights load, if ``--path`` is not a causal LM with a tokenizer or the
             chat template refuses ``--system``; afterwards, if the weights do not match the model.
     """
+    present(config.path)  # before torch loads
+
     from dschat.chat.model import Model
     from dschat.chat.session import Chat, check_system
 
@@ -92,3 +98,25 @@ def load_chat(config: ChatConfig) -> "Chat":
         "%s: %s in %s on %s", config.path, type(generator).__name__, precision, dist.device().type
     )
     return Chat(generator, model.tokenizer, model.stop_ids, config.sampling, system)
+
+
+def present(path: str) -> str:
+    """``path`` in the form ``from_pretrained`` takes; ``UserError`` if nothing is there."""
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
+        if (
+            not (folder / "config.json").is_file()
+            and not (folder / "adapter_config.json").is_file()
+        ):
+            inner = [folder / f for f in _CHAT_FOLDERS if (folder / f / "config.json").is_file()]
+            remedy = f"did you mean {inner[0]}?" if inner else "name the folder that has it"
+            raise UserError(f"{FLAG} {path}: no config.json there, so no model; {remedy}")
+        path = str(folder)
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_missing_sibling(folder):
+        raise UserError(f"{FLAG} {path}: no such folder; check the path")
+    return path
+
+
+def _is_missing_sibling(folder: Path) -> bool:
+    """Whether OWNER/NAME is a mistyped path and not a hub name, because the folder OWNER exists."""
+    return folder.parent != Path(".") and os.path.isdir(folder.parent)

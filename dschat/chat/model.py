@@ -1,9 +1,7 @@
 """The causal LM of ``--path``: its checkpoint, its tokenizer, and a generator for it."""
 
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
+from dschat.chat.load import FLAG, present
 from dschat.config import UserError
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import HuggingFaceGenerator
@@ -21,10 +20,7 @@ from dschat.models.vocabulary import num_ids
 
 logger = logging.getLogger("dschat")
 
-FLAG = "--path"
 MAX_SEQ_LEN = 32_768  # tokens of prompt and answer, even if the model has more positions
-# Chat models below an output folder, for the error message about a folder without a model.
-_CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -49,7 +45,7 @@ class Model:
         Raises:
             UserError: not a causal LM with a tokenizer.
         """
-        checkpoint = Checkpoint(_resolved(path), FLAG, trust_remote_code)
+        checkpoint = Checkpoint(resolve_model(present(path)), FLAG, trust_remote_code)
         checkpoint.require_causal_lm()
         tokenizer = checkpoint.tokenizer()
         checkpoint.check("lm")
@@ -113,28 +109,6 @@ class Model:
             num_tokens=num_ids(self.tokenizer),
             self_check=max_num_seqs > 1,
         )
-
-
-def _resolved(path: str) -> str:
-    """``path`` in the form ``from_pretrained`` takes; ``UserError`` if nothing is there."""
-    folder = Path(os.path.expanduser(path))
-    if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
-        if (
-            not (folder / "config.json").is_file()
-            and not (folder / "adapter_config.json").is_file()
-        ):
-            inner = [folder / f for f in _CHAT_FOLDERS if (folder / f / "config.json").is_file()]
-            remedy = f"did you mean {inner[0]}?" if inner else "name the folder that has it"
-            raise UserError(f"{FLAG} {path}: no config.json there, so no model; {remedy}")
-        path = str(folder)
-    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_missing_sibling(folder):
-        raise UserError(f"{FLAG} {path}: no such folder; check the path")
-    return resolve_model(path)
-
-
-def _is_missing_sibling(folder: Path) -> bool:
-    """Whether OWNER/NAME is a mistyped path and not a hub name, because the folder OWNER exists."""
-    return folder.parent != Path(".") and os.path.isdir(folder.parent)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
