@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from dschat.inference.engine import InferenceEngine
-from dschat.inference.protocol import Answered, FinishReason, Rollout, SamplingParams
+from dschat.inference.protocol import Answered, FinishReason, SamplingParams
 from dschat.inference.sequence import Request
 
 
@@ -95,14 +95,3 @@ def advance(
                 report(event.sequence.request)
     for open_prompt, request in zip(prompts, mine, strict=True):
         open_prompt.follow(request)
-
-
-def rollout_of(prompts: list[OpenPrompt]) -> Rollout:
-    """The answers of complete ``prompts``."""
-    rollout = Rollout()
-    for prompt in prompts:
-        rollout.token_ids += prompt.token_ids
-        rollout.logprobs += prompt.logprobs
-        rollout.finish_reasons += [reason for reason in prompt.finish_reasons if reason]
-    assert len(rollout.finish_reasons) == len(rollout), "a prompt is not complete"
-    return rollout

@@ -34,11 +34,14 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 import deepspeed  # noqa: E402  NOTE: its import reads both settings above
 from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.runtime.zero import partition_parameters as zero_parameters  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
-from dschat.runtime.gathered_modules import check_packing, mark_leaves  # noqa: E402
+from dschat.runtime.gathered_modules import (  # noqa: E402
+    check_packing,
+    gather_through_shared_memory,
+    mark_leaves,
+)
 
 logger = logging.getLogger("dschat")
 
@@ -246,32 +249,9 @@ def start_deepspeed() -> None:
         # and every run leaves 66 MB per process in /dev/shm.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.nvtx.enable_nvtx = False  # ranges around every hook of ZeRO-3
-        if _gather_by_gloo is not None:
-            zero_parameters._dist_allgather_fn = _gather_on_cpu
+        gather_through_shared_memory()
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
-
-
-_gather_by_gloo = getattr(zero_parameters, "_dist_allgather_fn", None)  # private to DeepSpeed
-_LARGE_BYTES = 2**18  # of a gathered parameter; smaller ones wait for each other either way
-
-
-class _Done:
-    """The handle of a collective that is over."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _gather_on_cpu(shard: torch.Tensor, output: torch.Tensor, group: Any = None) -> Any:
-    """Collective. DeepSpeed's all-gather of a parameter, through shared memory where the ranks have
-    some: gloo's takes three times as long, because it sends everything through sockets.
-    """
-    is_large = output.numel() * output.element_size() >= _LARGE_BYTES
-    if is_large and dist.gather_on_host(output, shard.view(-1), group):
-        return _Done()
-    assert _gather_by_gloo is not None
-    return _gather_by_gloo(shard, output, group)
 
 
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
-"""Modules whose weights ZeRO-3 cannot gather one by one, just before each runs.
+"""How ZeRO-3 gathers weights: all at once in some modules; on a CPU through shared memory.
 
 Only `dschat.runtime.deepspeed_engine` imports this, after it has set up DeepSpeed's import.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
+from deepspeed.runtime.zero import partition_parameters as zero_parameters
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
@@ -54,3 +57,31 @@ def as_in_forward(module: nn.Module) -> Iterator[None]:
     finally:
         for table in sharded:
             table._in_forward = False
+
+
+_gather_by_gloo = getattr(zero_parameters, "_dist_allgather_fn", None)  # private to DeepSpeed
+_LARGE_BYTES = 2**18  # of a gathered parameter; smaller ones wait for each other either way
+
+
+class _Done:
+    """The handle of a collective that is over."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _gather_on_cpu(shard: torch.Tensor, output: torch.Tensor, group: Any = None) -> Any:
+    """Collective. DeepSpeed's all-gather of a parameter, through shared memory where the ranks have
+    some: gloo's takes three times as long, because it sends everything through sockets.
+    """
+    is_large = output.numel() * output.element_size() >= _LARGE_BYTES
+    if is_large and dist.gather_on_host(output, shard.view(-1), group):
+        return _Done()
+    assert _gather_by_gloo is not None
+    return _gather_by_gloo(shard, output, group)
+
+
+def gather_through_shared_memory() -> None:
+    """Let ZeRO-3 gather parameters on a CPU by `_gather_on_cpu`."""
+    if _gather_by_gloo is not None:
+        zero_parameters._dist_allgather_fn = _gather_on_cpu

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
+from dschat.inference.protocol import Rollout
 from dschat.inference.sequence import Request, Sequence
 
 VOCAB, EOS, POSITIONS = 64, 0, 64
@@ -176,6 +177,17 @@ def engine(module, **knobs):
     made = empty_engine(module.config, **knobs)
     made.weights.load(stream(module))
     return made
+
+
+def rollout_of(prompts):
+    """The answers of complete `OpenPrompt`s."""
+    rollout = Rollout()
+    for prompt in prompts:
+        rollout.token_ids += prompt.token_ids
+        rollout.logprobs += prompt.logprobs
+        rollout.finish_reasons += [reason for reason in prompt.finish_reasons if reason]
+    assert len(rollout.finish_reasons) == len(rollout), "a prompt is not complete"
+    return rollout
 
 
 def assert_same(got, expected):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from captures import LateQueue, again, assert_idle, on_graphs, use
-from families import PROMPTS, answered, assert_same, cache_gib, engine
+from families import PROMPTS, answered, assert_same, cache_gib, engine, rollout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from soft_graph import soft_capture
@@ -16,7 +16,7 @@ from test_tensor_parallel import cut, shared_rollout
 from dschat.inference import SamplingParams
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.decode_state import DecodeState
-from dschat.inference.partial import OpenPrompt, advance, rollout_of
+from dschat.inference.partial import OpenPrompt, advance
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.speculation import Drafter
 

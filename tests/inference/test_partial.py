@@ -2,13 +2,13 @@
 
 import pytest
 from captures import on_graphs
-from families import PROMPTS, engine
+from families import PROMPTS, engine, rollout_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import on_ranks
 
 from dschat.inference import SamplingParams
-from dschat.inference.partial import OpenPrompt, advance, rollout_of
+from dschat.inference.partial import OpenPrompt, advance
 
 SAMPLING = SamplingParams(max_new_tokens=16, n=3, seed=3)
 NUMBERS = list(range(len(PROMPTS)))

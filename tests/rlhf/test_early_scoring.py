@@ -222,14 +222,18 @@ def graded(prompt_ids, answer_ids):
 
 
 @pytest.mark.parametrize("options", [{}, {"partial_rollout": True}, {"dynamic_sampling": True}])
-def test_a_run_is_the_same(options, models_folder):
-    """With functions that run afterwards, and with a pool that begins early: but for the rounding
-    of products, which depends on how many prompts are answered together.
+def test_a_run_is_the_same_to_the_bit(options, models_folder):
+    """With functions that run afterwards, and with a pool that begins early. In one call of the
+    generator: products round by how many prompts are answered together.
     """
     case, lines = Case("ppo", iterations=3), []
     for pool in ("none", "thread"):
         torch.manual_seed(0)
-        settings = {"reward_pool": pool, "max_answer_seq_len": 24} | options
+        settings = {
+            "reward_pool": pool,
+            "max_answer_seq_len": 24,
+            "generation_batches": 1,
+        } | options
         trainer = trainer_of(models_folder, [graded, neighbours], **settings)
         for iteration in range(case.iterations):
             e = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
@@ -237,6 +241,5 @@ def test_a_run_is_the_same(options, models_folder):
             timed = ("time/", "throughput/", "memory/")
             lines.append({k: v for k, v in trainer.metrics.items() if not k.startswith(timed)})
         trainer.reward_functions.close()
-    for line, early in zip(lines[:3], lines[3:], strict=True):
-        assert early == pytest.approx(line, rel=1e-5, abs=1e-6)
+    assert lines[:3] == lines[3:]
     assert lines[0]["objective/scores/neighbours"] > 200
