@@ -39,7 +39,18 @@ def is_idle(served):
         ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p 0"),
         ("/v1/completions", {"prompt": "a", "n": 129}, 400, "n: "),
         ("/v1/completions", {"prompt": ["a"] * 300, "n": 2}, 400, "more than the queue holds"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"9999": 1}}, 400, "token id 9999"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias.a"),
+        ("/v1/completions", {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty: "),
+        ("/v1/completions", {"prompt": "a", "allowed_token_ids": []}, 400, "allowed_token_ids: "),
+        *(
+            ("/v1/completions", {"prompt": "a", "response_format": wanted}, 400, "response_format")
+            for wanted in (
+                {"type": "xml"},
+                {"type": "json_schema"},
+                {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+            )
+        ),
         ("/v1/completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
         ("/v1/completions", {"prompt": "a", "seed": 2**64}, 400, "seed: "),
         ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "there is tiny"),
@@ -48,11 +59,8 @@ def is_idle(served):
         *(
             ("/v1/completions", {"prompt": "a", name: value}, 400, f"{name} ")
             for name, value in (
-                ("repetition_penalty", 1.2),
                 ("guided_json", {}),
                 ("structured_outputs", {"choice": ["a"]}),
-                ("bad_words", ["a"]),
-                ("allowed_token_ids", [3]),
                 ("prompt_logprobs", 1),
                 ("something_new", False),
             )
@@ -76,7 +84,7 @@ def is_idle(served):
                 "/v1/chat/completions",
                 {"messages": [{"role": "assistant", "content": c, "tool_calls": [{}]}]},
                 400,
-                "messages.0: tool_calls ",
+                "messages.0: a tool call without a name",
             )
             for c in ("a", None)
         ),
@@ -84,7 +92,7 @@ def is_idle(served):
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": None}]},
             400,
-            "messages.0.content: Field required",
+            "messages.0: a turn without content",
         ),
         (
             "/v1/chat/completions",
@@ -96,7 +104,7 @@ def is_idle(served):
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "messages.0.content",
+            "messages.0: a turn with a part of the type 'image_url'",
         ),
         ("/v1/nothing", {}, 404, "Not Found"),
     ],

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
 from dschat.serving.generation import Generation
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import Token
@@ -85,7 +86,7 @@ def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens(
 
     async def events():
         model = SimpleNamespace(worker=worker, tokenizer=Tokenizer())
-        answers = Generation(model, [[1]], [SamplingParams(n=2)], ["ab"], 0, 0.0)
+        answers = Generation(model, [Request([1], SamplingParams(n=2))], ["ab"], 0.0)
         for sample, piece, reason in drawn:
             token = Token(handle, sample, PIECES.index(piece), 0.0, [], reason)
             answers._tokens.put_nowait(token)
@@ -108,7 +109,7 @@ def test_an_offset_is_where_the_tokens_own_text_begins(stops):
         cancel=lambda *answer: None,
     )
     model = SimpleNamespace(worker=worker, tokenizer=Tokenizer(), name="")
-    answers = Generation(model, [[1]], [SamplingParams()], stops, 0, 0.0)
+    answers = Generation(model, [Request([1], SamplingParams())], stops, 0.0)
     found = []
     for piece in pieces:
         token = Token(None, 0, PIECES.index(piece), 0.0, [], None)
