@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dschat.serving.schema import GenerationRequest
 
 # Room for indentation; a weak model would otherwise write nothing but white space.
-_LAYOUT = {"whitespace_pattern": r"\n? {0,8}"}
+_LAYOUT: Any = {"whitespace_pattern": r"\n? {0,8}"}
 _TEXT, _OBJECT, _SCHEMA = "text", "json_object", "json_schema"
 
 
