@@ -119,7 +119,7 @@ def test_their_dpo_script_is_a_loss_of_step_2():
     kept = [g for g in groups if VERDICTS.get((2, g[0][2:]), ["same"])[0] in ("same", "as")]
     argv = [word for group in kept for word in group if "deepspeed" not in group[0]]
     config = parser.parse(CONFIGS[2], ["--loss", "dpo", *argv])
-    assert (config.used_beta, config.offload_reference_model) == (0.1, True)
+    assert (config.used_beta, config.offload) == (0.1, ["auto", "reference"])
 
 
 def test_defaults_that_differ():

@@ -264,9 +264,6 @@ class DistillationConfig:
         ge=0,
         needs="teacher_model_name_or_path",
     )
-    offload_teacher_model: bool = speed_flag(
-        False, "Keep the weights of the teacher in CPU memory."
-    )
 
     @property
     def has_teacher(self) -> bool:
@@ -307,7 +304,6 @@ _LOSSES = {
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
     "precompute_ref_logprobs": ("dpo", "cdpo", "ipo", "kto"),
-    "offload_reference_model": ("dpo", "cdpo", "ipo", "kto"),
 }
 
 
@@ -344,9 +340,6 @@ class PreferenceConfig:
         False,
         "Compute reference log-probs with the policy before the first step, and load no reference "
         "model.",
-    )
-    offload_reference_model: bool = speed_flag(
-        False, "Keep the weights of the reference model in CPU memory."
     )
 
     @property

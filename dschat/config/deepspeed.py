@@ -7,7 +7,7 @@ answers before either loads.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
@@ -20,6 +20,10 @@ _SCHEDULES: dict[str, tuple[str, ...]] = {
     "constant_with_warmup": ("WarmupLR",),
 }
 _MEMORY = ("cpu", "nvme")
+FROZEN = ("reference", "reward", "teacher")
+_Part = Literal[
+    "auto", "optimizer", "params", "reference", "reward", "teacher", "frozen", "rollout"
+]
 
 
 @dataclass
@@ -40,20 +44,14 @@ class DeepSpeedConfig:
         const="true",
         reads="files",
     )
-    offload: bool = speed_flag(
-        False,
-        "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters.",
+    offload: Optional[list[_Part]] = speed_flag(
+        None,
+        "Keep in CPU memory. optimizer: optimizer states and fp32 master weights, updated there "
+        "(raises ZeRO stages 0 and 1 to 2). params: ZeRO-3 shards of trained models. reference, "
+        "reward, teacher: weights of that model; frozen: of all three. rollout: optimizer states "
+        "while the actor generates. auto, or no value: optimizer, and params under ZeRO-3.",
         short=True,
-    )
-    offload_optimizer: bool = speed_flag(
-        False,
-        "Keep optimizer states and fp32 master weights in CPU memory and update them there; raises "
-        "ZeRO stages 0 and 1 to 2.",
-    )
-    offload_parameters: bool = speed_flag(
-        False,
-        "Keep ZeRO-3 shards of trained models in CPU memory, moved to the device layer by layer.",
-        aliases=["--offload_params", "--offload_param"],
+        const="auto",
     )
     initial_scale_power: Optional[int] = flag(
         None, "fp16: log2 of the initial loss scale; default: 16.", ge=0, le=32
@@ -74,8 +72,9 @@ class DeepSpeedConfig:
 
         def mini_batch_size(self, world_size: int) -> int: ...
 
-    # Flag prefixes of the models that this step trains.
+    # Flag prefixes of the models that this step trains, and the values that --offload has here.
     deepspeed_models: ClassVar[tuple[str, ...]] = ("",)
+    offload_values: ClassVar[tuple[str, ...]] = ("auto", "optimizer", "params")
 
     def deepspeed_overrides(self, model: str = "", world_size: int | None = None) -> dict[str, Any]:
         """Settings that override dschat's for ``model``: those of its file, and loss scaling.
@@ -118,23 +117,33 @@ class DeepSpeedConfig:
 
     def offloads_optimizer(self, model: str = "") -> bool:
         """Whether the optimizer states of ``model`` are offloaded (to CPU, or as its file says)."""
-        by_flag = self.offload or self.offload_optimizer
-        return by_flag or self._file_offloads(model, "offload_optimizer")
+        return self._keeps("optimizer") or self._file_offloads(model, "offload_optimizer")
 
     def offloads_parameters(self, model: str = "") -> bool:
         """Whether the parameter shards of ``model`` are offloaded; ZeRO-3 only."""
-        by_flag = self.offload or self.offload_parameters
         return self._flag(model, "zero_stage") == 3 and (
-            by_flag or self._file_offloads(model, "offload_param")
+            self._keeps("params") or self._file_offloads(model, "offload_param")
         )
+
+    def offloads(self, part: str) -> bool:
+        """Whether ``--offload`` names ``part``, alone or among the frozen models."""
+        return not {part, "frozen" if part in FROZEN else part}.isdisjoint(self.offload or ())
+
+    def _keeps(self, part: str) -> bool:
+        return self.offloads(part) or self.offloads("auto")
 
     def validate_deepspeed(self) -> None:
         stages = [f"--{m}_zero_stage".replace("--_", "--") for m in self.deepspeed_models]
         sharded = [m for m in self.deepspeed_models if self._flag(m, "zero_stage") == 3]
+        for part in self.offload or ():
+            require(
+                part in self.offload_values,
+                f"--offload {part} is not for this step, which has "
+                f"{', '.join(self.offload_values)}; leave it out (train.py: --step3.offload)",
+            )
         require(
-            not self.offload_parameters or bool(sharded),
-            f"--offload_parameters needs {' or '.join(stages)} 3: lower stages do not shard "
-            "parameters",
+            not self.offloads("params") or bool(sharded),
+            f"--offload params needs {' or '.join(stages)} 3: lower stages do not shard parameters",
         )
         for model in self.deepspeed_models:
             require(
@@ -209,11 +218,8 @@ class DeepSpeedConfig:
         if self.dtype != "auto":
             for name in ("bf16", "fp16"):
                 decided[f"{name}.enabled"] = (f"--dtype {self.dtype}", (self.dtype == name,))
-        for section, name in (
-            ("offload_optimizer", "offload_optimizer"),
-            ("offload_param", "offload_parameters"),
-        ):
-            if self.offload or getattr(self, name):
-                origin = "--offload" if self.offload else f"--{name}"
+        for section, part in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
+            if self._keeps(part):
+                origin = f"--offload {' '.join(self.offload or ())}"
                 decided[f"zero_optimization.{section}.device"] = (origin, _MEMORY)
         return decided

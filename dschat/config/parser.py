@@ -25,8 +25,7 @@ from typing import (
 
 import yaml
 
-from dschat.config import UserError
-from dschat.config.errors import did_you_mean
+from dschat.config import UserError, renamed
 from dschat.config.fields import AUTO, IntOrAuto, read_text, type_problem
 
 
@@ -81,11 +80,11 @@ def given(
 
 def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``mapping`` (from YAML) as typed fields; ``where`` is the start of every error message."""
-    names = {f.name for f in fields(config_class)}
+    names = key_names(config_class)
     values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
     for key, value in values.items():
         if key not in names:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(key, names)}")
+            raise UserError(f"{where}: unknown key {key}{renamed.hint(key, names)}")
         if isinstance(value, Mapping):
             raise UserError(f"{where}: {key} takes a value, not a mapping")
         if isinstance(value, list) and not _takes_list(config_class, key):
@@ -97,7 +96,7 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
 
 
 def _takes_list(config_class: type, name: str) -> bool:
-    return "list[" in str(get_type_hints(config_class)[name])
+    return "list[" in str(get_type_hints(config_class).get(name))
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
@@ -115,6 +114,12 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
         else:
             argv += [f"--{name}", str(value).lower() if value is False else str(value)]
     return argv
+
+
+def key_names(config_class: type) -> set[str]:
+    """The keys that a YAML file may have for ``config_class``: fields, and old names."""
+    names = {f.name for f in fields(config_class)}
+    return names | renamed.accepted(names).keys()
 
 
 def flag_names(config_class: type) -> set[str]:
@@ -200,21 +205,26 @@ class _Parser(argparse.ArgumentParser):
             action = group.add_argument(*names, **_options(f, hints[f.name]))
             if not f.metadata.get("short"):
                 self.not_short.append(action)
-            if action.const is True:
-                no, hidden = f"--no_{f.name}", argparse.SUPPRESS
-                self.add_argument(no, dest=f.name, action="store_false", help=hidden)
+            if action.const is True or isinstance(action, _Words):
+                off = None if isinstance(action, _Words) else False
+                no: dict[str, Any] = {"dest": f.name, "action": "store_const", "const": off}
+                self.add_argument(f"--no_{f.name}", help=argparse.SUPPRESS, **no)
+        for name, kind in renamed.accepted(hints).items():
+            old: dict[str, Any] = {"nargs": "?", "const": True, "type": partial(_read, kind)}
+            self.add_argument(f"--{name}", help=argparse.SUPPRESS, **old)
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         namespace, extras = self.parse_known_args([underscored(token) for token in argv])
         if extras:
             self._refuse(extras[0], argv)
-        return vars(namespace)
+        return renamed.translated(vars(namespace))
 
     def _refuse(self, extra: str, argv: Sequence[str]) -> NoReturn:
         if not extra.startswith("--"):
             raise UserError(f"unexpected argument {extra!r}; flags look like --name value")
         typed = next(token for token in argv if underscored(token) == extra).partition("=")[0]
-        hint = did_you_mean(underscored(typed), self._option_string_actions)
+        names = {option.lstrip("-") for option in self._option_string_actions}
+        hint = renamed.hint(underscored(typed).lstrip("-"), names, prefix="--")
         raise UserError(f"unknown flag {typed}{hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -225,6 +235,24 @@ class _Parser(argparse.ArgumentParser):
         for pattern, wording in _REWORDINGS:
             problem = re.sub(pattern, wording, problem)
         raise UserError(f"{flag} {problem}")
+
+
+class _Words(argparse.Action):
+    """A list of ``known`` words, separated by spaces or commas. No value, or true: the constant."""
+
+    def __init__(self, known: Sequence[str], **options: Any):
+        super().__init__(nargs="*", metavar="WORD", **options)
+        self._known = known
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        words = [word for value in values for word in value.split(",") if word] or ["true"]
+        if len(words) == 1 and words[0].lower() in _TRUTHS:
+            words = [self.const] if _TRUTHS[words[0].lower()] else []
+        for word in words:
+            if word not in self._known:
+                choices = f"invalid choice: {word!r} (choose from {', '.join(self._known)})"
+                raise argparse.ArgumentError(self, choices)
+        setattr(namespace, self.dest, words or None)
 
 
 class _Help(argparse.Action):
@@ -252,7 +280,10 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Union and hint != IntOrAuto:  # Optional
         hint = get_args(hint)[0]
     if get_origin(hint) is list:
-        options["nargs"], hint = "+", get_args(hint)[0]
+        hint = get_args(hint)[0]
+        if get_origin(hint) is Literal:
+            return options | {"action": partial(_Words, get_args(hint))}
+        options["nargs"] = "+"
     if get_origin(hint) is Literal:
         return options | {"choices": get_args(hint)}
     options["type"] = partial(_read, hint)

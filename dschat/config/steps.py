@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
-from dschat.config.deepspeed import DeepSpeedConfig
+from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import (
     flag,
@@ -18,6 +18,7 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
+from dschat.config.renamed import translated
 from dschat.config.reward import EnvironmentConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
@@ -110,6 +111,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             given = args if isinstance(args, dict) else getattr(args, "__dict__", None)
             if given is None:
                 raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
+            given = translated(given)
             args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
         require_types(args)
         return args
@@ -185,6 +187,8 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2: a reward model, or the policy on preference pairs."""
 
+    offload_values = (*CommonConfig.offload_values, "reference", "frozen")
+
     num_padding_at_beginning: Optional[int] = speed_flag(
         None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
@@ -203,6 +207,11 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     def validate(self) -> None:
         super().validate()
         self.validate_preferences(self.streaming)
+        require(
+            self.trains_policy or not self.offloads("reference"),
+            f"--offload {' '.join(self.offload or ())}: --loss pairwise has no reference model; "
+            "leave it out, or choose --loss dpo or cdpo or ipo or kto",
+        )
         answers = 3 if self.loss == "kto" else 2
         self.validate_micro_batches(answers * self.max_seq_len, f"{answers} x --max_seq_len")
 
@@ -212,6 +221,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
+    offload_values = ("auto", "optimizer", "params", *FROZEN, "frozen", "rollout")
 
     actor_model_name_or_path: str = flag(
         "", "Initial actor: step 1's folder, or any causal LM.", short=True
@@ -278,12 +288,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     )
     critic_deepspeed_config: Optional[str] = flag(
         None, "DeepSpeed file of the critic; default: --deepspeed_config.", reads="files"
-    )
-    offload_reference_model: bool = speed_flag(
-        False, "Keep the weights of the reference model in CPU memory."
-    )
-    offload_reward_model: bool = speed_flag(
-        False, "Keep the weights of the reward model in CPU memory."
     )
     align_overflow: bool = flag(
         False, "If the gradient of actor or critic is not finite, skip the step of both."

@@ -6,13 +6,21 @@ which steps run.
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any, Optional
 
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
-from dschat.config.errors import did_you_mean, require
+from dschat.config import (
+    CommonConfig,
+    RewardConfig,
+    RLHFConfig,
+    SFTConfig,
+    UserError,
+    parser,
+    renamed,
+)
+from dschat.config.errors import require
 from dschat.config.fields import flag, require_types
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
@@ -31,7 +39,7 @@ class TrainingStep:
     @property
     def fields(self) -> set[str]:
         """Fields that a recipe or a flag may set; ``output_dir`` follows from OUT."""
-        return {f.name for f in fields(self.config_class)} - {"output_dir"}
+        return parser.key_names(self.config_class) - {"output_dir"}
 
     @property
     def flags(self) -> set[str]:
@@ -272,7 +280,7 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
             names = set().union(*known.values(), parser.flag_names(TrainConfig))
-            hint = did_you_mean(name, names, prefix=f"--{prefix}{dot}")
+            hint = renamed.hint(name, names, prefix=f"--{prefix}{dot}")
             raise UserError(f"unknown flag {typed}{hint}")
         if not running.intersection(takers):
             steps = " and ".join(map(str, takers))
@@ -285,4 +293,4 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
 def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
     for key in mapping:
         if key not in names:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), names)}")
+            raise UserError(f"{where}: unknown key {key}{renamed.hint(str(key), names)}")

@@ -228,8 +228,8 @@ def zero(**section):
         ),
         (
             zero(offload_optimizer={"device": "none"}),
-            {"offload": True},
-            "contradicts --offload;",
+            {"offload": ["auto"]},
+            "contradicts --offload auto;",
         ),
         ({"fp16": {"initial_scale_power": 8}}, {"initial_scale_power": 9, "dtype": "fp16"}, "9"),
         (zero(reduce_bucket_sise=5), {}, "has no setting reduce_bucket_sise .*did you mean reduce"),
@@ -302,7 +302,7 @@ def test_precision_of_two_files_must_agree(file):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload_parameters": True}, "--offload_parameters needs --zero_stage 3"),
+        ({"offload": ["params"]}, "--offload params needs --zero_stage 3"),
         ({"initial_scale_power": 4}, "are for --dtype fp16"),
         ({"loss_scale_window": 0, "dtype": "fp16"}, "--loss_scale_window 0 must be at least 1"),
         ({"initial_scale_power": 60, "dtype": "fp16"}, "must be between 0 and 32"),

@@ -23,7 +23,7 @@ from transformers import (
 LORA = (("lora_dim", 4),)
 LORA_BOTH = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 # As test_settings.py has it: one run serves both.
-OFFLOADED = (("offload_optimizer", True), *LORA_BOTH, ("deepspeed_config", "settings.json"))
+OFFLOADED = (("offload", ("optimizer",)), *LORA_BOTH, ("deepspeed_config", "settings.json"))
 OFFLOADED += (("align_overflow", True), ("actor_zero_stage", 2), ("critic_zero_stage", 3))
 HERE = [
     Case("sft", 0, 8),

@@ -59,7 +59,7 @@ def finish(config, num_processes=1):
         ({}, {"model_name_or_path": None}, ""),  # not given
         ({"model_name_or_path": "base"}, {"model_name_or_path": "../work/./base"}, ""),
         ({"data_path": ["rows.jsonl:2"]}, {"data_path": ["../work/rows.jsonl:2"]}, ""),
-        ({"zero_stage": 3, "offload": True}, {"logging_steps": 5, "save_steps": 0}, ""),
+        ({"zero_stage": 3, "offload": ["auto"]}, {"logging_steps": 5, "save_steps": 0}, ""),
         ({"adam_betas": [0.9, 0.95]}, {"adam_betas": [0.9, 0.95]}, ""),
         ({"packing": "auto"}, {"packing": "off"}, ""),
         ({}, {"dtype": "fp32"}, ""),  # what auto is on a CPU

@@ -16,8 +16,8 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.runtime.deepspeed_engine import unwrap
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
-OFFLOAD = (("offload", True),)
-FROZEN = (("offload_reference_model", True), ("offload_reward_model", True))
+OFFLOAD = (("offload", ("auto",)),)
+FROZEN = (("offload", ("reference", "reward")),)
 PERSIST_NOTHING = (("deepspeed_config", "settings.json"),)  # small parameters would stay
 
 

@@ -1,0 +1,66 @@
+"""Old flags that became part of another: DeepSpeed-Chat's still work, others are refused in one
+line with the new form.
+
+Settings that older versions recorded are translated by the same table.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from dschat.config.errors import did_you_mean
+
+VALUE = "VALUE"
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """What became of an old flag."""
+
+    flag: str  # of today, which has the setting
+    form: str = VALUE  # the value of that flag, or an item of its list; VALUE is the old one
+    accepts: Optional[type] = None  # the type of the old flag's values, if it still works
+
+
+RENAMED = {
+    "offload_optimizer": Renamed("offload", "optimizer"),
+    "offload_parameters": Renamed("offload", "params"),
+    "offload_params": Renamed("offload", "params"),
+    "offload_param": Renamed("offload", "params"),
+    "offload_reference_model": Renamed("offload", "reference", accepts=bool),
+    "offload_reward_model": Renamed("offload", "reward"),
+    "offload_teacher_model": Renamed("offload", "teacher"),
+    "offload_training_states": Renamed("offload", "rollout"),
+}
+
+
+def accepted(names: Collection[str]) -> dict[str, type]:
+    """Old flags that a dataclass with fields ``names`` accepts, and the type of their values."""
+    return {
+        old: now.accepts
+        for old, now in RENAMED.items()
+        if now.accepts is not None and now.flag in names
+    }
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` by the flags of today."""
+    result = {name: value for name, value in values.items() if name not in RENAMED}
+    if isinstance(result.get("offload"), bool):
+        result["offload"] = ["auto"] if result["offload"] else None
+    for name, now in RENAMED.items():
+        value = values.get(name)
+        if value not in (None, False):
+            item = now.form.replace(VALUE, str(value))
+            result[now.flag] = [*(result.get(now.flag) or ()), item]
+    return result
+
+
+def hint(name: str, names: Collection[str], prefix: str = "") -> str:
+    """The end of an error about the unknown flag ``name``: what replaced it, or the closest of
+    ``names``.
+    """
+    now = RENAMED.get(name)
+    if now is not None and now.flag in names:
+        return f"; it is now --{now.flag} {now.form}"
+    return did_you_mean(name, names, prefix)

@@ -1,0 +1,85 @@
+"""Old flags: those of DeepSpeed-Chat work, others name their new form, records are translated."""
+
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from dschat.checkpoint.compatibility import changes, settings_of
+from dschat.checkpoint.manifest import manifest_bytes, read_manifest
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
+from dschat.config.renamed import RENAMED
+from dschat.launch.existing_steps import finished_differences
+from dschat.observability.metrics_log import SETTINGS
+
+# Settings of an older version, and the same settings today.
+OLD = {
+    "offload": ({"offload": True, "offload_reward_model": True}, {"offload": ["auto", "reward"]}),
+    "no offload": ({"offload": False, "offload_optimizer": False}, {"offload": None}),
+    "parts": (
+        {"offload_parameters": True, "offload_training_states": True},
+        {"offload": ["params", "rollout"]},
+    ),
+}
+older = pytest.mark.parametrize(("old", "now"), OLD.values(), ids=OLD)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "argv", "expected"),
+    [
+        (RLHFConfig, "--offload", ["auto"]),
+        (RLHFConfig, "--offload optimizer,params rollout", ["optimizer", "params", "rollout"]),
+        (RLHFConfig, "--offload_reference_model --offload", ["auto", "reference"]),
+        (RLHFConfig, "--offload --offload-reference-model true", ["auto", "reference"]),
+        (RewardConfig, "--offload_reference_model", ["reference"]),
+        (SFTConfig, "--offload optimizer --offload params", ["params"]),
+        (SFTConfig, "--offload --no_offload", None),
+        (SFTConfig, "--offload false", None),
+    ],
+)
+def test_offload(config_class, argv, expected):
+    assert parser.given(config_class, argv.split()) == {"offload": expected}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_old_flag_works_or_names_the_new_one(name):
+    now = RENAMED[name]
+    if now.accepts is not None:
+        parser.given(RLHFConfig, [f"--{name}"])
+        return
+    line = f"; it is now --{now.flag} {now.form}"
+    with pytest.raises(UserError, match=f"unknown flag --{name}{line}"):
+        parser.given(RLHFConfig, [f"--{name}", "1"])
+    with pytest.raises(UserError, match=f"here: unknown key {name}{line}"):
+        parser.values_of(RLHFConfig, {name: 1}, "here")
+
+
+def test_a_file_may_have_the_flags_of_deepspeed_chat():
+    values = {"offload": True, "offload_reference_model": True}
+    assert parser.values_of(RLHFConfig, values, "") == {"offload": ["auto", "reference"]}
+
+
+@older
+def test_arguments_of_an_older_script(old, now):
+    assert RLHFConfig.from_namespace(SimpleNamespace(**old)) == RLHFConfig(**now)
+
+
+@older
+def test_a_checkpoint_of_an_older_version_resumes(tmp_path, old, now):
+    then = {**settings_of(RLHFConfig()), **old}
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes(manifest_bytes(1, 1, then, {}))
+    assert changes(read_manifest(folder), RLHFConfig(**now)) == []
+
+
+@older
+def test_a_finished_step_of_an_older_version_is_the_same(tmp_path, old, now):
+    config = RLHFConfig(**now, output_dir=str(tmp_path))
+    settings = {name: value for name, value in asdict(RLHFConfig()).items() if name not in now}
+    content = settings | old | {"output_dir": str(tmp_path)}
+    (tmp_path / SETTINGS).write_text(yaml.safe_dump(content))
+    (tmp_path / "COMPLETE").write_text(json.dumps({"num_processes": 1}))
+    assert finished_differences(config, None, 1) == []
