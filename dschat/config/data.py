@@ -200,4 +200,3 @@ class SavingConfig:
     enable_wandb: bool = log_flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
     disable_tqdm: bool = log_flag(False, "Disable progress bars.")
-    local_rank: int = place_flag(-1, "Set by the launcher; ignored.")

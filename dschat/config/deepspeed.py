@@ -37,13 +37,6 @@ class DeepSpeedConfig:
         "are the file's. --dtype auto follows the file.",
         reads="files",
     )
-    deepspeed: Optional[str] = flag(
-        None,
-        "Accepted for compatibility: ignored without a value, --deepspeed_config with a FILE.",
-        nargs="?",
-        const="true",
-        reads="files",
-    )
     offload: Optional[list[_Part]] = speed_flag(
         None,
         "Keep in CPU memory. optimizer: optimizer states and fp32 master weights, updated there "
@@ -166,9 +159,7 @@ class DeepSpeedConfig:
         own = f"{model}_deepspeed_config"
         if model and getattr(self, own):
             return own, getattr(self, own)
-        if self.deepspeed_config or (self.deepspeed or "true").lower() in ("true", "false"):
-            return "deepspeed_config", self.deepspeed_config
-        return "deepspeed", self.deepspeed
+        return "deepspeed_config", self.deepspeed_config
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Old flags that became part of another: DeepSpeed-Chat's still work, others are refused in one
-line with the new form.
+"""Old flags that became part of another, or have no effect: DeepSpeed-Chat's still work, others are
+refused in one line with the new form.
 
 Settings that older versions recorded are translated by the same table.
 """
@@ -11,6 +11,7 @@ from typing import Any, Optional
 from dschat.config.errors import did_you_mean
 
 VALUE = "VALUE"
+_SWITCHES = ("true", "false")  # `--deepspeed true` names no file
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Renamed:
     """What became of an old flag."""
 
     flag: str  # of today, which has the setting
-    form: str = VALUE  # the value of that flag, or an item of its list; VALUE is the old one
+    # The value of that flag, or an item of its list; VALUE is the old flag's. Empty: none, ignored.
+    form: str = VALUE
     accepts: Optional[type] = None  # the type of the old flag's values, if it still works
 
 
@@ -31,6 +33,10 @@ RENAMED = {
     "offload_reward_model": Renamed("offload", "reward"),
     "offload_teacher_model": Renamed("offload", "teacher"),
     "offload_training_states": Renamed("offload", "rollout"),
+    "print_answers": Renamed("sample_steps", "", accepts=bool),
+    "deepspeed": Renamed("deepspeed_config", accepts=str),  # without a value: ignored
+    "local_rank": Renamed("deepspeed_config", "", accepts=int),  # set by launchers
+    "num_padding_at_beginning": Renamed("deepspeed_config", "", accepts=int),
 }
 
 
@@ -49,10 +55,13 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(result.get("offload"), bool):
         result["offload"] = ["auto"] if result["offload"] else None
     for name, now in RENAMED.items():
-        value = values.get(name)
-        if value not in (None, False):
-            item = now.form.replace(VALUE, str(value))
-            result[now.flag] = [*(result.get(now.flag) or ()), item]
+        value, given = values.get(name), result.get(now.flag)
+        if value is None or value is False or not now.form:
+            continue
+        if now.form == VALUE:
+            result[now.flag] = given or (None if str(value).lower() in _SWITCHES else value)
+        else:
+            result[now.flag] = [*(given or ()), now.form.replace(VALUE, str(value))]
     return result
 
 

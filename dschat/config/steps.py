@@ -189,9 +189,6 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
     offload_values = (*CommonConfig.offload_values, "reference", "frozen")
 
-    num_padding_at_beginning: Optional[int] = speed_flag(
-        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
-    )
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."
     )
@@ -231,9 +228,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         "Initial critic, and the reward model if there is no other reward source; default: "
         "--reward_model_name_or_path, else the actor.",
         short=True,
-    )
-    num_padding_at_beginning: Optional[int] = speed_flag(
-        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     save_steps: int = log_flag(
         10,
@@ -326,12 +320,11 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         "eval/score", "Metric of --keep_best; higher is better.", needs="keep_best"
     )
     sample_steps: int = log_flag(
-        10, "Log sample answers, also to samples.jsonl, every N iterations; 0: never.", ge=0
+        10,
+        "Log sample answers, also to samples.jsonl, every N iterations; 0: never.",
+        aliases=["--print_answers_interval"],
+        ge=0,
     )
-    print_answers: bool = log_flag(
-        False, "Log some sampled answers every --print_answers_interval iterations."
-    )
-    print_answers_interval: int = log_flag(10, "Iterations between logged answers.", ge=1)
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path

@@ -108,9 +108,8 @@ class Reporter:
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
-        is_recorded = args.sample_steps > 0 and (done == 1 or done % args.sample_steps == 0)
-        if is_recorded or (args.print_answers and done % args.print_answers_interval == 0):
-            self._show_samples(experience, is_recorded)
+        if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
+            self._show_samples(experience)
         self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
         self._evaluate_if_due()
 
@@ -160,8 +159,8 @@ class Reporter:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
         logger.info("%s  (%s)", line, label)
 
-    def _show_samples(self, e: Experience, is_recorded: bool) -> None:
-        """Log sample answers; ``is_recorded``: also to samples.jsonl and the other sinks."""
+    def _show_samples(self, e: Experience) -> None:
+        """Log sample answers, also to samples.jsonl and the other sinks."""
         if not dist.is_main_process() or not e.num_sequences:
             return
         row = sample_row(
@@ -171,8 +170,7 @@ class Reporter:
             self._engine.has_reference,
         )
         table = answer_table(row)
-        if is_recorded:
-            self._log.write_samples(self._trainer.iteration, row, table)
+        self._log.write_samples(self._trainer.iteration, row, table)
         logger.info("sample answers\n%s", format_answers(table))
 
     def close(self) -> None:

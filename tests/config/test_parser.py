@@ -67,7 +67,6 @@ def test_nothing_given_is_empty():
         (["--kl-coef=0.05"], "kl_coef", 0.05),
         (["--kl-ctl", "5e-2"], "kl_coef", 0.05),  # DeepSpeed-Chat's name, with dashes
         (["--reward-model-name-or-path", "r"], "reward_model_name_or_path", "r"),
-        (["--local_rank=3"], "local_rank", 3),
         (["--data-path", "x-y.json:2", "b"], "data_path", ["x-y.json:2", "b"]),
         (["--enable_ema"], "enable_ema", True),
         (["--enable-ema", "true"], "enable_ema", True),
@@ -229,7 +228,6 @@ def test_help_has_groups_and_defaults(capsys):
     whole = " ".join(help_of(RLHFConfig, "--help", "all", capsys=capsys).split())
     assert "--num_train_epochs N Passes over this step's share of the data. (default: 1)" in whole
     assert "--adam_betas X [X ...] AdamW's beta1 and beta2. (default: 0.9 0.95)" in whole
-    assert "--local_rank N Set by the launcher; ignored. (default: -1)" in whole
     titles = ["Step 3: RLHF.", "Algorithm:", "Rollouts:", "Output,", "DeepSpeed:", "Data:"]
     places = [whole.index(f" {title} ") for title in titles]
     assert places == sorted(places)

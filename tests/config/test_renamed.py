@@ -23,6 +23,8 @@ OLD = {
         {"offload": ["params", "rollout"]},
     ),
 }
+OLD["without effect"] = ({"num_padding_at_beginning": 1, "deepspeed": "true"}, {})
+OLD["a file"] = ({"deepspeed": "ds.json"}, {"deepspeed_config": "ds.json"})
 older = pytest.mark.parametrize(("old", "now"), OLD.values(), ids=OLD)
 
 
@@ -72,7 +74,9 @@ def test_a_checkpoint_of_an_older_version_resumes(tmp_path, old, now):
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (folder / "manifest.json").write_bytes(manifest_bytes(1, 1, then, {}))
-    assert changes(read_manifest(folder), RLHFConfig(**now)) == []
+    found = read_manifest(folder)
+    assert {name: found.settings.get(name) for name in now} == now
+    assert changes(found, RLHFConfig(**now)) == []
 
 
 @older
