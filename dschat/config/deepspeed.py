@@ -1,4 +1,4 @@
-"""Flags of DeepSpeed: offload, loss scaling, and the user's own settings file.
+"""Flags of DeepSpeed: offload, and the user's own settings file.
 
 Part of `dschat.config.CommonConfig`. Methods name a trained model by the prefix of its flags:
 ``"actor"``, ``"critic"``, or ``""`` in steps 1 and 2. No torch or DeepSpeed here: ``--help``
@@ -46,12 +46,6 @@ class DeepSpeedConfig:
         short=True,
         const="auto",
     )
-    initial_scale_power: Optional[int] = flag(
-        None, "fp16: log2 of the initial loss scale; default: 16.", ge=0, le=32
-    )
-    loss_scale_window: Optional[int] = flag(
-        None, "fp16: steps without overflow before the loss scale doubles; default: 100.", ge=1
-    )
 
     if TYPE_CHECKING:  # Declared by the step's dataclass; an annotation would make these flags.
 
@@ -70,24 +64,20 @@ class DeepSpeedConfig:
     offload_values: ClassVar[tuple[str, ...]] = ("auto", "optimizer", "params")
 
     def deepspeed_overrides(self, model: str = "", world_size: int | None = None) -> dict[str, Any]:
-        """Settings that override dschat's for ``model``: those of its file, and loss scaling.
+        """Settings of the file of ``model``, which override dschat's.
 
         Without ``world_size``, a ``train_batch_size`` in the file is not checked.
 
         Raises:
             UserError: the file is missing, broken or contradicts a flag.
         """
-        name, path = self._deepspeed_file(model)
-        overrides: dict[str, Any] = {}
-        if path:
-            origin = f"--{name} {path}"
-            if path not in self._contents:
-                self._contents[path] = deepspeed_json.read(path, origin)
-            decided = self._decided(model, world_size)
-            overrides = deepspeed_json.accepted(self._contents[path], origin, decided)
-        scaling = {key: getattr(self, key) for key in ("initial_scale_power", "loss_scale_window")}
-        given = {key: value for key, value in scaling.items() if value is not None}
-        return deepspeed_json.merged(overrides, {"fp16": given}) if given else overrides
+        path, origin = self._deepspeed_file(model)[1], self.deepspeed_origin(model)
+        if not path:
+            return {}
+        if path not in self._contents:
+            self._contents[path] = deepspeed_json.read(path, origin)
+        decided = self._decided(model, world_size)
+        return deepspeed_json.accepted(self._contents[path], origin, decided)
 
     def deepspeed_origin(self, model: str = "") -> str:
         """``--deepspeed_config FILE``, the start of an error message; empty without a file."""
@@ -97,8 +87,9 @@ class DeepSpeedConfig:
     @property
     def training_dtype(self) -> str:
         """``dtype``; if that is auto, the precision of the DeepSpeed files, else auto."""
-        if self.dtype != "auto":
-            return self.dtype
+        return self._precision_of_files() if self.dtype == "auto" else self.dtype
+
+    def _precision_of_files(self) -> str:
         overrides = (self.deepspeed_overrides(m) for m in self.deepspeed_models)
         precisions = {p for p in map(deepspeed_json.precision, overrides) if p is not None}
         require(
@@ -144,12 +135,7 @@ class DeepSpeedConfig:
                 f"{self.deepspeed_origin(model)}: offload_param needs "
                 f"{'--' + model + '_zero_stage' if model else '--zero_stage'} 3",
             )
-        scale, window = self.initial_scale_power, self.loss_scale_window
-        dtype = self.training_dtype
-        require(
-            (scale is None and window is None) or dtype == "fp16",
-            "--initial_scale_power and --loss_scale_window are for --dtype fp16",
-        )
+        self._precision_of_files()
 
     def _flag(self, model: str, name: str) -> Any:
         return getattr(self, f"{model}_{name}" if model else name)
@@ -157,9 +143,8 @@ class DeepSpeedConfig:
     def _deepspeed_file(self, model: str) -> tuple[str, str | None]:
         """The name of the flag, and the file of ``model``."""
         own = f"{model}_deepspeed_config"
-        if model and getattr(self, own):
-            return own, getattr(self, own)
-        return "deepspeed_config", self.deepspeed_config
+        name = own if model and getattr(self, own) else "deepspeed_config"
+        return name, getattr(self, name)
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, Any]]:
@@ -184,8 +169,6 @@ class DeepSpeedConfig:
             "optimizer.params.weight_decay": f"{prefix}weight_decay",
             "optimizer.params.betas": "adam_betas",
             "scheduler.params.warmup_num_steps": "num_warmup_steps",
-            "fp16.initial_scale_power": "initial_scale_power",
-            "fp16.loss_scale_window": "loss_scale_window",
         }
         decided: dict[str, tuple[str, tuple[Any, ...]]] = {
             key: (f"--{name} {value}", (value,))

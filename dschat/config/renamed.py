@@ -22,6 +22,7 @@ class Renamed:
     # The value of that flag, or an item of its list; VALUE is the old flag's. Empty: none, ignored.
     form: str = VALUE
     accepts: Optional[type] = None  # the type of the old flag's values, if it still works
+    stays: bool = False  # in records: whether today's flag has the same setting is not known
 
 
 RENAMED = {
@@ -36,6 +37,10 @@ RENAMED = {
     "print_answers": Renamed("sample_steps", "", accepts=bool),
     "deepspeed": Renamed("deepspeed_config", accepts=str),  # without a value: ignored
     "local_rank": Renamed("deepspeed_config", "", accepts=int),  # set by launchers
+    **{
+        key: Renamed("deepspeed_config", f"FILE, with fp16.{key}", stays=True)
+        for key in ("initial_scale_power", "loss_scale_window")
+    },
     "num_padding_at_beginning": Renamed("deepspeed_config", "", accepts=int),
 }
 
@@ -51,10 +56,11 @@ def accepted(names: Collection[str]) -> dict[str, type]:
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` by the flags of today."""
-    result = {name: value for name, value in values.items() if name not in RENAMED}
+    moved = {name: now for name, now in RENAMED.items() if not now.stays}
+    result = {name: value for name, value in values.items() if name not in moved}
     if isinstance(result.get("offload"), bool):
         result["offload"] = ["auto"] if result["offload"] else None
-    for name, now in RENAMED.items():
+    for name, now in moved.items():
         value, given = values.get(name), result.get(now.flag)
         if value is None or value is False or not now.form:
             continue
