@@ -14,6 +14,8 @@ from dschat.config.fields import flag, speed_flag
 _KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")
 # Estimators that compare several answers to the same prompt.
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+# Clip ranges below and above 1, by --policy_loss.
+CLIPRANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
 @dataclass
@@ -71,18 +73,11 @@ class AlgorithmConfig:
     policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
         "ppo", "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo)."
     )
-    cliprange: Optional[float] = flag(
-        None, "Clip range of ppo's probability ratio, both sides; default: 0.2.", gt=0
-    )
-    cliprange_low: Optional[float] = flag(
+    cliprange: Optional[list[float]] = flag(
         None,
-        "Clip range below 1; default: --cliprange for ppo, 3e-4 for gspo, 1 for cispo.",
+        "Clip range of the probability ratio, below and above 1, or one number for both sides; "
+        "default: 0.2 for ppo, 3e-4 4e-4 for gspo, 1 4 for cispo.",
         gt=0,
-        le=1,
-        remedy=": a ratio is never negative",
-    )
-    cliprange_high: Optional[float] = flag(
-        None, "Clip range above 1; default: --cliprange for ppo, 4e-4 for gspo, 4 for cispo.", gt=0
     )
     dual_clip: Optional[float] = flag(
         None,
@@ -161,13 +156,8 @@ class AlgorithmConfig:
     @property
     def cliprange_sides(self) -> tuple[float, float]:
         """Clip range of the ratio (below 1, above 1)."""
-        ppo = 0.2 if self.cliprange is None else self.cliprange
-        defaults = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-        low, high = defaults.get(self.policy_loss, (ppo, ppo))
-        return (
-            low if self.cliprange_low is None else self.cliprange_low,
-            high if self.cliprange_high is None else self.cliprange_high,
-        )
+        given = self.cliprange or CLIPRANGES[self.policy_loss]
+        return given[0], given[-1]
 
     @property
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
@@ -185,11 +175,13 @@ class AlgorithmConfig:
         return (self.rollout_is_min if self.rollout_is == "icepop" else 0.0, high)
 
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
+        low, num_sides = self.cliprange_sides[0], len(self.cliprange or (0, 0))
         require(
-            self.cliprange is None or self.policy_loss == "ppo",
-            f"--cliprange {self.cliprange} is for --policy_loss ppo; with {self.policy_loss} "
-            "give --cliprange_low and --cliprange_high, or leave it out",
+            num_sides == 2 or (num_sides == 1 and self.policy_loss == "ppo"),
+            f"--cliprange {' '.join(map(str, self.cliprange or ()))}: give two numbers, the ranges "
+            "below and above 1, or leave it out; one number, for both, is for --policy_loss ppo",
         )
+        require(low <= 1, f"--cliprange {low} below 1 must be at most 1: a ratio is never negative")
         require(
             self.dual_clip is None or self.policy_loss == "ppo",
             f"--dual_clip is for --policy_loss ppo; leave it out with {self.policy_loss}",

@@ -205,8 +205,8 @@ class _Parser(argparse.ArgumentParser):
             action = group.add_argument(*names, **_options(f, hints[f.name]))
             if not f.metadata.get("short"):
                 self.not_short.append(action)
-            if action.const is True or isinstance(action, _Words):
-                off = None if isinstance(action, _Words) else False
+            if action.const is not None:
+                off = False if action.const is True else None
                 no: dict[str, Any] = {"dest": f.name, "action": "store_const", "const": off}
                 self.add_argument(f"--no_{f.name}", help=argparse.SUPPRESS, **no)
         for name, kind in renamed.accepted(hints).items():

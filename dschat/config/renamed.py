@@ -8,10 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from dschat.config.algorithm import CLIPRANGES
 from dschat.config.errors import did_you_mean
-
-VALUE = "VALUE"
-_SWITCHES = ("true", "false")  # `--deepspeed true` names no file
 
 
 @dataclass(frozen=True)
@@ -19,29 +17,35 @@ class Renamed:
     """What became of an old flag."""
 
     flag: str  # of today, which has the setting
-    # The value of that flag, or an item of its list; VALUE is the old flag's. Empty: none, ignored.
-    form: str = VALUE
+    form: str  # what follows that flag, in messages
     accepts: Optional[type] = None  # the type of the old flag's values, if it still works
+    is_item: bool = False  # whether ``form`` is an item of today's list, where the old flag is on
     stays: bool = False  # in records: whether today's flag has the same setting is not known
 
 
+def _offloads(part: str, accepts: Optional[type] = None) -> Renamed:
+    return Renamed("offload", part, accepts, is_item=True)
+
+
+_SCALING = ("initial_scale_power", "loss_scale_window")
 RENAMED = {
-    "offload_optimizer": Renamed("offload", "optimizer"),
-    "offload_parameters": Renamed("offload", "params"),
-    "offload_params": Renamed("offload", "params"),
-    "offload_param": Renamed("offload", "params"),
-    "offload_reference_model": Renamed("offload", "reference", accepts=bool),
-    "offload_reward_model": Renamed("offload", "reward"),
-    "offload_teacher_model": Renamed("offload", "teacher"),
-    "offload_training_states": Renamed("offload", "rollout"),
-    "print_answers": Renamed("sample_steps", "", accepts=bool),
-    "deepspeed": Renamed("deepspeed_config", accepts=str),  # without a value: ignored
-    "local_rank": Renamed("deepspeed_config", "", accepts=int),  # set by launchers
-    **{
-        key: Renamed("deepspeed_config", f"FILE, with fp16.{key}", stays=True)
-        for key in ("initial_scale_power", "loss_scale_window")
-    },
-    "num_padding_at_beginning": Renamed("deepspeed_config", "", accepts=int),
+    "offload_optimizer": _offloads("optimizer"),
+    "offload_parameters": _offloads("params"),
+    "offload_params": _offloads("params"),
+    "offload_param": _offloads("params"),
+    "offload_reference_model": _offloads("reference", accepts=bool),
+    "offload_reward_model": _offloads("reward"),
+    "offload_teacher_model": _offloads("teacher"),
+    "offload_training_states": _offloads("rollout"),
+    "cliprange_low": Renamed("cliprange", "LOW HIGH"),
+    "cliprange_high": Renamed("cliprange", "LOW HIGH"),
+    "best_metric": Renamed("keep_best", "METRIC"),
+    "deepspeed": Renamed("deepspeed_config", "FILE", accepts=str),
+    **{k: Renamed("deepspeed_config", f"FILE, with fp16.{k}", stays=True) for k in _SCALING},
+    # without effect
+    "print_answers": Renamed("sample_steps", "N", accepts=bool),
+    "num_padding_at_beginning": Renamed("deepspeed_config", "FILE", accepts=int),
+    "local_rank": Renamed("deepspeed_config", "FILE", accepts=int),  # set by launchers
 }
 
 
@@ -57,17 +61,29 @@ def accepted(names: Collection[str]) -> dict[str, type]:
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` by the flags of today."""
     moved = {name: now for name, now in RENAMED.items() if not now.stays}
-    result = {name: value for name, value in values.items() if name not in moved}
-    if isinstance(result.get("offload"), bool):
-        result["offload"] = ["auto"] if result["offload"] else None
+    result = {name: value for name, value in values.items() if name not in moved} | _merged(values)
     for name, now in moved.items():
-        value, given = values.get(name), result.get(now.flag)
-        if value is None or value is False or not now.form:
-            continue
-        if now.form == VALUE:
-            result[now.flag] = given or (None if str(value).lower() in _SWITCHES else value)
-        else:
-            result[now.flag] = [*(given or ()), now.form.replace(VALUE, str(value))]
+        if now.is_item and values.get(name):
+            result[now.flag] = [*(result.get(now.flag) or ()), now.form]
+    return result
+
+
+def _merged(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of today that were several flags, or had another type."""
+    result: dict[str, Any] = {}
+    offload, file, best = (values.get(name) for name in ("offload", "deepspeed", "keep_best"))
+    if isinstance(offload, bool):
+        result["offload"] = ["auto"] if offload else None
+    if isinstance(file, str) and file.lower() not in ("true", "false"):
+        result["deepspeed_config"] = values.get("deepspeed_config") or file
+    if isinstance(best, bool):
+        result["keep_best"] = (values.get("best_metric") or "eval/score") if best else None
+    both, *sides = (values.get(f"cliprange{side}") for side in ("", "_low", "_high"))
+    if any(sides):
+        usual = [both] * 2 if both else CLIPRANGES[values.get("policy_loss", "ppo")]
+        result["cliprange"] = [given or side for given, side in zip(sides, usual, strict=True)]
+    elif isinstance(both, float):
+        result["cliprange"] = [both]
     return result
 
 

@@ -51,7 +51,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
         "cosine", "Learning-rate schedule over optimizer steps."
     )
     num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", ge=0)
-    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
+    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.", ge=0, lt=1)
     num_train_epochs: int = flag(1, "Passes over this step's share of the data.", short=True, ge=1)
     max_steps: int = flag(
         0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
@@ -82,8 +82,8 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             "--streaming needs --max_steps: the length of an epoch is not known",
         )
         require(
-            len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
-            f"--adam_betas {self.adam_betas} must be two numbers in [0, 1)",
+            len(self.adam_betas) == 2,
+            f"--adam_betas {self.adam_betas} must be two numbers",
         )
         require(
             not (self.resume and self.overwrite_output_dir),
@@ -315,9 +315,12 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         32, "Held-out prompts per evaluation batch and process.", ge=1
     )
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
-    keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
-    best_metric: str = flag(
-        "eval/score", "Metric of --keep_best; higher is better.", needs="keep_best"
+    keep_best: Optional[str] = flag(
+        None,
+        "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
+        "better; without a value: eval/score.",
+        nargs="?",
+        const="eval/score",
     )
     sample_steps: int = log_flag(
         10,
@@ -381,8 +384,8 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         )
         self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
         require(
-            self.best_metric.startswith("eval/"),
-            f"--best_metric {self.best_metric} is not an evaluation metric such as eval/score",
+            self.keep_best is None or self.keep_best.startswith("eval/"),
+            f"--keep_best {self.keep_best} is not an evaluation metric such as eval/score",
         )
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
         require(

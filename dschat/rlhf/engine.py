@@ -327,7 +327,7 @@ class DeepSpeedRLHFEngine:
 
     def _saved_bytes(self) -> list[int]:
         """Bytes of each model folder that the run writes."""
-        actors = 1 + self.args.enable_ema + self.args.keep_best
+        actors = 1 + self.args.enable_ema + bool(self.args.keep_best)
         critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic))]
         return [weight_bytes(unwrap(self.actor))] * actors + critics
 

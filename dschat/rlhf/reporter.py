@@ -83,7 +83,7 @@ class Reporter:
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
         is_kept = values.get("best_print") == self._best_print
-        if is_kept and values["best_metric"] == self._args.best_metric:
+        if is_kept and values["best_metric"] == self._args.keep_best:
             self._best = values["best"]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
@@ -91,7 +91,7 @@ class Reporter:
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "best_metric": self._args.best_metric}
+        state.values |= {"best": self._best, "best_metric": self._args.keep_best}
         state.values["best_print"] = self._best_print
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
@@ -139,8 +139,8 @@ class Reporter:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
-        name = self._args.best_metric
-        if not self._args.keep_best:
+        name = self._args.keep_best
+        if name is None:
             return
         require_metric(name, metrics)
         if metrics[name] > self._best:

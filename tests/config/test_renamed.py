@@ -24,6 +24,17 @@ OLD = {
     ),
 }
 OLD["without effect"] = ({"num_padding_at_beginning": 1, "deepspeed": "true"}, {})
+OLD["clip range"] = (
+    {"cliprange": None, "cliprange_low": 0.2, "cliprange_high": 0.28},
+    {"cliprange": [0.2, 0.28]},
+)
+OLD["one clip range"] = ({"cliprange": 0.1, "cliprange_high": None}, {"cliprange": [0.1]})
+OLD["one side"] = (
+    {"policy_loss": "cispo", "cliprange": None, "cliprange_high": 5.0},
+    {"policy_loss": "cispo", "cliprange": [1.0, 5.0]},
+)
+OLD["best"] = ({"keep_best": True, "best_metric": "eval/kl"}, {"keep_best": "eval/kl"})
+OLD["no best"] = ({"keep_best": False, "best_metric": "eval/score"}, {"keep_best": None})
 OLD["a file"] = ({"deepspeed": "ds.json"}, {"deepspeed_config": "ds.json"})
 older = pytest.mark.parametrize(("old", "now"), OLD.values(), ids=OLD)
 
