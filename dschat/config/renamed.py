@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from dschat.config.algorithm import CLIPRANGES
+from dschat.config.data import ROLES
 from dschat.config.errors import did_you_mean
 
 
@@ -29,6 +30,7 @@ def _offloads(part: str, accepts: Optional[type] = None) -> Renamed:
 
 _SCALING = ("initial_scale_power", "loss_scale_window")
 RENAMED = {
+    **{f"{role}_column": Renamed("columns", f"{role}=COLUMN", is_item=True) for role in ROLES},
     "offload_optimizer": _offloads("optimizer"),
     "offload_parameters": _offloads("params"),
     "offload_params": _offloads("params"),
@@ -64,7 +66,8 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     result = {name: value for name, value in values.items() if name not in moved} | _merged(values)
     for name, now in moved.items():
         if now.is_item and values.get(name):
-            result[now.flag] = [*(result.get(now.flag) or ()), now.form]
+            item = now.form.replace("COLUMN", str(values[name]))
+            result[now.flag] = [*(result.get(now.flag) or ()), item]
     return result
 
 

@@ -35,6 +35,10 @@ OLD["one side"] = (
 )
 OLD["best"] = ({"keep_best": True, "best_metric": "eval/kl"}, {"keep_best": "eval/kl"})
 OLD["no best"] = ({"keep_best": False, "best_metric": "eval/score"}, {"keep_best": None})
+OLD["columns"] = (
+    {"prompt_column": "q", "chosen_column": "a=b", "messages_column": None},
+    {"columns": ["prompt=q", "chosen=a=b"]},
+)
 OLD["a file"] = ({"deepspeed": "ds.json"}, {"deepspeed_config": "ds.json"})
 older = pytest.mark.parametrize(("old", "now"), OLD.values(), ids=OLD)
 
