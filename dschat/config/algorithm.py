@@ -124,11 +124,12 @@ class AlgorithmConfig:
     rollout_is: Literal["off", "tis", "icepop"] = flag(
         "off",
         "Importance weights, training / rollout probability, per token: truncated at "
-        "--rollout_is_max (tis), or masked outside [--rollout_is_min, --rollout_is_max] (icepop).",
+        "the end of --rollout_is_range (tis), or masked outside it (icepop).",
     )
-    rollout_is_min: float = flag(0.5, "Smallest importance weight that icepop keeps.")
-    rollout_is_max: Optional[float] = flag(
-        None, "Largest importance weight; default: 2 for tis, 5 for icepop."
+    rollout_is_range: Optional[list[float]] = flag(
+        None,
+        "Smallest importance weight that icepop keeps, and the largest that both keep; default: "
+        "0.5 2 for tis, 0.5 5 for icepop.",
     )
 
     @property
@@ -169,10 +170,11 @@ class AlgorithmConfig:
         return "constant" if self.advantage_estimator == "dr_grpo" else "token"
 
     @property
-    def rollout_is_range(self) -> tuple[float, float]:
+    def importance_range(self) -> tuple[float, float]:
         """Importance weights that are used unchanged: (smallest, largest)."""
-        high = self.rollout_is_max or {"icepop": 5.0}.get(self.rollout_is, 2.0)
-        return (self.rollout_is_min if self.rollout_is == "icepop" else 0.0, high)
+        is_icepop = self.rollout_is == "icepop"
+        low, high = self.rollout_is_range or (0.5, 5.0 if is_icepop else 2.0)
+        return (low if is_icepop else 0.0, high)
 
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
         low, num_sides = self.cliprange_sides[0], len(self.cliprange or (0, 0))
@@ -213,15 +215,15 @@ class AlgorithmConfig:
             f"--overlong_buffer_len {self.overlong_buffer_len} must be less than "
             f"--max_answer_seq_len {max_answer_seq_len}",
         )
-        high = self.rollout_is_range[1]
         require(
             self.rollout_is == "off" or self.old_logprobs != "rollout",
             f"--rollout_is {self.rollout_is} needs --old_logprobs recompute: with the rollout's "
             "log-probs the ratio already includes the correction",
         )
+        weights = self.rollout_is_range or (0.5, 2.0)
         require(
-            0 <= self.rollout_is_min < 1 <= high,
-            f"--rollout_is_min {self.rollout_is_min} must be in [0, 1) and --rollout_is_max {high} "
+            len(weights) == 2 and 0 <= weights[0] < 1 <= weights[1],
+            f"--rollout_is_range {' '.join(map(str, weights))} must be two numbers, in [0, 1) and "
             "at least 1: the weight of equal probabilities is 1",
         )
 

@@ -4,7 +4,7 @@ refused in one line with the new form.
 Settings that older versions recorded are translated by the same table.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -42,6 +42,12 @@ RENAMED = {
     "cliprange_low": Renamed("cliprange", "LOW HIGH"),
     "cliprange_high": Renamed("cliprange", "LOW HIGH"),
     "best_metric": Renamed("keep_best", "METRIC"),
+    "rollout_is_min": Renamed("rollout_is_range", "MIN MAX"),
+    "rollout_is_max": Renamed("rollout_is_range", "MIN MAX"),
+    "add_eot_token": Renamed("eot_token", "TOKEN", accepts=bool),
+    "unsupervised_dataset_config_name": Renamed(
+        "unsupervised_dataset_name", "NAME:CONFIG", accepts=str
+    ),
     "deepspeed": Renamed("deepspeed_config", "FILE", accepts=str),
     **{k: Renamed("deepspeed_config", f"FILE, with fp16.{k}", stays=True) for k in _SCALING},
     # without effect
@@ -73,21 +79,29 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of today that were several flags, or had another type."""
-    result: dict[str, Any] = {}
-    offload, file, best = (values.get(name) for name in ("offload", "deepspeed", "keep_best"))
-    if isinstance(offload, bool):
-        result["offload"] = ["auto"] if offload else None
-    if isinstance(file, str) and file.lower() not in ("true", "false"):
-        result["deepspeed_config"] = values.get("deepspeed_config") or file
-    if isinstance(best, bool):
-        result["keep_best"] = (values.get("best_metric") or "eval/score") if best else None
-    both, *sides = (values.get(f"cliprange{side}") for side in ("", "_low", "_high"))
-    if any(sides):
-        usual = [both] * 2 if both else CLIPRANGES[values.get("policy_loss", "ppo")]
-        result["cliprange"] = [given or side for given, side in zip(sides, usual, strict=True)]
+    new: dict[str, Any] = {}
+    old: Callable[[str], Any] = values.get
+    if isinstance(old("offload"), bool):
+        new["offload"] = ["auto"] if old("offload") else None
+    if isinstance(old("deepspeed"), str) and old("deepspeed").lower() not in ("true", "false"):
+        new["deepspeed_config"] = old("deepspeed_config") or old("deepspeed")
+    if isinstance(old("keep_best"), bool):
+        new["keep_best"] = (old("best_metric") or "eval/score") if old("keep_best") else None
+    if old("add_eot_token") is not None:
+        new["eot_token"] = (old("eot_token") or "<|endoftext|>") if old("add_eot_token") else None
+    if old("unsupervised_dataset_name") and old("unsupervised_dataset_config_name"):
+        names = old("unsupervised_dataset_name"), old("unsupervised_dataset_config_name")
+        new["unsupervised_dataset_name"] = ":".join(names)
+    both, low, high = (old(f"cliprange{side}") for side in ("", "_low", "_high"))
+    if low or high:
+        sides = [both] * 2 if both else CLIPRANGES[old("policy_loss") or "ppo"]
+        new["cliprange"] = [low or sides[0], high or sides[1]]
     elif isinstance(both, float):
-        result["cliprange"] = [both]
-    return result
+        new["cliprange"] = [both]
+    low, high = values.get("rollout_is_min", 0.5), old("rollout_is_max")
+    if low != 0.5 or high:
+        new["rollout_is_range"] = [low, high or (5.0 if old("rollout_is") == "icepop" else 2.0)]
+    return new
 
 
 def hint(name: str, names: Collection[str], prefix: str = "") -> str:

@@ -63,11 +63,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     )
     trust_remote_code: bool = place_flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
-    add_eot_token: bool = flag(
-        False, "End answers with --eot_token; add it to tokenizer and embedding if missing."
-    )
-    eot_token: str = flag(
-        "<|endoftext|>", "End-of-turn token of --add_eot_token.", needs="add_eot_token"
+    eot_token: Optional[str] = flag(
+        None,
+        "End answers with this token, added to tokenizer and embedding if missing; default: EOS.",
     )
     chat_template: Optional[str] = flag(
         None, "File with a Jinja chat template; default: the tokenizer's.", reads="files"
@@ -90,15 +88,10 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
         )
         require(
-            not self.add_eot_token or bool(self.eot_token.strip()),
+            self.eot_token is None or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
         self.validate_deepspeed()
-
-    @property
-    def end_of_turn(self) -> Optional[str]:
-        """The token that ends an answer in place of EOS; None: EOS."""
-        return self.eot_token if self.add_eot_token else None
 
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
@@ -261,10 +254,10 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         0.992, "Decay of --enable_ema per optimizer step.", ge=0, le=1, needs="enable_ema"
     )
     unsupervised_dataset_name: Optional[str] = flag(
-        None, "Text of the pretraining loss (ptx): a hub name or a local file.", reads="files"
-    )
-    unsupervised_dataset_config_name: Optional[str] = flag(
-        None, "Configuration of --unsupervised_dataset_name on the hub."
+        None,
+        "Text of the pretraining loss (ptx): a local file or a hub name (`NAME:CONFIG` for one "
+        "configuration).",
+        reads="files",
     )
     unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
     unsup_coef: float = flag(

@@ -35,6 +35,20 @@ OLD["one side"] = (
 )
 OLD["best"] = ({"keep_best": True, "best_metric": "eval/kl"}, {"keep_best": "eval/kl"})
 OLD["no best"] = ({"keep_best": False, "best_metric": "eval/score"}, {"keep_best": None})
+OLD["icepop"] = (
+    {"rollout_is": "icepop", "rollout_is_min": 0.2, "rollout_is_max": None},
+    {"rollout_is": "icepop", "rollout_is_range": [0.2, 5.0]},
+)
+OLD["tis"] = (
+    {"rollout_is": "tis", "rollout_is_min": 0.5, "rollout_is_max": None},
+    {"rollout_is": "tis"},
+)
+OLD["end of turn"] = ({"add_eot_token": True, "eot_token": "<|x|>"}, {"eot_token": "<|x|>"})
+OLD["no end of turn"] = ({"add_eot_token": False, "eot_token": "<|x|>"}, {"eot_token": None})
+OLD["text"] = (
+    {"unsupervised_dataset_name": "wikitext", "unsupervised_dataset_config_name": "103"},
+    {"unsupervised_dataset_name": "wikitext:103"},
+)
 OLD["columns"] = (
     {"prompt_column": "q", "chosen_column": "a=b", "messages_column": None},
     {"columns": ["prompt=q", "chosen=a=b"]},
@@ -71,6 +85,18 @@ def test_an_old_flag_works_or_names_the_new_one(name):
         parser.given(RLHFConfig, [f"--{name}", "1"])
     with pytest.raises(UserError, match=f"here: unknown key {name}{line}"):
         parser.values_of(RLHFConfig, {name: 1}, "here")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--add_eot_token", "<|endoftext|>"),
+        ("--eot_token <|x|> --add-eot-token", "<|x|>"),
+        ("--eot_token <|x|>", "<|x|>"),
+    ],
+)
+def test_the_end_of_a_turn(argv, expected):
+    assert parser.given(SFTConfig, argv.split()) == {"eot_token": expected}
 
 
 def test_a_file_may_have_the_flags_of_deepspeed_chat():

@@ -192,7 +192,7 @@ def build_supervised(case: Case, models: Path, out: Path):
     )
     case.apply_options(config)
     set_seed(config.seed)
-    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.end_of_turn)
+    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.eot_token)
     zero = zero_settings(config)
     flag = "--model_name_or_path"
     if case.step == "reward":

@@ -40,7 +40,7 @@ TWO = [
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
 ]
 SLOW = [
-    Case("sft", 3, 4, options=(("add_eot_token", True),)),
+    Case("sft", 3, 4, options=(("eot_token", "<|endoftext|>"),)),
     Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
     Case("sft", 2, 4, model="opt", options=LORA),
     Case("sft", 3, 4, model="gpt2", options=LORA),

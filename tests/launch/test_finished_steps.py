@@ -53,7 +53,7 @@ def finish(config, num_processes=1):
             "rows a step: 4 -> 2",
         ),
         ({}, {"dtype": "bf16"}, "dtype: auto -> bf16"),
-        ({"add_eot_token": True}, {"add_eot_token": True, "eot_token": "<|x|>"}, "eot_token: "),
+        ({}, {"eot_token": "<|x|>"}, "eot_token: none -> <|x|>"),
         # no difference
         ({}, {}, ""),
         ({}, {"model_name_or_path": None}, ""),  # not given
@@ -63,7 +63,7 @@ def finish(config, num_processes=1):
         ({"adam_betas": [0.9, 0.95]}, {"adam_betas": [0.9, 0.95]}, ""),
         ({"packing": "auto"}, {"packing": "off"}, ""),
         ({}, {"dtype": "fp32"}, ""),  # what auto is on a CPU
-        ({}, {"eot_token": "<|x|>"}, ""),  # has no effect
+        ({}, {"shuffle_buffer_size": 5}, ""),  # has no effect
     ],
 )
 def test_what_counts_as_a_difference(then, now, expected):

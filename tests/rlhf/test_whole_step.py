@@ -68,12 +68,10 @@ def the_rest(number, estimator, loss):
         "clip_reward": one_of(None, 0.4),
         "old_logprobs": one_of("recompute", "recompute", "rollout"),
         "rollout_is": "off",
-        "rollout_is_max": None,
     }
     if options["old_logprobs"] == "recompute":
         options["rollout_is"] = one_of("off", "tis", "icepop")
-        options["rollout_is_min"] = 0.9
-        options["rollout_is_max"] = 1.1
+        options["rollout_is_range"] = [0.9, 1.1]
     return options
 
 
