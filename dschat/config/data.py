@@ -22,7 +22,7 @@ from dschat.config.fields import (
 ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 
 
-def columns_by_role(columns: Optional[list[str]], roles: Sequence[str]) -> dict[str, Any]:
+def columns_by_role(columns: Optional[list[str]], roles: Sequence[str] = ROLES) -> dict[str, Any]:
     """The items ROLE=COLUMN of ``--columns``; ``UserError`` for one of another form."""
     found: dict[str, Any] = {}
     for item in columns or ():
@@ -67,7 +67,6 @@ class DataConfig:
         "chosen and rejected: answers; messages: a chat; answers: a list of ranked answers, e.g. "
         "completions.*.response; ranks or scores: a number for each, the lowest rank or the "
         "highest score is best.",
-        short=True,
     )
     seed: int = flag(
         1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1
@@ -95,17 +94,12 @@ class DataConfig:
         parts = tuple(float(p) for p in self.data_split.split(","))
         return parts  # type: ignore[return-value]
 
-    @property
-    def columns_by_role(self) -> dict[str, Any]:
-        """``--columns`` as role -> column."""
-        return columns_by_role(self.columns, ROLES)
-
     def validate_data(self) -> None:
         require(
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
         )
-        roles = self.columns_by_role.keys()
+        roles = columns_by_role(self.columns).keys()
         require(
             ("answers" in roles) == (("ranks" in roles) != ("scores" in roles)),
             "--columns answers=COLUMN needs either ranks=COLUMN or scores=COLUMN, and they need it",

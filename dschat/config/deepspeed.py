@@ -7,7 +7,7 @@ answers before either loads.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
@@ -21,9 +21,6 @@ _SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 _MEMORY = ("cpu", "nvme")
 FROZEN = ("reference", "reward", "teacher")
-_Part = Literal[
-    "auto", "optimizer", "params", "reference", "reward", "teacher", "frozen", "rollout"
-]
 
 
 @dataclass
@@ -37,14 +34,12 @@ class DeepSpeedConfig:
         "are the file's. --dtype auto follows the file.",
         reads="files",
     )
-    offload: Optional[list[_Part]] = speed_flag(
+    offload: Optional[list[str]] = speed_flag(
         None,
-        "Keep in CPU memory. optimizer: optimizer states and fp32 master weights, updated there "
-        "(raises ZeRO stages 0 and 1 to 2). params: ZeRO-3 shards of trained models. reference, "
-        "reward, teacher: weights of that model; frozen: of all three. rollout: optimizer states "
-        "while the actor generates. auto, or no value: optimizer, and params under ZeRO-3.",
+        "Keep in CPU memory: optimizer, params (ZeRO-3), reference, reward, teacher, frozen (those "
+        "three), rollout (optimizer states in rollouts); no value or auto: the first two.",
         short=True,
-        const="auto",
+        nargs="*",
     )
 
     if TYPE_CHECKING:  # Declared by the step's dataclass; an annotation would make these flags.
@@ -122,8 +117,8 @@ class DeepSpeedConfig:
         for part in self.offload or ():
             require(
                 part in self.offload_values,
-                f"--offload {part} is not for this step, which has "
-                f"{', '.join(self.offload_values)}; leave it out (train.py: --step3.offload)",
+                f"--offload {part}: choose from {', '.join(self.offload_values)} (train.py: "
+                "--step3.offload has more)",
             )
         require(
             not self.offloads("params") or bool(sharded),

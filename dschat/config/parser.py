@@ -80,7 +80,7 @@ def given(
 
 def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``mapping`` (from YAML) as typed fields; ``where`` is the start of every error message."""
-    names = key_names(config_class)
+    names = {f.name for f in fields(config_class)}
     values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
     for key, value in values.items():
         if key not in names:
@@ -96,7 +96,7 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
 
 
 def _takes_list(config_class: type, name: str) -> bool:
-    return "list[" in str(get_type_hints(config_class).get(name))
+    return "list[" in str(get_type_hints(config_class)[name])
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
@@ -114,12 +114,6 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
         else:
             argv += [f"--{name}", str(value).lower() if value is False else str(value)]
     return argv
-
-
-def key_names(config_class: type) -> set[str]:
-    """The keys that a YAML file may have for ``config_class``: fields, and old names."""
-    names = {f.name for f in fields(config_class)}
-    return names | renamed.accepted(names).keys()
 
 
 def flag_names(config_class: type) -> set[str]:
@@ -205,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
             action = group.add_argument(*names, **_options(f, hints[f.name]))
             if not f.metadata.get("short"):
                 self.not_short.append(action)
-            if action.const is not None:
+            if action.const is not None or action.nargs == "*":
                 off = False if action.const is True else None
                 no: dict[str, Any] = {"dest": f.name, "action": "store_const", "const": off}
                 self.add_argument(f"--no_{f.name}", help=argparse.SUPPRESS, **no)
@@ -237,24 +231,6 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{flag} {problem}")
 
 
-class _Words(argparse.Action):
-    """A list of ``known`` words, separated by spaces or commas. No value, or true: the constant."""
-
-    def __init__(self, known: Sequence[str], **options: Any):
-        super().__init__(nargs="*", metavar="WORD", **options)
-        self._known = known
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        words = [word for value in values for word in value.split(",") if word] or ["true"]
-        if len(words) == 1 and words[0].lower() in _TRUTHS:
-            words = [self.const] if _TRUTHS[words[0].lower()] else []
-        for word in words:
-            if word not in self._known:
-                choices = f"invalid choice: {word!r} (choose from {', '.join(self._known)})"
-                raise argparse.ArgumentError(self, choices)
-        setattr(namespace, self.dest, words or None)
-
-
 class _Help(argparse.Action):
     """Prints the short flags, or with ``all`` every flag, and exits."""
 
@@ -281,9 +257,7 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
         hint = get_args(hint)[0]
     if get_origin(hint) is list:
         hint = get_args(hint)[0]
-        if get_origin(hint) is Literal:
-            return options | {"action": partial(_Words, get_args(hint))}
-        options["nargs"] = "+"
+        options.setdefault("nargs", "+")
     if get_origin(hint) is Literal:
         return options | {"choices": get_args(hint)}
     options["type"] = partial(_read, hint)

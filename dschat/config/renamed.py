@@ -5,84 +5,62 @@ Settings that older versions recorded are translated by the same table.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from dschat.config.algorithm import CLIPRANGES
 from dschat.config.data import ROLES
 from dschat.config.errors import did_you_mean
 
-
-@dataclass(frozen=True)
-class Renamed:
-    """What became of an old flag."""
-
-    flag: str  # of today, which has the setting
-    form: str  # what follows that flag, in messages
-    accepts: Optional[type] = None  # the type of the old flag's values, if it still works
-    is_item: bool = False  # whether ``form`` is an item of today's list, where the old flag is on
-    stays: bool = False  # in records: whether today's flag has the same setting is not known
-
-
-def _offloads(part: str, accepts: Optional[type] = None) -> Renamed:
-    return Renamed("offload", part, accepts, is_item=True)
-
-
-_SCALING = ("initial_scale_power", "loss_scale_window")
+# Old flag -> its flag of today, and the value there.
 RENAMED = {
-    **{f"{role}_column": Renamed("columns", f"{role}=COLUMN", is_item=True) for role in ROLES},
-    "offload_optimizer": _offloads("optimizer"),
-    "offload_parameters": _offloads("params"),
-    "offload_params": _offloads("params"),
-    "offload_param": _offloads("params"),
-    "offload_reference_model": _offloads("reference", accepts=bool),
-    "offload_reward_model": _offloads("reward"),
-    "offload_teacher_model": _offloads("teacher"),
-    "offload_training_states": _offloads("rollout"),
-    "cliprange_low": Renamed("cliprange", "LOW HIGH"),
-    "cliprange_high": Renamed("cliprange", "LOW HIGH"),
-    "best_metric": Renamed("keep_best", "METRIC"),
-    "rollout_is_min": Renamed("rollout_is_range", "MIN MAX"),
-    "rollout_is_max": Renamed("rollout_is_range", "MIN MAX"),
-    "add_eot_token": Renamed("eot_token", "TOKEN", accepts=bool),
-    "unsupervised_dataset_config_name": Renamed(
-        "unsupervised_dataset_name", "NAME:CONFIG", accepts=str
-    ),
-    "deepspeed": Renamed("deepspeed_config", "FILE", accepts=str),
-    **{k: Renamed("deepspeed_config", f"FILE, with fp16.{k}", stays=True) for k in _SCALING},
+    **{f"{role}_column": ("columns", f"{role}=COLUMN") for role in ROLES},
+    "offload_optimizer": ("offload", "optimizer"),
+    "offload_parameters": ("offload", "params"),
+    "offload_params": ("offload", "params"),
+    "offload_param": ("offload", "params"),
+    "offload_reference_model": ("offload", "reference"),
+    "offload_reward_model": ("offload", "reward"),
+    "offload_teacher_model": ("offload", "teacher"),
+    "offload_training_states": ("offload", "rollout"),
+    "cliprange_low": ("cliprange", "LOW HIGH"),
+    "cliprange_high": ("cliprange", "LOW HIGH"),
+    "best_metric": ("keep_best", "METRIC"),
+    "rollout_is_min": ("rollout_is_range", "MIN MAX"),
+    "rollout_is_max": ("rollout_is_range", "MIN MAX"),
+    "add_eot_token": ("eot_token", "TOKEN"),
+    "unsupervised_dataset_config_name": ("unsupervised_dataset_name", "NAME:CONFIG"),
+    "initial_scale_power": ("deepspeed_config", "FILE, with fp16.initial_scale_power"),
+    "loss_scale_window": ("deepspeed_config", "FILE, with fp16.loss_scale_window"),
+    "deepspeed": ("deepspeed_config", "FILE"),
     # without effect
-    "print_answers": Renamed("sample_steps", "N", accepts=bool),
-    "num_padding_at_beginning": Renamed("deepspeed_config", "FILE", accepts=int),
-    "local_rank": Renamed("deepspeed_config", "FILE", accepts=int),  # set by launchers
+    "print_answers": ("sample_steps", "N"),
+    "num_padding_at_beginning": ("deepspeed_config", "FILE"),
+    "local_rank": ("deepspeed_config", "FILE"),  # set by launchers
+}
+# Old flags that still work, by the types of their values: DeepSpeed-Chat's.
+_ACCEPTED = {
+    bool: ("offload_reference_model", "add_eot_token", "print_answers"),
+    str: ("unsupervised_dataset_config_name", "deepspeed"),
+    int: ("num_padding_at_beginning", "local_rank"),
 }
 
 
 def accepted(names: Collection[str]) -> dict[str, type]:
     """Old flags that a dataclass with fields ``names`` accepts, and the type of their values."""
     return {
-        old: now.accepts
-        for old, now in RENAMED.items()
-        if now.accepts is not None and now.flag in names
+        old: kind for kind, flags in _ACCEPTED.items() for old in flags if RENAMED[old][0] in names
     }
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` by the flags of today."""
-    moved = {name: now for name, now in RENAMED.items() if not now.stays}
-    result = {name: value for name, value in values.items() if name not in moved} | _merged(values)
-    for name, now in moved.items():
-        if now.is_item and values.get(name):
-            item = now.form.replace("COLUMN", str(values[name]))
-            result[now.flag] = [*(result.get(now.flag) or ()), item]
-    return result
-
-
-def _merged(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of today that were several flags, or had another type."""
-    new: dict[str, Any] = {}
     old: Callable[[str], Any] = values.get
-    if isinstance(old("offload"), bool):
-        new["offload"] = ["auto"] if old("offload") else None
+    new = {name: value for name, value in values.items() if name not in RENAMED}
+    if "offload" in values:
+        new["offload"] = _parts(values["offload"])
+    for name, (flag, item) in RENAMED.items():
+        if flag in ("offload", "columns") and old(name):
+            new[flag] = [*(new.get(flag) or ()), item.replace("COLUMN", str(old(name)))]
     if isinstance(old("deepspeed"), str) and old("deepspeed").lower() not in ("true", "false"):
         new["deepspeed_config"] = old("deepspeed_config") or old("deepspeed")
     if isinstance(old("keep_best"), bool):
@@ -104,11 +82,17 @@ def _merged(values: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
+def _parts(offload: Any) -> list[str] | None:
+    """``--offload`` as a list of words: they may be joined by commas, or be true or false."""
+    words = [] if isinstance(offload, bool) else [w for v in offload or () for w in v.split(",")]
+    if offload is None or offload is False or words in (["false"], ["no"]):
+        return None
+    return ["auto"] if words in ([], ["true"], ["yes"]) else words
+
+
 def hint(name: str, names: Collection[str], prefix: str = "") -> str:
     """The end of an error about the unknown flag ``name``: what replaced it, or the closest of
     ``names``.
     """
-    now = RENAMED.get(name)
-    if now is not None and now.flag in names:
-        return f"; it is now --{now.flag} {now.form}"
-    return did_you_mean(name, names, prefix)
+    flag, value = RENAMED.get(name, ("", ""))
+    return f"; it is now --{flag} {value}" if flag in names else did_you_mean(name, names, prefix)

@@ -6,22 +6,15 @@ which steps run.
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, Optional
 
-from dschat.config import (
-    CommonConfig,
-    RewardConfig,
-    RLHFConfig,
-    SFTConfig,
-    UserError,
-    parser,
-    renamed,
-)
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_types
+from dschat.config.renamed import hint
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
 
@@ -39,7 +32,7 @@ class TrainingStep:
     @property
     def fields(self) -> set[str]:
         """Fields that a recipe or a flag may set; ``output_dir`` follows from OUT."""
-        return parser.key_names(self.config_class) - {"output_dir"}
+        return {f.name for f in fields(self.config_class)} - {"output_dir"}
 
     @property
     def flags(self) -> set[str]:
@@ -280,8 +273,7 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
             names = set().union(*known.values(), parser.flag_names(TrainConfig))
-            hint = renamed.hint(name, names, prefix=f"--{prefix}{dot}")
-            raise UserError(f"unknown flag {typed}{hint}")
+            raise UserError(f"unknown flag {typed}{hint(name, names, f'--{prefix}{dot}')}")
         if not running.intersection(takers):
             steps = " and ".join(map(str, takers))
             raise UserError(f"{typed} is a flag of step {steps}; add the step to --step")
@@ -293,4 +285,4 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
 def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
     for key in mapping:
         if key not in names:
-            raise UserError(f"{where}: unknown key {key}{renamed.hint(str(key), names)}")
+            raise UserError(f"{where}: unknown key {key}{hint(str(key), names)}")

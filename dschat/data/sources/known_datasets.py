@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from dschat.config import UserError
-from dschat.config.data import ROLES, DataConfig
+from dschat.config.data import ROLES, DataConfig, columns_by_role
 from dschat.data.sources.turns import Unusable, vicuna_turns
 
 Row = dict[str, Any]
@@ -248,7 +248,7 @@ def choose_adapter(
         UserError: a named column is missing, or nothing fits; the line lists the source's columns.
     """
     present = listed(columns)
-    given = config.columns_by_role
+    given = columns_by_role(config.columns)
     for role, column in given.items():
         if not _has(columns, column):
             raise UserError(f"--columns {role}={column} is not in {name}; it has: {present}")
