@@ -96,7 +96,7 @@ class Case:
         """Set the options of this case; its files lie beside this module."""
         for name, value in self.options:
             if name.endswith("deepspeed_config"):
-                value = str(Path(__file__).with_name(value))
+                value = str(Path(__file__).parent / value)
             if name == "reward_fn":
                 value = [f"{Path(__file__).with_name('rewards_of_cases.py')}:{value}"]
             if name == "environment":
