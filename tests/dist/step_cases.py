@@ -77,7 +77,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        extras = "_".join(f"{k}-{v}" for k, v in self.options)
+        values = {k: "+".join(v) if k == "offload" else v for k, v in self.options}
+        extras = "_".join(f"{k}-{v}" for k, v in values.items())
         shares = "-".join(map(str, self.shares))
         parts = (
             self.step,
