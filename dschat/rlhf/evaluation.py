@@ -157,12 +157,12 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
     elif args.keep_best:
-        require_metric(args.best_metric, _metric_names(args, sources))
+        require_metric(args.keep_best, _metric_names(args, sources))
 
 
 def require_metric(name: str, names: Collection[str]) -> None:
     """Raise ``UserError`` where an evaluation has no metric ``name``."""
-    require(name in names, f"--best_metric {name} is not measured; choose from {', '.join(names)}")
+    require(name in names, f"--keep_best {name} is not measured; choose from {', '.join(names)}")
 
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:

@@ -83,7 +83,7 @@ class Reporter:
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
         is_kept = values.get("best_print") == self._best_print
-        if is_kept and values["best_metric"] == self._args.best_metric:
+        if is_kept and values["best_metric"] == self._args.keep_best:
             self._best = values["best"]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
@@ -91,7 +91,7 @@ class Reporter:
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "best_metric": self._args.best_metric}
+        state.values |= {"best": self._best, "best_metric": self._args.keep_best}
         state.values["best_print"] = self._best_print
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
@@ -108,9 +108,8 @@ class Reporter:
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
-        is_recorded = args.sample_steps > 0 and (done == 1 or done % args.sample_steps == 0)
-        if is_recorded or (args.print_answers and done % args.print_answers_interval == 0):
-            self._show_samples(experience, is_recorded)
+        if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
+            self._show_samples(experience)
         self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
         self._evaluate_if_due()
 
@@ -140,8 +139,8 @@ class Reporter:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
-        name = self._args.best_metric
-        if not self._args.keep_best:
+        name = self._args.keep_best
+        if name is None:
             return
         require_metric(name, metrics)
         if metrics[name] > self._best:
@@ -160,8 +159,8 @@ class Reporter:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
         logger.info("%s  (%s)", line, label)
 
-    def _show_samples(self, e: Experience, is_recorded: bool) -> None:
-        """Log sample answers; ``is_recorded``: also to samples.jsonl and the other sinks."""
+    def _show_samples(self, e: Experience) -> None:
+        """Log sample answers, also to samples.jsonl and the other sinks."""
         if not dist.is_main_process() or not e.num_sequences:
             return
         row = sample_row(
@@ -171,8 +170,7 @@ class Reporter:
             self._engine.has_reference,
         )
         table = answer_table(row)
-        if is_recorded:
-            self._log.write_samples(self._trainer.iteration, row, table)
+        self._log.write_samples(self._trainer.iteration, row, table)
         logger.info("sample answers\n%s", format_answers(table))
 
     def close(self) -> None:

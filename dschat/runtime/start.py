@@ -25,7 +25,7 @@ def start_step(config: CommonConfig, default_output_dir: str) -> None:
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or default_output_dir
-    settings = {f"--{k}": v for k, v in asdict(config).items() if k != "local_rank"}
+    settings = {f"--{k}": v for k, v in asdict(config).items()}
     # With a disk of its own a machine may have other files under the same names.
     dist.check_same(settings | {f"content of --{k}": v for k, v in contents_of(config).items()})
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))

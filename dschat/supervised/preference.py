@@ -85,7 +85,7 @@ def load_reference(
     """
     if not config.loads_reference:
         return None
-    frozen = zero.frozen(config.offload_reference_model)
+    frozen = zero.frozen(config.offloads("reference"))
     model = LanguageModel(load(frozen, 0.0), config.packing)
     return initialize_frozen(model, frozen)
 

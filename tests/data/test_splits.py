@@ -35,8 +35,8 @@ def pairs(num, prefix="p"):
         ({"prompt": "q", "completion": "a"}, {}),
         ({"prompt": "q", "response": "a"}, {}),
         ({"prompt": "q", "answer": "a", "id": 3}, {}),
-        ({"Frage": "q", "gut": "a"}, {"prompt_column": "Frage", "chosen_column": "gut"}),
-        ({"Frage": "q", "chosen": "a"}, {"prompt_column": "Frage"}),
+        ({"Frage": "q", "gut": "a"}, {"columns": ["prompt=Frage", "chosen=gut"]}),
+        ({"Frage": "q", "chosen": "a"}, {"columns": ["prompt=Frage"]}),
     ],
 )
 def test_text_columns(write, row, knobs):
@@ -48,7 +48,7 @@ def test_text_columns(write, row, knobs):
 
 def test_column_flags_override_the_usual_columns(write):
     path = write([{"prompt": "no", "q": "q", "chosen": "a", "rejected": "no", "worse": "b"}])
-    found = load(path, "reward", prompt_column="q", rejected_column="worse")
+    found = load(path, "reward", columns=["prompt=q", "rejected=worse"])
     assert found == [Example("q", "a", "b")]
 
 
@@ -151,8 +151,8 @@ GOOD = '{"prompt": "p", "chosen": "c"}\n'
         ("a.jsonl", GOOD.encode() + '{"prompt": "é"}\n'.encode("latin-1"), ["a.jsonl:2", "UTF-8"]),
         ("a.doc", "prompt,chosen\n", ["a.doc is not one of .json, .jsonl, .csv"]),
         ("a.csv", "prompt,chosen\n", ["a.csv is empty"]),
-        ("a.jsonl", '{"foo": "p", "bar": "c"}\n', ["foo, bar", "--prompt_column"]),
-        ("a.jsonl", '{"prompt": "p", "note": "c"}\n', ["--chosen_column", "prompt, note"]),
+        ("a.jsonl", '{"foo": "p", "bar": "c"}\n', ["foo, bar", "--columns prompt="]),
+        ("a.jsonl", '{"prompt": "p", "note": "c"}\n', ["--columns chosen=COLUMN", "prompt, note"]),
         ("a.jsonl", '{"prompt": "p", "chosen": ""}\n', ["no usable row", "empty", "a.jsonl:1"]),
     ],
 )
@@ -175,7 +175,7 @@ def test_errors_about_files_are_one_line(write, name, text, words):
         ("builtin/chat:0", {}, ["weight", "above 0"]),
         ("builtin/chat:-1", {}, ["weight", "above 0"]),
         ("builtin/chat:nan", {}, ["weight", "above 0"]),
-        ("builtin/chat", {"prompt_column": "Q"}, ["--prompt_column 'Q'", "demonstration"]),
+        ("builtin/chat", {"columns": ["prompt=Q"]}, ["--columns prompt=Q", "demonstration"]),
         ("builtin/chat", {"eval_data_path": ["gone.json"]}, ["--eval_data_path", "gone.json"]),
     ],
 )
@@ -188,7 +188,7 @@ def test_errors_about_names_are_one_line(path, knobs, words, monkeypatch):
 
 
 def test_step_2_says_that_it_needs_rejected_answers(write):
-    with pytest.raises(UserError, match=r"no rejected answers, which step 2 .*--rejected_column"):
+    with pytest.raises(UserError, match=r"no rejected answers, which step 2 .*--columns rejected="):
         load(write([{"prompt": "p", "chosen": "c"}]), "reward")
 
 
