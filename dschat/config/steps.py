@@ -315,6 +315,11 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         nargs="?",
         const="eval/score",
     )
+    stop_on: Literal["never", "collapse"] = log_flag(
+        "never",
+        "End the run, after a checkpoint, where metrics say that the policy has collapsed. A warning "
+        "says so in any case.",
+    )
     sample_steps: int = log_flag(
         10,
         "Log sample answers, also to samples.jsonl, every N iterations; 0: never.",

@@ -101,6 +101,9 @@ def evaluate_policy(
     metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
+        if engine.has_reference:
+            penalty = args.kl_coef * metrics["eval/kl"]
+            metrics["eval/rlhf_reward"] = metrics["eval/score"] - penalty
     # of episodes: turns and the environment's tokens
     metrics |= {n.replace("rollout/", "eval/"): value for n, value in rollout.metrics.items()}
     return metrics | (by_source if len(sources) > 1 else {})
@@ -173,7 +176,7 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     if gold_knows(args.eval_data_path or args.data_path):
         names.append("gold")
     if args.needs_reference or (args.actor_lora_dim and args.only_optimize_lora):
-        names.append("kl")
+        names += ["kl", *(["rlhf_reward"] if sources else [])]
     if args.has_teacher:
         names.append("teacher_kl")
     if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):

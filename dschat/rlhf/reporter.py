@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 import sys
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress
+from dschat.observability.health import RunHealth
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
 from dschat.rlhf.experience import Experience
@@ -67,6 +69,9 @@ class Reporter:
         self._log = MetricsLog(
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
+        self._health = RunHealth()
+        self._metric = self._args.keep_best or "eval/score"
+        self._evaluated: list[tuple[float, int]] = []  # a value of that metric, and when
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
         self._best_folder = Path(self._args.output_dir or "") / "actor_best"
@@ -85,6 +90,8 @@ class Reporter:
         is_kept = values.get("best_print") == self._best_print
         if is_kept and values["best_metric"] == self._args.keep_best:
             self._best = values["best"]
+        self._health = RunHealth(**values.get("health", {}))
+        self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
@@ -93,6 +100,7 @@ class Reporter:
         state = self._trainer.run_state()
         state.values |= {"best": self._best, "best_metric": self._args.keep_best}
         state.values["best_print"] = self._best_print
+        state.values |= {"health": asdict(self._health), "evaluated": self._evaluated}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
@@ -100,7 +108,8 @@ class Reporter:
     def step(self, experience: Experience) -> None:
         """Collective. Report the iteration that just ended; save and evaluate where due.
 
-        Raises ``TrainingStopped``, after saving, where the run was asked to stop.
+        Raises ``TrainingStopped``, after saving, where the run was asked to stop, and
+        ``FloatingPointError`` with ``stop_on`` where the policy has collapsed.
         """
         done, args = self._trainer.iteration, self._args
         self._checkpointer.leave()
@@ -110,8 +119,18 @@ class Reporter:
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
         if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
             self._show_samples(experience)
+        collapse = self._warn(self._trainer.metrics)
         self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
+        if collapse and args.stop_on == "collapse":
+            raise FloatingPointError(f"stopped by --stop_on collapse: {collapse}")
         self._evaluate_if_due()
+
+    def _warn(self, metrics: dict[str, float]) -> str:
+        """Log what is wrong anew; returns the line of a collapse, if it is one."""
+        found = self._health.read(self._trainer.iteration, metrics)
+        for finding in found:
+            logger.warning("%s", finding)
+        return next((str(finding) for finding in found if finding.is_collapse), "")
 
     def _evaluate_if_due(self) -> None:
         done, every = self._trainer.iteration, self._args.eval_steps
@@ -127,6 +146,9 @@ class Reporter:
                 self._engine, generator, self._held_out, self._trainer.collector
             )
         self._log_held_out(metrics, "held out")
+        self._warn(metrics)
+        if self._metric in metrics:
+            self._evaluated.append((metrics[self._metric], self._trainer.iteration))
         self._keep_best(metrics)
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
@@ -173,7 +195,22 @@ class Reporter:
         self._log.write_samples(self._trainer.iteration, row, table)
         logger.info("sample answers\n%s", format_answers(table))
 
+    def _say_best(self) -> None:
+        """Name the best evaluation where it is not the last."""
+        if not self._evaluated:
+            return
+        (last, _), (best, when) = self._evaluated[-1], max(self._evaluated)
+        if best > last:
+            logger.warning(
+                "the best held-out %s was %.4f at iteration %d, and is %.4f at the end: %s",
+                *(self._metric, best, when, last),
+                f"{self._best_folder} has that actor"
+                if self._args.keep_best
+                else "--keep_best saves the best actor",
+            )
+
     def close(self) -> None:
+        self._say_best()
         self._bar.close()
         self._log.close()
 

@@ -86,7 +86,7 @@ def test_a_source_that_is_only_logged_fails_no_answer():
             {"keep_best": "eval/pass@1"},
             ["reward_model"],
             9,
-            "--keep_best eval/pass@1 is not measured; .* eval/score, .*eval/kl$",
+            "--keep_best eval/pass@1 is not measured; .* eval/score, .*eval/kl, eval/rlhf_reward$",
         ),
         (
             {"keep_best": "eval/kl", "kl_coef": 0.0},
