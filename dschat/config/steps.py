@@ -317,8 +317,8 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     )
     stop_on: Literal["never", "collapse"] = log_flag(
         "never",
-        "End the run, after a checkpoint, where metrics say that the policy has collapsed. A warning "
-        "says so in any case.",
+        "End the run, after a checkpoint, where metrics say that the policy has collapsed; a "
+        "warning says so in any case.",
     )
     sample_steps: int = log_flag(
         10,

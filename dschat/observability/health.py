@@ -6,9 +6,9 @@ rule that may hold by chance must hold for some iterations in a row.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Metrics = dict[str, float]
 
@@ -72,6 +72,15 @@ class RunHealth:
         return values[len(values) // 2] if values else math.nan
 
 
+def findings(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
+    """What `RunHealth` finds in the ``rows`` of a run's metrics.jsonl."""
+    health, found = RunHealth(), []
+    for row in rows:
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and k != "step"}
+        found += health.read(int(row.get("step") or 0), numbers)
+    return found
+
+
 # -- rules -----------------------------------------------------------------------------------------
 
 
@@ -98,7 +107,10 @@ def _no_entropy(health: RunHealth, metrics: Metrics) -> str | None:
 
 
 def _equal_scores(health: RunHealth, metrics: Metrics) -> str | None:
-    share, mean = metrics.get("frac_reward_zero_std", 0.0), metrics["objective/scores"]
+    share, mean = (
+        metrics.get("frac_reward_zero_std", 0.0),
+        metrics.get("objective/scores", math.nan),
+    )
     if share < 0.98:
         return None
     return (
@@ -115,7 +127,7 @@ def _no_gradient(health: RunHealth, metrics: Metrics) -> str | None:
 
 
 def _at_the_limit(health: RunHealth, metrics: Metrics) -> str | None:
-    share = metrics["completions/clipped_ratio"]
+    share = metrics.get("completions/clipped_ratio", 0.0)
     if not share > 0.9:
         return None
     before = health.usual("completions/clipped_ratio")
@@ -137,11 +149,11 @@ def _cut_scores(health: RunHealth, metrics: Metrics) -> str | None:
 
 
 def _far_from_start(health: RunHealth, metrics: Metrics) -> str | None:
-    kl, length = metrics.get("objective/kl", 0.0), metrics["rollout/answer_length"]
+    kl, length = metrics.get("objective/kl", 0.0), metrics.get("rollout/answer_length", math.inf)
     per_token = kl / max(length, 1.0)
     if not per_token > 1.0:
         return None
-    score, before = metrics["objective/scores"], health.usual("objective/scores")
+    score, before = metrics.get("objective/scores", math.nan), health.usual("objective/scores")
     rises = f" while the score rises ({before:.3g} to {score:.3g}): it may be hacked"
     return (
         f"the policy is far from the one it started from, objective/kl {per_token:.2g} nats a "
