@@ -12,11 +12,11 @@ from dschat.observability.metrics_log import check_sinks
 from dschat.runtime.output_dir import check_output_dir
 
 
-def start_step(config: CommonConfig, default_output_dir: str) -> None:
+def start_step(config: CommonConfig, default_output_dir: str) -> str:
     """Collective. Set up the console, join the process group, seed, check the output folder.
 
-    ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
-    `console.release`, so that a mistake found until then stands alone on the screen.
+    ``config.output_dir`` becomes ``default_output_dir`` where it is not set; it is returned. Log
+    lines wait for `console.release`, so that a mistake found until then stands alone on the screen.
 
     Raises ``UserError`` where ranks have other settings or files, the step cannot write or resume
     there, or a metrics sink is missing.
@@ -31,3 +31,4 @@ def start_step(config: CommonConfig, default_output_dir: str) -> None:
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
     check_sinks(config)
+    return config.output_dir

@@ -107,7 +107,9 @@ class PreferenceTask:
             its log-probs are precomputed (`precompute`).
     """
 
-    columns = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+    columns: tuple[str, ...] = (
+        *("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"),
+    )
 
     def __init__(self, config: PreferenceConfig, reference: nn.Module | None = None) -> None:
         self._config, self._reference = config, reference
