@@ -17,18 +17,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat.environments.contract import (
-    Environment,
-    EnvironmentFault,
-    Observation,
-    ToolResult,
-)
+from dschat.environments.contract import Environment, Observation, ToolResult
 from dschat.environments.observations import ObservationTokens
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.inference.sequence import Event, Request
 from dschat.models.continued_text import continued_texts
-from dschat.rewards.threads import Pool
+from dschat.user_code.calls import Fault
+from dschat.user_code.threads import Pool
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
 _WAIT_S = 0.02  # between two looks at the clock and at other ranks, while no answer decodes
@@ -260,9 +256,9 @@ class EpisodeRunner:
             reply = self._replying.pop(future)
             try:
                 if not future.done():
-                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s", hung=True)
+                    raise Fault(f"took over {self._limits.timeout_s:g} s", timed_out=True)
                 yield reply.episode, future.result()
-            except EnvironmentFault as fault:
+            except Fault as fault:
                 yield reply.episode, fault
 
     def _settled(self) -> list[Future]:
@@ -298,12 +294,13 @@ class EpisodeRunner:
         """Continue an episode: it has been reset (with a text), its environment observed an answer,
         or rewards its end (a number).
         """
-        if isinstance(reply, EnvironmentFault):
-            tells = self._limits.tells or episode.environment.tells
+        if isinstance(reply, Fault):
+            environment = episode.environment
+            tells = self._limits.tells or (environment.tells_calls and environment.calls)
             if not (tells and episode.num_turns and not episode.is_over):
                 episode.problem = str(reply)
                 return
-            told = episode.environment.told(reply)
+            told = environment.told(reply)
             if told is None:  # a step that hangs still holds the environment
                 episode.is_over = episode.is_complete = True
                 return
@@ -321,7 +318,7 @@ class EpisodeRunner:
             try:
                 episode.prompt = self._appended(episode.row, text)
                 episode.appended = text
-            except EnvironmentFault as fault:
+            except Fault as fault:
                 episode.problem = str(fault)
                 return
         self._decode(episode)
@@ -330,7 +327,7 @@ class EpisodeRunner:
         episode.reward(observation.reward)
         try:
             tokens = None if observation.done else self._tokens(episode, observation)
-        except EnvironmentFault as fault:
+        except Fault as fault:
             episode.problem = str(fault)
             return
         if tokens is not None:

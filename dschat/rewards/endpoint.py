@@ -1,21 +1,33 @@
-"""Scores samples with an HTTP endpoint: one POST per batch, retried on transient failures.
+"""Scores samples with an HTTP endpoint; posts JSON, retried on transient failures.
 
 The request is ``{"prompts": [...], "answers": [...], "finish_reasons": [...], COLUMN: [...]}``,
 each list with one entry per sample. The reply is ``{"rewards": [...]}``, one entry per sample: a
 number, a list of one number per token of the answer, or null.
 """
 
+import contextlib
+import http.client
 import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Fault, Values, values_of
-from dschat.rewards.http_post import post
+from dschat.rewards.call import Values, values_of
 from dschat.rewards.samples import Samples
-from dschat.rewards.threads import Pool
+from dschat.user_code.calls import Fault, shortened
+from dschat.user_code.threads import Pool, within
 
 ENDPOINT = "http"  # the name of the source
+_FIRST_PAUSE_S = 0.5  # doubles with every retry
+LONGEST_PAUSE_S = 30.0
+_TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
+_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+_CHUNK_BYTES = 1 << 16
+_DETAIL_BYTES = 1000  # of the body of an error
 
 
 class Endpoint:
@@ -67,3 +79,98 @@ def rewards_of(content: Any) -> list[Any]:
     if not isinstance(content, list):
         raise Fault('answered JSON without a list "rewards"')
     return content
+
+
+# -- one request -------------------------------------------------------------------------------
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would take the key to another host, and drop the body."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class _TransientFailure(Fault):
+    """A failure that a retry may fix, ``wait_s`` from now at the earliest."""
+
+    wait_s = 0.0
+
+
+def post(
+    url: str, body: bytes, timeout_s: float, retries: int, headers: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON of the reply to ``body``; no attempt takes longer than ``timeout_s``.
+
+    Raises:
+        Fault: no attempt worked, or a retry cannot help.
+    """
+    request = urllib.request.Request(url, body, _HEADERS | dict(headers or {}))
+    for attempt in range(retries + 1):
+        try:
+            return _parsed(_post(request, timeout_s))
+        except _TransientFailure as failure:
+            times = f"{attempt + 1} times" if attempt else "once"
+            fault = Fault(f"{failure.problem} ({times})", failure.timed_out)
+            pause_s = max(_FIRST_PAUSE_S * 2**attempt, failure.wait_s)
+        if attempt < retries:
+            time.sleep(min(pause_s, LONGEST_PAUSE_S))
+    raise fault
+
+
+def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The reply's body.
+
+    Raises:
+        _TransientFailure: a retry may help.
+        Fault: a retry cannot help.
+    """
+    try:
+        return within(timeout_s, _exchange, request, timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        answered = f"answered {error.code} {error.reason}".strip()
+        if error.code not in _TRANSIENT and error.code < 500:
+            detail = " ".join(getattr(error, "detail", b"").decode(errors="replace").split())
+            raise Fault(f"{answered}: {shortened(detail, 120)}" if detail else answered) from None
+        failure = _TransientFailure(answered)
+        seconds = error.headers.get("Retry-After", "")
+        failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
+        raise failure from None
+    except (OSError, http.client.HTTPException) as error:  # TimeoutError is an OSError
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            message = f"did not answer within {timeout_s:.3g} s"
+            raise _TransientFailure(message, timed_out=True) from None
+        message = " ".join(str(reason).split()) or type(reason).__name__
+        raise _TransientFailure(f"cannot be reached: {message}") from None
+
+
+def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The reply's body.
+
+    The limit here ends the thread that `within` has given up. urllib's timeout bounds single reads,
+    but not DNS lookups or slow headers.
+    """
+    end, chunks = time.monotonic() + timeout_s, []
+    try:
+        opener = urllib.request.build_opener(_NoRedirect)
+        reply = opener.open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            error.detail = error.read(_DETAIL_BYTES)  # type: ignore[attr-defined]
+        raise
+    with reply:
+        while chunk := reply.read1(_CHUNK_BYTES):
+            chunks.append(chunk)
+            if time.monotonic() > end:
+                raise TimeoutError
+    return b"".join(chunks)
+
+
+def _parsed(reply: bytes) -> Any:
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        shown = shortened(" ".join(reply[:200].decode(errors="replace").split()), 60)
+        raise Fault(f"answered with invalid JSON ({shown!r})") from None
