@@ -137,9 +137,9 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
         seconds = error.headers.get("Retry-After", "")
         failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
         raise failure from None
-    except (OSError, http.client.HTTPException) as error:  # TimeoutError is an OSError
+    except (OSError, http.client.HTTPException, Fault) as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
+        if isinstance(reason, (TimeoutError, Fault)):
             message = f"did not answer within {timeout_s:.3g} s"
             raise _TransientFailure(message, timed_out=True) from None
         message = " ".join(str(reason).split()) or type(reason).__name__

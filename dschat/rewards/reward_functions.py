@@ -19,7 +19,7 @@ from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
-from dschat.user_code.calls import Fault, raised, timed_out
+from dschat.user_code.calls import Fault, raised
 from dschat.user_code.processes import Workers
 from dschat.user_code.threads import Loop, Pool, at_once, background, within
 
@@ -260,11 +260,7 @@ def _is_stateful(function: object) -> bool:
 def _in_thread(
     function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
 ) -> Values:
-    """`call` in a thread of its own."""
-    try:
-        return within(limit_s, call, function, kwargs, lengths)
-    except TimeoutError:
-        raise timed_out(limit_s) from None
+    return within(limit_s, call, function, kwargs, lengths)
 
 
 def _in_loop(

@@ -47,14 +47,9 @@ class Pool:
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._num_threads = 0
+        self._num_threads = num_threads
         for _ in range(num_threads):
-            self.add_thread()
-
-    def add_thread(self) -> None:
-        """One thread more, such as in place of one whose job does not end."""
-        self._num_threads += 1
-        threading.Thread(target=self._work, daemon=True).start()
+            threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future:
         """A future of ``job(*args)``."""
@@ -73,10 +68,14 @@ class Pool:
 
 
 def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
-    """The result of ``job(*args)`` in a thread of its own; `TimeoutError` after ``limit_s``."""
+    """The result of ``job(*args)`` in a thread of its own.
+
+    Raises:
+        Fault: it did not return within ``limit_s``.
+    """
     future = background(job, *args)
     if not wait([future], timeout=limit_s).done:
-        raise TimeoutError
+        raise timed_out(limit_s)
     return future.result()
 
 

@@ -181,7 +181,7 @@ def test_a_tool_that_hangs():
 
     limits = EpisodeLimits(8, 1000, 0.2, 1, tells=False)
     episode, said = episode_of(tool, limits=limits)
-    assert "error: took over 0.2 s" in said
+    assert "error: did not return within 0.2 s" in said
     assert (episode.problem, episode.finish_reason) == ("", "stop")
 
 
