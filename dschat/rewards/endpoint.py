@@ -5,11 +5,9 @@ each list with one entry per sample. The reply is ``{"rewards": [...]}``, one en
 number, a list of one number per token of the answer, or null.
 """
 
-import contextlib
 import http.client
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -84,11 +82,15 @@ def rewards_of(content: Any) -> list[Any]:
 # -- one request -------------------------------------------------------------------------------
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: it would take the key to another host, and drop the body."""
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Errors and redirects are replies. A redirect would take the key to another host, and drop
+    the body.
+    """
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
 
 
 class _TransientFailure(Fault):
@@ -126,17 +128,7 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
         Fault: a retry cannot help.
     """
     try:
-        return within(timeout_s, _exchange, request, timeout_s)
-    except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection
-        answered = f"answered {error.code} {error.reason}".strip()
-        if error.code not in _TRANSIENT and error.code < 500:
-            detail = " ".join(getattr(error, "detail", b"").decode(errors="replace").split())
-            raise Fault(f"{answered}: {shortened(detail, 120)}" if detail else answered) from None
-        failure = _TransientFailure(answered)
-        seconds = error.headers.get("Retry-After", "")
-        failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
-        raise failure from None
+        reply, body = within(timeout_s, _exchange, request, timeout_s)
     except (OSError, http.client.HTTPException, Fault) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, (TimeoutError, Fault)):
@@ -144,28 +136,34 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
             raise _TransientFailure(message, timed_out=True) from None
         message = " ".join(str(reason).split()) or type(reason).__name__
         raise _TransientFailure(f"cannot be reached: {message}") from None
+    if 200 <= reply.status < 300:
+        return body
+    answered = f"answered {reply.status} {reply.reason}".strip()
+    if reply.status not in _TRANSIENT and reply.status < 500:
+        detail = " ".join(body[:_DETAIL_BYTES].decode(errors="replace").split())
+        raise Fault(f"{answered}: {shortened(detail, 120)}" if detail else answered)
+    failure = _TransientFailure(answered)
+    seconds = reply.headers.get("Retry-After", "")
+    failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
+    raise failure
 
 
-def _exchange(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """The reply's body.
+def _exchange(
+    request: urllib.request.Request, timeout_s: float
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """The reply and its body.
 
     The limit here ends the thread that `within` has given up. urllib's timeout bounds single reads,
     but not DNS lookups or slow headers.
     """
     end, chunks = time.monotonic() + timeout_s, []
-    try:
-        opener = urllib.request.build_opener(_NoRedirect)
-        reply = opener.open(request, timeout=timeout_s)
-    except urllib.error.HTTPError as error:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            error.detail = error.read(_DETAIL_BYTES)  # type: ignore[attr-defined]
-        raise
-    with reply:
+    opener = urllib.request.build_opener(_AnyStatus)
+    with opener.open(request, timeout=timeout_s) as reply:
         while chunk := reply.read1(_CHUNK_BYTES):
             chunks.append(chunk)
             if time.monotonic() > end:
                 raise TimeoutError
-    return b"".join(chunks)
+    return reply, b"".join(chunks)
 
 
 def _parsed(reply: bytes) -> Any:

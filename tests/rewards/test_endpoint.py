@@ -1,10 +1,10 @@
 """A local endpoint: its requests, retries, and every kind of invalid reply."""
 
 import contextlib
+import http.client
 import socket
 import threading
 import time
-import urllib.error
 
 import pytest
 
@@ -132,18 +132,17 @@ def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words)
 
 
 def test_an_error_status_leaves_no_connection_open(server, ask, monkeypatch):
-    errors, make = [], urllib.error.HTTPError.__init__
+    replies, make = [], http.client.HTTPResponse.__init__
 
-    def noted(self, *args):
-        make(self, *args)
-        errors.append(self)
+    def noted(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        replies.append(self)
 
-    monkeypatch.setattr(urllib.error.HTTPError, "__init__", noted)
+    monkeypatch.setattr(http.client.HTTPResponse, "__init__", noted)
     server.reply = in_turn((500, b"Traceback"))
     with pytest.raises(RewardError):
         ask(1, reward_retries=1)
-    assert len(errors) == 2
-    assert all(error.closed for error in errors)
+    assert [reply.isclosed() for reply in replies] == [True, True]
 
 
 def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
