@@ -217,10 +217,10 @@ def test_what_are_no_tools(tools, said):
         load_tools(tools)
 
 
-def test_a_function_called_like_a_method():
-    def put() -> str:
-        """Puts."""
-        return ""
+def put():
+    """Puts."""
 
+
+def test_a_function_called_like_a_method():
     with pytest.raises(UserError, match="two tools are called put"):
         load_environment(Store, [put])
