@@ -12,6 +12,9 @@ from dschat.config.errors import require
 from dschat.config.fields import flag, log_flag, speed_flag
 from dschat.config.rollout import RolloutConfig
 
+# Columns of a row's right answer; the first of them that the data has counts.
+REFERENCE = ("reference", "solution", "answer", "target", "ground_truth")
+
 
 @dataclass
 class RewardSourcesConfig:
