@@ -196,11 +196,12 @@ class Reporter:
         logger.info("sample answers\n%s", format_answers(table))
 
     def _say_best(self) -> None:
-        """Name the best evaluation where it is not the last."""
+        """Name the best evaluation where the last one has lost a fifth of its gain."""
         if not self._evaluated:
             return
-        (last, _), (best, when) = self._evaluated[-1], max(self._evaluated)
-        if best > last:
+        (first, _), (last, _) = self._evaluated[0], self._evaluated[-1]
+        best, when = max(self._evaluated)
+        if best - last > 0.2 * (best - first):
             logger.warning(
                 "the best held-out %s was %.4f at iteration %d, and is %.4f at the end: %s",
                 *(self._metric, best, when, last),
