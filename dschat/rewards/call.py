@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from dschat.rewards.conventions import adapted
 from dschat.user_code.calls import Fault, fault_of, shortened
 from dschat.user_code.imports import Recipe, rebuilt
 
@@ -65,7 +66,9 @@ class Functions:
 def rebuilt_function(recipe: Recipe, settings: dict[str, Any]) -> Callable[..., Any]:
     """The function of a recipe, or an instance of its class."""
     target = rebuilt(recipe)
-    return target(**settings) if isinstance(target, type) else target
+    if isinstance(target, type):
+        return adapted(target(**settings))[0]
+    return adapted(target, settings)[0]
 
 
 def values_of(result: Any, lengths: list[int]) -> Values:

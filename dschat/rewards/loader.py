@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,9 +15,12 @@ import yaml
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
+from dschat.rewards.conventions import adapted
 from dschat.rewards.samples import GIVEN
 from dschat.user_code.calls import raised
 from dschat.user_code.imports import Recipe, load, portable
+
+logger = logging.getLogger("dschat")
 
 _LIBRARY = "dschat.rewards.library"
 
@@ -30,10 +34,12 @@ class RewardFunction:
     weight: float
     function: Any  # None once other processes have their own
     spec: str = ""  # from which another process makes it; "" if it was given as an object
-    settings: dict[str, Any] = field(default_factory=dict)  # of the constructor of a class
+    # of the constructor of a class, or of every call as another trainer calls
+    settings: dict[str, Any] = field(default_factory=dict)
     accepted: dict[str, inspect.Parameter] = field(default_factory=dict)  # its parameters
     bound: dict[str, Any] = field(default_factory=dict)  # the same arguments for every call
     mapped: dict[str, str] = field(default_factory=dict)  # parameter -> column, from @COLUMN
+    target: Any = None  # the function as it was written
     limit_per_answer_s: float = 0.0  # the function's own time limit; extends the call's if longer
 
     @property
@@ -46,7 +52,7 @@ class RewardFunction:
         Raises:
             UserError: the function cannot be imported by name there.
         """
-        found = portable(self.function, self.spec, self.label, "--reward_pool thread")
+        found = portable(self.target, self.spec, self.label, "--reward_pool thread")
         return found, self.settings
 
     def sources(self, columns: Collection[str]) -> dict[str, str]:
@@ -77,6 +83,8 @@ class RewardFunction:
                     f"(it has: {available}); give {name} a default, or name the column with "
                     f"--reward_args {self.name}.{name}=@COLUMN"
                 )
+        if "completions" in self.accepted and "prompts" in chosen:
+            chosen["prompts"] = "prompt_messages"  # as TRL gives them
         return chosen
 
 
@@ -196,8 +204,15 @@ def _bind(reward: RewardFunction, args: dict[str, str]) -> None:
             reward.settings, reward.function = values, _instance(target, values, label)
             if not callable(reward.function):
                 raise UserError("is a class whose instances are not callable; give it __call__")
+        reward.target = reward.function
+        options = {} if inspect.isclass(target) else values
+        reward.function, trainer = adapted(reward.function, options)
+        if trainer:
+            logger.info("%s is called as %s calls it", label, trainer)
+        if reward.function is not reward.target:
+            reward.settings = reward.settings or options
         else:
-            reward.bound = values
+            reward.bound = options
         reward.accepted = parameters(reward.function)
     except UserError as error:
         text = str(error)

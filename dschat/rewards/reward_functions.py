@@ -171,7 +171,7 @@ class RewardFunctions:
                 run = functools.partial(workers.call, plain.index(reward))
                 place = background, num_parts, workers.prepare
                 if reward.spec:  # a function that they unpickle is kept
-                    reward.function = None
+                    reward.function = reward.target = None
             sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))

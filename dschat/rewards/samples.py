@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# Parameter of a reward function -> field of `Samples`. TRL's names work too.
+# Parameter of a reward function -> attribute of `Samples`. TRL's names work too.
 GIVEN = {
     "prompts": "prompts",
+    "prompt_messages": "chats",
     "answers": "answers",
-    "completions": "answers",
+    "completions": "completions",
     "prompt_ids": "prompt_ids",
     "answer_ids": "answer_ids",
     "completion_ids": "answer_ids",
@@ -29,6 +30,18 @@ class Samples:
     answer_ids: list[list[int]]  # (S,) of token ids, EOS included
     finish_reasons: list[str]  # (S,) "stop" or "length"
     columns: dict[str, list[Any]] = field(default_factory=dict)  # name -> (S,), from the data
+    chats: list[Any] = field(default_factory=list)  # (S,) prompts, as messages where they are chats
+
+    def __post_init__(self) -> None:
+        self.chats = self.chats or list(self.prompts)
+
+    @property
+    def completions(self) -> list[Any]:
+        """The answers as TRL gives them: a list of one message where the prompt is a chat."""
+        return [
+            [{"role": "assistant", "content": answer}] if isinstance(chat, list) else answer
+            for chat, answer in zip(self.chats, self.answers, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -58,6 +71,7 @@ class Samples:
             [list(self.answer_ids[row]) for row in rows],
             [self.finish_reasons[row] for row in rows],
             {name: [values[row] for row in rows] for name, values in self.columns.items()},
+            [self.chats[row] for row in rows],
         )
 
     def part(self, start: int, stop: int) -> "Samples":

@@ -211,6 +211,7 @@ class Collector:
             answer_ids=answers.token_ids,
             finish_reasons=list(answers.finish_reasons),
             columns=prompts.columns,
+            chats=prompts.sources or [],
         )
 
     def _experience(self, groups: list[Group], first: int) -> Experience:

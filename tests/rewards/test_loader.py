@@ -162,7 +162,7 @@ def test_a_function_of_trl_gets_all(samples):
     got = given.arguments(reward.sources(given.columns))
     assert set(got) == {
         *("prompts", "completions", "answers", "prompt_ids", "completion_ids", "answer_ids"),
-        *("finish_reasons", "solution"),
+        *("finish_reasons", "solution", "prompt_messages"),
     }
     assert got["completions"] == got["answers"] == ["a0", "a1"]
     assert got["completion_ids"] == [[0], [0, 1]]

@@ -1,0 +1,91 @@
+"""Reward functions as the documentation of TRL, OpenRLHF and verl has them, unchanged."""
+
+import pytest
+import torch
+
+from dschat.config import UserError
+
+FILE = """
+import torch
+
+
+def accuracy(completions, solution, **kwargs):  # TRL, on chats
+    contents = [completion[0]["content"] for completion in completions]
+    assert all(prompt[-1]["role"] == "user" for prompt in kwargs["prompts"])
+    assert len(kwargs["completion_ids"]) == len(contents)
+    return [1.0 if content == right else 0.0 for content, right in zip(contents, solution)]
+
+
+def shortness(prompts, completions, log_metric=None, trainer_state=None):  # TRL, on text
+    return [-float(len(completion)) for completion in completions]
+
+
+def reward_func(queries, prompts, labels):  # OpenRLHF
+    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
+    scores = torch.tensor([float(q.endswith(str(a))) for q, a in zip(queries, labels)])
+    return {"rewards": scores, "scores": scores, "extra_logs": {"n": scores}}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):  # verl
+    assert data_source in ("", "math")
+    found = float(solution_str == ground_truth) + bonus
+    return {"score": found, "acc": found} if extra_info else found
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "others.py").write_text(FILE)
+    return "others.py"
+
+
+def scores_of(functions, given):
+    functions.check_columns(given.columns)
+    return [source.scores.tolist() for source in functions.score(given).result()]
+
+
+@pytest.mark.parametrize("pool", ["none", pytest.param("process", marks=pytest.mark.slow)])
+def test_each_is_called_as_its_trainer_does(rewards, samples, file, pool):
+    names = ("reward_func", "compute_score")
+    made = rewards(
+        reward_fn=[f"{file}:{name}" for name in names],
+        reward_args=["compute_score.bonus=0.5"],
+        reward_pool=pool,
+        reward_workers=1,
+    )
+    assert scores_of(made, samples(2, answer=["a0", "b"])) == [[1, 0], [1.5, 0.5]]
+    verl = samples(
+        2,
+        data_source=["math", "math"],
+        reward_model=[{"ground_truth": "a0"}, {"ground_truth": "b"}],
+        extra_info=[{"split": "train"}, {"split": "train"}],
+    )
+    assert scores_of(made, verl)[1] == [1.5, 0.5]
+
+
+def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples, file, caplog):
+    made = rewards(reward_fn=[f"{file}:accuracy"])
+    chats = samples(2, solution=["a0", "x"])
+    chats.chats = [[{"role": "user", "content": prompt}] for prompt in chats.prompts]
+    assert scores_of(made, chats) == [[1, 0]]
+    assert chats.part(1, 2).completions == [[{"role": "assistant", "content": "a1"}]]
+    assert scores_of(rewards(reward_fn=[f"{file}:shortness"]), samples(2)) == [[-2, -2]]
+
+
+def test_which_convention_it_is_is_said(rewards, file, caplog):
+    with caplog.at_level("INFO", logger="dschat"):
+        rewards(reward_fn=[f"{file}:compute_score"], reward_pool="none")
+    assert f"--reward_fn {file}:compute_score is called as verl calls it" in caplog.text
+
+
+def test_a_wrong_argument_is_named(rewards, file):
+    with pytest.raises(UserError, match=r"compute_score.bonu: it takes no bonu; it takes: .*bonus"):
+        rewards(reward_fn=[f"{file}:compute_score"], reward_args=["compute_score.bonu=1"])
+
+
+def test_tensors_of_any_device_type_are_read(rewards, samples):
+    def reward_func(queries, prompts, labels):
+        return torch.tensor([2.0] * len(queries), dtype=torch.bfloat16)
+
+    assert scores_of(rewards([reward_func]), samples(3)) == [[2, 2, 2]]
