@@ -48,6 +48,22 @@ def compared(tmp_path_factory):
     yield from _serve(tmp_path_factory, path=paths, reward_model=str(folder), max_num_seqs=4)
 
 
+@pytest.fixture
+def before(monkeypatch):
+    """``before(worker, name, action)``: ahead of each call of that method of the engine's core."""
+
+    def patch(worker, name, action):
+        method = getattr(worker._core, name)
+
+        def call(*args):
+            action()
+            return method(*args)
+
+        monkeypatch.setattr(worker._core, name, call)
+
+    return patch
+
+
 def _serve(tmp_path_factory, **options):
     uvicorn = pytest.importorskip("uvicorn")
     from dschat.serving.__main__ import _listen
