@@ -2,7 +2,6 @@
 repository.
 """
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -11,10 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from python_process import ROOT, environment, python
 
 from dschat.__main__ import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     *(ROOT / "train.py", ROOT / "chat.py"),
     *ROOT.glob("step*/main.py"),
@@ -24,10 +23,7 @@ SCRIPTS = [
 
 def dschat(*argv: str, package: Path = ROOT, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """``python -m dschat`` with the package that is in ``package``."""
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
-    environment |= {"PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "dschat", *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    return python("-m", "dschat", *argv, cwd=cwd, env=environment(PYTHONPATH=str(package)))
 
 
 @pytest.fixture(scope="module")
