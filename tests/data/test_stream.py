@@ -26,10 +26,9 @@ TOKENIZER = tiny_tokenizer()
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def unwritable_cache(own_cache, tmp_path):
     """The cache is a file, so that writing to it fails."""
     (tmp_path / "cache").write_text("")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def pairs(num, prefix="p"):
