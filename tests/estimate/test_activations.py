@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from estimates import estimated
 from torch import nn
@@ -125,16 +126,6 @@ def test_every_family_can_be_estimated(tiny, family):
         "critic_lora_dim": 4,
     }
     done, _ = estimated(fields)
-    with torch.device("meta"):
-        import tiny_models
-
-        actor = tiny_models.CONFIGS[family]()
-        size = sum(p.numel() for p in torch.nn.Module.parameters(_meta_lm(actor)))
+    size = sum(p.numel() for p in tiny_models.causal_lm(family).parameters())
     assert done.peak.items["actor weights"] == 2 * size
     assert done.fits
-
-
-def _meta_lm(config):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config)

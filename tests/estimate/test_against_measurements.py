@@ -1,21 +1,15 @@
 """The estimate against measured peaks and DeepSpeed-Chat's published sizes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from estimates import estimated
 
 from dschat.estimate.devices import GIB
 from dschat.estimate.models import Models
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory):
     """``peaks(size, step)``: result of the benchmark; its baselines are measured once."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan_against_peaks as benchmark
 
     work, baselines = tmp_path_factory.mktemp("peaks"), {}
@@ -28,8 +22,7 @@ def peaks(tmp_path_factory):
         benchmark.save_models(work / size, benchmark.SIZES[size])
         return benchmark.compare(work, size, step, baselines[step])
 
-    yield compare
-    sys.path.remove(str(ROOT / "benchmarks"))
+    return compare
 
 
 @pytest.mark.slow

@@ -121,8 +121,6 @@ def test_nan_in_a_rollout_is_not_learned_from(case, fault, what, models, tmp_pat
     assert "NaN" not in steps[2].values()
 
 
-# -- Rewards
-
 # -- Processes
 
 
