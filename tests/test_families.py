@@ -18,16 +18,9 @@ import family_configs  # noqa: E402
 
 SAVED, SCORED = ("LoRA", "names", "reloads"), ("reward", "GRPO")
 # Qwen3.5 and Gemma 3 as published, with their vision part; Phi-3 with LongRoPE.
-QUICK = {
-    "llama": SCORED,
-    "qwen3_moe": SAVED,
-    "qwen3_5": SAVED + SCORED,
-    "gemma3": SAVED + SCORED,
-    "gpt_oss": SCORED,
-    "phi3": SAVED,
-}
-POPULAR = (*QUICK, "mistral", "qwen2", "qwen3", "qwen3_5_moe", "gemma2", "olmo3", "glm4_moe")
-POPULAR += ("deepseek_v3",)
+QUICK = {"qwen3_5": SAVED + SCORED, "gemma3": SAVED + SCORED, "phi3": SAVED}
+POPULAR = (*QUICK, "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_moe", "gemma2")
+POPULAR += ("gpt_oss", "olmo3", "glm4_moe", "deepseek_v3")
 
 
 def cells(family, folder, columns):

@@ -96,6 +96,7 @@ def _serve(tmp_path_factory, **options):
         port=port,
         url=f"http://127.0.0.1:{port}",
         config=config,
+        settings=settings,
     )
     running.should_exit = True
     thread.join()

@@ -43,6 +43,7 @@ def test_headers_that_do_not_arrive(first, drip, served, monkeypatch):
     if drip == b"\r\n" and first == HEAD:
         pytest.skip("ends the headers")
     monkeypatch.setattr(limits, "_HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(served.settings, "timeout_keep_alive", 0.3)
     with opened(served) as client:
         client.sendall(first)
         assert is_ended(client, drip)
