@@ -4,7 +4,6 @@ import pytest
 from estimates import estimated
 
 from dschat.estimate.devices import GIB
-from dschat.estimate.models import Models
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,9 @@ PUBLISHED = {  # GPU: GiB, the largest OPT that trains on it, the next size, and
 }
 
 
-SHARED = Models()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", PUBLISHED)
-def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
+def test_largest_model_of_a_gpu(opt, gpu):
     """DeepSpeed-Chat's table of the largest actor that its hybrid engine trains on a single GPU.
 
     The table names GPUs and models, but no settings: not ZeRO, offload, LoRA, precision or lengths.
@@ -57,7 +53,6 @@ def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     rollout, in micro-batches of 8. With LoRA and offloaded reference, 30B would fit on an 80 GB
     device too.
     """
-    monkeypatch.setattr("dschat.estimate.report.Models", lambda *_, **__: SHARED)
     gib, planned = PUBLISHED[gpu]
     fits, found = [], {}
     for size in planned:

@@ -49,6 +49,14 @@ def compared(tmp_path_factory):
 
 
 @pytest.fixture
+def may_step():
+    """Steps wait for it; the end of a test sets it, so that a failure leaves no thread waiting."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
 def before(monkeypatch):
     """``before(worker, name, action)``: ahead of each call of that method of the engine's core."""
 

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import threading
 
 import pytest
 from http_client import FOREVER, ask, begin, send, wait_until
@@ -149,9 +148,9 @@ def test_a_large_body_without_its_size(served):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves(stream, served, before):
+def test_a_client_that_leaves(stream, served, before, may_step):
     """Its answers end, and their pages are free."""
-    worker, may_step, steps = served.model.worker, threading.Event(), []
+    worker, steps = served.model.worker, []
 
     def pause():
         steps.append(1)
@@ -179,9 +178,9 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
     wait_until(lambda: is_idle(served))
 
 
-def test_a_full_queue(small, before):
+def test_a_full_queue(small, before, may_step):
     """Room for one that decodes and one that waits; the third is told to come back later."""
-    worker, may_step = small.model.worker, threading.Event()
+    worker = small.model.worker
     before(worker, "step", may_step.wait)
     clients = [begin(small, FOREVER) for _ in range(2)]
     wait_until(lambda: worker.num_waiting == 2)

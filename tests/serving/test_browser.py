@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -110,8 +109,8 @@ def test_under_its_own_policy(browser, compared):
     opened.close()
 
 
-def test_stop_by_key_and_copy(page, compared, before):
-    worker, may_step = compared.server.models["tiny"].worker, threading.Event()
+def test_stop_by_key_and_copy(page, compared, before, may_step):
+    worker = compared.server.models["tiny"].worker
     answered = worker.stats.answer_tokens
 
     def pause():
