@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,13 @@ def plan(*argv: str) -> run_plan.RunPlan:
     return run_plan.plan(*recipe.parse_args([*argv, "--dry_run"]), ROOT)
 
 
+@cache
+def planned(name: str) -> tuple[run_plan.RunPlan, dict[int, object]]:
+    """A recipe's plan, and its `configs`."""
+    made = plan("--recipe", name, "--output_dir", "output/none", *FLAGS.get(name, []))
+    return made, configs(made)
+
+
 def configs(made: run_plan.RunPlan) -> dict[int, object]:
     """Each planned step's configuration, read back from its command and validated."""
     parsed = {}
@@ -81,10 +89,8 @@ def configs(made: run_plan.RunPlan) -> dict[int, object]:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_plans_its_steps(path, tmp_path):
-    flags = FLAGS.get(path.stem, [])
-    made = plan("--recipe", path.stem, "--output_dir", str(tmp_path / "out"), *flags)
-    parsed = configs(made)
+def test_a_recipe_plans_its_steps(path):
+    made, parsed = planned(path.stem)
     assert list(parsed) == STEPS.get(path.stem, [1, 2, 3])
     for command in (command for _, command in made.commands):
         assert ("--hostfile" in command) == (len(made.cluster.hosts) > 1)
@@ -99,19 +105,19 @@ def test_a_recipe_plans_its_steps(path, tmp_path):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_recipe_has_the_published_numbers(name, tmp_path):
-    made = plan("--recipe", name, "--output_dir", str(tmp_path / "out"))
-    sft, reward, last = configs(made).values()
+def test_a_recipe_has_the_published_numbers(name):
+    made, parsed = planned(name)
+    sft, reward, last = parsed.values()
     cluster, world = made.cluster, made.cluster.num_processes
     rates = (sft.learning_rate, reward.learning_rate)
     rollout = (last.rollout_prompts(world), last.mini_batch_size(world))
-    planned = (
+    found = (
         (len(cluster.hosts), cluster.processes_here, last.inference_tp_size),
         (*rates, last.actor_learning_rate, last.critic_learning_rate),
         (sft.max_seq_len, reward.max_seq_len, last.max_prompt_seq_len, last.max_answer_seq_len),
         (sft.global_batch_size(world), reward.global_batch_size(world), *rollout),
     )
-    for numbers, published in zip(planned, PUBLISHED[name], strict=True):
+    for numbers, published in zip(found, PUBLISHED[name], strict=True):
         known = [n if p is not None else None for n, p in zip(numbers, published, strict=True)]
         assert known == list(published)
     ranks = (sft.lora_dim, reward.lora_dim, last.actor_lora_dim, last.critic_lora_dim)
@@ -153,10 +159,9 @@ def held_out_after(rate: float, alpha: float, rank: int, steps: int = 70) -> tup
         return before, loss(starts[48:]).item()
 
 
-def test_adapters_learn_at_the_recipes_rate_and_scale(tmp_path):
+def test_adapters_learn_at_the_recipes_rate_and_scale():
     """All have the same. The rate of other weights lowered the loss by a thousandth of a nat."""
-    made = plan("--recipe", "llama-2-7b-lora", "--output_dir", str(tmp_path / "out"))
-    sft = configs(made)[1]
+    sft = planned("llama-2-7b-lora")[1][1]
     before, after = held_out_after(sft.learning_rate, sft.lora_alpha, sft.lora_dim)
     _, barely = held_out_after(FULL, sft.lora_alpha, sft.lora_dim)
     assert abs(before - barely) < 0.003

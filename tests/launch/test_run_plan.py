@@ -9,7 +9,6 @@ import pytest
 from stub_steps import QUIET, finish, plan, planned
 
 from dschat.config import UserError
-from dschat.launch import run_plan
 
 
 def test_no_flags_is_the_demo(tree):
@@ -46,7 +45,6 @@ def test_design_example_with_many_processes(tree, monkeypatch, gpus_here):
         ("--step 1 --kl_coef 1", "--kl_coef is a flag of step 3; add the step to --step"),
         ("--step 4", "--step 4 does not exist"),
         ("--step one", "--step 'one' is not a whole number"),
-        ("--num-gpus 0", "--num_gpus 0 must be at least 1"),
         ("3", "unexpected argument '3'"),
         ("--recipe nope", "--recipe nope: no such recipe; name a .yaml file or one of "),
         ("--reward-model hub/r", "--actor_model is missing"),
@@ -162,7 +160,6 @@ def test_step_three_takes_named_models(tree):
 def test_a_name_too_long_for_a_disk_is_not_a_folder(tree):
     """pathlib's ``exists`` raises there."""
     name = "1" * 400
-    assert not run_plan._is_finished_sft(Path(name))
     planned = plan(tree, "--recipe", "quiet", "--actor-model", name, "--step", "1")
     assert [step.number for step, _ in planned.commands] == [1]
 
@@ -176,8 +173,6 @@ def test_gpus_visible_here(tree, monkeypatch, gpus_here):
     (_, command) = plan(tree, "--recipe", "quiet", "--num-gpus", "2").commands[0]
     assert "deepspeed.launcher.launch" in command
     assert plan(tree, "--recipe", "quiet", "--num-gpus", "1").commands[0][1][1].endswith("main.py")
-    with pytest.raises(UserError, match="--num_gpus 8: this machine has 4"):
-        plan(tree, "--recipe", "quiet", "--num-gpus", "8")
 
 
 def test_several_machines(tree, gpus_here):
@@ -189,8 +184,6 @@ def test_several_machines(tree, gpus_here):
     assert ports == [f"--master_port={29500 + n}" for n in range(3)]
     with pytest.raises(UserError, match="--inference_tp_size 3 does not divide the 8 processes"):
         plan(tree, *argv, "--inference_tp_size", "3")
-    with pytest.raises(UserError, match="--num_nodes 2 needs --hostfile"):
-        plan(tree, "--recipe", "quiet", "--num-nodes", "2")
 
 
 def test_only_the_first_machine_looks_for_the_complete_file(tree):

@@ -90,7 +90,13 @@ def _serve(tmp_path_factory, **options):
         scorer = ChatScorer(config.reward_model, config.dtype)
     app = create_app(server, [], PreferenceFile(config.preferences), scorer)
     listener = _listen("127.0.0.1", 0)
-    settings = uvicorn.Config(app, log_level="warning", lifespan="on", http=BoundedConnection)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="on",
+        http=BoundedConnection,
+        timeout_graceful_shutdown=5,  # of requests that a failure left
+    )
     running = uvicorn.Server(settings)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
