@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.data.segments import RefusedChat, render_chat
 from dschat.environments.contract import Call
+from dschat.models.continued_text import continued_texts
+from dschat.models.tokenizer import stop_ids
 
 _ASKED = [{"role": "user", "content": "question"}]
 _NAME, _KEY, _VALUE = "name-of-tool", "key-of-argument", "value-of-argument"
@@ -65,6 +67,21 @@ class CallParser:
             return [c for piece in answer.split(self._mark)[1:] for c in _calls(piece, True)]
         fenced = _FENCE.search(answer)
         return _calls(fenced[1] if fenced else answer, False)
+
+    def split(self, ids: Sequence[int]) -> tuple[str, list[Call]] | None:
+        """The text of an answer before its calls, and the calls; None where it has none, or one
+        that cannot be read.
+        """
+        ends = stop_ids(self._tokenizer)
+        kept = ids[:-1] if ids and ids[-1] in ends else ids
+        (answer,) = continued_texts(self._tokenizer, [list(kept)], with_special=True)
+        calls = self(answer)
+        if not calls or any(call.problem for call in calls):
+            return None
+        if self._reads_itself:
+            parsed = self._tokenizer.parse_response(answer, prefix=self._prompt, tools=self._tools)
+            return str(parsed.get("content") or "").strip(), calls
+        return (answer.split(self._mark)[0].strip() if self._mark else ""), calls
 
     def _tagged(self, name: str, body: str) -> Call:
         """A call whose arguments have tags. Those that are no text are JSON."""

@@ -31,7 +31,7 @@ from dschat.observability.device_span import DeviceSpan
 
 
 class CapturedCore(Core):
-    """See `Core`. A request with ``num_top`` is decoded at once, and all others beside it."""
+    """See `Core`. A request that is not plain is decoded at once, and all others beside it."""
 
     lag = 1  # steps that are launched before one is read; below `RING`
 
@@ -85,7 +85,7 @@ class CapturedCore(Core):
                 if events or not self._scheduler.has_work:
                     return events
                 schedule = self._scheduler.schedule()
-                if schedule.chunks or any(s.request.num_top for s in schedule.decodes):
+                if schedule.chunks or not all(s.request.is_plain for s in schedule.decodes):
                     span, self._span = self._span, None
                     return self._compute(schedule, span)
                 self._enter(schedule.decodes)

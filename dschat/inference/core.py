@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DRAWN_TOGETHER = 1 << 22  # copied logits, at least
+_FORCED = 1 << 25  # logits of forced tokens in a step
 
 
 class Core:
@@ -144,6 +145,7 @@ class Core:
         scheduler, stats = self._scheduler, self.stats
         if self._drafter is not None:
             self._drafter.draft(schedule)
+        self._draft_forced(schedule)
         ready, logits = schedule.ready, self._runner.logits(schedule)
         scheduler.computed(schedule)
         rows = [s.row for s in ready]
@@ -159,6 +161,18 @@ class Core:
                 if event.is_last:
                     self._drafter.ended(event.sequence)
         return events
+
+    def _draft_forced(self, schedule: StepSchedule) -> None:
+        """Make the next forced tokens of each sequence its draft."""
+        budget = min(self._scheduler.draft_budget(schedule), _FORCED // self._engine.num_tokens)
+        for s in schedule.ready:
+            if s.num_drawn < 0:
+                rest = min(-s.num_drawn, s.request.max_new_tokens - len(s.answer) - 1)
+                size = self._scheduler.room_for(s, max(0, min(rest, budget // len(s.row))))
+                s.draft = s.request.forced[len(s.answer) :][:size]
+                budget -= size * len(s.row)
+            elif s.request.shape is not None:
+                s.draft = []  # each token's logits are shaped by those before it
 
     def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:
         """Draw a token for each sequence, and each token of its row's draft.
@@ -228,5 +242,6 @@ class Core:
         sequence.logprobs.append(logprob)
         if sequence.uniforms:  # greedy decoding has none
             sequence.uniforms.pop()
-        sequence.stopped = token in sequence.request.draws.end_ids
+        is_drawn = sequence.num_drawn > 0
+        sequence.stopped = is_drawn and token in sequence.request.draws.end_ids
         return Event(sequence, token, logprob, sequence.is_over)

@@ -300,10 +300,11 @@ class InferenceEngine:
         """One line about the first request that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
         for i, request in enumerate(requests):
-            ids, limit = request.ids, request.max_new_tokens
+            ids = request.ids + request.forced
+            limit = request.max_new_tokens - len(request.forced)
             if (fault := prompt_problem(i, ids, self.spec.vocab_size)) is not None:
                 return fault
-            if limit < 1:
+            if request.max_new_tokens < 1:
                 return f"max_new_tokens {limit} of prompt {i} must be at least 1"
             total = len(ids) + limit
             if total > self.max_seq_len:

@@ -70,6 +70,13 @@ class Sampler:
         ``logits`` (R, V).
         """
         _refill_uniforms(places)
+        special = [i for i, (s, _) in enumerate(places) if s.request.forced or s.request.shape]
+        raw = logits
+        if special:
+            logits = logits.clone()
+            for i in special:
+                if (shape := places[i][0].request.shape) is not None:
+                    logits[i] = shape(places[i][0], raw[i])
         if len({s.request.draws for s, _ in places}) == 1:
             tokens, logprobs = self._draw_alike(logits, places)
         else:
@@ -81,9 +88,16 @@ class Sampler:
                 drawn = self._draw_alike(logits[rows], [places[i] for i in rows])
                 for i, token, logprob in zip(rows, *drawn, strict=True):
                     tokens[i], logprobs[i] = token, logprob
+        for i in special:
+            s, ahead = places[i]
+            place = len(s.answer) + ahead
+            if place < len(s.request.forced):
+                tokens[i] = s.request.forced[place]
+            scores = raw[i].double() / s.request.sampling.logprob_temperature
+            logprobs[i] = float(scores[tokens[i]] - scores.logsumexp(-1))
         for i, (s, _) in enumerate(places):
             if s.request.num_top:
-                _record_top(logits[i], s)
+                _record_top(raw[i], s)
         return tokens, logprobs
 
     def _draw_alike(self, logits: Tensor, places: list[Place]) -> tuple[list[int], list[float]]:
@@ -95,7 +109,7 @@ class Sampler:
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         if sampling.min_new_tokens and draws.stops:
             youngest = sampling.min_new_tokens
-            too_short = [len(s.answer) + ahead < youngest for s, ahead in places]
+            too_short = [s.num_drawn + ahead < youngest for s, ahead in places]
             if any(too_short):
                 forbidden = (torch.tensor(too_short, device=self._device), draws.stops_K)
         # The CPU kernel draws from the whole distribution.
@@ -124,9 +138,10 @@ def _refill_uniforms(places: list[Place]) -> None:
     if not sequences:
         return
     requests = [s.request for s in sequences]
-    ahead = min(_AHEAD, max(r.max_new_tokens for r in requests))
+    longest = max(len(s.draft) for s in sequences)
+    ahead = min(max(_AHEAD, longest + 1), max(r.max_new_tokens for r in requests))
     keys = [
-        (r.sampling.seed, r.number, r.first_sample + s.sample, r.first_position + len(s.answer))
+        (r.sampling.seed, r.number, r.first_sample + s.sample, r.first_position + s.num_drawn)
         for r, s in zip(requests, sequences, strict=True)
     ]
     seed, prompt, number, first = torch.tensor(keys).unsqueeze(-1).unbind(1)  # (S, 1) each

@@ -1,6 +1,6 @@
 """Defines what an engine works on: requests, their sequences, and the work of one step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,10 @@ class Request:
         first_sample, first_position: of an answer that continues an earlier turn: its random
             numbers follow on from there.
         num_top: likeliest tokens to record at each position of the answers.
+        forced: tokens that every answer begins with: not drawn, but computed with their log-probs.
+            A limit does not count them.
+        shape: from a sequence and the logits (V,) of its next token the logits to draw it from, in
+            a new tensor. The log-prob stays that of the logits themselves.
         top: those tokens and their log-probs, by sample and position.
         sequences: the answers so far, by sample.
         draws: set when it is added to a core.
@@ -42,6 +46,8 @@ class Request:
     first_sample: int = 0
     first_position: int = 0
     num_top: int = 0
+    forced: list[int] = field(default_factory=list)
+    shape: "Callable[[Sequence, Tensor], Tensor] | None" = None
     top: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
     max_new_tokens: int = field(init=False)
     sequences: "list[Sequence]" = field(init=False)
@@ -49,13 +55,13 @@ class Request:
 
     def __post_init__(self) -> None:
         default = self.sampling.max_new_tokens
-        self.max_new_tokens = default if self.limit is None else self.limit
+        self.max_new_tokens = len(self.forced) + (default if self.limit is None else self.limit)
         self.sequences = [Sequence(self, i) for i in range(self.sampling.n)]
 
     def parts(self) -> tuple[object, ...]:
         """What another process needs to make the same request, its answers so far included."""
         fields = self.ids, self.sampling, self.number, self.limit
-        first = self.first_sample, self.first_position, self.num_top
+        first = self.first_sample, self.first_position, self.num_top, self.forced
         return (*fields, *first, [(s.answer, s.logprobs, s.stopped) for s in self.sequences])
 
     @classmethod
@@ -72,6 +78,11 @@ class Request:
         for sequence, (tokens, logprobs, stopped) in zip(self.sequences, answers, strict=True):
             sequence.answer, sequence.logprobs = list(tokens), list(logprobs)
             sequence.stopped = stopped
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token is drawn as ``sampling`` alone says, and nothing else is recorded."""
+        return not (self.num_top or self.forced or self.shape)
 
     @property
     def is_complete(self) -> bool:
@@ -106,6 +117,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.request.ids) + len(self.answer)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the answer after the forced ones; negative before these are all computed."""
+        return len(self.answer) - len(self.request.forced)
 
     @property
     def is_over(self) -> bool:

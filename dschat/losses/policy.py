@@ -99,8 +99,9 @@ def policy_loss(
         loss_sum: 0-d fp32; it or its gradient is non-finite if a ratio leaves fp32's range (e^88):
             a step to skip.
         metrics: unweighted sums over actions of ``clipped`` (1 where a clipped term is the loss, so
-            that the action has no gradient), ``approxkl`` (half the squared log-ratio), ``ratio``,
-            ``ratio_abs_dev`` (|ratio - 1|); and ``tokens``, the number of actions.
+            that the action has no gradient), ``clipped_low`` (those of a ratio below 1),
+            ``approxkl`` (half the squared log-ratio), ``ratio``, ``ratio_abs_dev`` (|ratio - 1|);
+            and ``tokens``, the number of actions.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     losses, is_clipped = _surrogate(log_ratio.exp(), advantages, cliprange)
@@ -109,7 +110,8 @@ def policy_loss(
         is_bounded = (advantages < 0) & (losses > bound)
         losses = torch.where(is_bounded, bound, losses)
         is_clipped = is_clipped | is_bounded
-    return _summed(losses, weights, answer_mask), _metrics(log_ratio, is_clipped, answer_mask)
+    metrics = _metrics(log_ratio, log_ratio, is_clipped, answer_mask)
+    return _summed(losses, weights, answer_mask), metrics
 
 
 def gspo_loss(
@@ -133,7 +135,8 @@ def gspo_loss(
     # the sequence's.
     ratio = (of_sequence + (log_ratio - log_ratio.detach())).exp()
     losses, is_clipped = _surrogate(ratio, advantages, cliprange)
-    return _summed(losses, weights, answer_mask), _metrics(log_ratio, is_clipped, answer_mask)
+    metrics = _metrics(log_ratio, of_sequence, is_clipped, answer_mask)
+    return _summed(losses, weights, answer_mask), metrics
 
 
 def cispo_loss(
@@ -157,7 +160,7 @@ def cispo_loss(
     losses = -coefficient * advantages * torch.where(answer_mask, logprobs.float(), 0.0)
     return (
         _summed(losses, weights, answer_mask),
-        _metrics(log_ratio, ratio != coefficient, answer_mask),
+        _metrics(log_ratio, log_ratio, ratio != coefficient, answer_mask),
     )
 
 
@@ -200,11 +203,15 @@ def _summed(losses: Tensor, weights: Tensor | None, answer_mask: Tensor) -> Tens
     return (losses * torch.where(answer_mask, weights.float().detach(), 0.0)).sum()
 
 
-def _metrics(log_ratio: Tensor, is_clipped: Tensor, answer_mask: Tensor) -> dict[str, Tensor]:
+def _metrics(
+    log_ratio: Tensor, of_clip: Tensor, is_clipped: Tensor, answer_mask: Tensor
+) -> dict[str, Tensor]:
+    """``of_clip``: the log-ratio that the clip compares, (B, A) or (B, 1)."""
     log_ratio = log_ratio.detach()
     ratio = log_ratio.exp()
     metrics = {
         "clipped": (is_clipped & answer_mask).sum(),
+        "clipped_low": (is_clipped & answer_mask & (of_clip < 0)).sum(),
         "approxkl": 0.5 * log_ratio.square().sum(),
         "ratio": torch.where(answer_mask, ratio, 0.0).sum(),
         "ratio_abs_dev": (ratio - 1).abs().sum(),

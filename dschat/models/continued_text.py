@@ -127,7 +127,7 @@ if TYPE_CHECKING:
 
 class StreamDecoder:
     """Incremental decoding: the pieces joined equal `continued_texts` of all tokens; without
-    special tokens, unless ``with_special``.
+    special tokens, unless ``with_special``. Without ``continues`` they are the start of a text.
 
     A token's text depends on its neighbours: a byte-level token may end within a character, and a
     SentencePiece token loses its leading space at the start of a text. So tokens are decoded
@@ -135,9 +135,16 @@ class StreamDecoder:
     within a character.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", with_special: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        with_special: bool = False,
+        continues: bool = True,
+    ) -> None:
         self._tokenizer, self._with_special = tokenizer, with_special
-        self._ids = [*anchor_ids(tokenizer)]  # the tokens of the last piece, then the pending ones
+        self._ids = (
+            [*anchor_ids(tokenizer)] if continues else []
+        )  # the tokens of the last piece, then the pending ones
         self._num_emitted = len(self._ids)
 
     def push(self, token: int) -> str:

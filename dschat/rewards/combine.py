@@ -58,20 +58,27 @@ def any_applies(sources: list[SourceScores]) -> Tensor:
     return applies
 
 
-def source_means(prefix: str, sources: list[SourceScores]) -> dict[str, float]:
-    """Collective. Mean raw score of each source over the samples it scored: ``prefix/NAME``.
+def source_means(
+    prefix: str, sources: list[SourceScores], with_std: bool = False
+) -> dict[str, float]:
+    """Collective. Mean raw score of each source over the samples it scored, ``prefix/NAME``;
+    ``with_std`` also the standard deviation, ``prefix/NAME_std``.
 
     Samples where it failed or returned None do not count.
     """
     sums = []
     for source in sources:
-        scored = _scored(source)
-        sums += [float(source.scores[scored].double().sum()), float(scored.sum())]
-    totals = dist.sum_floats(sums)
-    return {
-        f"{prefix}/{source.name}": total / max(number, 1.0)
-        for source, total, number in zip(sources, totals[::2], totals[1::2], strict=True)
-    }
+        scores = source.scores[_scored(source)].double()
+        sums += [float(len(scores)), float(scores.sum()), float(scores.square().sum())]
+    totals = iter(dist.sum_floats(sums))
+    metrics = {}
+    for source, number, total, squares in zip(sources, totals, totals, totals, strict=True):
+        mean = total / max(number, 1.0)
+        metrics[f"{prefix}/{source.name}"] = mean
+        if with_std:
+            variance = squares / max(number, 1.0) - mean**2
+            metrics[f"{prefix}/{source.name}_std"] = math.sqrt(max(variance, 0.0))
+    return metrics
 
 
 def _scored(source: SourceScores) -> Tensor:

@@ -14,7 +14,7 @@ import dschat.distributed as dist
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
-from dschat.losses import kl_penalty
+from dschat.losses import group_has_variance, group_stats, kl_penalty
 from dschat.memory import peak_memory_gib
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
@@ -73,6 +73,9 @@ def experience_metrics(
         "recomputed": float((mask & e.recomputed.unsqueeze(1)).sum()),
         "values": total(e.values),
         "returns": float(e.returns[e.scored_mask].double().sum()),
+        "returns_sq": float(e.returns[e.scored_mask].double().square().sum()),
+        "errors_sq": float((e.returns - e.values)[e.scored_mask].double().square().sum()),
+        "finished_tokens": float(mask[e.finished].sum()),
         "finished": float(e.finished.sum()),
         "gap": total((e.rollout_logprobs - e.logprobs).abs()),
         "mismatch_kl": total(kl_penalty(e.rollout_logprobs, e.logprobs, "k3")),
@@ -88,9 +91,13 @@ def experience_metrics(
         "rollout/answer_length": totals["tokens"] / n,
         "rollout/prompt_length": totals["prompt_tokens"] / n,
         "rollout/eos_share": totals["finished"] / n,
+        "completions/clipped_ratio": 1 - totals["finished"] / n,
         "rollout/sequences": totals["sequences"],
         "rollout/tokens": totals["tokens"],
     }
+    finished = max(totals["finished"], 1.0)  # TRL has 0 where none is
+    metrics["completions/mean_terminated_length"] = totals["finished_tokens"] / finished
+    metrics |= _extremes(mask.sum(1)) | _zero_std(e, args.num_samples_per_prompt)
     if clip is not None:
         metrics["objective/clipped_share"] = totals["clipped"] / scored
     if engine.has_reference:
@@ -99,7 +106,11 @@ def experience_metrics(
         metrics["objective/teacher_kl"] = totals["teacher_kl"] / n
     if engine.critic is not None:
         metrics["val/values"] = totals["values"] / tokens
-        metrics["val/returns"] = totals["returns"] / (totals["scored_tokens"] or math.nan)
+        actions = totals["scored_tokens"] or math.nan
+        metrics["val/returns"] = mean = totals["returns"] / actions
+        variance = totals["returns_sq"] / actions - mean**2
+        unexplained = totals["errors_sq"] / actions / variance if variance else 1.0
+        metrics["val/explained_variance"] = 1 - unexplained
     if args.old_logprobs != "rollout":  # else the training passes measure the gap
         recomputed = totals["recomputed"] or math.nan
         metrics["objective/entropy"] = totals["entropy"] / recomputed
@@ -109,6 +120,28 @@ def experience_metrics(
         metrics["rollout/is_weight"] = totals["is_weight"] / tokens
         metrics["rollout/is_cut_share"] = totals["is_cut"] / tokens
     return metrics
+
+
+def _extremes(lengths: Tensor) -> dict[str, float]:
+    """Collective. The shortest and the longest answer; NaN where there is none."""
+    own = (int(lengths.min()), int(lengths.max())) if len(lengths) else None
+    known = [pair for pair in dist.gather_objects(own) if pair is not None]
+    shortest = min((low for low, _ in known), default=math.nan)
+    longest = max((high for _, high in known), default=math.nan)
+    return {"completions/min_length": shortest, "completions/max_length": longest}
+
+
+def _zero_std(e: Experience, num_samples: int) -> dict[str, float]:
+    """Collective. The share of prompts whose answers all have the same score: group baselines learn
+    nothing from them. No metric with one answer per prompt.
+    """
+    if num_samples == 1:
+        return {}
+    groups = (e.numbers // num_samples)[e.scored]
+    num_groups = dist.max_int(int(groups.max()) + 1 if len(groups) else 1)
+    stats = dist.all_reduce_sum(group_stats(e.scores[e.scored], groups, num_groups))
+    differ = group_has_variance(stats)[stats[0] > 0].double()
+    return {"frac_reward_zero_std": 1 - float(differ.sum()) / max(len(differ), 1)}
 
 
 def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, float]:
@@ -164,6 +197,9 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         "loss/policy_avg": mean("policy_loss", "policy_count"),
         "policy/approxkl_avg": mean("policy_approxkl", "policy_tokens"),
         "policy/clipfrac_avg": mean("policy_clipped", "policy_tokens"),
+        "clip_ratio/low_mean": mean("policy_clipped_low", "policy_tokens"),
+        "clip_ratio/high_mean": mean("policy_clipped", "policy_tokens")
+        - mean("policy_clipped_low", "policy_tokens"),
         "val/ratio": mean("policy_ratio", "policy_tokens"),
         "val/ratio_abs_dev": mean("policy_ratio_abs_dev", "policy_tokens"),
         "policy/grad_norm": mean("actor_grad_norm", "actor_steps"),

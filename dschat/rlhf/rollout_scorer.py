@@ -86,7 +86,7 @@ class RolloutScorer:
         """
         if not sources:
             return e, {}
-        metrics = source_means("objective/scores", sources)
+        metrics = source_means("objective/scores", sources, with_std=True)
         scores, token_scores = combine(sources, self.args, self.scale)
         e.scores = scores.float()
         for row, values in enumerate(token_scores or ()):

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +16,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
+from dschat.environments.tool_calls import CallParser
+from dschat.inference.sequence import Request
 from dschat.serving.chat_routes import WebChat
 from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
@@ -30,12 +33,15 @@ from dschat.serving.patience import Ended, PatientThread, Stopping, while_connec
 from dschat.serving.preferences import PreferenceFile
 from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
 from dschat.serving.reward import ChatScorer
-from dschat.serving.schema import ChatRequest, CompletionRequest
+from dschat.serving.schema import ChatRequest, CompletionRequest, turns_of
+from dschat.serving.shaping import Shape, shape_of
 
 _SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
 
 Format = ChatFormat | CompletionFormat
 Body = ChatRequest | CompletionRequest
+# The ids of each prompt, and what finds calls of tools in the answers.
+_Encoded = tuple[list[list[int]], CallParser | None]
 
 
 @dataclass
@@ -84,23 +90,14 @@ class Server:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    async def chat(self, request: Request, body: ChatRequest) -> Response:
-        began, model = time.perf_counter(), self.model(body.model)
+    async def chat(self, request: HttpRequest, body: ChatRequest) -> Response:
         self._require_room(1, body.n)
-        messages = [message.as_dict() for message in body.messages]
-        ids = await self._encoders.run(request, prompt_text_ids, model.encoder, messages)
-        room = model.worker.engine.max_positions - len(ids)
-        limit = body.max_new_tokens or max(1, room)
-        generation = self._generation(model, body, [ids], limit, began)
-        return await self._respond(request, body, ChatFormat(generation, body.logprobs))
+        generation, parse = await self._begin(request, body, _encoded_chat)
+        return await self._respond(request, body, ChatFormat(generation, body.logprobs, parse))
 
-    async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        began, model = time.perf_counter(), self.model(body.model)
+    async def complete(self, request: HttpRequest, body: CompletionRequest) -> Response:
         self._require_room(len(body.prompts), body.n)
-        prompts = await self._encoders.run(request, _encoded, model.encoder, body.prompts)
-        room = min((model.worker.engine.max_positions - len(ids) for ids in prompts), default=1)
-        limit = body.max_new_tokens or max(1, room)
-        generation = self._generation(model, body, prompts, limit, began)
+        generation, _ = await self._begin(request, body, _encoded)
         has_logprobs = body.logprobs is not None
         return await self._respond(request, body, CompletionFormat(generation, has_logprobs))
 
@@ -110,17 +107,34 @@ class Server:
         if num_prompts * n > self.config.max_num_seqs + self.config.max_waiting:
             raise UserError(f"{num_prompts} prompts with n {n} are more than the queue holds")
 
-    def _generation(
-        self, model: ServedModel, body: Body, prompts: list[list[int]], limit: int, began: float
-    ) -> Generation:
+    async def _begin(
+        self, request: HttpRequest, body: Body, encode: Callable[[Any, Any], _Encoded]
+    ) -> tuple[Generation, CallParser | None]:
+        began, model = time.perf_counter(), self.model(body.model)
+        engine = model.worker.engine
+
+        def read() -> tuple[_Encoded, list[Shape | None]]:
+            encoded = encode(model.encoder, body)
+            return encoded, [shape_of(body, model.encoder, engine.num_tokens) for _ in encoded[0]]
+
+        (prompts, parse), shapes = await self._encoders.run(request, read)
         if self._is_stopping:
             raise Stopping
-        samplings = [body.sampling(limit) for _ in prompts]  # without a seed each has its own
-        generation = Generation(model, prompts, samplings, body.stops, body.num_top, began)
+        limit = body.max_new_tokens
+        if limit is None:
+            limit = max(1, min(engine.max_positions - len(ids) for ids in prompts))
+        requests = []
+        for ids, shape in zip(prompts, shapes, strict=True):
+            split = 1 if body.echo else len(ids)
+            sampling = body.sampling(limit)  # without a seed each has its own
+            given = Request(ids[:split], sampling, limit=limit, forced=ids[split:])
+            given.num_top, given.shape = body.num_top, shape
+            requests.append(given)
+        generation = Generation(model, requests, body.stops, began, body.echo)
         self._running.add(generation)
-        return generation
+        return generation, parse
 
-    async def _respond(self, request: Request, body: Body, answers: Format) -> Response:
+    async def _respond(self, request: HttpRequest, body: Body, answers: Format) -> Response:
         if body.stream:
             timeout_s = self.config.request_timeout_s + _SEND_TIMEOUT_S
             return _Stream(self._chunks(body, answers), answers.generation, timeout_s)
@@ -137,14 +151,20 @@ class Server:
 
     async def _chunks(self, body: Body, answers: Format) -> AsyncIterator[str]:
         """The server-sent events of an answer."""
-        has_logprobs = answers.has_logprobs
+        has_logprobs, is_whole = answers.has_logprobs, answers.is_whole
+        choices: list[list[Event]] = [[] for _ in range(answers.generation.num_choices)]
         yield "".join(map(server_sent, answers.first_chunks()))
         try:
             async with aclosing(self._events(answers.generation)) as batches:
                 async for events in batches:
-                    shown = events if has_logprobs else joined(events)
-                    shown = [e for e in shown if e.text or e.finish_reason or has_logprobs]
-                    yield "".join(server_sent(answers.chunk(event)) for event in shown)
+                    shown = events if has_logprobs or is_whole else joined(events)
+                    ready = []
+                    for event in shown:
+                        choices[event.choice].append(event)
+                        if event.finish_reason or (not is_whole and (event.text or has_logprobs)):
+                            ready.append(answers.chunk(choices[event.choice]))
+                            choices[event.choice] = []
+                    yield "".join(map(server_sent, ready))
         except Ended as error:
             _, problem, _ = describe(error)
             yield server_sent(problem)
@@ -253,5 +273,16 @@ class _Stream(StreamingResponse):
             self._generation.close()
 
 
-def _encoded(encoder: Any, prompts: list[str | list[int]]) -> list[list[int]]:
-    return [encoder.encode(p) if isinstance(p, str) else p for p in prompts]
+def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
+    turns = turns_of(body.messages)
+    if not body.tools or body.tool_choice == "none":
+        return [prompt_text_ids(encoder, turns)], None
+    try:
+        parse = CallParser(encoder, body.schemas)
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--")) from None
+    return [prompt_text_ids(encoder, turns, body.schemas)], parse
+
+
+def _encoded(encoder: Any, body: CompletionRequest) -> _Encoded:
+    return [encoder.encode(p) if isinstance(p, str) else p for p in body.prompts], None

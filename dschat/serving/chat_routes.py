@@ -8,7 +8,7 @@ from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 
 from dschat.serving.preferences import PreferenceFile
-from dschat.serving.schema import Preference, ScoreRequest
+from dschat.serving.schema import Preference, ScoreRequest, turns_of
 
 if TYPE_CHECKING:
     from dschat.serving.app import Server
@@ -53,7 +53,7 @@ class WebChat:
         """Scores of answers to one conversation."""
         if self._reward_model is None:
             raise HTTPException(404, "the server has no reward model; start it with --reward_model")
-        messages = [message.as_dict() for message in body.messages]
+        messages = turns_of(body.messages)
         scores = await self._thread.run(request, self._reward_model.score, messages, body.answers)
         return {"scores": scores}
 

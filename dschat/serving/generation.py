@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from dschat.config import UserError
-from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
 from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.text import AnswerText
@@ -64,10 +63,13 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 class Generation:
-    """The answers to ``prompts``, n each: choice ``p * n + sample`` for prompt p.
+    """The answers to ``requests``, which have the same ``n``: choice ``i * n + sample`` for the
+    i-th.
 
-    ``samplings``: of each prompt; they differ in the seed alone. ``began``: when the request did,
-    on the clock of `time.perf_counter`.
+    Args:
+        stops: strings that end an answer, which does not have them.
+        echoes: answers begin with their requests' ``ids`` and ``forced``: the prompt.
+        began: when the HTTP request did, on the clock of `time.perf_counter`.
 
     Raises:
         UserError: a prompt that the model cannot answer.
@@ -77,26 +79,26 @@ class Generation:
     def __init__(
         self,
         model: ServedModel,
-        prompts: list[list[int]],
-        samplings: list[SamplingParams],
+        requests: list[Request],
         stops: list[str],
-        num_top: int,
         began: float,
+        echoes: bool = False,
     ) -> None:
         self.model, self.began, engine = model, began, model.worker.engine
-        sampling = samplings[0]
-        requests = [
-            Request(ids, own, num_top=num_top) for ids, own in zip(prompts, samplings, strict=True)
-        ]
+        sampling = requests[0].sampling
         if (problem := engine.problem(requests)) is not None:
             raise UserError(problem)
         self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
         self._first: dict[Handle, int] = {}
         ends = sampling.end_ids(engine.stop_ids)
-        self.num_choices = len(prompts) * sampling.n
-        self._texts = [AnswerText(model.tokenizer, stops, ends) for _ in range(self.num_choices)]
+        self.num_choices = len(requests) * sampling.n
+        self._texts = [
+            AnswerText(model.tokenizer, stops, ends, r.ids if echoes else [], len(r.forced))
+            for r in requests
+            for _ in range(sampling.n)
+        ]
         self._open = set(range(self.num_choices))
-        self.prompt_tokens = sum(map(len, prompts))
+        self.prompt_tokens = sum(len(r.ids) + len(r.forced) for r in requests)
         try:
             for i, request in enumerate(requests):
                 handle = model.worker.submit(self._tokens, request)
@@ -107,7 +109,7 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(text.num_tokens for text in self._texts)
+        return sum(max(0, text.num_drawn) for text in self._texts)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -159,10 +161,15 @@ class Generation:
         if index not in self._open:  # drawn before the engine knew of a stop string
             return []
         answer = self._texts[index]
-        offset = answer.num_chars
-        text, reason = answer.push(item)
+        given, answer.given = answer.given, []
+        items = [item._replace(id=i, logprob=None, top=[], finish_reason=None) for i in given]
+        events = []
+        for token in (*items, item):
+            offset = answer.num_chars
+            text, reason = answer.push(token)
+            events.append(Event(index, text, token, reason, offset))
         if reason is not None:
             self._open.discard(index)
             if item.finish_reason is None:
                 self.model.worker.cancel(item.handle, item.sample)
-        return [Event(index, text, item, reason, offset)]
+        return events

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from dschat.config import UserError
-from dschat.serving.schema import Preference
+from dschat.serving.schema import Preference, turns_of
 
 
 class PreferenceFile:
@@ -34,9 +34,8 @@ class PreferenceFile:
 
     def append(self, preference: Preference) -> None:
         """Add a row, at once and whole."""
-        turns = [message.as_dict() for message in preference.messages]
         row = {
-            "prompt": turns,
+            "prompt": turns_of(preference.messages),
             "chosen": [{"role": "assistant", "content": preference.chosen}],
             "rejected": [{"role": "assistant", "content": preference.rejected}],
             "chosen_model": preference.chosen_model,

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dschat.environments.tool_calls import CallParser
 from dschat.models.continued_text import token_bytes
 from dschat.serving.generation import Event, Generation
 
@@ -22,10 +23,16 @@ def server_sent(data: Json | str) -> str:
 
 
 class ChatFormat:
-    """Objects of ``/v1/chat/completions``."""
+    """Objects of ``/v1/chat/completions``.
 
-    def __init__(self, generation: Generation, has_logprobs: bool) -> None:
-        self.generation, self.has_logprobs = generation, has_logprobs
+    ``parse``: finds calls of tools in answers, which are known when an answer is complete.
+    """
+
+    def __init__(
+        self, generation: Generation, has_logprobs: bool, parse: CallParser | None = None
+    ) -> None:
+        self.generation, self.has_logprobs, self._parse = generation, has_logprobs, parse
+        self.is_whole = parse is not None
         self._head = _head("chatcmpl", generation)
 
     def first_chunks(self) -> list[Json]:
@@ -33,10 +40,33 @@ class ChatFormat:
         choices = range(self.generation.num_choices)
         return [self._chunk(self._choice(i, None, None, delta=delta)) for i in choices]
 
-    def chunk(self, event: Event) -> Json:
-        delta = {"content": event.text} if event.text else {}
-        logprobs = self._logprobs([event])
-        return self._chunk(self._choice(event.choice, event.finish_reason, logprobs, delta=delta))
+    def chunk(self, events: list[Event]) -> Json:
+        """The events of one choice as a piece of a stream; all of them where ``is_whole``."""
+        delta, reason = self._message(events)
+        for i, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = i
+        logprobs = self._logprobs(events)
+        delta = {name: value for name, value in delta.items() if value}
+        return self._chunk(self._choice(events[-1].choice, reason, logprobs, delta=delta))
+
+    def _message(self, events: list[Event]) -> tuple[Json, str | None]:
+        """The text of one choice, or its calls of tools with the text before; and why it ends."""
+        text, reason = "".join(e.text for e in events), events[-1].finish_reason
+        if self._parse is None or reason == "length":
+            return {"content": text}, reason
+        found = self._parse.split([e.token.id for e in events])
+        if found is None:
+            return {"content": text}, reason
+        before, calls = found
+        told = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
+            }
+            for c in calls
+        ]
+        return {"content": before or None, "tool_calls": told}, "tool_calls"
 
     def usage_chunk(self) -> Json:
         return self._head | {
@@ -49,9 +79,9 @@ class ChatFormat:
         """The response of a request without stream. ``choices``: all events of each."""
         answers = []
         for events in choices:
-            message = {"role": "assistant", "content": "".join(e.text for e in events)}
-            last, logprobs = events[-1], self._logprobs(events)
-            answers.append(self._choice(last.choice, last.finish_reason, logprobs, message=message))
+            message, reason = self._message(events)
+            message, logprobs = {"role": "assistant"} | message, self._logprobs(events)
+            answers.append(self._choice(events[-1].choice, reason, logprobs, message=message))
         whole = {"object": "chat.completion", "choices": answers, "usage": self.generation.usage}
         return self._head | whole
 
@@ -76,6 +106,8 @@ class ChatFormat:
 class CompletionFormat:
     """Objects of ``/v1/completions``."""
 
+    is_whole = False
+
     def __init__(self, generation: Generation, has_logprobs: bool) -> None:
         self.generation, self.has_logprobs = generation, has_logprobs
         self._head = _head("cmpl", generation) | {"object": "text_completion"}
@@ -83,8 +115,9 @@ class CompletionFormat:
     def first_chunks(self) -> list[Json]:
         return []
 
-    def chunk(self, event: Event) -> Json:
-        return self._head | {"choices": [self._choice([event])]}
+    def chunk(self, events: list[Event]) -> Json:
+        """The events of one choice as a piece of a stream."""
+        return self._head | {"choices": [self._choice(events)]}
 
     def usage_chunk(self) -> Json:
         return self._head | {"choices": [], "usage": self.generation.usage}
@@ -114,7 +147,7 @@ class CompletionFormat:
             for token, value in _top(event):
                 name = _entry(tokenizer, token, value)["token"]
                 top[f"token_id:{token}" if name in top else name] = value
-            found["top_logprobs"].append(top)
+            found["top_logprobs"].append(top if drawn["logprob"] is not None else None)
             found["text_offset"].append(event.offset)
         return found
 
@@ -132,10 +165,10 @@ def _head(prefix: str, generation: Generation) -> Json:
 def _top(event: Event) -> list[tuple[int, float]]:
     """The likeliest tokens; the drawn one with its own log-prob, which has fewer digits."""
     drawn = event.token
-    return [(i, drawn.logprob if i == drawn.id else value) for i, value in drawn.top]
+    return [(i, drawn.logprob or 0.0 if i == drawn.id else value) for i, value in drawn.top]
 
 
-def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float) -> Json:
+def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float | None) -> Json:
     content = token_bytes(tokenizer, token)
     return {"token": _name(content), "logprob": logprob, "bytes": list(content)}
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from dschat.data.sources.turns import storable
+from dschat.config import UserError
+from dschat.data.sources.turns import Turn, read_content, storable
 from dschat.inference.protocol import SamplingParams
 
 # Fields that change no answer, and values of others that ask for nothing, as null does.
@@ -66,7 +67,7 @@ class Known(BaseModel):
 
 
 class GenerationRequest(Known):
-    """What both kinds of requests have. Fields after ``stream_options`` are not OpenAI's."""
+    """What both kinds of requests have. Fields after ``response_format`` are not OpenAI's."""
 
     model: Text | None = None
     n: int = Field(1, ge=1, le=128)
@@ -76,6 +77,13 @@ class GenerationRequest(Known):
     stop: Stops = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = {}
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    response_format: dict[str, Any] | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[Text] = Field([], max_length=1024)
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -96,7 +104,7 @@ class GenerationRequest(Known):
         """Raises ``UserError`` for a value that cannot be sampled with."""
         seed = secrets.randbits(62) if self.seed is None else self.seed
         return SamplingParams(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(1, max_new_tokens),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),  # -1, elsewhere: off
@@ -109,29 +117,48 @@ class GenerationRequest(Known):
         )
 
 
-class TextPart(BaseModel):
-    """A piece of a message's content."""
-
-    type: Literal["text"]
-    text: Text
-
-
 class Message(Known):
     """One turn of a conversation."""
 
-    role: Text = Field(max_length=64)
-    content: Text | list[TextPart]
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
 
-    def as_dict(self) -> dict[str, str]:
-        text = self.content
-        if isinstance(text, list):
-            text = "".join(part.text for part in text)
-        # OpenAI's name for the system message of newer models.
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+def turns_of(messages: list[Message]) -> list[Turn]:
+    """The conversation as training reads one.
+
+    Raises:
+        UserError: it could not be trained either.
+    """
+    turns: list[Turn] = []
+    for i, message in enumerate(messages):
+        read = read_content([message.model_dump(exclude_none=True)])
+        if not isinstance(read, list):
+            raise UserError(f"messages.{i}: {read}")
+        turns += read
+    return turns
 
 
 # Each earlier answer is rendered as a turn of its own, so the work grows with the square.
 Conversation = Annotated[list[Message], Field(min_length=1, max_length=256)]
+
+
+class Function(BaseModel, extra="allow"):
+    """A function that the model may call; JSON schema of its arguments."""
+
+    name: Text = Field(min_length=1)
+    parameters: dict[str, Any] = {}
+
+
+class Tool(BaseModel):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(GenerationRequest):
@@ -142,10 +169,21 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto"] = "auto"
 
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def echo(self) -> bool:
+        return False
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as a chat template takes them."""
+        return [tool.model_dump() for tool in self.tools]
 
     @property
     def num_top(self) -> int:
@@ -156,8 +194,15 @@ class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``: text, or token ids."""
 
     prompt: Union[Text, list[int], list[Text], list[list[int]]]
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0)
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _draws_or_echoes(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo")
+        return self
 
     @property
     def max_new_tokens(self) -> int | None:

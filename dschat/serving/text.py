@@ -14,30 +14,37 @@ if TYPE_CHECKING:
 class AnswerText:
     """The text of one answer, without end tokens and without what follows a stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided.
+    Text that may be the beginning of a stop string is held back until that is decided. Of an echo,
+    the text begins with the prompt: ``given`` are tokens that are pushed before those of the
+    engine, of which the first ``num_forced`` are the prompt's, too.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     stops: list[str]
     end_ids: frozenset[int]
-    num_tokens: int = 0
+    given: list[int] = field(default_factory=list)
+    num_forced: int = 0
     num_chars: int = 0  # of the text decoded so far, also where it is held back
+    num_drawn: int = field(init=False)  # negative within the prompt
     _held: str = ""
     _decoder: StreamDecoder = field(init=False)
 
     def __post_init__(self) -> None:
-        self._decoder = StreamDecoder(self.tokenizer)
+        self.num_drawn = -len(self.given) - self.num_forced
+        self._decoder = StreamDecoder(self.tokenizer, continues=not self.given)
 
     def push(self, token: Token) -> tuple[str, str | None]:
         """The text that is final after ``token``, and the finish reason: "stop" if it completes a
         stop string.
         """
-        self.num_tokens += 1
+        self.num_drawn += 1
         is_end = token.finish_reason == "stop"
         text = "" if is_end and token.id in self.end_ids else self._decoder.push(token.id)
         if token.finish_reason is not None:
             text += self._decoder.finish()
         self.num_chars += len(text)
+        if self.num_drawn <= 0 and token.finish_reason is None:
+            return text, None
         self._held += text
         found = [i for i in map(self._held.find, self.stops) if i >= 0]
         if found:

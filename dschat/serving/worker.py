@@ -29,7 +29,7 @@ class Token(NamedTuple):
     handle: "Handle"
     sample: int
     id: int
-    logprob: float
+    logprob: float | None  # None: the first of all, which follows nothing
     top: list[tuple[int, float]]  # likeliest tokens at its position, where asked for
     finish_reason: FinishReason | None  # None: more tokens follow
 
@@ -153,8 +153,8 @@ class EngineWorker:
             request = sequence.request
             if (handle := self._handles.get(request)) is None:
                 continue
-            is_urgent = is_urgent or is_last or len(sequence.answer) == 1
-            top = request.top[sequence.sample][-1] if request.num_top else []
+            is_urgent = is_urgent or is_last or sequence.num_drawn == 1
+            top = request.top[sequence.sample].pop(0) if request.num_top else []
             reason = sequence.finish_reason if is_last else None
             drawn = Token(handle, sequence.sample, token, logprob, top, reason)
             self._news.append((handle, drawn))

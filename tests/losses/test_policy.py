@@ -27,6 +27,11 @@ from dschat import losses
 NUM_ROWS, WIDTH = 8, 6
 
 
+def side(clipped, ratio):
+    """-1 where an action is clipped below 1, 1 above, 0 where it is not."""
+    return int(clipped) * (1 if ratio > 1 else -1)
+
+
 def naive_ppo(new, old, advantages, low, high, dual_clip=None):
     """One row: values, gradients, clipped or not (arXiv 1707.06347, eq. 7; 1912.09729, eq. 5)."""
     out = []
@@ -37,7 +42,7 @@ def naive_ppo(new, old, advantages, low, high, dual_clip=None):
         clipped = objective < ratio * advantage
         if dual_clip is not None and advantage < 0 and dual_clip * advantage > objective:
             objective, clipped = dual_clip * advantage, True
-        out.append((-objective, 0.0 if clipped else -ratio * advantage, clipped))
+        out.append((-objective, 0.0 if clipped else -ratio * advantage, side(clipped, ratio)))
     return out
 
 
@@ -54,7 +59,7 @@ def naive_gspo(new, old, advantages, low, high):
     for advantage in advantages:
         clipped = near * advantage < ratio * advantage
         objective = near * advantage if clipped else ratio * advantage
-        out.append((-objective, 0.0 if clipped else -ratio * advantage, clipped))
+        out.append((-objective, 0.0 if clipped else -ratio * advantage, side(clipped, ratio)))
     return out
 
 
@@ -64,7 +69,7 @@ def naive_cispo(new, old, advantages, low, high):
     for t, advantage in enumerate(advantages):
         ratio = math.exp(new[t] - old[t])
         near = min(max(ratio, 1 - low), 1 + high)
-        out.append((-near * advantage * new[t], -near * advantage, near != ratio))
+        out.append((-near * advantage * new[t], -near * advantage, side(near != ratio, ratio)))
     return out
 
 
@@ -99,14 +104,16 @@ def naive_update(naive, arrays, lens, sides):
     """Loss, gradient and metrics of the whole update, row by row."""
     new, old, advantages, weights = arrays
     loss, grad = 0.0, np.zeros(new.shape)
-    metrics = dict.fromkeys(("clipped", "approxkl", "ratio", "ratio_abs_dev", "tokens"), 0.0)
+    names = ("clipped", "clipped_low", "approxkl", "ratio", "ratio_abs_dev", "tokens")
+    metrics = dict.fromkeys(names, 0.0)
     for b, n in enumerate(lens):
         for t, (value, slope, clipped) in enumerate(
             naive(new[b, :n], old[b, :n], advantages[b, :n], *sides)
         ):
             loss += weights[b, t] * value
             grad[b, t] = weights[b, t] * slope
-            metrics["clipped"] += clipped
+            metrics["clipped"] += abs(clipped)
+            metrics["clipped_low"] += clipped < 0
             difference = new[b, t] - old[b, t]
             metrics["approxkl"] += 0.5 * difference**2
             metrics["ratio"] += math.exp(difference)
@@ -160,7 +167,8 @@ def test_of_the_same_policy_the_gradient_is_reinforce(kind):
     loss, metrics = ours(new, new, advantages, mask, sides, weights=weights)
     loss.backward()
     assert_close(new.grad, [[-1.0, 0.5], [-6.0, 0.0]])
-    expected = {"clipped": 0.0, "approxkl": 0.0, "ratio": 3.0, "ratio_abs_dev": 0.0, "tokens": 3.0}
+    expected = dict.fromkeys(("clipped", "clipped_low", "approxkl", "ratio_abs_dev"), 0.0)
+    expected |= {"ratio": 3.0, "tokens": 3.0}
     check_metrics(metrics, expected)
 
 

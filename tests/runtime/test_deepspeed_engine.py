@@ -280,22 +280,27 @@ def test_a_weight_without_gradient_decays(stage):
     torch.testing.assert_close(weights(engine)["1.weight"], unused * (1 - 1e-2 * 0.3))
 
 
-def backward_only(engine, batches, factor=1.0):
+def backward_only(engine, batches, spoil=lambda loss: loss):
     step = OptimizerStep(engine, len(batches), denominator=3.0 * len(batches))
     for x in batches:
-        step.backward(engine(x).float().square().sum() * factor)
+        step.backward(spoil(engine(x).float().square().sum()))
     return step
 
 
 @by_layout
-def test_an_aligned_step_changes_nothing(stage, offload):
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda loss: loss * float("inf"), lambda loss: loss + float("inf")],
+    ids=["gradient", "loss alone"],
+)
+def test_an_aligned_step_changes_nothing(stage, offload, spoil):
     """The finite step is skipped with the other; the next ones are as without both."""
     batches = inputs(3)
     good, calm, bad = (engine_of(net(), stage, clip=0.1, offload=offload) for _ in range(3))
     for engine in (good, calm, bad):
         take_step(engine, batches)
     before, rate = weights(good), learning_rate(good)
-    steps = [backward_only(good, batches), backward_only(bad, batches, float("inf"))]
+    steps = [backward_only(good, batches), backward_only(bad, batches, spoil)]
     assert [step.is_finite() for step in steps] == [True, False]
     assert finish_together(steps) == [False, False]
     assert [step.outcome for step in steps] == ["aligned", "bad"]

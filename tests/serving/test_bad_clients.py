@@ -24,6 +24,7 @@ def conversation(role="user", content="a", turn=(), **fields):
     return CHAT, {"messages": [{"role": role, "content": content, **dict(turn)}]} | fields
 
 
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
 WRONG = [
     (COMPLETIONS, b"{", "the body is not JSON"),
     (COMPLETIONS, b"\xff\xfe", "the body is not JSON"),
@@ -37,14 +38,17 @@ WRONG = [
     (*completion(top_p=0), "top_p 0"),
     (*completion(n=129), "n: "),
     (*completion(prompt=["a"] * 300, n=2), "more than the queue holds"),
-    (*completion(logit_bias={"3": 1}), "logit_bias"),
+    (*completion(logit_bias={"9999": 1}), "token id 9999"),
+    (*completion(logit_bias={"a": 1}), "logit_bias.a"),
+    (*completion(presence_penalty=3), "presence_penalty: "),
+    (*completion(allowed_token_ids=[]), "allowed_token_ids: "),
+    (*completion(response_format={"type": "xml"}), "response_format"),
+    (*completion(response_format={"type": "json_schema"}), "response_format"),
+    (*completion(response_format=NO_SCHEMA), "response_format"),
     (*completion(stop=["x"] * 17), "stop"),
     (*completion(seed=2**64), "seed: "),
-    (*completion(repetition_penalty=1.2), "repetition_penalty "),
     (*completion(guided_json={}), "guided_json "),
     (*completion(structured_outputs={"choice": ["a"]}), "structured_outputs "),
-    (*completion(bad_words=["a"]), "bad_words "),
-    (*completion(allowed_token_ids=[3]), "allowed_token_ids "),
     (*completion(prompt_logprobs=1), "prompt_logprobs "),
     (*completion(something_new=False), "something_new "),
     (CHAT, {"messages": []}, "messages: "),
@@ -54,10 +58,13 @@ WRONG = [
     (*conversation(continue_final_message=True), "continue_final_message "),
     (*conversation(functions=[{}]), "functions "),
     (*conversation(tools=[{}]), "tools"),
-    (*conversation(content=None), "messages.0.content: Field required"),
-    (*conversation(content=[{"type": "image_url"}]), "messages.0.content"),
-    (*conversation("assistant", "a", {"tool_calls": [{}]}), "messages.0: tool_calls "),
-    (*conversation("assistant", None, {"tool_calls": [{}]}), "messages.0: tool_calls "),
+    (*conversation(content=None), "messages.0: a turn without content"),
+    (*conversation(content=[{"type": "image_url"}]), "a part of the type 'image_url'"),
+    (
+        *conversation("assistant", "a", {"tool_calls": [{}]}),
+        "messages.0: a tool call without a name",
+    ),
+    (*conversation("assistant", None, {"tool_calls": [{}]}), "messages.0: a tool call without"),
 ]
 NOWHERE = [(*completion(model="b"), "there is tiny"), ("/v1/nothing", {}, "Not Found")]
 

@@ -10,6 +10,7 @@ import pytest
 from http_client import ask, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
 
 pytest.importorskip("fastapi")
 from dschat.serving.generation import Generation  # noqa: E402
@@ -71,8 +72,7 @@ def test_what_encoding_took_is_not_left_for_the_answer(served):
 
     async def follow():
         began = time.perf_counter() - 100
-        params = [SamplingParams(max_new_tokens=1)]
-        generation = Generation(model, [[1]], params, [], 0, began)
+        generation = Generation(model, [Request([1], SamplingParams(max_new_tokens=1))], [], began)
         async for _ in generation.events(timeout_s=100):
             raise AssertionError("no token comes")
 

@@ -48,14 +48,14 @@ def test_alternatives_of_equal_text_are_all_there():
     tokenizer = tokenizer_of("prepend")
     generation = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer, name="m"))
     event = event_of(tokenizer, ["<0xE2>", "<0xE3>", SPACE, "<0x20>", "s", SPACE + "s"])
-    (choice,) = CompletionFormat(generation, True).chunk(event)["choices"]
+    (choice,) = CompletionFormat(generation, True).chunk([event])["choices"]
     space = tokenizer.convert_tokens_to_ids("<0x20>")
     names = ["bytes:\\xe2", "bytes:\\xe3", " ", f"token_id:{space}", "s", " s"]
     assert choice["logprobs"]["tokens"] == names[:1]
     (top,) = choice["logprobs"]["top_logprobs"]
     assert top == dict(zip(names, [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0], strict=True))
 
-    (choice,) = ChatFormat(generation, True).chunk(event)["choices"]
+    (choice,) = ChatFormat(generation, True).chunk([event])["choices"]
     (entry,) = choice["logprobs"]["content"]
     assert [e["bytes"] for e in entry["top_logprobs"]] == [
         [0xE2], [0xE3], [0x20], [0x20], [*b"s"], [*b" s"],

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
 from dschat.serving.generation import Generation
 from dschat.serving.text import AnswerText
 from dschat.serving.worker import Token
@@ -92,7 +93,7 @@ def followed(drawn, stops, n=1):
 
     async def follow():
         began = time.perf_counter()
-        answers = Generation(model, [[1]], [SamplingParams(n=n)], stops, 0, began)
+        answers = Generation(model, [Request([1], SamplingParams(n=n))], stops, began)
         events = [event async for some in answers.events(60.0) for event in some]
         return events, answers.completion_tokens
 

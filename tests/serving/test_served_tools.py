@@ -1,0 +1,118 @@
+"""Tools in chats: shown to the model, and its calls in OpenAI's form, whole and streamed."""
+
+import json
+
+import pytest
+import torch
+
+from dschat.data.segments import prompt_text_ids
+from dschat.serving import app
+
+openai = pytest.importorskip("openai")
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+QUESTION = {"role": "user", "content": "what is 1 + 2?"}
+CALL = 'let me see <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def says(monkeypatch, served):
+    """``says(text)``: what the model writes in the requests that follow."""
+
+    def say(text):
+        tokenizer = served.model.tokenizer
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+        def shape(sequence, logits):
+            forced = torch.full_like(logits, -torch.inf)
+            forced[ids[len(sequence.answer)]] = 0.0
+            return forced
+
+        monkeypatch.setattr(app, "shape_of", lambda *_: shape)
+
+    return say
+
+
+def ask(client, **options):
+    return client.chat.completions.create(
+        model="tiny", messages=[QUESTION], tools=[ADD], max_tokens=200, **options
+    )
+
+
+def test_a_call(client, says):
+    says(CALL)
+    (choice,) = ask(client).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "let me see")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "add")
+    assert json.loads(call.function.arguments) == {"a": 1}
+    assert call.id
+
+
+def test_two_calls_streamed(client, says):
+    says(CALL + CALL.removeprefix("let me see "))
+    chunks = list(ask(client, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(c.index, c.function.name) for c in calls] == [(0, "add"), (1, "add")]
+    assert [c.function.arguments for c in calls] == ['{"a": 1}'] * 2
+    assert "".join(delta.content or "" for delta in deltas) == "let me see"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("text", ["it is 3", 'odd <tool_call>{"name": "add", "arguments": {'])
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_answers_stay_text(client, says, text, stream):
+    """Also a call that cannot be read."""
+    says(text)
+    answer = ask(client, stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer]
+        content = "".join(choice.delta.content or "" for choice in choices)
+        assert not any(choice.delta.tool_calls for choice in choices)
+    else:
+        choices = answer.choices
+        content = choices[0].message.content
+        assert choices[0].message.tool_calls is None
+    assert (content.strip(), choices[-1].finish_reason) == (text, "stop")
+
+
+def test_the_model_reads_tools_calls_and_results_as_in_training(client, served):
+    """The prompt's ids are those of training, with arguments as an object."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, tools=[ADD], max_tokens=1
+    )
+    read = call | {"function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [read]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    ids = prompt_text_ids(served.model.tokenizer, turns, [ADD])
+    assert answer.usage.prompt_tokens == len(ids)
+
+
+def test_no_tools_are_shown_with_choice_none(client, says):
+    says(CALL)
+    answer = ask(client, tool_choice="none")
+    assert answer.choices[0].message.tool_calls is None
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        ask(client, tool_choice="required")

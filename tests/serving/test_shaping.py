@@ -1,0 +1,118 @@
+"""Biases, penalties, forbidden tokens and JSON, each seen in greedy answers."""
+
+import json
+
+import pytest
+import torch
+from http_client import ask
+
+from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
+from dschat.serving.schema import CompletionRequest
+from dschat.serving.shaping import shape_of
+
+PROMPT = "tell me about the sun"
+
+
+def complete(served, **body):
+    asked = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 0} | body
+    status, _, text = ask(served, "/v1/completions", asked)
+    assert status == 200, text
+    return json.loads(text)["choices"][0]
+
+
+def ids_of(served, choice):
+    """The answer's tokens, which `logprobs` names."""
+    tokenizer = served.model.tokenizer
+    return tokenizer.encode(choice["text"], add_special_tokens=False)
+
+
+def shaped(served, logits, answer, **body):
+    """``logits`` as the next token of ``answer`` would be drawn from them."""
+    tokenizer, prompt = served.model.tokenizer, [5, 6, 7]
+    shape = shape_of(CompletionRequest(prompt="a", **body), tokenizer, len(logits))
+    request = Request(prompt, SamplingParams())
+    request.sequences[0].answer = answer
+    return shape(request.sequences[0], logits)
+
+
+def test_a_bias_decides(served):
+    token = served.model.tokenizer.encode(" moon", add_special_tokens=False)[0]
+    found = complete(served, logit_bias={str(token): 100}, max_tokens=3)
+    assert ids_of(served, found) == [token] * 3
+    assert all(value < 0 for value in found["logprobs"]["token_logprobs"])  # of the logits alone
+
+
+def test_only_allowed_tokens_are_drawn(served):
+    allowed = served.model.tokenizer.encode(" sun moon star", add_special_tokens=False)
+    found = complete(served, allowed_token_ids=allowed, temperature=1, seed=1)
+    assert set(ids_of(served, found)) <= set(allowed)
+
+
+def test_bad_words_are_not_written(served):
+    plain = complete(served)["text"]
+    words = plain.split()[:3]
+    found = complete(served, bad_words=words)["text"]
+    assert found != plain
+    assert not any(word in found.split() for word in words)
+
+
+def test_penalties_are_those_of_vllm(served):
+    """Of hand-made logits: prompt 5, 6, 7; answer 3, 3, 6."""
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0, 0.0, 3.0, -2.0, 1.0])
+    found = shaped(
+        served,
+        logits,
+        [3, 3, 6],
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=2.0,
+        logit_bias={"0": 1.5},
+    )
+    expected = [2.0, -1.0, 2.0, 4 / 2 - 0.5 - 2 * 0.25, 0.0, 3 / 2, -2 * 2 - 0.5 - 0.25, 1 / 2]
+    assert found.tolist() == pytest.approx(expected)
+    assert logits[3] == 4.0
+
+
+def test_penalties_change_an_answer(served):
+    plain = complete(served, ignore_eos=True)
+    other = complete(served, ignore_eos=True, frequency_penalty=2, presence_penalty=2)
+    assert len(set(ids_of(served, other))) > len(set(ids_of(served, plain)))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["sun", "moon"]},
+        "planets": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "planets"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5, "n": 3}])
+def test_json_of_a_schema(served, sampling):
+    pytest.importorskip("llguidance")
+    wanted = {"type": "json_schema", "json_schema": {"name": "star", "schema": SCHEMA}}
+    body = {"prompt": PROMPT, "max_tokens": 120, "response_format": wanted} | sampling
+    status, _, text = ask(served, "/v1/completions", body)
+    assert status == 200, text
+    for choice in json.loads(text)["choices"]:
+        value = json.loads(choice["text"])
+        assert value["name"] in ("sun", "moon")
+        assert 0 <= value["planets"] <= 99
+        assert choice["finish_reason"] == "stop"
+
+
+def test_a_json_object_in_a_chat_beside_other_requests(served):
+    pytest.importorskip("llguidance")
+    body = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "response_format": {"type": "json_object"},
+        "logit_bias": {str(served.model.tokenizer.encode("}", add_special_tokens=False)[-1]): 50},
+        "max_tokens": 30,
+    }
+    status, _, text = ask(served, "/v1/chat/completions", body)
+    assert status == 200, text
+    assert json.loads(json.loads(text)["choices"][0]["message"]["content"]) == {}
