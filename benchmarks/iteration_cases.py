@@ -256,7 +256,7 @@ def rlhf_config(case: Case, folder: Path, stage: int, **changes: Any) -> RLHFCon
     memory = {
         "actor_gradient_checkpointing": True,
         "critic_gradient_checkpointing": True,
-        "offload": case.ranks < 8 and not case.lora_dim,
+        "offload": ["auto"] if case.ranks < 8 and not case.lora_dim else None,
         "actor_lora_dim": case.lora_dim,
         "only_optimize_lora": case.lora_dim > 0,
     }

@@ -16,10 +16,15 @@ _EXPORTS = {
     "SFTConfig": "dschat.config",
     "RewardConfig": "dschat.config",
     "RLHFConfig": "dschat.config",
+    "UserError": "dschat.config",
     "SamplingParams": "dschat.inference.protocol",
     "DeepSpeedRLHFEngine": "dschat.rlhf.engine",
     "DeepSpeedPPOTrainer": "dschat.rlhf.trainer",
     "Experience": "dschat.rlhf.experience",
+    **dict.fromkeys(
+        ("SFTTrainer", "RewardTrainer", "DPOTrainer", "PPOTrainer", "GRPOTrainer"),
+        "dschat.trainers",
+    ),
 }
 __all__ = sorted(_EXPORTS)
 

@@ -36,11 +36,18 @@ def not_appended(row, text):
     raise AssertionError(f"nothing is appended to prompt {row}")
 
 
-def run(made, environment=Replies, prompts=PROMPTS, numbers=None, limits=LIMITS, sampling=SAMPLING):
+def run(
+    made,
+    environment=Replies,
+    prompts=PROMPTS,
+    numbers=None,
+    limits=LIMITS,
+    sampling=SAMPLING,
+    make=None,
+):
     numbers = list(range(len(prompts))) if numbers is None else numbers
-    runner = EpisodeRunner(
-        made, Tokenizer(), lambda: Environment(environment), observation_ids, limits, not_appended
-    )
+    make = make or (lambda: Environment(environment))
+    runner = EpisodeRunner(made, Tokenizer(), make, observation_ids, limits, not_appended)
     texts = [" ".join(map(str, ids)) for ids in prompts]
     return runner.run(prompts, texts, [{} for _ in prompts], sampling, numbers)
 

@@ -42,8 +42,8 @@ from dschat.inference import InferenceEngine
 from dschat.estimate import PlanRequest
 from dschat.launch.preflight import check
 from dschat.config import RLHFConfig
-from dschat.rewards import user_modules
 from dschat.rewards.reward_functions import RewardFunctions
+from dschat.user_code import imports
 from transformers import AutoTokenizer
 
 load = InferenceEngine.from_pretrained

@@ -284,7 +284,7 @@ def test_trl_takes_the_same_steps_with_the_same_number_of_answers():
         ({}, {"loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.2}),
         ({"advantage_estimator": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
         ({"loss_aggregation": "sequence"}, {"loss_type": "grpo"}),
-        ({"cliprange_high": 0.28}, {"epsilon": 0.2, "epsilon_high": 0.28}),
+        ({"cliprange": [0.2, 0.28]}, {"epsilon": 0.2, "epsilon_high": 0.28}),
         ({"kl_coef": 0.04}, {"beta": 0.04, "use_bias_correction_kl": False}),
         ({"adam_betas": [0.9, 0.99]}, {"adam_beta1": 0.9, "adam_beta2": 0.99}),
         ({"min_p": 0.0}, {"min_p": None}),

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,9 @@ WRITES_IN_ITS_OWN_FOLDER = {
     "memory.py",  # /proc
     "models/cpu_matmul.py",
     "models/tokenizer.py",
-    "rewards/processes.py",  # /dev/null
     "rewards/verdict_cache.py",
     "startup/files.py",
+    "user_code/processes.py",  # /dev/null
 }
 # One answer for the whole process; a kernel asks about a device that it was given.
 ASKS_FOR_GPUS = {"distributed/env.py", "inference/kernels/cuda/dispatch.py"}
@@ -156,3 +157,24 @@ def test_imports_are_silent():
     """DeepSpeed warns of a missing GPU where it is imported before its settings are made."""
     result = python("-c", "import dschat.rlhf.trainer, dschat.supervised.setup")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_picture_of_the_layers_is_that_of_the_contract():
+    """Every row of docs/layers.svg has the packages of one layer, or of two that it joins."""
+    root = Path(dschat.__file__).parents[1]
+    svg = (root / "docs" / "layers.svg").read_text()
+    shown = re.findall(r'class="b m"[^>]*>([^<]+)<', svg)
+    rows, row = {}, ""
+    for text in shown:
+        if text.isdigit():
+            row = text
+        else:
+            rows[text] = int(row)
+    (contract,) = re.findall(
+        r"\nlayers = \[(.*?)\]", (root / "pyproject.toml").read_text(), re.DOTALL
+    )
+    layers = [set(layer.split(" | ")) for layer in re.findall(r'"(.*?)"', contract)][1:]
+    assert rows.keys() == set().union(*layers)
+    order = [max(rows[name] for name in layer) for layer in layers]
+    assert order == sorted(order, reverse=True)
+    assert all(len({rows[name] for name in layer}) == 1 for layer in layers)

@@ -11,7 +11,7 @@ import pytest
 LARGE_STEPS = {
     "actor_learning_rate": 1e-3,
     "critic_learning_rate": 1e-2,
-    "cliprange": 0.01,
+    "cliprange": [0.01],
     "cliprange_value": 0.01,
 }
 

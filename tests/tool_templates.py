@@ -49,7 +49,7 @@ TAGS = (
 FORMS = {"hermes": HERMES, "json": JSON, "marked": MARKED, "tags": TAGS}
 
 
-def tokenizer_of(template, **options):
+def tokenizer_of(template, eos="<eot>", special=("<im>", "[CALLS]"), **options):
     """A byte-level tokenizer, so that any text survives; pairs of letters are tokens too."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(a, b) for a in "aeiou" for b in "rstlnm"]
@@ -57,11 +57,11 @@ def tokenizer_of(template, **options):
     made = Tokenizer(models.BPE({c: i for i, c in enumerate(vocabulary)}, pairs))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<eot>", "<im>", "[CALLS]"])
+    made.add_special_tokens(list(dict.fromkeys([eos, *special])))
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
-        eos_token="<eot>",
-        pad_token="<eot>",
+        eos_token=eos,
+        pad_token=eos,
         chat_template=template,
         **options,
     )

@@ -194,7 +194,7 @@ def _write_hub_files(
     saved.architectures = [type(model).__name__]
     saved.use_cache = True
     ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
-    if tokenizer.eos_token_id not in ends:  # --add_eot_token, or another --tokenizer_name_or_path
+    if tokenizer.eos_token_id not in ends:  # --eot_token, or another --tokenizer_name_or_path
         saved.eos_token_id = tokenizer.eos_token_id
     saved.dtype = dtype  # from_pretrained loads in it; that of the base may differ
     if getattr(model, "_auto_class", None) is not None:  # the checkpoint's own Python code

@@ -19,6 +19,7 @@ from typing import Any
 
 from dschat import __version__
 from dschat.config import UserError
+from dschat.config.renamed import translated
 from dschat.startup.files import sha256_of
 
 FORMAT = 3
@@ -106,9 +107,8 @@ def read_manifest(folder: Path) -> CheckpointInfo:
             f"{step_name(content['step'])} again, or move it elsewhere"
         )
     files = {name: (entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
-    return CheckpointInfo(
-        folder, content["step"], content["world_size"], content["settings"], files
-    )
+    settings = translated(content["settings"])
+    return CheckpointInfo(folder, content["step"], content["world_size"], settings, files)
 
 
 def check_sizes(checkpoint: CheckpointInfo) -> None:

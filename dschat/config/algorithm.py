@@ -14,6 +14,8 @@ from dschat.config.fields import flag, speed_flag
 _KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")
 # Estimators that compare several answers to the same prompt.
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+# Clip ranges below and above 1, by --policy_loss.
+CLIPRANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
 @dataclass
@@ -71,18 +73,11 @@ class AlgorithmConfig:
     policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
         "ppo", "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo)."
     )
-    cliprange: Optional[float] = flag(
-        None, "Clip range of ppo's probability ratio, both sides; default: 0.2.", gt=0
-    )
-    cliprange_low: Optional[float] = flag(
+    cliprange: Optional[list[float]] = flag(
         None,
-        "Clip range below 1; default: --cliprange for ppo, 3e-4 for gspo, 1 for cispo.",
+        "Clip range of the probability ratio, below and above 1, or one number for both sides; "
+        "default: 0.2 for ppo, 3e-4 4e-4 for gspo, 1 4 for cispo.",
         gt=0,
-        le=1,
-        remedy=": a ratio is never negative",
-    )
-    cliprange_high: Optional[float] = flag(
-        None, "Clip range above 1; default: --cliprange for ppo, 4e-4 for gspo, 4 for cispo.", gt=0
     )
     dual_clip: Optional[float] = flag(
         None,
@@ -129,11 +124,12 @@ class AlgorithmConfig:
     rollout_is: Literal["off", "tis", "icepop"] = flag(
         "off",
         "Importance weights, training / rollout probability, per token: truncated at "
-        "--rollout_is_max (tis), or masked outside [--rollout_is_min, --rollout_is_max] (icepop).",
+        "the end of --rollout_is_range (tis), or masked outside it (icepop).",
     )
-    rollout_is_min: float = flag(0.5, "Smallest importance weight that icepop keeps.")
-    rollout_is_max: Optional[float] = flag(
-        None, "Largest importance weight; default: 2 for tis, 5 for icepop."
+    rollout_is_range: Optional[list[float]] = flag(
+        None,
+        "Smallest importance weight that icepop keeps, and the largest that both keep; default: "
+        "0.5 2 for tis, 0.5 5 for icepop.",
     )
 
     @property
@@ -161,13 +157,8 @@ class AlgorithmConfig:
     @property
     def cliprange_sides(self) -> tuple[float, float]:
         """Clip range of the ratio (below 1, above 1)."""
-        ppo = 0.2 if self.cliprange is None else self.cliprange
-        defaults = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-        low, high = defaults.get(self.policy_loss, (ppo, ppo))
-        return (
-            low if self.cliprange_low is None else self.cliprange_low,
-            high if self.cliprange_high is None else self.cliprange_high,
-        )
+        given = self.cliprange or CLIPRANGES[self.policy_loss]
+        return given[0], given[-1]
 
     @property
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
@@ -179,17 +170,20 @@ class AlgorithmConfig:
         return "constant" if self.advantage_estimator == "dr_grpo" else "token"
 
     @property
-    def rollout_is_range(self) -> tuple[float, float]:
+    def importance_range(self) -> tuple[float, float]:
         """Importance weights that are used unchanged: (smallest, largest)."""
-        high = self.rollout_is_max or {"icepop": 5.0}.get(self.rollout_is, 2.0)
-        return (self.rollout_is_min if self.rollout_is == "icepop" else 0.0, high)
+        is_icepop = self.rollout_is == "icepop"
+        low, high = self.rollout_is_range or (0.5, 5.0 if is_icepop else 2.0)
+        return (low if is_icepop else 0.0, high)
 
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
+        low, num_sides = self.cliprange_sides[0], len(self.cliprange or (0, 0))
         require(
-            self.cliprange is None or self.policy_loss == "ppo",
-            f"--cliprange {self.cliprange} is for --policy_loss ppo; with {self.policy_loss} "
-            "give --cliprange_low and --cliprange_high, or leave it out",
+            num_sides == 2 or (num_sides == 1 and self.policy_loss == "ppo"),
+            f"--cliprange {' '.join(map(str, self.cliprange or ()))}: give two numbers, the ranges "
+            "below and above 1, or leave it out; one number, for both, is for --policy_loss ppo",
         )
+        require(low <= 1, f"--cliprange {low} below 1 must be at most 1: a ratio is never negative")
         require(
             self.dual_clip is None or self.policy_loss == "ppo",
             f"--dual_clip is for --policy_loss ppo; leave it out with {self.policy_loss}",
@@ -221,15 +215,15 @@ class AlgorithmConfig:
             f"--overlong_buffer_len {self.overlong_buffer_len} must be less than "
             f"--max_answer_seq_len {max_answer_seq_len}",
         )
-        high = self.rollout_is_range[1]
         require(
             self.rollout_is == "off" or self.old_logprobs != "rollout",
             f"--rollout_is {self.rollout_is} needs --old_logprobs recompute: with the rollout's "
             "log-probs the ratio already includes the correction",
         )
+        weights = self.rollout_is_range or (0.5, 2.0)
         require(
-            0 <= self.rollout_is_min < 1 <= high,
-            f"--rollout_is_min {self.rollout_is_min} must be in [0, 1) and --rollout_is_max {high} "
+            len(weights) == 2 and 0 <= weights[0] < 1 <= weights[1],
+            f"--rollout_is_range {' '.join(map(str, weights))} must be two numbers, in [0, 1) and "
             "at least 1: the weight of equal probabilities is 1",
         )
 
@@ -263,9 +257,6 @@ class DistillationConfig:
         "of the actor at each position; 0: in the advantage of the sampled token.",
         ge=0,
         needs="teacher_model_name_or_path",
-    )
-    offload_teacher_model: bool = speed_flag(
-        False, "Keep the weights of the teacher in CPU memory."
     )
 
     @property
@@ -307,7 +298,6 @@ _LOSSES = {
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
     "precompute_ref_logprobs": ("dpo", "cdpo", "ipo", "kto"),
-    "offload_reference_model": ("dpo", "cdpo", "ipo", "kto"),
 }
 
 
@@ -344,9 +334,6 @@ class PreferenceConfig:
         False,
         "Compute reference log-probs with the policy before the first step, and load no reference "
         "model.",
-    )
-    offload_reference_model: bool = speed_flag(
-        False, "Keep the weights of the reference model in CPU memory."
     )
 
     @property

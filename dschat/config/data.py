@@ -3,8 +3,9 @@
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from dschat.config.errors import require
 from dschat.config.fields import (
@@ -17,6 +18,20 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
+
+ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
+
+
+def columns_by_role(columns: Optional[list[str]], roles: Sequence[str] = ROLES) -> dict[str, Any]:
+    """The items ROLE=COLUMN of ``--columns``; ``UserError`` for one of another form."""
+    found: dict[str, Any] = {}
+    for item in columns or ():
+        role, _, column = item.partition("=")
+        require(bool(column), f"--columns {item}: write ROLE=COLUMN, such as prompt=question")
+        require(role in roles, f"--columns {item}: no such role; choose from {', '.join(roles)}")
+        require(role not in found, f"--columns names two columns for {role}; leave one out")
+        found[role] = column
+    return found
 
 
 @dataclass
@@ -46,20 +61,12 @@ class DataConfig:
         "2,4,4",
         "Proportions of the training data for steps 1, 2 and 3; the parts are disjoint.",
     )
-    prompt_column: Optional[str] = flag(
-        None, "Column of the prompt, or a path into one, e.g. question.text.", short=True
-    )
-    chosen_column: Optional[str] = flag(None, "Column of the preferred answer.")
-    rejected_column: Optional[str] = flag(None, "Column of the rejected answer.")
-    messages_column: Optional[str] = flag(None, "Column of a chat `messages` list.")
-    answers_column: Optional[str] = flag(
-        None, "Column of a list of ranked answers, or a path, e.g. completions.*.response."
-    )
-    ranks_column: Optional[str] = flag(
-        None, "Column of the ranks of --answers_column, one number per answer; the lowest is best."
-    )
-    scores_column: Optional[str] = flag(
-        None, "Column of the scores of --answers_column in place of ranks; the highest is best."
+    columns: Optional[list[str]] = flag(
+        None,
+        "Columns by role, as ROLE=COLUMN; a column may be a path, e.g. question.text. prompt; "
+        "chosen and rejected: answers; messages: a chat; answers: a list of ranked answers, e.g. "
+        "completions.*.response; ranks or scores: a number for each, the lowest rank or the "
+        "highest score is best.",
     )
     seed: int = flag(
         1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1
@@ -92,13 +99,14 @@ class DataConfig:
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
         )
+        roles = columns_by_role(self.columns).keys()
         require(
-            bool(self.answers_column) == (bool(self.ranks_column) != bool(self.scores_column)),
-            "--answers_column needs either --ranks_column or --scores_column, and they need it",
+            ("answers" in roles) == (("ranks" in roles) != ("scores" in roles)),
+            "--columns answers=COLUMN needs either ranks=COLUMN or scores=COLUMN, and they need it",
         )
         require(
-            not (self.answers_column and (self.chosen_column or self.messages_column)),
-            "--answers_column names all answers; leave out --chosen_column and --messages_column",
+            "answers" not in roles or roles.isdisjoint(("chosen", "messages")),
+            "--columns answers=COLUMN names all answers; leave out chosen and messages",
         )
         try:
             parts: tuple[float, ...] = self.split_weights
@@ -200,4 +208,3 @@ class SavingConfig:
     enable_wandb: bool = log_flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
     disable_tqdm: bool = log_flag(False, "Disable progress bars.")
-    local_rank: int = place_flag(-1, "Set by the launcher; ignored.")

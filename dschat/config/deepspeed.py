@@ -1,4 +1,4 @@
-"""Flags of DeepSpeed: offload, loss scaling, and the user's own settings file.
+"""Flags of DeepSpeed: offload, and the user's own settings file.
 
 Part of `dschat.config.CommonConfig`. Methods name a trained model by the prefix of its flags:
 ``"actor"``, ``"critic"``, or ``""`` in steps 1 and 2. No torch or DeepSpeed here: ``--help``
@@ -20,6 +20,7 @@ _SCHEDULES: dict[str, tuple[str, ...]] = {
     "constant_with_warmup": ("WarmupLR",),
 }
 _MEMORY = ("cpu", "nvme")
+FROZEN = ("reference", "reward", "teacher")
 
 
 @dataclass
@@ -33,33 +34,12 @@ class DeepSpeedConfig:
         "are the file's. --dtype auto follows the file.",
         reads="files",
     )
-    deepspeed: Optional[str] = flag(
+    offload: Optional[list[str]] = speed_flag(
         None,
-        "Accepted for compatibility: ignored without a value, --deepspeed_config with a FILE.",
-        nargs="?",
-        const="true",
-        reads="files",
-    )
-    offload: bool = speed_flag(
-        False,
-        "Shorthand for --offload_optimizer and, under ZeRO-3, --offload_parameters.",
+        "Keep in CPU memory: optimizer, params (ZeRO-3), reference, reward, teacher, frozen (those "
+        "three), rollout (optimizer states in rollouts); no value or auto: the first two.",
         short=True,
-    )
-    offload_optimizer: bool = speed_flag(
-        False,
-        "Keep optimizer states and fp32 master weights in CPU memory and update them there; raises "
-        "ZeRO stages 0 and 1 to 2.",
-    )
-    offload_parameters: bool = speed_flag(
-        False,
-        "Keep ZeRO-3 shards of trained models in CPU memory, moved to the device layer by layer.",
-        aliases=["--offload_params", "--offload_param"],
-    )
-    initial_scale_power: Optional[int] = flag(
-        None, "fp16: log2 of the initial loss scale; default: 16.", ge=0, le=32
-    )
-    loss_scale_window: Optional[int] = flag(
-        None, "fp16: steps without overflow before the loss scale doubles; default: 100.", ge=1
+        nargs="*",
     )
 
     if TYPE_CHECKING:  # Declared by the step's dataclass; an annotation would make these flags.
@@ -74,28 +54,25 @@ class DeepSpeedConfig:
 
         def mini_batch_size(self, world_size: int) -> int: ...
 
-    # Flag prefixes of the models that this step trains.
+    # Flag prefixes of the models that this step trains, and the values that --offload has here.
     deepspeed_models: ClassVar[tuple[str, ...]] = ("",)
+    offload_values: ClassVar[tuple[str, ...]] = ("auto", "optimizer", "params")
 
     def deepspeed_overrides(self, model: str = "", world_size: int | None = None) -> dict[str, Any]:
-        """Settings that override dschat's for ``model``: those of its file, and loss scaling.
+        """Settings of the file of ``model``, which override dschat's.
 
         Without ``world_size``, a ``train_batch_size`` in the file is not checked.
 
         Raises:
             UserError: the file is missing, broken or contradicts a flag.
         """
-        name, path = self._deepspeed_file(model)
-        overrides: dict[str, Any] = {}
-        if path:
-            origin = f"--{name} {path}"
-            if path not in self._contents:
-                self._contents[path] = deepspeed_json.read(path, origin)
-            decided = self._decided(model, world_size)
-            overrides = deepspeed_json.accepted(self._contents[path], origin, decided)
-        scaling = {key: getattr(self, key) for key in ("initial_scale_power", "loss_scale_window")}
-        given = {key: value for key, value in scaling.items() if value is not None}
-        return deepspeed_json.merged(overrides, {"fp16": given}) if given else overrides
+        path, origin = self._deepspeed_file(model)[1], self.deepspeed_origin(model)
+        if not path:
+            return {}
+        if path not in self._contents:
+            self._contents[path] = deepspeed_json.read(path, origin)
+        decided = self._decided(model, world_size)
+        return deepspeed_json.accepted(self._contents[path], origin, decided)
 
     def deepspeed_origin(self, model: str = "") -> str:
         """``--deepspeed_config FILE``, the start of an error message; empty without a file."""
@@ -105,8 +82,9 @@ class DeepSpeedConfig:
     @property
     def training_dtype(self) -> str:
         """``dtype``; if that is auto, the precision of the DeepSpeed files, else auto."""
-        if self.dtype != "auto":
-            return self.dtype
+        return self._precision_of_files() if self.dtype == "auto" else self.dtype
+
+    def _precision_of_files(self) -> str:
         overrides = (self.deepspeed_overrides(m) for m in self.deepspeed_models)
         precisions = {p for p in map(deepspeed_json.precision, overrides) if p is not None}
         require(
@@ -118,23 +96,33 @@ class DeepSpeedConfig:
 
     def offloads_optimizer(self, model: str = "") -> bool:
         """Whether the optimizer states of ``model`` are offloaded (to CPU, or as its file says)."""
-        by_flag = self.offload or self.offload_optimizer
-        return by_flag or self._file_offloads(model, "offload_optimizer")
+        return self._keeps("optimizer") or self._file_offloads(model, "offload_optimizer")
 
     def offloads_parameters(self, model: str = "") -> bool:
         """Whether the parameter shards of ``model`` are offloaded; ZeRO-3 only."""
-        by_flag = self.offload or self.offload_parameters
         return self._flag(model, "zero_stage") == 3 and (
-            by_flag or self._file_offloads(model, "offload_param")
+            self._keeps("params") or self._file_offloads(model, "offload_param")
         )
+
+    def offloads(self, part: str) -> bool:
+        """Whether ``--offload`` names ``part``, alone or among the frozen models."""
+        return not {part, "frozen" if part in FROZEN else part}.isdisjoint(self.offload or ())
+
+    def _keeps(self, part: str) -> bool:
+        return self.offloads(part) or self.offloads("auto")
 
     def validate_deepspeed(self) -> None:
         stages = [f"--{m}_zero_stage".replace("--_", "--") for m in self.deepspeed_models]
         sharded = [m for m in self.deepspeed_models if self._flag(m, "zero_stage") == 3]
+        for part in self.offload or ():
+            require(
+                part in self.offload_values,
+                f"--offload {part}: choose from {', '.join(self.offload_values)} (train.py: "
+                "--step3.offload has more)",
+            )
         require(
-            not self.offload_parameters or bool(sharded),
-            f"--offload_parameters needs {' or '.join(stages)} 3: lower stages do not shard "
-            "parameters",
+            not self.offloads("params") or bool(sharded),
+            f"--offload params needs {' or '.join(stages)} 3: lower stages do not shard parameters",
         )
         for model in self.deepspeed_models:
             require(
@@ -142,12 +130,7 @@ class DeepSpeedConfig:
                 f"{self.deepspeed_origin(model)}: offload_param needs "
                 f"{'--' + model + '_zero_stage' if model else '--zero_stage'} 3",
             )
-        scale, window = self.initial_scale_power, self.loss_scale_window
-        dtype = self.training_dtype
-        require(
-            (scale is None and window is None) or dtype == "fp16",
-            "--initial_scale_power and --loss_scale_window are for --dtype fp16",
-        )
+        self._precision_of_files()
 
     def _flag(self, model: str, name: str) -> Any:
         return getattr(self, f"{model}_{name}" if model else name)
@@ -155,11 +138,8 @@ class DeepSpeedConfig:
     def _deepspeed_file(self, model: str) -> tuple[str, str | None]:
         """The name of the flag, and the file of ``model``."""
         own = f"{model}_deepspeed_config"
-        if model and getattr(self, own):
-            return own, getattr(self, own)
-        if self.deepspeed_config or (self.deepspeed or "true").lower() in ("true", "false"):
-            return "deepspeed_config", self.deepspeed_config
-        return "deepspeed", self.deepspeed
+        name = own if model and getattr(self, own) else "deepspeed_config"
+        return name, getattr(self, name)
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, Any]]:
@@ -184,8 +164,6 @@ class DeepSpeedConfig:
             "optimizer.params.weight_decay": f"{prefix}weight_decay",
             "optimizer.params.betas": "adam_betas",
             "scheduler.params.warmup_num_steps": "num_warmup_steps",
-            "fp16.initial_scale_power": "initial_scale_power",
-            "fp16.loss_scale_window": "loss_scale_window",
         }
         decided: dict[str, tuple[str, tuple[Any, ...]]] = {
             key: (f"--{name} {value}", (value,))
@@ -209,11 +187,8 @@ class DeepSpeedConfig:
         if self.dtype != "auto":
             for name in ("bf16", "fp16"):
                 decided[f"{name}.enabled"] = (f"--dtype {self.dtype}", (self.dtype == name,))
-        for section, name in (
-            ("offload_optimizer", "offload_optimizer"),
-            ("offload_param", "offload_parameters"),
-        ):
-            if self.offload or getattr(self, name):
-                origin = "--offload" if self.offload else f"--{name}"
+        for section, part in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
+            if self._keeps(part):
+                origin = f"--offload {' '.join(self.offload or ())}"
                 decided[f"zero_optimization.{section}.device"] = (origin, _MEMORY)
         return decided

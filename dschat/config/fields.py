@@ -115,8 +115,9 @@ def require_bounds(config: Any) -> None:
     """Raise ``UserError`` for the first dataclass field with a number outside its bounds."""
     for f in fields(config):
         bounds, value = f.metadata.get("bounds"), getattr(config, f.name)
-        if bounds and isinstance(value, Real) and value not in bounds:
-            raise UserError(f"--{f.name} {value} {bounds}")
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if bounds and isinstance(number, Real) and number not in bounds:
+                raise UserError(f"--{f.name} {number} {bounds}")
 
 
 def require_types(config: Any, prefix: str = "--") -> None:

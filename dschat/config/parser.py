@@ -25,8 +25,7 @@ from typing import (
 
 import yaml
 
-from dschat.config import UserError
-from dschat.config.errors import did_you_mean
+from dschat.config import UserError, renamed
 from dschat.config.fields import AUTO, IntOrAuto, read_text, type_problem
 
 
@@ -85,7 +84,7 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
     values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
     for key, value in values.items():
         if key not in names:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(key, names)}")
+            raise UserError(f"{where}: unknown key {key}{renamed.hint(key, names)}")
         if isinstance(value, Mapping):
             raise UserError(f"{where}: {key} takes a value, not a mapping")
         if isinstance(value, list) and not _takes_list(config_class, key):
@@ -200,21 +199,26 @@ class _Parser(argparse.ArgumentParser):
             action = group.add_argument(*names, **_options(f, hints[f.name]))
             if not f.metadata.get("short"):
                 self.not_short.append(action)
-            if action.const is True:
-                no, hidden = f"--no_{f.name}", argparse.SUPPRESS
-                self.add_argument(no, dest=f.name, action="store_false", help=hidden)
+            if action.const is not None or action.nargs == "*":
+                off = False if action.const is True else None
+                no: dict[str, Any] = {"dest": f.name, "action": "store_const", "const": off}
+                self.add_argument(f"--no_{f.name}", help=argparse.SUPPRESS, **no)
+        for name, kind in renamed.accepted(hints).items():
+            old: dict[str, Any] = {"nargs": "?", "const": True, "type": partial(_read, kind)}
+            self.add_argument(f"--{name}", help=argparse.SUPPRESS, **old)
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         namespace, extras = self.parse_known_args([underscored(token) for token in argv])
         if extras:
             self._refuse(extras[0], argv)
-        return vars(namespace)
+        return renamed.translated(vars(namespace))
 
     def _refuse(self, extra: str, argv: Sequence[str]) -> NoReturn:
         if not extra.startswith("--"):
             raise UserError(f"unexpected argument {extra!r}; flags look like --name value")
         typed = next(token for token in argv if underscored(token) == extra).partition("=")[0]
-        hint = did_you_mean(underscored(typed), self._option_string_actions)
+        names = {option.lstrip("-") for option in self._option_string_actions}
+        hint = renamed.hint(underscored(typed).lstrip("-"), names, prefix="--")
         raise UserError(f"unknown flag {typed}{hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -252,7 +256,8 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Union and hint != IntOrAuto:  # Optional
         hint = get_args(hint)[0]
     if get_origin(hint) is list:
-        options["nargs"], hint = "+", get_args(hint)[0]
+        hint = get_args(hint)[0]
+        options.setdefault("nargs", "+")
     if get_origin(hint) is Literal:
         return options | {"choices": get_args(hint)}
     options["type"] = partial(_read, hint)

@@ -6,11 +6,14 @@ The score of an answer is the weighted sum of its sources.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from dschat.config.errors import require
 from dschat.config.fields import flag, log_flag, speed_flag
 from dschat.config.rollout import RolloutConfig
+
+# Columns of a row's right answer; the first of them that the data has counts.
+REFERENCE = ("reference", "solution", "answer", "target", "ground_truth")
 
 
 @dataclass
@@ -159,10 +162,14 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         """Whether answers may have several turns."""
         return self.environment is not None or self.tools is not None
 
+    # Whether Python objects that no flag names score, too.
+    scores_with_objects: ClassVar[bool] = False
+
     @property
     def has_reward_functions(self) -> bool:
         """Whether functions, an endpoint or an environment score."""
-        return self.environment is not None or super().has_reward_functions
+        by_flag = self.environment is not None or super().has_reward_functions
+        return by_flag or self.scores_with_objects
 
     def validate_rewards(self) -> None:
         super().validate_rewards()

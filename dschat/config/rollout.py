@@ -99,9 +99,6 @@ class RolloutConfig:
     tp_gather_partition_size: int = speed_flag(
         8, "Layers gathered at once in a weight refresh.", ge=1
     )
-    offload_training_states: bool = speed_flag(
-        False, "Keep optimizer states in CPU memory while the actor generates."
-    )
     max_num_seqs: int = speed_flag(
         256, "Maximum concurrent sequences per tensor-parallel group.", ge=1
     )

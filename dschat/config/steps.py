@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
-from dschat.config.deepspeed import DeepSpeedConfig
+from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import (
     flag,
@@ -18,6 +18,7 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
+from dschat.config.renamed import translated
 from dschat.config.reward import EnvironmentConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
@@ -50,7 +51,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
         "cosine", "Learning-rate schedule over optimizer steps."
     )
     num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", ge=0)
-    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.")
+    adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.", ge=0, lt=1)
     num_train_epochs: int = flag(1, "Passes over this step's share of the data.", short=True, ge=1)
     max_steps: int = flag(
         0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
@@ -62,11 +63,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     )
     trust_remote_code: bool = place_flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer
-    add_eot_token: bool = flag(
-        False, "End answers with --eot_token; add it to tokenizer and embedding if missing."
-    )
-    eot_token: str = flag(
-        "<|endoftext|>", "End-of-turn token of --add_eot_token.", needs="add_eot_token"
+    eot_token: Optional[str] = flag(
+        None,
+        "End answers with this token, added to tokenizer and embedding if missing; default: EOS.",
     )
     chat_template: Optional[str] = flag(
         None, "File with a Jinja chat template; default: the tokenizer's.", reads="files"
@@ -81,23 +80,18 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             "--streaming needs --max_steps: the length of an epoch is not known",
         )
         require(
-            len(self.adam_betas) == 2 and all(0 <= b < 1 for b in self.adam_betas),
-            f"--adam_betas {self.adam_betas} must be two numbers in [0, 1)",
+            len(self.adam_betas) == 2,
+            f"--adam_betas {self.adam_betas} must be two numbers",
         )
         require(
             not (self.resume and self.overwrite_output_dir),
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
         )
         require(
-            not self.add_eot_token or bool(self.eot_token.strip()),
+            self.eot_token is None or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
         self.validate_deepspeed()
-
-    @property
-    def end_of_turn(self) -> Optional[str]:
-        """The token that ends an answer in place of EOS; None: EOS."""
-        return self.eot_token if self.add_eot_token else None
 
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
@@ -110,6 +104,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             given = args if isinstance(args, dict) else getattr(args, "__dict__", None)
             if given is None:
                 raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
+            given = translated(given)
             args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
         require_types(args)
         return args
@@ -185,9 +180,8 @@ class SFTConfig(SupervisedConfig):
 class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2: a reward model, or the policy on preference pairs."""
 
-    num_padding_at_beginning: Optional[int] = speed_flag(
-        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
-    )
+    offload_values = (*CommonConfig.offload_values, "reference", "frozen")
+
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."
     )
@@ -203,6 +197,11 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     def validate(self) -> None:
         super().validate()
         self.validate_preferences(self.streaming)
+        require(
+            self.trains_policy or not self.offloads("reference"),
+            f"--offload {' '.join(self.offload or ())}: --loss pairwise has no reference model; "
+            "leave it out, or choose --loss dpo or cdpo or ipo or kto",
+        )
         answers = 3 if self.loss == "kto" else 2
         self.validate_micro_batches(answers * self.max_seq_len, f"{answers} x --max_seq_len")
 
@@ -212,6 +211,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
+    offload_values = ("auto", "optimizer", "params", *FROZEN, "frozen", "rollout")
 
     actor_model_name_or_path: str = flag(
         "", "Initial actor: step 1's folder, or any causal LM.", short=True
@@ -221,9 +221,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         "Initial critic, and the reward model if there is no other reward source; default: "
         "--reward_model_name_or_path, else the actor.",
         short=True,
-    )
-    num_padding_at_beginning: Optional[int] = speed_flag(
-        None, "Ignored; accepted for compatibility with DeepSpeed-Chat."
     )
     save_steps: int = log_flag(
         10,
@@ -257,10 +254,10 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         0.992, "Decay of --enable_ema per optimizer step.", ge=0, le=1, needs="enable_ema"
     )
     unsupervised_dataset_name: Optional[str] = flag(
-        None, "Text of the pretraining loss (ptx): a hub name or a local file.", reads="files"
-    )
-    unsupervised_dataset_config_name: Optional[str] = flag(
-        None, "Configuration of --unsupervised_dataset_name on the hub."
+        None,
+        "Text of the pretraining loss (ptx): a local file or a hub name (`NAME:CONFIG` for one "
+        "configuration).",
+        reads="files",
     )
     unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
     unsup_coef: float = flag(
@@ -278,12 +275,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     )
     critic_deepspeed_config: Optional[str] = flag(
         None, "DeepSpeed file of the critic; default: --deepspeed_config.", reads="files"
-    )
-    offload_reference_model: bool = speed_flag(
-        False, "Keep the weights of the reference model in CPU memory."
-    )
-    offload_reward_model: bool = speed_flag(
-        False, "Keep the weights of the reward model in CPU memory."
     )
     align_overflow: bool = flag(
         False, "If the gradient of actor or critic is not finite, skip the step of both."
@@ -317,17 +308,24 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         32, "Held-out prompts per evaluation batch and process.", ge=1
     )
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
-    keep_best: bool = flag(False, "Save the actor of the best evaluation as OUTPUT_DIR/actor_best.")
-    best_metric: str = flag(
-        "eval/score", "Metric of --keep_best; higher is better.", needs="keep_best"
+    keep_best: Optional[str] = flag(
+        None,
+        "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
+        "better; without a value: eval/score.",
+        nargs="?",
+        const="eval/score",
+    )
+    stop_on: Literal["never", "collapse"] = log_flag(
+        "never",
+        "End the run, after a checkpoint, where metrics say that the policy has collapsed; a "
+        "warning says so in any case.",
     )
     sample_steps: int = log_flag(
-        10, "Log sample answers, also to samples.jsonl, every N iterations; 0: never.", ge=0
+        10,
+        "Log sample answers, also to samples.jsonl, every N iterations; 0: never.",
+        aliases=["--print_answers_interval"],
+        ge=0,
     )
-    print_answers: bool = log_flag(
-        False, "Log some sampled answers every --print_answers_interval iterations."
-    )
-    print_answers_interval: int = log_flag(10, "Iterations between logged answers.", ge=1)
 
     def __post_init__(self) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
@@ -384,8 +382,8 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         )
         self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
         require(
-            self.best_metric.startswith("eval/"),
-            f"--best_metric {self.best_metric} is not an evaluation metric such as eval/score",
+            self.keep_best is None or self.keep_best.startswith("eval/"),
+            f"--keep_best {self.keep_best} is not an evaluation metric such as eval/score",
         )
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
         require(

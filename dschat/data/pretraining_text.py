@@ -27,7 +27,6 @@ _DOCUMENTS = 1000  # joined at a time
 
 def text_dataset(
     name: str,
-    config_name: Optional[str],
     column: str,
     tokenizer: PreTrainedTokenizerBase,
     block_len: int,
@@ -43,9 +42,8 @@ def text_dataset(
         UserError: unreadable data, no column ``column``, or no text in it.
     """
     config = config or DataConfig()
-    source = f"{name}:{config_name}" if config_name else name
     skip = config.on_bad_row == "skip"
-    rows = read_source(source, _FLAG, True, config.streaming, skip_broken=skip).train
+    rows = read_source(name, _FLAG, True, config.streaming, skip_broken=skip).train
     if column not in rows.columns:
         raise UserError(
             f"--unsup_column {column!r} is not in {name}; it has: {', '.join(rows.columns)}"

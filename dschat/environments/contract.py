@@ -8,10 +8,9 @@ A class is instantiated once per episode and has ``step(answer)``; ``reset`` is 
 
 A function ``step(observation, action)`` returns the same; ``observation`` is the episode's text so
 far. Both may be declared with ``async def``. A class without ``step`` is one of tools, as in TRL;
-see `dschat.environments.tool_environment`.
+see `dschat.environments.tools`.
 """
 
-import asyncio
 import inspect
 import math
 import reprlib
@@ -20,18 +19,11 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from dschat.rewards.call import REFERENCE, raised
-from dschat.rewards.threads import Pool
+from dschat.config.reward import REFERENCE
+from dschat.user_code.calls import Fault, called
+from dschat.user_code.threads import Pool
 
 _RETURNS = "return (text, reward, done): a str or None, a number, a bool"
-
-
-class EnvironmentFault(Exception):
-    """A step that failed, as one line. ``hung``: its thread still works on it."""
-
-    def __init__(self, problem: str, hung: bool = False) -> None:
-        super().__init__(problem)
-        self.hung = hung
 
 
 @dataclass(frozen=True)
@@ -76,13 +68,15 @@ class Environment:
     Attributes:
         wants_special_tokens: whether ``step`` gets the answer's text with special tokens too.
         pool: where its methods run, and are stopped at their time limit; None: any thread.
+        calls: of tools, in the last answer.
+        tells_calls: the model hears of tools that fail, whatever the flags say of steps.
     """
 
     wants_special_tokens = False
     pool: Pool | None = None
-    tells = False  # the model hears of this step's failure, whatever the flags say of steps
 
-    def __init__(self, target: Any = None) -> None:
+    def __init__(self, target: Any = None, tells_calls: bool = False) -> None:
+        self.tells_calls, self.calls = tells_calls, list[Call]()
         self._is_class = isinstance(target, type)
         self._target = target
         self._has_step = hasattr(target, "step") if self._is_class else target is not None
@@ -94,7 +88,7 @@ class Environment:
         """Begin the episode. Returns text to append to the prompt.
 
         Raises:
-            EnvironmentFault: the environment failed.
+            Fault: the environment failed.
         """
         self._columns = {**columns, "prompt": prompt, "seed": seed}
         text = None
@@ -105,7 +99,7 @@ class Environment:
         if isinstance(text, Mapping):
             text = str(text.get("observation", prompt)).removeprefix(prompt)
         if not isinstance(text, str | None):
-            raise EnvironmentFault(f"reset returned {shown(text)}; return a str or None")
+            raise Fault(f"reset returned {shown(text)}; return a str or None")
         text = sound(text or "")
         self._text = prompt + text
         return text
@@ -114,7 +108,7 @@ class Environment:
         """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted.
 
         Raises:
-            EnvironmentFault: the environment failed, or returned something else.
+            Fault: the environment failed, or returned something else.
         """
         if not self._has_step:
             return Observation(done=True)
@@ -130,15 +124,17 @@ class Environment:
         """What ``get_reward`` of the class says of the whole episode.
 
         Raises:
-            EnvironmentFault: it failed, or returned no number.
+            Fault: it failed, or returned no number.
         """
         return _finite(called(self.instance.get_reward), "get_reward returned")
 
-    def told(self, fault: EnvironmentFault) -> Observation | None:
+    def told(self, fault: Fault) -> Observation | None:
         """How the model hears of a failed step; None: the episode cannot go on."""
-        if fault.hung and self.instance is not None:
+        if fault.timed_out and self.instance is not None:
             return None  # the step may still change it
-        return Observation(f"error: {fault}")
+        text = f"error: {fault}"
+        results = tuple(ToolResult(call.name, text, failed=True) for call in self.calls)
+        return Observation(results=results) if results else Observation(text)
 
     def _stepped(self, answer: str) -> Any:
         if not self._is_class:
@@ -172,41 +168,6 @@ def sound(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a user's function or coroutine.
-
-    Raises:
-        EnvironmentFault: it raised.
-    """
-    result = begun(function, *args, **kwargs)
-    return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
-
-
-def begun(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Like `called`, without waiting for a coroutine."""
-    try:
-        return function(*args, **kwargs)
-    # NOTE BaseException: this is user code, and a thread would swallow SystemExit silently.
-    except BaseException as error:
-        raise _fault(error) from None
-
-
-async def awaited(result: Any) -> Any:
-    """What a user's coroutine returns; any other value unchanged.
-
-    Raises:
-        EnvironmentFault: it raised.
-    """
-    try:
-        return await result if inspect.isawaitable(result) else result
-    except BaseException as error:
-        raise _fault(error) from None
-
-
-def _fault(error: BaseException) -> EnvironmentFault:
-    return EnvironmentFault(raised(error))
-
-
 def _observation(result: Any) -> Observation:
     """Of (text, reward, done), or of a mapping with these names or those of OpenRLHF's agents."""
     is_raw = False
@@ -216,14 +177,14 @@ def _observation(result: Any) -> Observation:
         reward = result.get("rewards", result.get("reward", 0.0))
         result = (text, reward, result.get("done", False))
     if not isinstance(result, tuple) or len(result) != 3:
-        raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}")
+        raise Fault(f"step returned {shown(result)}; {_RETURNS}")
     text, reward, done = result
     if not isinstance(text, str | None):
-        raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}")
+        raise Fault(f"step returned {shown(result)}; {_RETURNS}")
     try:
         done = bool(done)
     except Exception:  # such as an array of several
-        raise EnvironmentFault(f"step returned {shown(result)}; {_RETURNS}") from None
+        raise Fault(f"step returned {shown(result)}; {_RETURNS}") from None
     return Observation(text or "", _finite(reward, "step returned"), done, is_raw=is_raw)
 
 
@@ -232,9 +193,9 @@ def _finite(value: Any, what: str) -> float:
         try:
             value = value.item()
         except Exception:
-            raise EnvironmentFault(f"{what} the reward {shown(value)}; {_RETURNS}") from None
+            raise Fault(f"{what} the reward {shown(value)}; {_RETURNS}") from None
     if not math.isfinite(float(value)):
-        raise EnvironmentFault(f"{what} the reward {value}; {_RETURNS}")
+        raise Fault(f"{what} the reward {value}; {_RETURNS}")
     return float(value)
 
 

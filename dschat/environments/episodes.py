@@ -8,8 +8,6 @@ The ranks of a tensor-parallel group decode the episodes of all of them together
 environments of its own prompts, and before a step it tells the others which answers it needs next.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -17,21 +15,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat.environments.contract import (
-    Environment,
-    EnvironmentFault,
-    Observation,
-    ToolResult,
-)
+from dschat.environments.contract import Environment, Observation, ToolResult
 from dschat.environments.observations import ObservationTokens
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.inference.sequence import Event, Request
 from dschat.models.continued_text import continued_texts
-from dschat.rewards.threads import Pool
+from dschat.user_code.calls import Fault
+from dschat.user_code.threads import Pool, within
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
-_WAIT_S = 0.02  # between two looks at the clock and at other ranks, while no answer decodes
+_WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes
 
 
 @dataclass(frozen=True)
@@ -109,20 +103,6 @@ class Episode:
         self.rewards += [0.0] * len(tokens)
 
 
-@dataclass
-class _Reply:
-    """A reply that an environment works on, and the step at which it is taken."""
-
-    episode: Episode
-    due: int
-    started: float = math.inf  # when a thread began with it
-    is_late: bool = False
-
-    def begin(self, method: Callable[..., Any], *args: Any) -> Any:
-        self.started = time.monotonic()
-        return method(*args)
-
-
 class EpisodeRunner:
     """Answers prompts in episodes with ``engine``. Not for captured steps.
 
@@ -148,7 +128,8 @@ class EpisodeRunner:
         self._pool = Pool(limits.num_workers)
         self._asked: dict[Request, Episode] = {}  # answers to decode
         self._decoding: dict[Request, Episode] = {}
-        self._replying: dict[Future, _Reply] = {}  # in the order of asking
+        # Replies that environments work on and the steps at which they are taken, as asked for.
+        self._replying: dict[Future, tuple[Episode, int]] = {}
         self._steps = 0
         self._due: set[int] = set()  # steps at which a rank of the group takes a reply to an answer
         self.stats = self._core.stats
@@ -250,60 +231,47 @@ class EpisodeRunner:
     # -- the environment's turn --------------------------------------------------------------------
 
     def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
-        reply = _Reply(episode, self._steps + self._limits.lag)
-        pool = episode.environment.pool or self._pool
-        self._replying[pool.submit(reply.begin, method, *args)] = reply
+        pool = episode.environment.pool
+        if pool is None:
+            future = self._pool.submit(within, self._limits.timeout_s, method, *args)
+        else:  # stops it itself
+            future = pool.submit(method, *args)
+        self._replying[future] = episode, self._steps + self._limits.lag
 
     def _replies(self) -> Iterator[tuple[Episode, Any]]:
         """The replies that are due: what a method of the environment returned, or its fault."""
         for future in self._settled():
-            reply = self._replying.pop(future)
+            episode, _ = self._replying.pop(future)
             try:
-                if not future.done():
-                    raise EnvironmentFault(f"took over {self._limits.timeout_s:g} s", hung=True)
-                yield reply.episode, future.result()
-            except EnvironmentFault as fault:
-                yield reply.episode, fault
+                yield episode, future.result()
+            except Fault as fault:
+                yield episode, fault
 
     def _settled(self) -> list[Future]:
-        """The futures to take now, done or late. While no answer decodes, waits for the next."""
+        """The futures to take now. While no answer decodes, waits for the next."""
         if not self._replying:
             return []
         if self._limits.lag:
             due = self._steps
             if not self._core.has_work:
-                due = max(due, min(reply.due for reply in self._replying.values()))
-            chosen = [f for f, reply in self._replying.items() if reply.due <= due]
-            for future in chosen:
-                while not (future.done() or self._replying[future].is_late):
-                    wait([future], _WAIT_S)
-                    self._mark_late()
+                due = max(due, min(due for _, due in self._replying.values()))
+            chosen = [future for future, (_, step) in self._replying.items() if step <= due]
+            wait(chosen)
             return chosen
         wait(self._replying, 0.0 if self._core.has_work else _WAIT_S, FIRST_COMPLETED)
-        self._mark_late()
-        return [f for f, reply in self._replying.items() if f.done() or reply.is_late]
-
-    def _mark_late(self) -> None:
-        """Mark the replies over their time, and replace the threads that they occupy."""
-        now = time.monotonic()
-        for future, reply in self._replying.items():
-            if reply.episode.environment.pool is not None:
-                continue  # stops it itself
-            is_over = now - reply.started > self._limits.timeout_s
-            if is_over and not reply.is_late and not future.done():
-                reply.is_late = True
-                self._pool.add_thread()
+        return [future for future in self._replying if future.done()]
 
     def _follow(self, episode: Episode, reply: Any) -> None:
         """Continue an episode: it has been reset (with a text), its environment observed an answer,
         or rewards its end (a number).
         """
-        if isinstance(reply, EnvironmentFault):
-            tells = self._limits.tells or episode.environment.tells
+        if isinstance(reply, Fault):
+            environment = episode.environment
+            tells = self._limits.tells or (environment.tells_calls and environment.calls)
             if not (tells and episode.num_turns and not episode.is_over):
                 episode.problem = str(reply)
                 return
-            told = episode.environment.told(reply)
+            told = environment.told(reply)
             if told is None:  # a step that hangs still holds the environment
                 episode.is_over = episode.is_complete = True
                 return
@@ -321,7 +289,7 @@ class EpisodeRunner:
             try:
                 episode.prompt = self._appended(episode.row, text)
                 episode.appended = text
-            except EnvironmentFault as fault:
+            except Fault as fault:
                 episode.problem = str(fault)
                 return
         self._decode(episode)
@@ -330,7 +298,7 @@ class EpisodeRunner:
         episode.reward(observation.reward)
         try:
             tokens = None if observation.done else self._tokens(episode, observation)
-        except EnvironmentFault as fault:
+        except Fault as fault:
             episode.problem = str(fault)
             return
         if tokens is not None:

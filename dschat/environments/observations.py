@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.segments import RefusedChat, Segment, encode, end_of, render_chat, require_eos
-from dschat.environments.contract import EnvironmentFault, Observation, ToolResult, sound
+from dschat.environments.contract import Observation, ToolResult, sound
 from dschat.models.tokenizer import stop_ids
+from dschat.user_code.calls import Fault
 
 _ASKED, _ANSWERED, _SAID = "question", "the-answer", "the-observation"
 
@@ -55,7 +56,7 @@ class ObservationTokens:
         """Raise ``UserError`` where the chat template does not render a tool's result."""
         try:
             rendered = self._results([ToolResult("name", _SAID)])
-        except EnvironmentFault:
+        except Fault:
             rendered = ""
         if _SAID not in rendered:
             raise _no_place("--tools", "a tool's result")
@@ -74,7 +75,7 @@ class ObservationTokens:
                 return self._after_answer(answer, turns)
             except RefusedChat as error:
                 refused = error
-        raise EnvironmentFault(str(refused))
+        raise Fault(str(refused))
 
     def _after_answer(self, answer: dict[str, Any], turns: list[dict[str, Any]]) -> str:
         """What the template writes after the end of ``answer``, for ``turns`` and up to where the

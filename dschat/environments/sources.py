@@ -9,11 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.environments.contract import Environment
-from dschat.environments.processes import EnvironmentProcesses, portable
+from dschat.environments.processes import EnvironmentProcesses
 from dschat.environments.tool_calls import CallParser
-from dschat.environments.tool_environment import ToolEnvironment
-from dschat.environments.tools import Tool, load_tools, methods_of, require_unique
-from dschat.rewards.loader import resolve
+from dschat.environments.tools import Tool, ToolEnvironment, load_tools, methods_of, require_unique
+from dschat.user_code.imports import Recipe, load, portable
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class EnvironmentSource:
             UserError: see `maker`; or a process cannot import the environment or a tool.
         """
         parse = CallParser(tokenizer, self.schemas or []) if self.tools else None
-        target = portable(self.target, self.spec, "--environment")
-        tools = [(tool.name, portable(tool.function, tool.spec, "--tools")) for tool in self.tools]
+        target = _recipe(self.target, self.spec, "--environment")
+        tools = [(tool.name, _recipe(tool.function, tool.spec, "--tools")) for tool in self.tools]
         return EnvironmentProcesses((target, tools, tells), parse, count, limit_s)
 
 
@@ -83,12 +82,7 @@ def load_environment(
     target = spec
     if isinstance(spec, str):
         label = f"{label} {spec}"
-        if ":" not in spec:
-            raise UserError(f"{label}: name it as file.py:NAME or pkg.mod:NAME")
-        try:
-            target = resolve(spec)
-        except UserError as error:
-            raise UserError(f"{label}: {error}") from None
+        target = load(spec, f"{label}:")
     if not callable(target):
         raise UserError(f"{label} is not a class or a function")
     methods = methods_of(target, label)
@@ -97,3 +91,11 @@ def load_environment(
         raise UserError(f"{label} has neither step(answer) nor methods that are tools{near}")
     require_unique([*methods, *functions], label)
     return EnvironmentSource(target, (*methods, *functions), spec if isinstance(spec, str) else "")
+
+
+def _recipe(target: Any, spec: str, label: str) -> Recipe | None:
+    """Where a process finds ``target``; None where there is none."""
+    if target is None:
+        return None
+    name = getattr(target, "__name__", repr(target))
+    return portable(target, spec, f"{label}: {name}", "--environment_pool thread")

@@ -4,6 +4,7 @@ A tool is described to the model by its name, type hints and docstring, as trans
 for chat templates.
 """
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,10 @@ from types import MethodType
 from typing import Any
 
 from dschat.config import UserError
-from dschat.environments.contract import EnvironmentFault, shown, sound
-from dschat.rewards.loader import resolve
+from dschat.config.errors import did_you_mean
+from dschat.environments.contract import Call, Environment, Observation, ToolResult, shown, sound
+from dschat.user_code.calls import Fault, awaited, fault_of
+from dschat.user_code.imports import load
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -41,15 +44,10 @@ def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
         if not isinstance(spec, str):
             tools.append(_tool(spec, label, spec))
             continue
-        home, found, names = spec.rpartition(":")
-        if not found:
-            raise UserError(f"{label} {spec}: name it as file.py:NAME or pkg.mod:NAME")
+        home, colon, names = spec.rpartition(":")
         for name in names.split(","):
-            one = f"{home}:{name.strip()}"
-            try:
-                function = resolve(one)
-            except UserError as error:
-                raise UserError(f"{label} {one}: {error}") from None
+            one = f"{home}{colon}{name.strip()}"
+            function = load(one, f"{label} {one}:")
             tools.append(_tool(function, f"{label} {one}", function, one))
     require_unique(tools, label)
     return tools
@@ -91,14 +89,14 @@ def result_text(value: Any) -> str:
     """A tool's result as text: text itself, else JSON.
 
     Raises:
-        EnvironmentFault: it is neither.
+        Fault: it is neither.
     """
     if isinstance(value, str):
         return sound(value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise EnvironmentFault(f"returned {shown(value)}, which is neither text nor JSON") from None
+        raise Fault(f"returned {shown(value)}, which is neither text nor JSON") from None
 
 
 def _tool(described: Any, label: str, function: Callable[..., Any] | None, spec: str = "") -> Tool:
@@ -112,3 +110,64 @@ def _tool(described: Any, label: str, function: Callable[..., Any] | None, spec:
         why = " ".join(str(error).split())
         raise UserError(f"{label} cannot be described to the model: {why}") from None
     return Tool(schema["function"]["name"], schema, function, spec)
+
+
+class ToolEnvironment(Environment):
+    """Runs the calls that an answer contains, and tells the model the results.
+
+    An answer without a call goes to the environment's ``step``, if it has one, and else ends the
+    episode. The contract of TRL's ``environment_factory`` is one of these: a class whose public
+    methods are tools, with ``reset(**columns)`` and, for the reward at the end, ``get_reward()``.
+
+    Args:
+        tools: functions, and methods of ``target``.
+        parse: the calls in an answer with its special tokens.
+        tells: a tool that fails is told to the model; else it fails the step.
+    """
+
+    wants_special_tokens = True
+
+    def __init__(
+        self, target: Any, tools: Sequence[Tool], parse: Callable[[Any], list[Call]], tells: bool
+    ) -> None:
+        super().__init__(target, tells)
+        self._tools, self._parse = tools, parse
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def reset(self, prompt: str, seed: int, columns: Mapping[str, Any]) -> str:
+        text = super().reset(prompt, seed, columns)
+        self._functions = {
+            tool.name: tool.function or getattr(self.instance, tool.name) for tool in self._tools
+        }
+        return text
+
+    def step(self, answer: str, marked: Any = "") -> Observation:
+        self.calls = self._parse(marked)
+        if not self.calls:
+            return super().step(answer)
+        results = asyncio.run(self._results())
+        self._text += "\n".join([answer, *(result.text for result in results)])
+        return Observation(results=results)
+
+    async def _results(self) -> tuple[ToolResult, ...]:
+        """Of all calls, in their order: coroutines together, functions one after the other."""
+        return tuple(await asyncio.gather(*map(self._result, self.calls)))
+
+    async def _result(self, call: Call) -> ToolResult:
+        function = self._functions.get(call.name)
+        problem = call.problem
+        if not problem and function is None:
+            near = did_you_mean(call.name, list(self._functions))
+            problem = f"there is no tool {call.name[:80]!r}{near}"
+        if not problem and function is not None:
+            problem = problem_of(function, call.arguments)
+        if problem or function is None:
+            return ToolResult(call.name, f"error: {problem}", failed=True)
+        try:
+            result = await awaited(function(**call.arguments))
+            return ToolResult(call.name, result_text(result))
+        except BaseException as error:  # this is user code
+            fault = fault_of(error)
+            if not self.tells_calls:
+                raise Fault(f"the tool {call.name} {fault}") from None
+            return ToolResult(call.name, f"error: {call.name} {fault}", failed=True)

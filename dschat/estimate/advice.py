@@ -77,7 +77,7 @@ def _changes(estimate: StepEstimate) -> Iterator[Change]:
         yield from _halves(config, "max_seq_len", cost=4)
     if isinstance(config, RewardConfig) and config.loads_reference:
         yield from _off(config, "precompute_ref_logprobs", 1.25)
-        yield from _off(config, "offload_reference_model", 1.5)
+        yield from _offload(config, "reference", 1.5)
     if isinstance(config, RLHFConfig):
         yield from _halves(config, "eval_batch_size")
         yield from _smaller_micro_batch(config, "per_device_training_batch_size")
@@ -86,16 +86,16 @@ def _changes(estimate: StepEstimate) -> Iterator[Change]:
         if config.has_critic:
             yield from _of_model(config, "critic_", several)
         if config.needs_reference:
-            yield from _off(config, "offload_reference_model", 1.5)
+            yield from _offload(config, "reference", 1.5)
         if config.reward_model_name_or_path:
-            yield from _off(config, "offload_reward_model", 1.5)
+            yield from _offload(config, "reward", 1.5)
         if config.has_teacher:
-            yield from _off(config, "offload_teacher_model", 1.5)
+            yield from _offload(config, "teacher", 1.5)
         if config.enable_ema:
             yield Change({"enable_ema": False}, 3)
         yield from _halves(config, "max_answer_seq_len", cost=4)
     if estimate.device.on_gpu:
-        yield from _off(config, "offload_optimizer", 2)
+        yield from _offload(config, "optimizer", 2)
         if config.training_dtype == "fp32":
             yield Change({"dtype": "bf16"}, 1.5)
 
@@ -106,8 +106,9 @@ def _of_model(config: CommonConfig, prefix: str, several: bool) -> Iterator[Chan
     for other in (2, 3):
         if several and other > stage:
             yield Change({f"{prefix}zero_stage": other}, 1 if other == 2 else 1.5)
-    if not config.offload_parameters:
-        yield Change({f"{prefix}zero_stage": 3, "offload": True}, 3)
+    if not config.offloads("params"):
+        parts = [*dict.fromkeys([*(config.offload or ()), "auto"])]
+        yield Change({f"{prefix}zero_stage": 3, "offload": parts}, 3)
     if not getattr(config, f"{prefix}lora_dim"):
         yield Change({f"{prefix}lora_dim": 64}, 4)
 
@@ -116,7 +117,7 @@ def _of_rollout(config: RLHFConfig, num_processes: int) -> Iterator[Change]:
     yield from _halves(config, "max_num_seqs")
     yield from _off(config, "release_inference_cache", 1)
     yield from _off(config, "unpin_actor_parameters", 1)
-    yield from _off(config, "offload_training_states", 1.5)
+    yield from _offload(config, "rollout", 1.5)
     if config.rollout_layout != "zero_copy":
         yield Change({"rollout_layout": "zero_copy"}, 1.5)
     size = 2 * config.inference_tp_size
@@ -128,6 +129,12 @@ def _off(config: CommonConfig, name: str, cost: float) -> Iterator[Change]:
     """Switch on a flag that is off."""
     if not getattr(config, name):
         yield Change({name: True}, cost)
+
+
+def _offload(config: CommonConfig, part: str, cost: float) -> Iterator[Change]:
+    """Add ``part`` to what is in CPU memory."""
+    if not config.offloads(part):
+        yield Change({"offload": [*(config.offload or ()), part]}, cost)
 
 
 def _halves(config: CommonConfig, name: str, cost: float = 1) -> Iterator[Change]:
@@ -152,4 +159,5 @@ def _smaller_micro_batch(config: CommonConfig, name: str) -> Iterator[Change]:
 def _flag(name: str, value: Any) -> str:
     if value is True:
         return name
-    return f"no_{name}" if value is False else f"{name} {value}"
+    shown = " ".join(value) if isinstance(value, list) else value
+    return f"no_{name}" if value is False else f"{name} {shown}"

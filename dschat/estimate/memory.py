@@ -303,7 +303,7 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             name = "the model without adapters"
             if pairs.loads_reference:
                 name = "a copy of the model"
-                offload = pairs.offload_reference_model
+                offload = pairs.offloads("reference")
                 reference = self._frozen("reference", use.frozen, "sft", model.zero, offload)
                 present.append(reference)
             if pairs.precompute_ref_logprobs:

@@ -96,17 +96,17 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         c, models = self._config, {}
         if c.needs_reference and not actor.use.only_adapters:
             models["reference"] = self._frozen(
-                "reference", actor.use.frozen, "policy", actor.zero, c.offload_reference_model
+                "reference", actor.use.frozen, "policy", actor.zero, c.offloads("reference")
             )
         if name := c.reward_model_name_or_path:
             use, flag = self._use("critic_", "score").frozen, "--reward_model_name_or_path"
             use, zero = replace(use, name=name, flag=flag), self._zero("critic")
             models["reward model"] = self._frozen(
-                "reward", use, "value", zero, c.offload_reward_model
+                "reward", use, "value", zero, c.offloads("reward")
             )
         if name := c.teacher_model_name_or_path:
             use = replace(actor.use.frozen, name=name, flag="--teacher_model_name_or_path")
-            offload = c.offload_teacher_model
+            offload = c.offloads("teacher")
             models["teacher"] = self._frozen("teacher", use, "policy", actor.zero, offload)
         return models
 
@@ -230,7 +230,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
     def _without_states(self, generation: Items, learners: Sequence[Learner]) -> Items:
         """``generation``, less the optimizer states that are moved away meanwhile."""
         items = generation.copy()
-        if self._config.offload_training_states and self._device.on_gpu:
+        if self._config.offloads("rollout") and self._device.on_gpu:
             for t in (learner.training for learner in learners):
                 items["optimizer states"] -= t.moments.device + t.masters.device
         return items

@@ -47,7 +47,7 @@ def rollout_choice(
     if layout == "zero_copy" and not can_borrow:
         raise UserError(
             "--rollout_layout zero_copy needs whole weights on every process's device: "
-            "--actor_zero_stage 2 or less (or one process without --offload_parameters), "
+            "--actor_zero_stage 2 or less (or one process without --offload params), "
             "--inference_tp_size 1, no LoRA or --rollout_lora side"
         )
     if layout == "auto":

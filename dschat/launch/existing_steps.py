@@ -26,6 +26,7 @@ from dschat.checkpoint.compatibility import (
 )
 from dschat.checkpoint.manifest import FOLDER, newest, step_folders
 from dschat.config import CommonConfig, UserError, parser
+from dschat.config.renamed import translated
 from dschat.launch.recipe import TrainConfig
 from dschat.launch.step_runs import StepRun
 from dschat.observability.metrics_log import SETTINGS
@@ -91,7 +92,7 @@ def _recorded(config: CommonConfig, num_processes: int) -> Optional[RunRecord]:
     except ValueError:
         record = {}
     record = record if isinstance(record, dict) else {}
-    content = json.loads(json.dumps(parser.read_yaml(file), default=str))
+    content = translated(json.loads(json.dumps(parser.read_yaml(file), default=str)))
     defaults = json.loads(json.dumps(asdict(type(config)(output_dir=config.output_dir))))
     settings = {name: content.get(name, default) for name, default in defaults.items()}
     return RunRecord(

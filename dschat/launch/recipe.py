@@ -12,8 +12,9 @@ from types import NoneType
 from typing import Any, Optional
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
-from dschat.config.errors import did_you_mean, require
+from dschat.config.errors import require
 from dschat.config.fields import flag, require_types
+from dschat.config.renamed import hint
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
 
@@ -272,8 +273,7 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
             names = set().union(*known.values(), parser.flag_names(TrainConfig))
-            hint = did_you_mean(name, names, prefix=f"--{prefix}{dot}")
-            raise UserError(f"unknown flag {typed}{hint}")
+            raise UserError(f"unknown flag {typed}{hint(name, names, f'--{prefix}{dot}')}")
         if not running.intersection(takers):
             steps = " and ".join(map(str, takers))
             raise UserError(f"{typed} is a flag of step {steps}; add the step to --step")
@@ -285,4 +285,4 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
 def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
     for key in mapping:
         if key not in names:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), names)}")
+            raise UserError(f"{where}: unknown key {key}{hint(str(key), names)}")

@@ -1,7 +1,7 @@
 """Summarizes a run in a few numbers from its metrics.jsonl files: ``summary.json`` and a table.
 
 The keys are flat; null where a number is unknown (a step that has not finished, data without a gold
-score).
+score). ``warnings``: what went wrong in step 3, a line each.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Optional
 
 from dschat.checkpoint.manifest import COMPLETE
 from dschat.launch.recipe import STEPS
+from dschat.observability.health import findings
 from dschat.observability.metrics_log import METRICS
 from dschat.reporting.run_files import is_finite, read_rows
 from dschat.startup.files import replace_file
@@ -101,7 +102,8 @@ def write_summary(
             continue
         before, ran = previous.get(line.key), step_seconds.get(line.step)
         summary[line.key] = before if ran is None else ran + (before or 0.0 if resumed else 0.0)
-    replace_file(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    content = summary | {"warnings": [str(finding) for finding in findings(rows[3])]}
+    replace_file(folder / "summary.json", json.dumps(content, indent=2) + "\n")
     return summary
 
 

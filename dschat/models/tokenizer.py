@@ -57,8 +57,7 @@ def complete_tokenizer(
             tokenizer.chat_template = template.replace(former, eot_token)
     if tokenizer.eos_token_id is None:
         raise files.error(
-            ": its tokenizer has no EOS token; set tokenizer.eos_token, or add one with "
-            "--add_eot_token"
+            ": its tokenizer has no EOS token; set tokenizer.eos_token, or add one with --eot_token"
         )
     if tokenizer.pad_token_id is None:
         # Masks come from lengths, so any id can fill a batch.

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import require
+from dschat.config.renamed import translated
 from dschat.inference.protocol import Rollout
 from dschat.models.continued_text import whole_texts
 from dschat.offline.flags import GenerateConfig
@@ -104,6 +105,9 @@ class AnswerFile:
                 f"{FLAG} {path}: {self._settings.name} is damaged; name another file, or replace "
                 "it with --overwrite"
             )
+        flags = {name[2:]: value for name, value in before.items() if name.startswith("--")}
+        before = {name: value for name, value in before.items() if not name.startswith("--")}
+        before |= {f"--{name}": value for name, value in translated(flags).items()}
         for name in sorted({*settings, *before}):
             old, new = before.get(name), settings.get(name)
             if old != new:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Optional
 
-from dschat.config.data import DataConfig
+from dschat.config.data import DataConfig, columns_by_role
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, place_flag, require_bounds, require_types
 from dschat.config.reward import RewardSourcesConfig
@@ -41,8 +41,9 @@ class PromptsConfig(RewardSourcesConfig):
         "Rows to read: train, or eval, a source's held-out split (where it has none: all rows).",
         short=True,
     )
-    prompt_column: Optional[str] = flag(None, "Column of the prompt, or a path into one.")
-    messages_column: Optional[str] = flag(None, "Column of a chat `messages` list.")
+    columns: Optional[list[str]] = flag(
+        None, "Column of the prompt, as prompt=COLUMN, or of a chat, as messages=COLUMN."
+    )
     on_bad_row: Literal["auto", "error", "skip"] = flag(
         "auto",
         "At a line that is not JSON, CSV or UTF-8, and at a row without a usable prompt. error: "
@@ -77,8 +78,7 @@ class PromptsConfig(RewardSourcesConfig):
         """The data flags as `dschat.data` takes them."""
         return DataConfig(
             data_path=self.data_path or [],
-            prompt_column=self.prompt_column,
-            messages_column=self.messages_column,
+            columns=self.columns,
             on_bad_row=self.on_bad_row,
         )
 
@@ -101,6 +101,7 @@ class PromptsConfig(RewardSourcesConfig):
     def validate_prompts(self) -> None:
         require_types(self)
         require_bounds(self)
+        columns_by_role(self.columns, ("prompt", "messages"))
         self.validate_rewards()
         try:
             self.sampling(1)

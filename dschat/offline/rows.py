@@ -97,7 +97,7 @@ class Prompts:
         # A chat that the tokenizer's template refuses has a prompt.
         is_refused = any("template" in problem for problem in self._dropped)
         why = ", ".join(f"{count} with {problem}" for problem, count in self._dropped.items())
-        hint = "" if is_refused else "; see --prompt_column"
+        hint = "" if is_refused else "; see --columns prompt=COLUMN"
         require(self.total > 0, f"{FLAG}: no usable rows ({why or 'it is empty'}){hint}")
         if why:
             count = self._dropped.total()

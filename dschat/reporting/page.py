@@ -19,6 +19,7 @@ from dschat import __version__
 from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
 from dschat.config.report import PAGE, ReportConfig
+from dschat.observability.health import Finding, findings
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spec_of, spread
 from dschat.reporting.run_files import STEPS, Run, Step, is_finite, read_runs
 from dschat.startup.files import replace_file
@@ -30,6 +31,7 @@ _TIMES = (
     "seconds per iteration (median)",
     "share of generate, score, train",
 )
+_HIGHER_IS_BETTER = ("eval/score", "eval/pass@1", "eval/gold", "eval/accuracy")
 Table = dict[str, Any]  # head, rows; of settings: also title, changed
 
 
@@ -53,6 +55,7 @@ def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
         sections=sections,
         figures=figures,
         numbers=_numbers(runs),
+        warnings=_warnings(runs),
         samples=_samples(runs),
         settings=_settings(runs),
         versions=_versions(runs),
@@ -86,11 +89,25 @@ def _numbers(runs: Sequence[Run]) -> Table:
     return {"head": ["", *(run.name for run in runs)], "rows": rows}
 
 
+def _warnings(runs: Sequence[Run]) -> list[str]:
+    """What went wrong in step 3 of the runs."""
+    found = [(run, f) for run in runs if "step3_rlhf" in run.steps for f in _findings(run)]
+    return [f"{run.name}: {finding}" if len(runs) > 1 else str(finding) for run, finding in found]
+
+
+def _findings(run: Run) -> list[Finding]:
+    return findings(run.steps["step3_rlhf"].rows)
+
+
 def _first_and_last(run: Run, step: str, metric: str) -> str:
     series = run.steps[step].series(metric) if step in run.steps else []
     if len(series) < 2:
         return f"{series[0][1]:.4g}" if series else ""
-    return f"{series[0][1]:.4g} → {series[-1][1]:.4g}"
+    text = f"{series[0][1]:.4g} → {series[-1][1]:.4g}"
+    if metric not in _HIGHER_IS_BETTER:
+        return text
+    when, best = max(series, key=lambda pair: pair[1])
+    return text if best == series[-1][1] else f"{text}, best {best:.4g} at {when}"
 
 
 def _times(run: Run) -> tuple[str, str, str]:

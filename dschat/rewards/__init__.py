@@ -1,13 +1,11 @@
 """Scores answers with Python functions and an HTTP endpoint.
 
     samples           the input of a reward function: prompts, answers, columns of their rows
-    loader            resolves --reward_fn and callables to named, weighted functions
-    user_modules      imports the user's modules within a time limit
+    loader            makes --reward_fn and callables into named, weighted functions
     call              calls a function on samples: one value per sample, or a one-line fault
-    threads           runs calls in threads and event loops, each with a time limit
-    processes         runs calls in processes that can be killed
     endpoint          the source that posts samples to --reward_url, with retries
     library           the ready-made functions: exact_match, math_equal, ...
+    judge             those that ask a language model; verdict_cache keeps what it said
     math_answers      compares two answers as mathematics
     reward_functions  `RewardFunctions`: the sources of a run, and their state
     scoring           `Scoring`: the answers of a rollout being scored by all sources

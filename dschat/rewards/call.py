@@ -1,124 +1,29 @@
-"""Calls a reward function: selects its arguments and validates its result.
+"""Calls reward functions and validates what they return: one value per sample, or a `Fault`.
 
-One value per sample, or a `Fault` with a one-line message. No torch here: worker processes import
-this module and should start fast.
+No torch here: worker processes import this module and should start fast.
 """
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from dschat.config import UserError
-from dschat.rewards.samples import Samples
+from dschat.user_code.calls import Fault, fault_of, shortened
+from dschat.user_code.imports import Recipe, rebuilt
 
 # One score, one per token, or None: the function does not score this sample.
 Value = float | list[float] | None
 
-# Parameter name -> field of `Samples`. TRL's names work too.
-GIVEN = {
-    "prompts": "prompts",
-    "answers": "answers",
-    "completions": "answers",
-    "prompt_ids": "prompt_ids",
-    "answer_ids": "answer_ids",
-    "completion_ids": "answer_ids",
-    "finish_reasons": "finish_reasons",
-}
-# `reference` is the first of these columns that the rows have.
-REFERENCE = ("reference", "solution", "answer", "target", "ground_truth")
 LONGEST_CALL_S = 1800.0  # for functions with their own limits; collectives time out after an hour
 _LARGEST = 3.4e38  # of fp32
-_SHOWN = 200  # characters of a message
 
 
-class Fault(Exception):
-    """A failed call, or in a list of values the failure of a sample.
-
-    A call that failed as a whole is the same fault in the place of each of its samples.
-    """
-
-    def __init__(self, problem: str, timed_out: bool = False) -> None:
-        super().__init__(problem, timed_out)
-        self.problem = problem
-        self.timed_out = timed_out
-
-
-Values = list[Value | Fault]  # (S,)
-
-
-def timed_out(limit_s: float) -> Fault:
-    """The fault of a call that reached its limit."""
-    return Fault(f"did not return within {limit_s:.3g} s", timed_out=True)
+# Of S samples. A call that failed as a whole is the same fault in the place of each of them.
+Values = list[Value | Fault]
 
 
 class MissingColumn(Fault):
     """The samples lack a column that the function needs; retrying single samples cannot help."""
-
-
-def parameters(function: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters of ``function`` by name.
-
-    Raises:
-        UserError: no readable signature, or a required parameter is positional-only.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        raise UserError("has no readable signature; wrap it in a def") from None
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise UserError(f"takes {name} by position; reward functions get keyword arguments")
-    return dict(signature.parameters)
-
-
-def sources_of(
-    accepted: Mapping[str, inspect.Parameter],
-    bound: Collection[str],
-    mapped: Mapping[str, str],
-    columns: Collection[str],
-) -> dict[str, str]:
-    """The source of each argument: parameter -> column, or name in `GIVEN`.
-
-    Args:
-        accepted: the function's `parameters`.
-        bound: parameters whose argument is already set.
-        mapped: parameter -> column, from ``--reward_args NAME.PARAMETER=@COLUMN``.
-        columns: of the rows.
-
-    Raises:
-        UserError: the rows lack a column that the function needs.
-    """
-    chosen: dict[str, str] = {}
-    for name, parameter in accepted.items():
-        if parameter.kind is parameter.VAR_POSITIONAL or name in bound:
-            continue
-        if parameter.kind is parameter.VAR_KEYWORD:
-            rest = [c for c in (*GIVEN, *columns) if c not in chosen and c not in bound]
-            chosen |= {c: c for c in rest}
-            continue
-        candidates = list(REFERENCE) if name == "reference" else [name]
-        if name in mapped:
-            candidates = [mapped[name]]
-        source = next((c for c in candidates if c in columns or c in GIVEN), None)
-        if source is not None:
-            chosen[name] = source
-        elif name in mapped or parameter.default is parameter.empty:
-            available = ", ".join(sorted(columns)) or "none"
-            raise UserError(
-                f"needs the column {' or '.join(candidates)}, which the data lacks "
-                f"(it has: {available}); give {name} a default, or name the column with "
-                f"--reward_args NAME.{name}=@COLUMN"
-            )
-    return chosen
-
-
-def arguments(sources: Mapping[str, str], samples: Samples) -> dict[str, list[Any]]:
-    """The keyword arguments of a call, from the sources that `sources_of` chose."""
-    return {
-        name: getattr(samples, GIVEN[source]) if source in GIVEN else samples.columns[source]
-        for name, source in sources.items()
-    }
 
 
 def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> Values:
@@ -131,12 +36,10 @@ def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> V
     """
     try:
         return values_of(function(**kwargs), lengths)
-    except Fault:
-        raise
     # NOTE BaseException: this is user code, and a thread would swallow SystemExit silently.
     # Ctrl-C reaches the main thread, which never runs this.
     except BaseException as error:
-        raise Fault(raised(error)) from None
+        raise fault_of(error) from None
 
 
 async def call_async(
@@ -145,24 +48,24 @@ async def call_async(
     """`call` for a function declared with ``async def``."""
     try:
         return values_of(await function(**kwargs), lengths)
-    except Fault:
-        raise
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        raise Fault(raised(error)) from None
+        raise fault_of(error) from None
 
 
-def raised(error: BaseException) -> str:
-    """An exception as one line."""
-    if isinstance(error, SystemExit):
-        return f"called sys.exit({error.code!r:.40})"
-    try:
-        message = " ".join(str(error).split())
-    except Exception:
-        message = ""
-    if "signal only works in main thread" in message:
-        message = "it uses signals, which work in a process only: pass --reward_pool process"
-    name = type(error).__name__
-    return f"raised {name}: {shortened(message, _SHOWN)}" if message else f"raised {name}"
+class Functions:
+    """What worker processes serve: reward functions, of recipes and arguments of constructors."""
+
+    def __init__(self, recipes: Sequence[tuple[Recipe, dict[str, Any]]]) -> None:
+        self._functions = [rebuilt_function(*recipe) for recipe in recipes]
+
+    def __call__(self, number: int, kwargs: Mapping[str, Any], lengths: list[int]) -> Values:
+        return call(self._functions[number], kwargs, lengths)
+
+
+def rebuilt_function(recipe: Recipe, settings: dict[str, Any]) -> Callable[..., Any]:
+    """The function of a recipe, or an instance of its class."""
+    target = rebuilt(recipe)
+    return target(**settings) if isinstance(target, type) else target
 
 
 def values_of(result: Any, lengths: list[int]) -> Values:
@@ -228,10 +131,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, (str, bytes, bool, int, float)) or value is None:
         return f"{shortened(repr(value), 40)}"
     return f"a {type(value).__name__}"
-
-
-def shortened(text: str, limit: int) -> str:
-    """``text``, with its middle cut out if it is longer than ``limit`` characters."""
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2 - 2]} ... {text[len(text) - limit // 2 + 3 :]}"

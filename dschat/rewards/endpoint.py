@@ -1,21 +1,31 @@
-"""Scores samples with an HTTP endpoint: one POST per batch, retried on transient failures.
+"""Scores samples with an HTTP endpoint; posts JSON, retried on transient failures.
 
 The request is ``{"prompts": [...], "answers": [...], "finish_reasons": [...], COLUMN: [...]}``,
 each list with one entry per sample. The reply is ``{"rewards": [...]}``, one entry per sample: a
 number, a list of one number per token of the answer, or null.
 """
 
+import http.client
 import json
+import time
+import urllib.request
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Fault, Values, values_of
-from dschat.rewards.http_post import post
+from dschat.rewards.call import Values, values_of
 from dschat.rewards.samples import Samples
-from dschat.rewards.threads import Pool
+from dschat.user_code.calls import Fault, shortened
+from dschat.user_code.threads import Pool, within
 
 ENDPOINT = "http"  # the name of the source
+_FIRST_PAUSE_S = 0.5  # doubles with every retry
+LONGEST_PAUSE_S = 30.0
+_TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
+_HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
+_CHUNK_BYTES = 1 << 16
+_DETAIL_BYTES = 1000  # of the body of an error
 
 
 class Endpoint:
@@ -67,3 +77,98 @@ def rewards_of(content: Any) -> list[Any]:
     if not isinstance(content, list):
         raise Fault('answered JSON without a list "rewards"')
     return content
+
+
+# -- one request -------------------------------------------------------------------------------
+
+
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Errors and redirects are replies. A redirect would take the key to another host, and drop
+    the body.
+    """
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
+
+
+class _TransientFailure(Fault):
+    """A failure that a retry may fix, ``wait_s`` from now at the earliest."""
+
+    wait_s = 0.0
+
+
+def post(
+    url: str, body: bytes, timeout_s: float, retries: int, headers: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON of the reply to ``body``; no attempt takes longer than ``timeout_s``.
+
+    Raises:
+        Fault: no attempt worked, or a retry cannot help.
+    """
+    request = urllib.request.Request(url, body, _HEADERS | dict(headers or {}))
+    for attempt in range(retries + 1):
+        try:
+            return _parsed(_post(request, timeout_s))
+        except _TransientFailure as failure:
+            times = f"{attempt + 1} times" if attempt else "once"
+            fault = Fault(f"{failure.problem} ({times})", failure.timed_out)
+            pause_s = max(_FIRST_PAUSE_S * 2**attempt, failure.wait_s)
+        if attempt < retries:
+            time.sleep(min(pause_s, LONGEST_PAUSE_S))
+    raise fault
+
+
+def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The reply's body.
+
+    Raises:
+        _TransientFailure: a retry may help.
+        Fault: a retry cannot help.
+    """
+    try:
+        reply, body = within(timeout_s, _exchange, request, timeout_s)
+    except (OSError, http.client.HTTPException, Fault) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, (TimeoutError, Fault)):
+            message = f"did not answer within {timeout_s:.3g} s"
+            raise _TransientFailure(message, timed_out=True) from None
+        message = " ".join(str(reason).split()) or type(reason).__name__
+        raise _TransientFailure(f"cannot be reached: {message}") from None
+    if 200 <= reply.status < 300:
+        return body
+    answered = f"answered {reply.status} {reply.reason}".strip()
+    if reply.status not in _TRANSIENT and reply.status < 500:
+        detail = " ".join(body[:_DETAIL_BYTES].decode(errors="replace").split())
+        raise Fault(f"{answered}: {shortened(detail, 120)}" if detail else answered)
+    failure = _TransientFailure(answered)
+    seconds = reply.headers.get("Retry-After", "")
+    failure.wait_s = float(seconds) if seconds.isdecimal() else 0.0
+    raise failure
+
+
+def _exchange(
+    request: urllib.request.Request, timeout_s: float
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """The reply and its body.
+
+    The limit here ends the thread that `within` has given up. urllib's timeout bounds single reads,
+    but not DNS lookups or slow headers.
+    """
+    end, chunks = time.monotonic() + timeout_s, []
+    opener = urllib.request.build_opener(_AnyStatus)
+    with opener.open(request, timeout=timeout_s) as reply:
+        while chunk := reply.read1(_CHUNK_BYTES):
+            chunks.append(chunk)
+            if time.monotonic() > end:
+                raise TimeoutError
+    return reply, b"".join(chunks)
+
+
+def _parsed(reply: bytes) -> Any:
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        shown = shortened(" ".join(reply[:200].decode(errors="replace").split()), 60)
+        raise Fault(f"answered with invalid JSON ({shown!r})") from None

@@ -26,10 +26,11 @@ from typing import Any, ClassVar
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import read_text, require_types
-from dschat.rewards.call import LONGEST_CALL_S, Fault, shortened
-from dschat.rewards.http_post import LONGEST_PAUSE_S, post
-from dschat.rewards.threads import Pool
+from dschat.rewards.call import LONGEST_CALL_S
+from dschat.rewards.endpoint import LONGEST_PAUSE_S, post
 from dschat.rewards.verdict_cache import VerdictCache
+from dschat.user_code.calls import Fault, shortened
+from dschat.user_code.threads import Pool
 
 logger = logging.getLogger("dschat")
 

@@ -23,7 +23,7 @@ from dschat.config.fields import read_text, require_types
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
-from dschat.rewards.processes import START_S, Killable
+from dschat.user_code.processes import START_S, Killable
 
 logger = logging.getLogger("dschat")
 
@@ -193,7 +193,7 @@ class JsonSchema:
             raise UserError(
                 f"--reward_args json_schema.schema is not a JSON schema: {problem}"
             ) from None
-        self._fits = Killable(f"{__name__}:FitsSchema", schema=schema)
+        self._fits = Killable(f"{__name__}:FitsSchema", schema)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JsonSchema, (self.schema,)  # processes cannot be pickled
@@ -218,8 +218,10 @@ class JsonSchema:
         return _in_time(self._score, answers)
 
     def _score(self, answer: str) -> float:
-        value = self._fits.call(_PATTERN_S, answer=answer)
-        return value if value is not None else _too_slow("json_schema") or 0.0
+        fits = self._fits.call(_PATTERN_S, answer)
+        if fits is None:
+            _too_slow("json_schema")
+        return float(bool(fits))
 
 
 class FitsSchema:
@@ -235,15 +237,15 @@ class FitsSchema:
         validator.check_schema(schema)
         self._validator, self._unresolvable = validator(schema, registry=REGISTRY), Unresolvable
 
-    def __call__(self, answer: str) -> list[float]:
+    def __call__(self, answer: str) -> bool:
         fenced = _FENCE.fullmatch(answer.strip())
         try:
             content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
-            return [float(self._validator.is_valid(content))]
+            return self._validator.is_valid(content)
         except self._unresolvable:
             raise  # a dangling $ref is an error in the schema, not in the answer
         except Exception:  # 1e999 with multipleOf, arrays nested beyond the recursion limit
-            return [0.0]
+            return False
 
 
 @dataclass

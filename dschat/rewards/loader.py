@@ -4,10 +4,8 @@ import functools
 import importlib
 import inspect
 import math
-import os
-import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +13,12 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.rewards.call import GIVEN, parameters, raised, sources_of
-from dschat.rewards.user_modules import file_module, named_module
+from dschat.config.reward import REFERENCE
+from dschat.rewards.samples import GIVEN
+from dschat.user_code.calls import raised
+from dschat.user_code.imports import Recipe, load, portable
 
-LIBRARY = "dschat.rewards.library"
+_LIBRARY = "dschat.rewards.library"
 
 
 @dataclass
@@ -29,8 +29,9 @@ class RewardFunction:
     label: str  # in messages: the flag and its value, or the function's name
     weight: float
     function: Any  # None once other processes have their own
-    accepted: dict[str, inspect.Parameter]  # the function's parameters
-    recipe: tuple[Any, ...]  # from which `rebuild` makes it in another process
+    spec: str = ""  # from which another process makes it; "" if it was given as an object
+    settings: dict[str, Any] = field(default_factory=dict)  # of the constructor of a class
+    accepted: dict[str, inspect.Parameter] = field(default_factory=dict)  # its parameters
     bound: dict[str, Any] = field(default_factory=dict)  # the same arguments for every call
     mapped: dict[str, str] = field(default_factory=dict)  # parameter -> column, from @COLUMN
     limit_per_answer_s: float = 0.0  # the function's own time limit; extends the call's if longer
@@ -39,16 +40,44 @@ class RewardFunction:
     def is_async(self) -> bool:
         return is_async(self.function)
 
-    def sources(self, columns: Iterable[str]) -> dict[str, str]:
-        """The source of each argument, for samples with ``columns``; see `sources_of`.
+    def recipe(self) -> tuple[Recipe, dict[str, Any]]:
+        """What a worker process makes it of.
+
+        Raises:
+            UserError: the function cannot be imported by name there.
+        """
+        found = portable(self.function, self.spec, self.label, "--reward_pool thread")
+        return found, self.settings
+
+    def sources(self, columns: Collection[str]) -> dict[str, str]:
+        """The source of each argument, for samples with ``columns``: parameter -> column, or name
+        in `GIVEN`.
 
         Raises:
             UserError: a column is missing.
         """
-        try:
-            return sources_of(self.accepted, self.bound, self.mapped, list(columns))
-        except UserError as error:
-            raise UserError(str(error).replace("NAME.", f"{self.name}.")) from None
+        chosen: dict[str, str] = {}
+        for name, parameter in self.accepted.items():
+            if parameter.kind is parameter.VAR_POSITIONAL or name in self.bound:
+                continue
+            if parameter.kind is parameter.VAR_KEYWORD:
+                rest = [c for c in (*GIVEN, *columns) if c not in chosen and c not in self.bound]
+                chosen |= {c: c for c in rest}
+                continue
+            candidates = list(REFERENCE) if name == "reference" else [name]
+            if name in self.mapped:
+                candidates = [self.mapped[name]]
+            source = next((c for c in candidates if c in columns or c in GIVEN), None)
+            if source is not None:
+                chosen[name] = source
+            elif name in self.mapped or parameter.default is parameter.empty:
+                available = ", ".join(sorted(columns)) or "none"
+                raise UserError(
+                    f"needs the column {' or '.join(candidates)}, which the data lacks "
+                    f"(it has: {available}); give {name} a default, or name the column with "
+                    f"--reward_args {self.name}.{name}=@COLUMN"
+                )
+        return chosen
 
 
 def load_reward_functions(
@@ -63,48 +92,13 @@ def load_reward_functions(
     Raises:
         UserError: one cannot be found, imported or constructed, or does not take its arguments.
     """
-    entries = [_entry(spec, f"--reward_fn {spec}") for spec in specs]
-    entries += [_entry(item, "reward_fns") for item in given]
-    names = _unique([name for name, *_ in entries], taken)
-    args = _parsed(reward_args, names)
-    rewards = []
-    for name, (_, label, weight, target, spec) in zip(names, entries, strict=True):
-        rewards.append(_reward_function(name, label, weight, target, spec, args.get(name, {})))
+    rewards = [_entry(spec, f"--reward_fn {spec}") for spec in specs]
+    rewards += [_entry(item, "reward_fns") for item in given]
+    _number(rewards, taken)
+    args = _parsed(reward_args, [reward.name for reward in rewards])
+    for reward in rewards:
+        _bind(reward, args.get(reward.name, {}))
     return rewards
-
-
-def rebuild(recipe: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function of a `RewardFunction` in another process, from its spec or a pickle."""
-    kind, content, *rest = recipe
-    if kind == "pickle":
-        return pickle.loads(content)
-    target = resolve(content)
-    return target(**rest[0]) if isinstance(target, type) else target
-
-
-def resolve(spec: str) -> Any:
-    """The object named by ``file.py:name``, ``pkg.mod:name`` or the name of a ready-made function.
-
-    Raises:
-        UserError: it does not exist, or its module cannot be imported.
-    """
-    where, colon, name = spec.rpartition(":")
-    if not colon:
-        ready_made = importlib.import_module(LIBRARY).READY_MADE
-        if name not in ready_made:
-            hint = did_you_mean(name, ready_made)
-            raise UserError(
-                f"is not a ready-made function ({', '.join(ready_made)}){hint}; "
-                "name your own as file.py:name or pkg.mod:name"
-            )
-        return ready_made[name]
-    is_file = where.endswith(".py") or os.sep in where
-    module = file_module(where) if is_file else named_module(where)
-    if not hasattr(module, name):
-        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        missing = name or "name after the colon"
-        raise UserError(f"not found: {where} has no {missing}{did_you_mean(name, public)}")
-    return getattr(module, name)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -119,8 +113,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 # -- one entry ---------------------------------------------------------------------------------
 
 
-def _entry(item: Any, label: str) -> tuple[str, str, float, Any, str | None]:
-    """(name, label, weight, function or class, spec or None) of an entry of --reward_fn."""
+def _entry(item: Any, label: str) -> RewardFunction:
+    """An entry of --reward_fn, without its arguments: ``function`` may be a class."""
     weight = 1.0
     if isinstance(item, tuple) and len(item) == 2:
         item, weight = item
@@ -130,15 +124,26 @@ def _entry(item: Any, label: str) -> tuple[str, str, float, Any, str | None]:
         spec, spec_weight = _weighted(item)
         label = label if label.startswith("--") else f"{label} {item!r}"
         weight = _finite(weight * spec_weight, label)
-        try:
-            target = resolve(spec)
-        except UserError as error:
-            raise UserError(f"{label} {error}") from None
-        return spec.rpartition(":")[2], label, weight, target, spec
+        name = spec.rpartition(":")[2]
+        if ":" not in spec:
+            spec = _ready_made(spec, label)
+        return RewardFunction(name, label, weight, load(spec, label), spec)
     if not callable(item):
         raise UserError(f"{label}: {item!r:.80} is not a function, spec or (function, weight)")
     name = _name_of(item)
-    return name, f"reward function {name}", _finite(weight, label), item, None
+    return RewardFunction(name, f"reward function {name}", _finite(weight, label), item)
+
+
+def _ready_made(name: str, label: str) -> str:
+    """The spec of a ready-made function."""
+    ready_made = importlib.import_module(_LIBRARY).READY_MADE
+    if name not in ready_made:
+        hint = did_you_mean(name, ready_made)
+        raise UserError(
+            f"{label} is not a ready-made function ({', '.join(ready_made)}){hint}; "
+            "name your own as file.py:name or pkg.mod:name"
+        )
+    return f"{ready_made[name].__module__}:{ready_made[name].__name__}"
 
 
 def _weighted(spec: str) -> tuple[str, float]:
@@ -165,49 +170,44 @@ def _name_of(function: Any) -> str:
     return re.sub(r"\W+", "_", name).strip("_") or "function"
 
 
-def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
-    """The names, with repeated ones numbered from 2: score, score_2."""
+def _number(rewards: Sequence[RewardFunction], taken: Iterable[str]) -> None:
+    """Number repeated names from 2: score, score_2."""
     seen = set(taken)
-    uniques = []
-    for name in names:
-        number = 2
-        unique = name
-        while unique in seen:
-            unique, number = f"{name}_{number}", number + 1
-        seen.add(unique)
-        uniques.append(unique)
-    return uniques
+    for reward in rewards:
+        name, number = reward.name, 2
+        while reward.name in seen:
+            reward.name, number = f"{name}_{number}", number + 1
+        seen.add(reward.name)
 
 
-def _reward_function(
-    name: str, label: str, weight: float, target: Any, spec: str | None, args: dict[str, str]
-) -> RewardFunction:
-    """The function with its ``--reward_args``: for a class, arguments of the constructor; for a
+def _bind(reward: RewardFunction, args: dict[str, str]) -> None:
+    """Give ``reward`` its ``--reward_args``: for a class, arguments of the constructor; for a
     function, of every call.
     """
-    mapped = {key: value[1:] for key, value in args.items() if value.startswith("@")}
-    fixed = {key: value for key, value in args.items() if key not in mapped}
-    where = f"{label}: --reward_args {name}"
+    label, target = reward.label, reward.function
+    reward.mapped = {key: value[1:] for key, value in args.items() if value.startswith("@")}
+    fixed = {key: value for key, value in args.items() if key not in reward.mapped}
+    where = f"{label}: --reward_args {reward.name}"
     if not callable(target):
         raise UserError(f"{label} is a {type(target).__name__}, not a function")
     try:
         values = {key: _argument(target, key, text, where) for key, text in fixed.items()}
-        function, bound = target, values
         if inspect.isclass(target):
-            function, bound = _instance(target, values, label), {}
-            if not callable(function):
+            reward.settings, reward.function = values, _instance(target, values, label)
+            if not callable(reward.function):
                 raise UserError("is a class whose instances are not callable; give it __call__")
-        accepted = parameters(function)
+        else:
+            reward.bound = values
+        reward.accepted = parameters(reward.function)
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(label) else f"{label} {text}") from None
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    for key in mapped:
-        if key not in accepted and not takes_any:
-            raise UserError(f"{where}.{key}: it takes no {key}; it takes: {', '.join(accepted)}")
-    recipe = ("spec", spec, values) if spec else ("callable", function)
-    limit_s = getattr(function, "limit_per_answer_s", 0.0)
-    return RewardFunction(name, label, weight, function, accepted, recipe, bound, mapped, limit_s)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in reward.accepted.values())
+    for key in reward.mapped:
+        if key not in reward.accepted and not takes_any:
+            takes = ", ".join(reward.accepted)
+            raise UserError(f"{where}.{key}: it takes no {key}; it takes: {takes}")
+    reward.limit_per_answer_s = getattr(reward.function, "limit_per_answer_s", 0.0)
 
 
 def _instance(target: type, values: dict[str, Any], label: str) -> Any:
@@ -221,33 +221,20 @@ def _instance(target: type, values: dict[str, Any], label: str) -> Any:
         ) from None
 
 
-def portable(reward: RewardFunction) -> tuple[Any, ...]:
-    """A recipe from which `rebuild` makes the function in another process.
+def parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    """The parameters of ``function`` by name.
 
     Raises:
-        UserError: the function cannot be imported by name there.
+        UserError: no readable signature, or a required parameter is positional-only.
     """
-    if reward.recipe[0] == "spec":
-        return reward.recipe
-    return ("pickle", pickled(reward.function, reward.label, "--reward_pool thread"))
-
-
-def pickled(function: Any, label: str, instead: str) -> bytes:
-    """A function or class for another process, which imports it by name.
-
-    Raises:
-        UserError: it cannot; pass ``instead``.
-    """
-    home = getattr(function, "__module__", None)
     try:
-        if home == "__main__" or type(function).__module__ == "__main__":
-            raise pickle.PicklingError("it is defined in the main program or notebook")
-        return pickle.dumps(function)
-    except Exception as error:
-        raise UserError(
-            f"{label} cannot run in another process ({' '.join(str(error).split())}); put it into "
-            f"a file and pass it as file.py:name, or pass {instead}"
-        ) from None
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise UserError("has no readable signature; wrap it in a def") from None
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise UserError(f"takes {name} by position; reward functions get keyword arguments")
+    return dict(signature.parameters)
 
 
 # -- arguments ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import logging
 import re
 
 from dschat.config import UserError
-from dschat.rewards.processes import Killable
+from dschat.user_code.processes import Killable
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
@@ -31,7 +31,7 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
     reference, answer = (text.replace("\u2212", "-").strip() for text in (reference, answer))
     if not reference or not answer or reference == answer:
         return bool(reference) and reference == answer
-    return _comparison.call(limit_s, reference=reference, answer=answer) == 1.0
+    return bool(_comparison.call(limit_s, reference, answer))
 
 
 class Comparison:
@@ -41,12 +41,12 @@ class Comparison:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about timeouts off
         self._compare("x^2 + 2x + 1", "(x + 1)^2")
 
-    def __call__(self, reference: str, answer: str) -> list[float]:
-        """[1.0] if the two are equal; [0.0] if they differ or the comparison raises."""
+    def __call__(self, reference: str, answer: str) -> bool:
+        """Whether the two are equal; False if the comparison raises."""
         try:
-            return [float(self._compare(reference, answer))]
+            return self._compare(reference, answer)
         except Exception:  # SymPy raises nearly anything
-            return [0.0]
+            return False
 
     def _compare(self, reference: str, answer: str) -> bool:
         from math_verify import parse, verify

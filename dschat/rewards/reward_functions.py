@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,14 @@ import torch
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import (
-    LONGEST_CALL_S,
-    Fault,
-    MissingColumn,
-    Values,
-    arguments,
-    raised,
-)
+from dschat.rewards.call import LONGEST_CALL_S, Functions, MissingColumn, Values, call, call_async
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
-from dschat.rewards.loader import RewardFunction, load_reward_functions, portable
-from dschat.rewards.processes import Processes
+from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
-from dschat.rewards.threads import Loop, Pool, at_once, background, in_thread
+from dschat.user_code.calls import Fault, raised
+from dschat.user_code.processes import Workers
+from dschat.user_code.threads import Loop, Pool, at_once, background, within
 
 logger = logging.getLogger("dschat")
 
@@ -155,40 +149,30 @@ class RewardFunctions:
 
     def _make_sources(self) -> list[RewardSource]:
         config, pool = self._config, self._config.reward_pool
-        source = functools.partial(
-            FunctionSource,
-            timeout_s=config.reward_timeout_s,
-            retries=config.on_reward_error == "skip",
-        )
         plain = [reward for reward in self._functions if not reward.is_async]
         num_parts = 1 if pool == "none" else config.reward_workers
         submit = at_once
         if pool == "thread" and plain:
             submit = self._closed_later(Pool(num_parts)).submit
         if pool == "process" and plain:
-            processes = self._closed_later(Processes([portable(p) for p in plain], num_parts))
+            recipes = [reward.recipe() for reward in plain]
+            served = f"{Functions.__module__}:{Functions.__name__}", (recipes,)
+            workers = self._closed_later(Workers(*served, num_parts))
+        retries = config.on_reward_error == "skip"
         sources: list[RewardSource] = []
         for reward in self._functions:
+            function = _on_own_device(reward.function)
+            place: tuple[Any, ...] = submit, num_parts
+            run: Callable[..., Values] = functools.partial(_in_thread, function)
             if reward.is_async:
-                loop = self._closed_later(Loop())
-                run = functools.partial(loop.call, _on_own_device(reward.function))
-                sources.append(source(reward, run, submit=background))
+                run = functools.partial(_in_loop, self._closed_later(Loop()), function)
+                place = background, 1
             elif pool == "process":
-                run = functools.partial(processes.call, plain.index(reward))
-                sources.append(
-                    source(
-                        reward,
-                        run,
-                        submit=background,
-                        num_parts=num_parts,
-                        prepare=processes.prepare,
-                    )
-                )
-                if reward.recipe[0] == "spec":  # a function that they unpickle is kept
+                run = functools.partial(workers.call, plain.index(reward))
+                place = background, num_parts, workers.prepare
+                if reward.spec:  # a function that they unpickle is kept
                     reward.function = None
-            else:
-                run = functools.partial(in_thread, _on_own_device(reward.function))
-                sources.append(source(reward, run, submit=submit, num_parts=num_parts))
+            sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
         return sources
@@ -204,11 +188,11 @@ class FunctionSource:
     """A reward function: where its calls run, and how they are retried."""
 
     reward: RewardFunction
-    run: Callable[[dict[str, Any], list[int], float], Values]  # (arguments, lengths, limit_s)
+    run: Callable[..., Values]  # (arguments, lengths, limit_s=)
     timeout_s: float  # of a call
+    retries: bool = False  # after a failed call, call again sample by sample
     submit: Callable[..., "Future[Values]"] = at_once  # starts such calls
     num_parts: int = 1
-    retries: bool = False  # after a failed call, call again sample by sample
     prepare: Callable[[], None] = lambda: None  # before each of these, outside its time limit
 
     def __post_init__(self) -> None:
@@ -260,10 +244,10 @@ class FunctionSource:
         except UserError as error:
             raise MissingColumn(str(error)) from None
         # A copy: a function may change its arguments, and a retry needs the original ones.
-        kwargs = self.reward.bound | arguments(sources, samples.part(0, len(samples)))
+        kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
         own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
-        return self.run(kwargs, lengths, max(limit_s, own_limit_s))
+        return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
 
 
 def _is_stateful(function: object) -> bool:
@@ -271,6 +255,18 @@ def _is_stateful(function: object) -> bool:
     methods = ("state_dict", "load_state_dict")
     has_both = all(callable(getattr(function, name, None)) for name in methods)
     return has_both and not isinstance(function, torch.nn.Module)
+
+
+def _in_thread(
+    function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+) -> Values:
+    return within(limit_s, call, function, kwargs, lengths)
+
+
+def _in_loop(
+    loop: Loop, function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
+) -> Values:
+    return loop.run(call_async(function, kwargs, lengths), limit_s)
 
 
 def _on_own_device(function: Callable) -> Callable:

@@ -3,9 +3,20 @@
 No torch here: worker processes import this module and should start fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+# Parameter of a reward function -> field of `Samples`. TRL's names work too.
+GIVEN = {
+    "prompts": "prompts",
+    "answers": "answers",
+    "completions": "answers",
+    "prompt_ids": "prompt_ids",
+    "answer_ids": "answer_ids",
+    "completion_ids": "answer_ids",
+    "finish_reasons": "finish_reasons",
+}
 
 
 @dataclass
@@ -30,6 +41,13 @@ class Samples:
         given = parts[0].columns if parts else {}
         columns = {name: [v for part in parts for v in part.columns[name]] for name in given}
         return cls(**lists, columns=columns)
+
+    def arguments(self, sources: Mapping[str, str]) -> dict[str, list[Any]]:
+        """Arguments of a call, of the column or name in `GIVEN` that each parameter gets."""
+        return {
+            name: getattr(self, GIVEN[source]) if source in GIVEN else self.columns[source]
+            for name, source in sources.items()
+        }
 
     def pick(self, rows: Sequence[int]) -> "Samples":
         """A copy of samples ``rows``."""

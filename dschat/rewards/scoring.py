@@ -16,8 +16,9 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Fault, MissingColumn, Value, Values, shortened
+from dschat.rewards.call import MissingColumn, Value, Values
 from dschat.rewards.samples import Samples
+from dschat.user_code.calls import Fault, shortened
 
 logger = logging.getLogger("dschat")
 

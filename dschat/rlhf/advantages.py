@@ -78,7 +78,7 @@ def fill_in_advantages(
     if args.overlong_filter:
         e.loss_mask &= e.finished.unsqueeze(1)
     e.weights, corrected = rollout_weights(
-        e.logprobs, e.rollout_logprobs, e.answer_mask, args.rollout_is, *args.rollout_is_range
+        e.logprobs, e.rollout_logprobs, e.answer_mask, args.rollout_is, *args.importance_range
     )
     return rewards, {name: float(value) for name, value in corrected.items()}
 

@@ -178,7 +178,7 @@ class DeepSpeedRLHFEngine:
     def _build_reference(self) -> nn.Module | None:
         if self._is_its_own_reference or not self.args.needs_reference:
             return None
-        zero = self._actor_zero.frozen(self.args.offload_reference_model)
+        zero = self._actor_zero.frozen(self.args.offloads("reference"))
         return self._frozen_language_model(self.checkpoints.actor, zero)
 
     def _frozen_language_model(self, checkpoint: Checkpoint, zero: ZeroSettings) -> nn.Module:
@@ -188,14 +188,14 @@ class DeepSpeedRLHFEngine:
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
-        zero = self._critic_zero.frozen(self.args.offload_reward_model)
+        zero = self._critic_zero.frozen(self.args.offloads("reward"))
         model = ScoreModel(self.checkpoints.reward_model(zero), self.args.packing)
         return initialize_frozen(model, zero)
 
     def _build_teacher(self) -> nn.Module | None:
         if self.checkpoints.teacher is None:
             return None
-        zero = self._actor_zero.frozen(self.args.offload_teacher_model)
+        zero = self._actor_zero.frozen(self.args.offloads("teacher"))
         return self._frozen_language_model(self.checkpoints.teacher, zero)
 
     def _announce(self) -> None:
@@ -284,7 +284,7 @@ class DeepSpeedRLHFEngine:
     def rollout_mode(self) -> Iterator[Generator]:
         """Collective. A scope in which the actor generates; refreshed once per weight version."""
         engines = [engine for engine in (self.actor, self.critic) if engine is not None]
-        with training_states_away(engines, self.args.offload_training_states):
+        with training_states_away(engines, self.args.offloads("rollout")):
             generator = self.rollout.enter(self.version)
             try:
                 yield generator
@@ -327,7 +327,7 @@ class DeepSpeedRLHFEngine:
 
     def _saved_bytes(self) -> list[int]:
         """Bytes of each model folder that the run writes."""
-        actors = 1 + self.args.enable_ema + self.args.keep_best
+        actors = 1 + self.args.enable_ema + bool(self.args.keep_best)
         critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic))]
         return [weight_bytes(unwrap(self.actor))] * actors + critics
 

@@ -10,7 +10,7 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.segments import RefusedChat, prompt_text_ids
 from dschat.data.sources.adapters import Content
-from dschat.environments.contract import Environment, EnvironmentFault
+from dschat.environments.contract import Environment
 from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import EnvironmentSource, load_environment
@@ -25,6 +25,7 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.prompts import PromptQueue, PromptTable
 from dschat.rlhf.rollout_policies import policy_of
 from dschat.rlhf.rollout_scorer import RolloutScorer
+from dschat.user_code.calls import Fault
 
 ENVIRONMENT = "environment"  # the name of its rewards
 
@@ -118,18 +119,18 @@ class EpisodeCollector(Collector):
         """The ids of the prompt ``row`` with ``text`` after it, in a chat in its last turn.
 
         Raises:
-            EnvironmentFault: it is too long, or only its ids are known.
+            Fault: it is too long, or only its ids are known.
         """
         if prompts.sources is None:
-            raise EnvironmentFault("reset returned text, but of the prompts only ids are known")
+            raise Fault("reset returned text, but of the prompts only ids are known")
         source = _with_text(prompts.sources[row], text)
         limit = self.scorer.args.max_prompt_seq_len
         try:
             ids = prompt_text_ids(self._engine.tokenizer, source, self._source.schemas)
         except RefusedChat as error:
-            raise EnvironmentFault(str(error)) from None
+            raise Fault(str(error)) from None
         if len(ids) > limit:
-            raise EnvironmentFault(
+            raise Fault(
                 f"reset's text makes a prompt of {len(ids)} tokens; raise --max_prompt_seq_len "
                 f"{limit}"
             )

@@ -101,6 +101,9 @@ def evaluate_policy(
     metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
+        if engine.has_reference:
+            penalty = args.kl_coef * metrics["eval/kl"]
+            metrics["eval/rlhf_reward"] = metrics["eval/score"] - penalty
     # of episodes: turns and the environment's tokens
     metrics |= {n.replace("rollout/", "eval/"): value for n, value in rollout.metrics.items()}
     return metrics | (by_source if len(sources) > 1 else {})
@@ -157,12 +160,12 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
     elif args.keep_best:
-        require_metric(args.best_metric, _metric_names(args, sources))
+        require_metric(args.keep_best, _metric_names(args, sources))
 
 
 def require_metric(name: str, names: Collection[str]) -> None:
     """Raise ``UserError`` where an evaluation has no metric ``name``."""
-    require(name in names, f"--best_metric {name} is not measured; choose from {', '.join(names)}")
+    require(name in names, f"--keep_best {name} is not measured; choose from {', '.join(names)}")
 
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
@@ -173,7 +176,7 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     if gold_knows(args.eval_data_path or args.data_path):
         names.append("gold")
     if args.needs_reference or (args.actor_lora_dim and args.only_optimize_lora):
-        names.append("kl")
+        names += ["kl", *(["rlhf_reward"] if sources else [])]
     if args.has_teacher:
         names.append("teacher_kl")
     if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):

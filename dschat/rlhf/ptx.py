@@ -29,7 +29,6 @@ def unsupervised_steps(args: RLHFConfig, tokenizer: PreTrainedTokenizerBase) -> 
         return None
     blocks = text_dataset(
         args.unsupervised_dataset_name,
-        args.unsupervised_dataset_config_name,
         args.unsup_column,
         tokenizer,
         args.longest_row,

@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 import sys
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress
+from dschat.observability.health import RunHealth
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
 from dschat.rlhf.experience import Experience
@@ -67,6 +69,9 @@ class Reporter:
         self._log = MetricsLog(
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
+        self._health = RunHealth()
+        self._metric = self._args.keep_best or "eval/score"
+        self._evaluated: list[tuple[float, int]] = []  # a value of that metric, and when
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
         self._best_folder = Path(self._args.output_dir or "") / "actor_best"
@@ -83,16 +88,19 @@ class Reporter:
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
         is_kept = values.get("best_print") == self._best_print
-        if is_kept and values["best_metric"] == self._args.best_metric:
+        if is_kept and values["best_metric"] == self._args.keep_best:
             self._best = values["best"]
+        self._health = RunHealth(**values.get("health", {}))
+        self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "best_metric": self._args.best_metric}
+        state.values |= {"best": self._best, "best_metric": self._args.keep_best}
         state.values["best_print"] = self._best_print
+        state.values |= {"health": asdict(self._health), "evaluated": self._evaluated}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
@@ -100,7 +108,8 @@ class Reporter:
     def step(self, experience: Experience) -> None:
         """Collective. Report the iteration that just ended; save and evaluate where due.
 
-        Raises ``TrainingStopped``, after saving, where the run was asked to stop.
+        Raises ``TrainingStopped``, after saving, where the run was asked to stop, and
+        ``FloatingPointError`` with ``stop_on`` where the policy has collapsed.
         """
         done, args = self._trainer.iteration, self._args
         self._checkpointer.leave()
@@ -108,11 +117,20 @@ class Reporter:
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
-        is_recorded = args.sample_steps > 0 and (done == 1 or done % args.sample_steps == 0)
-        if is_recorded or (args.print_answers and done % args.print_answers_interval == 0):
-            self._show_samples(experience, is_recorded)
+        if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
+            self._show_samples(experience)
+        collapse = self._warn(self._trainer.metrics)
         self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
+        if collapse and args.stop_on == "collapse":
+            raise FloatingPointError(f"stopped by --stop_on collapse: {collapse}")
         self._evaluate_if_due()
+
+    def _warn(self, metrics: dict[str, float]) -> str:
+        """Log what is wrong anew; returns the line of a collapse, if it is one."""
+        found = self._health.read(self._trainer.iteration, metrics)
+        for finding in found:
+            logger.warning("%s", finding)
+        return next((str(finding) for finding in found if finding.is_collapse), "")
 
     def _evaluate_if_due(self) -> None:
         done, every = self._trainer.iteration, self._args.eval_steps
@@ -128,6 +146,9 @@ class Reporter:
                 self._engine, generator, self._held_out, self._trainer.collector
             )
         self._log_held_out(metrics, "held out")
+        self._warn(metrics)
+        if self._metric in metrics:
+            self._evaluated.append((metrics[self._metric], self._trainer.iteration))
         self._keep_best(metrics)
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
@@ -140,8 +161,8 @@ class Reporter:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
-        name = self._args.best_metric
-        if not self._args.keep_best:
+        name = self._args.keep_best
+        if name is None:
             return
         require_metric(name, metrics)
         if metrics[name] > self._best:
@@ -160,8 +181,8 @@ class Reporter:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
         logger.info("%s  (%s)", line, label)
 
-    def _show_samples(self, e: Experience, is_recorded: bool) -> None:
-        """Log sample answers; ``is_recorded``: also to samples.jsonl and the other sinks."""
+    def _show_samples(self, e: Experience) -> None:
+        """Log sample answers, also to samples.jsonl and the other sinks."""
         if not dist.is_main_process() or not e.num_sequences:
             return
         row = sample_row(
@@ -171,11 +192,26 @@ class Reporter:
             self._engine.has_reference,
         )
         table = answer_table(row)
-        if is_recorded:
-            self._log.write_samples(self._trainer.iteration, row, table)
+        self._log.write_samples(self._trainer.iteration, row, table)
         logger.info("sample answers\n%s", format_answers(table))
 
+    def _say_best(self) -> None:
+        """Name the best evaluation where the last one has lost a fifth of its gain."""
+        if not self._evaluated:
+            return
+        (first, _), (last, _) = self._evaluated[0], self._evaluated[-1]
+        best, when = max(self._evaluated)
+        if best - last > 0.2 * (best - first):
+            logger.warning(
+                "the best held-out %s was %.4f at iteration %d, and is %.4f at the end: %s",
+                *(self._metric, best, when, last),
+                f"{self._best_folder} has that actor"
+                if self._args.keep_best
+                else "--keep_best saves the best actor",
+            )
+
     def close(self) -> None:
+        self._say_best()
         self._bar.close()
         self._log.close()
 

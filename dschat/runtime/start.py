@@ -12,11 +12,11 @@ from dschat.observability.metrics_log import check_sinks
 from dschat.runtime.output_dir import check_output_dir
 
 
-def start_step(config: CommonConfig, default_output_dir: str) -> None:
+def start_step(config: CommonConfig, default_output_dir: str) -> str:
     """Collective. Set up the console, join the process group, seed, check the output folder.
 
-    ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
-    `console.release`, so that a mistake found until then stands alone on the screen.
+    ``config.output_dir`` becomes ``default_output_dir`` where it is not set; it is returned. Log
+    lines wait for `console.release`, so that a mistake found until then stands alone on the screen.
 
     Raises ``UserError`` where ranks have other settings or files, the step cannot write or resume
     there, or a metrics sink is missing.
@@ -25,9 +25,10 @@ def start_step(config: CommonConfig, default_output_dir: str) -> None:
     dist.init()
     set_seed(config.seed)
     config.output_dir = config.output_dir or default_output_dir
-    settings = {f"--{k}": v for k, v in asdict(config).items() if k != "local_rank"}
+    settings = {f"--{k}": v for k, v in asdict(config).items()}
     # With a disk of its own a machine may have other files under the same names.
     dist.check_same(settings | {f"content of --{k}": v for k, v in contents_of(config).items()})
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
     check_sinks(config)
+    return config.output_dir

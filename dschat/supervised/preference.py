@@ -85,7 +85,7 @@ def load_reference(
     """
     if not config.loads_reference:
         return None
-    frozen = zero.frozen(config.offload_reference_model)
+    frozen = zero.frozen(config.offloads("reference"))
     model = LanguageModel(load(frozen, 0.0), config.packing)
     return initialize_frozen(model, frozen)
 
@@ -107,7 +107,9 @@ class PreferenceTask:
             its log-probs are precomputed (`precompute`).
     """
 
-    columns = ("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+    columns: tuple[str, ...] = (
+        *("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"),
+    )
 
     def __init__(self, config: PreferenceConfig, reference: nn.Module | None = None) -> None:
         self._config, self._reference = config, reference

@@ -56,7 +56,7 @@ def test_sft_learns_what_step_3_samples(tmp_path):
     """
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(map(json.dumps, calculator_rows()["train"][:200])))
-    shared = {"data_path": [str(few)], "data_split": "1,0,1", "chosen_column": "demonstration"}
+    shared = {"data_path": [str(few)], "data_split": "1,0,1", "columns": ["chosen=demonstration"]}
     tokenizer = tiny_tokenizer()
     source = load_environment(None, [calculator])
     prompts = prompt_dataset(RLHFConfig(**shared), tokenizer, tools=source.schemas)["prompt_ids"]

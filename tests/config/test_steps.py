@@ -61,8 +61,9 @@ def test_refused_in_steps_1_and_2(config_class, values, words):
         ({"per_device_training_batch_size": 5}, ["--per_device_training_batch_size", "divide"]),
         ({"actor_model_name_or_path": ""}, ["--actor_model_name_or_path", "missing"]),
         ({"clip_reward": 0.0}, ["--clip_reward", "positive"]),
-        ({"policy_loss": "gspo", "cliprange": 0.1}, ["--cliprange 0.1", "--cliprange_low"]),
-        ({"policy_loss": "cispo", "cliprange": 0.2}, ["--cliprange 0.2", "--cliprange_high"]),
+        ({"policy_loss": "gspo", "cliprange": [0.1]}, ["--cliprange 0.1", "two numbers"]),
+        ({"policy_loss": "cispo", "cliprange": [0.2]}, ["--cliprange 0.2", "below and above 1"]),
+        ({"cliprange": [0.1, 0.2, 0.3]}, ["--cliprange 0.1 0.2 0.3", "two numbers"]),
     ],
 )
 def test_refused_in_step_3(values, words):
@@ -83,10 +84,10 @@ def test_from_a_namespace_with_some_of_the_fields():
     ("values", "sides"),
     [
         ({}, (0.2, 0.2)),
-        ({"cliprange": 0.1}, (0.1, 0.1)),
-        ({"cliprange": 0.1, "cliprange_high": 0.3}, (0.1, 0.3)),
+        ({"cliprange": [0.1]}, (0.1, 0.1)),
+        ({"cliprange": [0.1, 0.3]}, (0.1, 0.3)),
         ({"policy_loss": "gspo"}, (3e-4, 4e-4)),
-        ({"policy_loss": "cispo", "cliprange_high": 5.0}, (1.0, 5.0)),
+        ({"policy_loss": "cispo", "cliprange": [1.0, 5.0]}, (1.0, 5.0)),
     ],
 )
 def test_the_ratio_is_clipped_on_both_sides(values, sides):

@@ -318,15 +318,15 @@ def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
     [
         (
             {"instruction": "u", "input": "x", "output": "r"},
-            {"prompt_column": "instruction"},
+            {"columns": ["prompt=instruction"]},
             "u\n\nx",
         ),
         (
             {"instruction": "u", "input": "x", "best": "r"},
-            {"prompt_column": "instruction", "chosen_column": "best"},
+            {"columns": ["prompt=instruction", "chosen=best"]},
             "u\n\nx",
         ),
-        ({"question": "u", "answer": "r"}, {"chosen_column": "answer"}, "u"),
+        ({"question": "u", "answer": "r"}, {"columns": ["chosen=answer"]}, "u"),
     ],
 )
 def test_naming_a_usual_column_changes_nothing(tmp_path, row, flags, prompt):
@@ -353,9 +353,9 @@ def test_labelled_answers(tmp_path, form):
 @pytest.mark.parametrize("label", [None, "math", 3])
 def test_a_label_that_is_none_is_refused(tmp_path, label):
     row = {"prompt": "p", "completion": "c", "label": label}
-    with pytest.raises(UserError, match="a label that is neither true nor false; see --chosen_c"):
+    with pytest.raises(UserError, match="neither true nor false; see --columns chosen"):
         load(tmp_path, [row])
-    assert load(tmp_path, [row], chosen_column="completion") == [Example("p", "c")]
+    assert load(tmp_path, [row], columns=["chosen=completion"]) == [Example("p", "c")]
 
 
 # -- exports
@@ -366,7 +366,7 @@ def test_an_export_of_one_object_is_its_rows(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"version": "1.1", "data": rows}, indent=1))
     assert data_files.load(tmp_path / "x.json") == [Example(f"p{i}", "c") for i in range(3)]
     turns = {"data": [USER("u"), REPLY("r")]}  # a chat is a row
-    assert load(tmp_path, [turns], messages_column="data") == [chat("u", "r")]
+    assert load(tmp_path, [turns], columns=["messages=data"]) == [chat("u", "r")]
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.csv"])

@@ -369,10 +369,10 @@ def test_ties_are_counted_with_their_reason(monkeypatch, caplog):
 def test_a_column_may_be_a_path(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"q": {"text": "why?"}, "a": [{"t": "so"}]}))
-    knobs = {"prompt_column": "q.text", "chosen_column": "a.0.t"}
+    knobs = {"columns": ["prompt=q.text", "chosen=a.0.t"]}
     assert load(str(path), SFT, **knobs) == [Example("why?", "so")]
-    with pytest.raises(UserError, match="--prompt_column 'r.text' is not in"):
-        load(str(path), SFT, prompt_column="r.text")
+    with pytest.raises(UserError, match="--columns prompt=r.text is not in"):
+        load(str(path), SFT, columns=["prompt=r.text"])
 
 
 def test_local_jsonfile_reads_the_folder_data(tmp_path):

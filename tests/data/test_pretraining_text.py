@@ -15,18 +15,18 @@ def test_text_is_joined_by_eos_and_cut_in_blocks(tmp_path):
     path = tmp_path / "text.jsonl"
     documents = ["abcd", "", "efg", "hij"]
     path.write_text("".join(json.dumps({"body": text}) + "\n" for text in documents))
-    blocks = text_dataset(str(path), None, "body", PLAIN, block_len=4)["input_ids"][:]
+    blocks = text_dataset(str(path), "body", PLAIN, block_len=4)["input_ids"][:]
     assert [PLAIN.decode(block) for block in blocks] == ["abcd", "<eot>efg", "<eot>hij"]
-    (short,) = text_dataset(str(path), None, "body", PLAIN, block_len=99)["input_ids"]
+    (short,) = text_dataset(str(path), "body", PLAIN, block_len=99)["input_ids"]
     assert PLAIN.decode(short) == "abcd<eot>efg<eot>hij<eot>"
     with pytest.raises(UserError, match="--unsup_column 'text' is not in .*it has: body"):
-        text_dataset(str(path), None, "text", PLAIN, block_len=4)
+        text_dataset(str(path), "text", PLAIN, block_len=4)
 
 
 def test_a_text_file_is_a_document_per_paragraph(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("one\ntwo\n\nthree\n")
-    (block,) = text_dataset(str(path), None, "text", PLAIN, block_len=99)["input_ids"]
+    (block,) = text_dataset(str(path), "text", PLAIN, block_len=99)["input_ids"]
     assert PLAIN.decode(block).replace("\n<eot>", "<eot>") == "one\ntwo<eot>three<eot>"
 
 
@@ -34,4 +34,4 @@ def test_text_without_text_is_an_error(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="--unsupervised_dataset_name: .* has no text"):
-        text_dataset(str(path), None, "text", PLAIN, block_len=4)
+        text_dataset(str(path), "text", PLAIN, block_len=4)

@@ -161,9 +161,9 @@ def test_the_prompt_and_each_answer_are_computed_once():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"answers_column": "a"}, "--answers_column needs either --ranks_column or --scores"),
-        ({"scores_column": "a"}, "--answers_column needs"),
-        ({"answers_column": "a", "ranks_column": "r", "chosen_column": "c"}, "leave out --chosen"),
+        ({"columns": ["answers=a"]}, "answers=COLUMN needs either ranks=COLUMN or scores="),
+        ({"columns": ["scores=a"]}, "answers=COLUMN needs"),
+        ({"columns": ["answers=a", "ranks=r", "chosen=c"]}, "leave out chosen"),
     ],
 )
 def test_column_flags_that_do_not_go_together(flags, words):
@@ -173,8 +173,8 @@ def test_column_flags_that_do_not_go_together(flags, words):
 
 def test_columns_by_flags(table):
     row = {"question": "q", "chosen": "x", "list": [{"t": "a", "s": 1}, {"t": "b", "s": 2}]}
-    flags = {"answers_column": "list.*.t", "scores_column": "list.*.s"}
+    flags = {"columns": ["answers=list.*.t", "scores=list.*.s"]}
     (made,) = table(row, **flags)
     assert texts(made) == ["b", "a"]
-    with pytest.raises(UserError, match="--answers_column 'lost' is not in"):
-        table(row, **flags | {"answers_column": "lost"})
+    with pytest.raises(UserError, match="--columns answers=lost is not in"):
+        table(row, **{"columns": ["answers=lost", "scores=list.*.s"]})

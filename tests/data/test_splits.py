@@ -33,8 +33,8 @@ def pairs(num, prefix="p"):
         ({"prompt": "q", "completion": "a"}, {}),
         ({"prompt": "q", "response": "a"}, {}),
         ({"prompt": "q", "answer": "a", "id": 3}, {}),
-        ({"Frage": "q", "gut": "a"}, {"prompt_column": "Frage", "chosen_column": "gut"}),
-        ({"Frage": "q", "chosen": "a"}, {"prompt_column": "Frage"}),
+        ({"Frage": "q", "gut": "a"}, {"columns": ["prompt=Frage", "chosen=gut"]}),
+        ({"Frage": "q", "chosen": "a"}, {"columns": ["prompt=Frage"]}),
     ],
 )
 def test_text_columns(write, row, knobs):
@@ -46,7 +46,7 @@ def test_text_columns(write, row, knobs):
 
 def test_column_flags_override_the_usual_columns(write):
     path = write([{"prompt": "no", "q": "q", "chosen": "a", "rejected": "no", "worse": "b"}])
-    found = load(path, "reward", prompt_column="q", rejected_column="worse")
+    found = load(path, "reward", columns=["prompt=q", "rejected=worse"])
     assert found == [Example("q", "a", "b")]
 
 
@@ -115,7 +115,7 @@ def test_answers_that_are_not_text_are_dropped(write):
         ("builtin/chat:0", {}, ["weight", "above 0"]),
         ("builtin/chat:-1", {}, ["weight", "above 0"]),
         ("builtin/chat:nan", {}, ["weight", "above 0"]),
-        ("builtin/chat", {"prompt_column": "Q"}, ["--prompt_column 'Q'", "demonstration"]),
+        ("builtin/chat", {"columns": ["prompt=Q"]}, ["--columns prompt=Q", "demonstration"]),
         ("builtin/chat", {"eval_data_path": ["gone.json"]}, ["--eval_data_path", "gone.json"]),
     ],
 )
@@ -128,7 +128,7 @@ def test_errors_about_names_are_one_line(path, knobs, words, monkeypatch):
 
 
 def test_step_2_says_that_it_needs_rejected_answers(write):
-    with pytest.raises(UserError, match=r"no rejected answers, which step 2 .*--rejected_column"):
+    with pytest.raises(UserError, match=r"no rejected answers, which step 2 .*--columns rejected="):
         load(write([{"prompt": "p", "chosen": "c"}]), "reward")
 
 

@@ -33,8 +33,8 @@ def test_three_files_in_three_formats(tmp_path):
     write_files(tmp_path)
     review, chats, ask = (tmp_path / n for n in ("review.csv", "chats.jsonl", "ask.parquet"))
     flags = ["--step1.data_path", str(chats), "--step2.data_path", str(review)]
-    flags += ["--step2.prompt_column", "Question", "--step2.chosen_column", "better"]
-    flags += ["--step2.rejected_column", "worse", "--step3.data_path", str(ask)]
+    flags += ["--step2.columns", "prompt=Question", "chosen=better", "rejected=worse"]
+    flags += ["--step3.data_path", str(ask)]
     flags += ["--data_split", "1,1,1", "--max_steps", "2"]
     flags += ["--per_device_train_batch_size", "4", "--per_device_generation_batch_size", "4"]
     flags += ["--per_device_training_batch_size", "4", "--max_answer_seq_len", "8"]

@@ -243,7 +243,7 @@ def test_shuffled_labels_swap_half_of_a_stream(write):
 def test_pretraining_text_streams(write):
     path = write([{"text": f"document {i}"} for i in range(50)])
     config = CommonConfig(streaming=True, max_steps=1, shuffle_buffer_size=8)
-    stream = text_dataset(path, None, "text", TOKENIZER, block_len=16, config=config)
+    stream = text_dataset(path, "text", TOKENIZER, block_len=16, config=config)
     steps = islice(StepBatches(stream, 4, MicroBatchSize(2), 0, 1, seed=0).epoch(0), 30)
     blocks = [row["input_ids"] for step in steps for row in step]
     assert len(blocks) == 120

@@ -33,7 +33,7 @@ def text_ids(folder, tokenizer):
     path = folder / "book.txt"
     if not path.exists():
         path.write_text("hello")
-    return text_dataset(str(path), None, "text", tokenizer, block_len=99)["input_ids"][:]
+    return text_dataset(str(path), "text", tokenizer, block_len=99)["input_ids"][:]
 
 
 @pytest.mark.parametrize(

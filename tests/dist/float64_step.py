@@ -130,7 +130,7 @@ def advantages(known, args):
 def weigh(a, args):
     """Importance weights against the rollout: truncated, or dropped outside of the range."""
     ratio = (a.old - a.drawn).exp()
-    low, high = args.rollout_is_range
+    low, high = args.importance_range
     a.weights, a.cut = torch.ones_like(ratio), 0
     if args.rollout_is == "tis":
         a.weights, a.cut = ratio.clamp(max=high), int((ratio > high).sum())

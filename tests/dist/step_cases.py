@@ -77,7 +77,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        extras = "_".join(f"{k}-{v}" for k, v in self.options)
+        values = {k: "+".join(v) if k == "offload" else v for k, v in self.options}
+        extras = "_".join(f"{k}-{v}" for k, v in values.items())
         shares = "-".join(map(str, self.shares))
         parts = (
             self.step,
@@ -96,7 +97,7 @@ class Case:
         """Set the options of this case; its files lie beside this module."""
         for name, value in self.options:
             if name.endswith("deepspeed_config"):
-                value = str(Path(__file__).with_name(value))
+                value = str(Path(__file__).parent / value)
             if name == "reward_fn":
                 value = [f"{Path(__file__).with_name('rewards_of_cases.py')}:{value}"]
             if name == "environment":
@@ -192,7 +193,7 @@ def build_supervised(case: Case, models: Path, out: Path):
     )
     case.apply_options(config)
     set_seed(config.seed)
-    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.end_of_turn)
+    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.eot_token)
     zero = zero_settings(config)
     flag = "--model_name_or_path"
     if case.step == "reward":

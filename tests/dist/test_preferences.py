@@ -17,7 +17,7 @@ LORA = (("lora_dim", 4),)
 ALL_TRAINED = (("lora_dim", 4), ("only_optimize_lora", False))  # with adapters, and a copy
 BEFORE = (("precompute_ref_logprobs", True),)
 BUDGET = (("max_tokens_per_micro_batch", 60),)
-AWAY = (("offload_reference_model", True),)
+AWAY = (("offload", ("reference",)),)
 HERE = [Case("dpo", 0, 4, options=LORA + BEFORE)]
 TWO = [Case("kto", 2, 2, options=BUDGET)]
 SLOW = [

@@ -57,7 +57,7 @@ DAPO += (("reward_model_weight", 0.0), ("reward_fn", "mostly_alike"))
 TEACHER = (("teacher_model_name_or_path", "gpt2"), ("distill_coef", 0.2))
 TOP = (("teacher_model_name_or_path", "gpt2"), ("distill_top_k", 5))
 TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
-GROWN = (("add_eot_token", True),)  # one token more than the embedding has rows
+GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
 HERE = [

@@ -23,7 +23,7 @@ from transformers import (
 LORA = (("lora_dim", 4),)
 LORA_BOTH = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 # As test_settings.py has it: one run serves both.
-OFFLOADED = (("offload_optimizer", True), *LORA_BOTH, ("deepspeed_config", "settings.json"))
+OFFLOADED = (("offload", ("optimizer",)), *LORA_BOTH, ("deepspeed_config", "settings.json"))
 OFFLOADED += (("align_overflow", True), ("actor_zero_stage", 2), ("critic_zero_stage", 3))
 HERE = [
     Case("sft", 0, 8),
@@ -40,7 +40,7 @@ TWO = [
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
 ]
 SLOW = [
-    Case("sft", 3, 4, options=(("add_eot_token", True),)),
+    Case("sft", 3, 4, options=(("eot_token", "<|endoftext|>"),)),
     Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
     Case("sft", 2, 4, model="opt", options=LORA),
     Case("sft", 3, 4, model="gpt2", options=LORA),

@@ -21,14 +21,14 @@ from dschat.supervised import loop
 
 LORA = {"lora_dim": 4}
 LORA_BOTH = {"actor_lora_dim": 4, "critic_lora_dim": 4}
-OFFLOAD, PARAMETERS = {"offload": True}, {"offload_parameters": True}
-OPTIMIZER = {"offload_optimizer": True}
+OFFLOAD, PARAMETERS = {"offload": ("auto",)}, {"offload": ("params",)}
+OPTIMIZER = {"offload": ("optimizer",)}
 CHECKPOINTED = {"gradient_checkpointing": True}
 CHECKPOINTED_BOTH = {
     "actor_gradient_checkpointing": True,
     "critic_gradient_checkpointing": True,
 }
-FROZEN = {"offload_reference_model": True, "offload_reward_model": True}
+FROZEN = {"offload": ("frozen",)}
 FILE = {"deepspeed_config": "settings.json"}
 CHANGES_NUMBERS = {*LORA, *LORA_BOTH, "only_optimize_lora"}
 
@@ -36,6 +36,8 @@ CHANGES_NUMBERS = {*LORA, *LORA_BOTH, "only_optimize_lora"}
 def case(step, zero, micro, *options, **more):
     """``zero``: the stage, or those of actor and critic."""
     merged = {name: value for part in options for name, value in part.items()}
+    away = [word for part in options for word in part.get("offload", ())]
+    merged |= {"offload": tuple(away)} if away else {}
     if isinstance(zero, tuple):
         merged |= {"actor_zero_stage": zero[0], "critic_zero_stage": zero[1]}
         zero = 0

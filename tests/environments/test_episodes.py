@@ -191,7 +191,8 @@ class Raises:
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"), [(Hangs, "took over 0.2 s"), (Raises, "the server is down")]
+    ("environment", "said"),
+    [(Hangs, "did not return within 0.2 s"), (Raises, "the server is down")],
 )
 def test_a_failure_ends_the_episode(environment, said, made):
     limits = EpisodeLimits(3, 8, 0.2, 16, tells=False)

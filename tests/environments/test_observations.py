@@ -1,10 +1,10 @@
 """An observation's tokens: what the chat template puts between two answers, for any text."""
 
 import pytest
+import tool_templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
@@ -42,17 +42,7 @@ TEMPLATES = {
 
 
 def tokenizer_of(name):
-    """A byte-level tokenizer, so that any text survives."""
-    template, eos = TEMPLATES[name]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    special = [eos, "<|im_start|>", "<s>", "<h>", "</h>"]
-    made.add_special_tokens(list(dict.fromkeys(special)))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=eos, pad_token=eos, chat_template=template
-    )
+    return tool_templates.tokenizer_of(*TEMPLATES[name], ["<|im_start|>", "<s>", "<h>", "</h>"])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

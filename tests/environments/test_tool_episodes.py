@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from tool_templates import FORMS, SCHEMAS, search, tokenizer_of
 
 from dschat.data.segments import prompt_text_ids, render_chat
-from dschat.environments.contract import EnvironmentFault
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import load_environment
 from dschat.inference import SamplingParams
 from dschat.inference.sequence import Event
 from dschat.inference.stats import GenerationStats
+from dschat.user_code.calls import Fault
 
 ASKED = [{"role": "user", "content": "where?"}]
 LIMITS = EpisodeLimits(8, 100_000, 20.0, 4, tells=False)
@@ -81,7 +81,7 @@ def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING):
 
     def appended(row, text):
         if len(text) > 20:
-            raise EnvironmentFault("too long")
+            raise Fault("too long")
         chat = [{**ASKED[0], "content": ASKED[0]["content"] + text}]
         return prompt_text_ids(tokenizer, chat, source.schemas)
 
@@ -181,7 +181,7 @@ def test_a_tool_that_hangs():
 
     limits = EpisodeLimits(8, 1000, 0.2, 1, tells=False)
     episode, said = episode_of(tool, limits=limits)
-    assert "error: took over 0.2 s" in said
+    assert "error: did not return within 0.2 s" in said
     assert (episode.problem, episode.finish_reason) == ("", "stop")
 
 

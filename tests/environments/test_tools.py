@@ -8,9 +8,10 @@ import torch
 from tool_templates import HERMES, search, tokenizer_of
 
 from dschat.config import UserError
-from dschat.environments.contract import EnvironmentFault, Observation
+from dschat.environments.contract import Observation
 from dschat.environments.sources import load_environment
 from dschat.environments.tools import load_tools, result_text
+from dschat.user_code.calls import Fault
 
 
 def add(a: int, b: int) -> int:
@@ -153,7 +154,7 @@ def test_a_tool_that_fails(result, said):
     assert failed
     assert said in text
     assert len(text) < 300
-    with pytest.raises(EnvironmentFault, match="the tool tool "):
+    with pytest.raises(Fault, match="the tool tool "):
         step(environment_of(tools=[bad_tool(result)], tells=False), '{"name": "tool"}')
 
 
@@ -185,10 +186,11 @@ def test_coroutines_run_together():
 
 
 def test_a_hung_tool_is_told_and_a_hung_environment_ends():
-    fault = EnvironmentFault("took over 1 s", hung=True)
+    fault = Fault("took over 1 s", timed_out=True)
     made = environment_of(tools=[add])
     step(made, '{"name": "add", "arguments": {"a": 1, "b": 2}}')
-    assert made.tells
+    assert made.tells_calls
+    assert made.calls
     assert texts(made.told(fault)) == [("add", "error: took over 1 s", True)]
     made = environment_of(Store, columns={"goal": "a"})
     step(made, '{"name": "count"}')
@@ -215,10 +217,10 @@ def test_what_are_no_tools(tools, said):
         load_tools(tools)
 
 
-def test_a_function_called_like_a_method():
-    def put() -> str:
-        """Puts."""
-        return ""
+def put():
+    """Puts."""
 
+
+def test_a_function_called_like_a_method():
     with pytest.raises(UserError, match="two tools are called put"):
         load_environment(Store, [put])

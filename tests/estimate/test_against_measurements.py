@@ -62,7 +62,7 @@ def test_largest_model_of_a_gpu(opt, gpu):
             "dtype": "fp16",
             "actor_zero_stage": 2,
             "critic_zero_stage": 2,
-            "offload": True,
+            "offload": ["auto"],
             "actor_gradient_checkpointing": True,
             "critic_gradient_checkpointing": True,
             "max_prompt_seq_len": 256,

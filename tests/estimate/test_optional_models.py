@@ -77,7 +77,7 @@ def test_the_policy_on_pairs_by_hand(tiny):
     assert live.peak.items["reference weights"] == weights == live.peak.items["model weights"]
     assert live.peak.total == plain.peak.total + weights
     assert not before.peak.items.get("reference weights")
-    away, _ = pairs_estimate(tiny, offload_reference_model=True)
+    away, _ = pairs_estimate(tiny, offload=["frozen"])
     assert away.host["reference weights"] == weights
     lora, _ = pairs_estimate(tiny, lora_dim=8)
     assert not lora.peak.items.get("reference weights")

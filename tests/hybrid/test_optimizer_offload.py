@@ -222,7 +222,7 @@ def test_states_on_the_cpu_stay_there():
 
 def test_the_flag_reaches_actor_and_critic(everything_moves, models_folder):
     """Step 3 under ZeRO-2 trains on, and the next rollout has the weights of then."""
-    case = Case("ppo", 2, options=(("offload_training_states", True),))
+    case = Case("ppo", 2, options=(("offload", ("rollout",)),))
     trainer = build_trainer(ppo_config(case, models_folder))
     for iteration in range(2):
         experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))

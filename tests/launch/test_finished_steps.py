@@ -53,17 +53,17 @@ def finish(config, num_processes=1):
             "rows a step: 4 -> 2",
         ),
         ({}, {"dtype": "bf16"}, "dtype: auto -> bf16"),
-        ({"add_eot_token": True}, {"add_eot_token": True, "eot_token": "<|x|>"}, "eot_token: "),
+        ({}, {"eot_token": "<|x|>"}, "eot_token: none -> <|x|>"),
         # no difference
         ({}, {}, ""),
         ({}, {"model_name_or_path": None}, ""),  # not given
         ({"model_name_or_path": "base"}, {"model_name_or_path": "../work/./base"}, ""),
         ({"data_path": ["rows.jsonl:2"]}, {"data_path": ["../work/rows.jsonl:2"]}, ""),
-        ({"zero_stage": 3, "offload": True}, {"logging_steps": 5, "save_steps": 0}, ""),
+        ({"zero_stage": 3, "offload": ["auto"]}, {"logging_steps": 5, "save_steps": 0}, ""),
         ({"adam_betas": [0.9, 0.95]}, {"adam_betas": [0.9, 0.95]}, ""),
         ({"packing": "auto"}, {"packing": "off"}, ""),
         ({}, {"dtype": "fp32"}, ""),  # what auto is on a CPU
-        ({}, {"eot_token": "<|x|>"}, ""),  # has no effect
+        ({}, {"shuffle_buffer_size": 5}, ""),  # has no effect
     ],
 )
 def test_what_counts_as_a_difference(then, now, expected):

@@ -56,7 +56,8 @@ def test_whole_run(tmp_path):
         "step3_s": 30.5,
         "generate_tokens_per_s": 300.0,  # the median: 900 and 100 are outliers
     }
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written == summary | {"warnings": []}
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["summary.json"]
 
 
@@ -72,7 +73,8 @@ def test_a_policy_trained_on_pairs(tmp_path):
         "step1_s": 10.25,
         "step2_s": 20.0,
     }
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written == summary | {"warnings": []}
     values = [line.split()[-1] for line in format_summary(summary).splitlines()]
     assert values == ["0.970", "0.010", "0.400", "0.850", "10", "20"]
 
@@ -116,7 +118,8 @@ def test_unknown_numbers_are_null_and_shown_as_a_dash(tmp_path):
     summary = write_summary(tmp_path, {})
     assert set(summary.values()) == {None}
     text = (tmp_path / "summary.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == summary  # strict JSON: no NaN
+    written = json.loads(text, parse_constant=pytest.fail)  # strict JSON: no NaN
+    assert written == summary | {"warnings": []}
     assert all(line.endswith(" -") for line in format_summary(summary).splitlines())
 
 
@@ -136,3 +139,15 @@ def test_table():
     assert len(set(map(len, lines))) == 1  # right-aligned
     values = [line.split()[-1] for line in lines]
     assert values == ["-", "-", "-", "0.704", "-", "-", "-", "-", "96", "1234"]
+
+
+def test_what_went_wrong_is_in_the_file(tmp_path):
+    rows = [{"step": i, "policy/grad_norm": 0.0, "objective/scores": 1.0} for i in range(1, 9)]
+    (tmp_path / "step3_rlhf").mkdir()
+    (tmp_path / "step3_rlhf" / "COMPLETE").touch()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "step3_rlhf" / "metrics.jsonl").write_text(text)
+    write_summary(tmp_path, {})
+    (warning,) = json.loads((tmp_path / "summary.json").read_text())["warnings"]
+    assert "gradient is 0" in warning
+    assert warning.endswith("(since iteration 1)")

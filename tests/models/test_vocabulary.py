@@ -228,11 +228,11 @@ def test_a_template_that_contains_eos_gets_the_new_one(tmp_path):
     assert loaded.apply_chat_template(chat, tokenize=False) == "w5<|im_end|>"
 
 
-def test_a_tokenizer_without_eos_needs_add_eot_token(tmp_path):
+def test_a_tokenizer_without_eos_needs_eot_token(tmp_path):
     from dschat.config import UserError
 
     path = saved_tokenizer(tmp_path, eos_token=None)
-    with pytest.raises(UserError, match=f"^{FLAG} .* has no EOS token; .*--add_eot_token"):
+    with pytest.raises(UserError, match=f"^{FLAG} .* has no EOS token; .*--eot_token"):
         load_tokenizer(path, FLAG)
     assert load_tokenizer(path, FLAG, eot_token="<|eot|>").eos_token_id == VOCAB
 

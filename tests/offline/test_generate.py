@@ -189,7 +189,7 @@ def test_sigkill(flags, tmp_path):
 @pytest.mark.parametrize(
     ("problem", "hint"),
     [
-        ("no usable prompt", "; see --prompt_column"),
+        ("no usable prompt", "; see --columns prompt=COLUMN"),
         ("a chat that the tokenizer's template refuses (alternate roles)", ""),
     ],
 )
@@ -236,7 +236,7 @@ def test_training_reads_the_output(models, write, tmp_path, own_cache):
         line = lines[json.dumps(example.prompt)]
         assert example.chosen == [{"role": "assistant", "content": line["chosen"]}]
         assert example.rejected == [{"role": "assistant", "content": line["rejected"]}]
-    sft, _ = load_examples(SFTConfig(**config, chosen_column="answer"), "sft")
+    sft, _ = load_examples(SFTConfig(**config, columns=["chosen=answer"]), "sft")
     for example in map(Example.from_row, sft):
         line = lines[json.dumps(example.prompt)]
         assert example.chosen == [{"role": "assistant", "content": line["answer"]}]

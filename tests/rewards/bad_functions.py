@@ -1,9 +1,10 @@
-"""Reward functions that fail in every way. Those that fail for one prompt fail for "p2"."""
+"""Reward functions that fail in every way. Those that fail for one prompt fail for "p2". No torch
+here: worker processes import this file.
+"""
 
 import asyncio
 import os
 import signal
-import subprocess
 import time
 
 
@@ -37,48 +38,16 @@ def is_slow(prompts):
     return [1.0] * len(prompts)
 
 
-def one_too_few(answers):
-    return [1.0] * (len(answers) - 1)
-
-
 def one_number(answers):
     return 1.0
-
-
-def nothing(answers):
-    pass
-
-
-def lazily(answers):
-    return (1.0 for _ in answers)
-
-
-def by_name(prompts):
-    return dict.fromkeys(prompts, 1.0)
 
 
 def is_nan(prompts):
     return [float("nan") if prompt == "p2" else 1.0 for prompt in prompts]
 
 
-def is_infinite(prompts):
-    return [float("inf") if prompt == "p2" else 1.0 for prompt in prompts]
-
-
-def beyond_floats(prompts):
-    return [1e300 if prompt == "p2" else 1.0 for prompt in prompts]
-
-
-def is_text(prompts):
-    return ["0.5" if prompt == "p2" else 1.0 for prompt in prompts]
-
-
 def wrong_tokens(prompts):
     return [[1.0] * 9 if prompt == "p2" else 1.0 for prompt in prompts]
-
-
-def nan_token(prompts, answer_ids):
-    return [[float("nan")] * len(ids) for ids in answer_ids]
 
 
 def forgets_await(prompts):
@@ -121,13 +90,6 @@ def is_killed(prompts):
     return [1.0] * len(prompts)
 
 
-def keeps_the_interpreter(prompts):
-    """Computes in C with the GIL held: no other thread runs, no signal is handled."""
-    if "p2" in prompts:
-        return [9 ** (9**9)]
-    return [1.0] * len(prompts)
-
-
 async def waits_for_ever(prompts):
     if "p2" in prompts:
         await asyncio.sleep(1000)
@@ -136,8 +98,7 @@ async def waits_for_ever(prompts):
 
 async def raises_later(prompts):
     await asyncio.sleep(0)
-    raises(prompts)
-    return [1.0] * len(prompts)
+    return raises(prompts)
 
 
 async def blocks(prompts):
@@ -150,13 +111,12 @@ def wants_more(answers, tests):
     return [1.0] * len(answers)
 
 
-def starts_another(path, how):
-    """Starts a long-running process, then hangs, dies or returns."""
-    process = subprocess.Popen(["sleep", "600"])
-    with open(path, "w") as file:
-        file.write(f"{process.pid}\n")
-    if how == "hangs":
-        time.sleep(600)
-    if how == "dies":
-        os._exit(7)
-    return [1.0]
+class Mathematician:
+    """In the place of the comparison: some answers hang, some end the process, and 1 is right."""
+
+    def __call__(self, reference, answer):
+        if answer == "slow":
+            time.sleep(600)
+        if answer == "deadly":
+            os._exit(7)
+        return answer == "1"

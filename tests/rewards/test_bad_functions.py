@@ -16,48 +16,39 @@ from dschat.rewards.scoring import RewardError
 
 FILE = Path(__file__).with_name("bad_functions.py")
 P2 = "on the prompt 'p2'"
+P0 = "on the prompt 'p0'"
 FIRST = "on 8 samples, the first on the prompt 'p0'"
-# Function, reward_pool, and pieces of the line in order, the last of them where the cause is one
-# sample. The line ends with the remedy.
+ALL, LATER = range(8), range(4, 8)
+# Function, reward_pool, samples that skip loses, pieces of the line in order, the last of them
+# where the cause is one sample. The line ends with the remedy. Slow ones wait for a time limit.
 BAD = [
-    ("raises", "none", "raised KeyError: 'no such\\nkey'", P2),
-    ("raises", "process", "raised KeyError: 'no such\\nkey'", P2),
-    ("raises_what_cannot_be_shown", "none", "raised Silent", "on the prompt 'p0'"),
-    ("raises_a_novel", "thread", "raised ValueError: word word", "on the prompt 'p0'"),
-    ("hangs", "none", "did not return within 1 s", P2),
-    ("hangs", "thread", "did not return within 1 s", P2),
-    ("hangs", "process", "did not return within 1 s", P2),
-    ("is_slow", "none", "did not return within 1 s", FIRST),  # retried, some are not
-    ("one_too_few", "none", "returned ", " values for ", "on the prompt 'p0'"),
-    ("one_number", "none", "returned 1.0, not a list", "on the prompt 'p0'"),
-    ("nothing", "none", "returned None, not a list", "on the prompt 'p0'"),
-    ("lazily", "none", "returned a generator, not a list", "on the prompt 'p0'"),
-    ("by_name", "none", "returned a dict, not a list", "on the prompt 'p0'"),
-    ("is_nan", "none", "returned nan", P2),
-    ("is_nan", "process", "returned nan", P2),
-    ("is_infinite", "none", "returned inf", P2),
-    ("beyond_floats", "none", "returned 1e+300, which is too large", P2),
-    ("is_text", "none", "returned '0.5', not a number", P2),
-    ("wrong_tokens", "none", "returned 9 values for an answer of 2 tokens", P2),
-    ("nan_token", "none", "returned nan for a token", "on the prompt 'p0'"),
-    ("forgets_await", "none", "returned a coroutine; declare", "async def", "on the prompt 'p0'"),
-    ("exits", "none", "called sys.exit(3)", P2),
-    ("exits", "process", "called sys.exit(3)", P2),
-    ("only_alone", "none", "raised RuntimeError: too many", FIRST),
-    ("recursive", "none", "raised RecursionError", "on the prompt 'p0'"),
-    ("with_signals", "none", "raised ValueError", "--reward_pool process", "on the prompt 'p0'"),
-    ("dies", "process", "ended its process (exit code 7)", P2),
-    ("is_killed", "process", "ended its process (SIGKILL)", P2),
-    ("keeps_the_interpreter", "process", "did not return within 1 s", P2),
-    ("waits_for_ever", "none", "did not return within 1 s", P2),
-    ("raises_later", "none", "raised KeyError", P2),
-    ("blocks", "none", "blocks the event loop", P2),
-    ("wants_more", "none", "needs the column tests", "(it has: none)", "@COLUMN"),
+    ("raises", "none", [4, 5], "raised KeyError: 'no such\\nkey'", P2),
+    ("raises", "process", [4, 5], "raised KeyError: 'no such\\nkey'", P2),
+    ("raises_what_cannot_be_shown", "none", ALL, "raised Silent", P0),
+    ("raises_a_novel", "thread", ALL, "raised ValueError: word word", P0),
+    ("hangs", "none slow", LATER, "did not return within 1 s", P2),  # no time for the later ones
+    ("hangs", "thread", LATER, "did not return within 1 s", P2),
+    ("hangs", "process slow", LATER, "did not return within 1 s", P2),
+    ("is_slow", "none slow", None, "did not return within 1 s", FIRST),  # retried, some are not
+    ("one_number", "none", ALL, "returned 1.0, not a list", P0),
+    ("is_nan", "none", [4, 5], "returned nan", P2),
+    ("is_nan", "process", [4, 5], "returned nan", P2),
+    ("wrong_tokens", "none", [4, 5], "returned 9 values for an answer of 2 tokens", P2),
+    ("forgets_await", "none", ALL, "returned a coroutine; declare", "async def", P0),
+    ("exits", "none", [4, 5], "called sys.exit(3)", P2),
+    ("exits", "process", [4, 5], "called sys.exit(3)", P2),
+    ("only_alone", "none", [], "raised RuntimeError: too many", FIRST),  # retried, it works
+    ("recursive", "none", ALL, "raised RecursionError", P0),
+    ("with_signals", "none", ALL, "raised ValueError", "--reward_pool process", P0),
+    ("dies", "process", [4, 5], "ended its process (exit code 7)", P2),
+    ("is_killed", "process", [4, 5], "ended its process (SIGKILL)", P2),
+    ("waits_for_ever", "none slow", LATER, "did not return within 1 s", P2),
+    ("raises_later", "none", [4, 5], "raised KeyError", P2),
+    ("blocks", "none slow", None, "blocks the event loop", P2),
+    ("wants_more", "none", ALL, "needs the column tests", "(it has: none)", "@COLUMN"),
 ]
-
-
-BAD_VALUES = {"is_nan", "is_infinite", "beyond_floats", "is_text", "wrong_tokens", "nan_token"}
-OVERRUN = {"hangs", "is_slow", "keeps_the_interpreter", "waits_for_ever", "blocks"}
+BAD_VALUES = {"is_nan", "wrong_tokens"}
+OVERRUN = {"hangs", "is_slow", "waits_for_ever", "blocks"}
 
 
 def ask(rewards, samples, name, pool, **flags):
@@ -67,16 +58,11 @@ def ask(rewards, samples, name, pool, **flags):
     return asked.score(samples(8)).result()
 
 
-SLOW = [  # they wait for a timeout, as others do
-    *(("hangs", "none"), ("hangs", "process"), ("is_slow", "none")),
-    ("keeps_the_interpreter", "process"),
-    *(("waits_for_ever", "none"), ("blocks", "none")),
-]
-
-
-def slow(name, pool, expected):
-    marks = [pytest.mark.slow] * ((name, pool) in SLOW)
-    return pytest.param(name, pool, expected, marks=marks)
+def cases(bad):
+    for name, pool, lost, *words in bad:
+        pool, _, is_slow = pool.partition(" ")
+        marks = [pytest.mark.slow] * bool(is_slow)
+        yield pytest.param(name, pool, lost, words, marks=marks, id=f"{name}-{pool}")
 
 
 def check_line(line, name, words):
@@ -91,8 +77,8 @@ def check_line(line, name, words):
     return line[at:]
 
 
-@pytest.mark.parametrize(("name", "pool", "words"), [slow(n, p, w) for n, p, *w in BAD])
-def test_a_bad_function_is_one_line(rewards, samples, name, pool, words):
+@pytest.mark.parametrize(("name", "pool", "lost", "words"), [*cases(BAD)])
+def test_a_bad_function_is_one_line(rewards, samples, name, pool, lost, words):
     """A call that fails as a whole names its samples; an invalid value is one sample's."""
     started = time.monotonic()
     with pytest.raises(RewardError) as caught:
@@ -112,41 +98,22 @@ def test_a_bad_function_is_one_line(rewards, samples, name, pool, words):
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize(
-    ("name", "pool", "words"), [slow(n, p, w) for n, p, *w in BAD if w[-1] != FIRST]
-)
-def test_skip_retries_sample_by_sample_and_names_one(rewards, samples, caplog, name, pool, words):
-    ask(rewards, samples, name, pool, on_reward_error="skip")
-    (record,) = caplog.records
-    line = record.getMessage()
-    assert f" of 8 samples have no score: --reward_fn {FILE}:{name} " in line
-    remedy = check_line(line, name, words)
-    assert name == "wants_more" or remedy.endswith("fix it")
-
-
-@pytest.mark.parametrize(
-    ("name", "pool", "lost"),
-    [
-        ("raises", "none", [4, 5]),
-        ("raises", "process", [4, 5]),
-        ("is_nan", "none", [4, 5]),
-        ("wrong_tokens", "none", [4, 5]),
-        ("dies", "process", [4, 5]),
-        ("only_alone", "none", []),  # retried one sample at a time, it works
-        ("one_number", "none", range(8)),
-        slow("hangs", "none", range(4, 8)),  # it used up the time of all later samples
-        pytest.param("hangs", "thread", range(4, 8), marks=pytest.mark.slow),
-    ],
-)
-def test_skip_drops_only_the_failed_samples(rewards, samples, caplog, name, pool, lost):
+@pytest.mark.parametrize(("name", "pool", "lost", "words"), [*cases(BAD)])
+def test_skip_retries_sample_by_sample(rewards, samples, caplog, name, pool, lost, words):
+    """One line names the cause and counts the samples, which alone lose their scores."""
     (source,) = ask(rewards, samples, name, pool, on_reward_error="skip")
-    expected = [math.nan if row in lost else 1.0 for row in range(8)]
-    assert source.scores.tolist() == pytest.approx(expected, nan_ok=True)
-    messages = [record.getMessage() for record in caplog.records]
-    (line,) = messages or [f"{name} "]  # one line, however many samples it lost
-    assert name in line
-    assert not lost or line.startswith(f"{len(lost)} of 8 samples have no score: --reward_fn")
-    assert "skip" not in line
+    if lost is not None:
+        expected = [math.nan if row in lost else 1.0 for row in range(8)]
+        assert source.scores.tolist() == pytest.approx(expected, nan_ok=True)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (lost != [])
+    for line in lines:
+        assert f" of 8 samples have no score: --reward_fn {FILE}:{name} " in line
+        assert lost is None or line.startswith(f"{len(lost)} of 8 ")
+        assert "skip" not in line
+        if words[-1] != FIRST:
+            remedy = check_line(line, name, words)
+            assert name == "wants_more" or remedy.endswith("fix it")
 
 
 def test_a_function_that_changes_its_arguments_affects_no_other(rewards, samples):
@@ -185,11 +152,8 @@ def test_keyboard_interrupt_passes_through(rewards, samples):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("function", [lambda answers: [0.0], len])
-def test_a_function_that_cannot_be_pickled_is_refused_for_processes(rewards, function):
-    if function is len:  # a builtin can be pickled, but takes its argument by position
-        with pytest.raises(UserError, match="takes obj by position"):
-            rewards([function])
-        return
-    with pytest.raises(UserError, match="cannot run in another process .* file.py:name"):
-        rewards([function], reward_pool="process")
+def test_functions_that_a_process_cannot_call(rewards):
+    with pytest.raises(UserError, match="cannot run in another process .* --reward_pool thread"):
+        rewards([lambda answers: [0.0]], reward_pool="process")
+    with pytest.raises(UserError, match="takes obj by position"):
+        rewards([len])

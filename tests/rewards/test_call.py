@@ -1,65 +1,11 @@
-"""The arguments of a call, selected by parameter names; and the validation of its result."""
+"""What a reward function returns, as one value per sample."""
 
 import numpy as np
 import pytest
 import torch
 
-from dschat.config import UserError
-from dschat.rewards.call import Fault, arguments, parameters, shortened, sources_of, values_of
-
-
-def ours(prompts, answers, prompt_ids, answer_ids, finish_reasons, tests, level=1): ...
-def trls(completions, completion_ids, **kwargs): ...
-def by_reference(answers, reference): ...
-def bound(answers, bonus): ...
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (
-            ours,
-            {
-                "prompts": ["p0", "p1"],
-                "answers": ["a0", "a1"],
-                "prompt_ids": [[0], [0]],
-                "answer_ids": [[0], [0, 1]],
-                "finish_reasons": ["length", "stop"],
-                "tests": [8, 9],
-            },
-        ),
-        (by_reference, {"answers": ["a0", "a1"], "reference": ["r", "s"]}),
-        (bound, {"answers": ["a0", "a1"]}),
-    ],
-)
-def test_arguments_follow_the_signature(samples, function, expected):
-    given = samples(2, tests=[8, 9], solution=["r", "s"], target=["x", "y"])
-    given.prompts[1] = "p1"
-    sources = sources_of(parameters(function), {"bonus"}, {}, given.columns)
-    assert arguments(sources, given) == expected
-
-
-def test_a_function_of_trl_gets_all(samples):
-    given = samples(2, solution=["r", "s"])
-    got = arguments(sources_of(parameters(trls), {}, {}, given.columns), given)
-    assert set(got) == {
-        *("prompts", "completions", "answers", "prompt_ids", "completion_ids", "answer_ids"),
-        *("finish_reasons", "solution"),
-    }
-    assert got["completions"] == got["answers"] == ["a0", "a1"]
-    assert got["completion_ids"] == [[0], [0, 1]]
-
-
-def test_the_reference_is_the_first_of_its_columns():
-    for columns, expected in [
-        (["answer", "reference", "solution"], "reference"),
-        (["answer", "solution"], "solution"),
-        (["target", "answer"], "answer"),
-        (["ground_truth"], "ground_truth"),
-    ]:
-        assert sources_of(parameters(by_reference), {}, {}, columns)["reference"] == expected
-    with pytest.raises(UserError, match=r"column reference or solution .*\(it has: a, b\)"):
-        sources_of(parameters(by_reference), {}, {}, ["b", "a"])
+from dschat.rewards.call import values_of
+from dschat.user_code.calls import Fault
 
 
 def test_results():
@@ -77,20 +23,38 @@ def test_results():
     assert values_of([], []) == []
 
 
-def test_an_invalid_value_is_a_fault_of_its_sample():
-    values = values_of([1.0, float("nan"), "1", [1.0], b"", object()], [2] * 6)
-    assert values[0] == 1
-    assert [(row, v.problem) for row, v in enumerate(values) if isinstance(v, Fault)] == [
-        (1, "returned nan"),
-        (2, "returned '1', not a number"),
-        (3, "returned 1 values for an answer of 2 tokens"),
-        (4, "returned b'', not a number"),
-        (5, "returned a object, not a number"),
-    ]
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ([1.0], "returned 1 values for 2 samples"),
+        (1.0, "returned 1.0, not a list with one number per sample"),
+        (None, "returned None, not a list with one number per sample"),
+        ((1.0 for _ in "ab"), "returned a generator, not a list with one number per sample"),
+        ({"a": 1.0}, "returned a dict, not a list with one number per sample"),
+    ],
+)
+def test_an_invalid_result_is_a_fault_of_the_call(result, problem):
+    with pytest.raises(Fault) as caught:
+        values_of(result, [1, 1])
+    assert caught.value.problem == problem
 
 
-def test_long_text_loses_its_middle():
-    assert shortened("a" * 20, 20) == "a" * 20
-    short = shortened("a" * 50 + "b" * 50, 20)
-    assert len(short) == 20
-    assert short[0] + short[-1] == "ab"
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (float("nan"), "returned nan"),
+        (float("-inf"), "returned -inf"),
+        (1e300, "returned 1e+300, which is too large"),
+        (10**400, "returned a number that is too large"),
+        ("1", "returned '1', not a number"),
+        (b"", "returned b'', not a number"),
+        (object(), "returned a object, not a number"),
+        ([1.0], "returned 1 values for an answer of 2 tokens"),
+        ([1.0, float("nan")], "returned nan for a token"),
+    ],
+)
+def test_an_invalid_value_is_a_fault_of_its_sample(value, problem):
+    before, fault, after = values_of([1.0, value, None], [2] * 3)
+    assert (before, after) == (1.0, None)
+    assert isinstance(fault, Fault)
+    assert fault.problem == problem

@@ -1,92 +1,51 @@
 """A local endpoint: its requests, retries, and every kind of invalid reply."""
 
 import contextlib
-import json
+import http.client
 import socket
 import threading
 import time
-import urllib.error
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from dschat.rewards import http_post
-from dschat.rewards.call import Fault
+from dschat.rewards import endpoint
 from dschat.rewards.scoring import RewardError
+from dschat.user_code.calls import Fault
 
 
-def wait_until(holds):
-    latest = time.monotonic() + 30
-    while not holds() and time.monotonic() < latest:
-        time.sleep(0.005)
-
-
-class Server:
-    """Answers with ``replies`` in turn, then repeats the last: (status, body, pause in s)."""
-
-    def __init__(self):
-        self.replies = [(200, None, 0)]
-        self.requests: list[dict] = []
-        self.times: list[float] = []
-        self.running = self.most_running = self.meet = 0
-        lock = threading.Lock()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    number = len(server.requests)
-                    server.requests.append(content)
-                    server.times.append(time.monotonic())
-                    server.running += 1
-                    server.most_running = max(server.most_running, server.running)
-                wait_until(lambda: server.most_running >= server.meet)
-                status, body, pause = server.replies[min(number, len(server.replies) - 1)]
-                time.sleep(pause)
-                with lock:
-                    server.running -= 1
-                if body is None:
-                    body = {"rewards": [float(a[1:]) for a in content["answers"]]}
-                raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-                try:
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(raw)))
-                    self.end_headers()
-                    self.wfile.write(raw)
-                except OSError:  # it did not wait for us
-                    pass
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/score"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+def right(content, number=0):
+    return {"rewards": [float(answer[1:]) for answer in content["answers"]]}
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    one = Server()
-    yield one
-    one.close()
+def server(servers):
+    one = servers()
+    one.reply = right
+    return one
 
 
 @pytest.fixture
-def ask(server, rewards, samples, monkeypatch):
-    """``ask(n)``: the endpoint's scores of n samples, with short pauses between retries."""
-    monkeypatch.setattr(http_post, "_FIRST_PAUSE_S", 0.05)
+def ask(server, rewards, samples):
+    """``ask(n)``: the endpoint's scores of n samples."""
 
     def finish(n, columns=None, **flags):
-        asked = rewards(reward_url=server.url, **flags)
+        asked = rewards(reward_url=f"{server.url}/score", **flags)
         return asked.score(samples(n, **(columns or {}))).result()[0]
 
     return finish
+
+
+def in_turn(*replies):
+    """The last of them repeats; None: the right one; a number: that after so many seconds."""
+
+    def reply(content, number):
+        chosen = replies[min(number, len(replies) - 1)]
+        if isinstance(chosen, float):
+            time.sleep(chosen)
+            chosen = None
+        return right(content) if chosen is None else chosen
+
+    return reply
 
 
 def test_samples_go_in_batches_side_by_side(server, ask):
@@ -108,7 +67,7 @@ def test_samples_go_in_batches_side_by_side(server, ask):
 
 
 def test_no_more_requests_at_a_time_than_workers(server, ask):
-    server.meet, server.replies = 2, [(200, None, 0.05)]
+    server.meet, server.reply = 2, in_turn(0.05)
     ask(12, reward_url_batch_size=2, reward_workers=2)
     assert len(server.requests) == 6
     assert server.most_running == 2
@@ -118,12 +77,12 @@ def test_no_more_requests_at_a_time_than_workers(server, ask):
     "body", [[1, 0.5], {"scores": [1, 0.5]}, {"rewards": [1, 0.5], "scores": [7, 7]}]
 )
 def test_accepted_forms_of_the_reply(server, ask, body):
-    server.replies = [(200, body, 0)]
+    server.reply = in_turn(body)
     assert ask(2).scores.tolist() == [1, 0.5]
 
 
 def test_numbers_by_token_and_null(server, ask):
-    server.replies = [(200, {"rewards": [None, [0.5, 1.0], 2]}, 0)]  # of 1, 2 and 3 tokens
+    server.reply = in_turn({"rewards": [None, [0.5, 1.0], 2]})  # of 1, 2 and 3 tokens
     source = ask(3)
     assert source.scores.tolist() == [0, 1.5, 2]
     assert source.token_scores == [[0], [0.5, 1], [0, 0, 2]]
@@ -131,7 +90,7 @@ def test_numbers_by_token_and_null(server, ask):
 
 
 def test_a_transient_failure_is_retried_after_growing_pauses(server, ask):
-    server.replies = [(503, b"", 0), (429, b"", 0), (200, None, 0)]
+    server.reply = in_turn((503, b""), (429, b""), None)
     assert ask(2).scores.tolist() == [0, 1]
     first, second, third = server.times
     assert second - first >= 0.05
@@ -139,7 +98,7 @@ def test_a_transient_failure_is_retried_after_growing_pauses(server, ask):
 
 
 def test_an_endpoint_that_refuses_connections(server, ask):
-    server.close()
+    server.url = "http://127.0.0.1:1"
     with pytest.raises(RewardError, match=r"cannot be reached: .*refused \(2 times\)"):
         ask(1, reward_retries=1)
 
@@ -147,25 +106,25 @@ def test_an_endpoint_that_refuses_connections(server, ask):
 @pytest.mark.parametrize(
     ("reply", "requests", "words"),
     [
-        ((500, b"Traceback", 0), 3, r"answered 500 Internal Server Error \(3 times\)"),
-        ((200, None, 1.5), 3, r"did not answer within 0.3 s \(3 times\).*--reward_timeout_s 0.3"),
-        ((404, b"", 0), 1, "answered 404 Not Found"),
-        ((200, b"<html>oops", 0), 1, r"answered with invalid JSON \('<html>oops'\)"),
-        ((200, b"", 0), 1, r"answered with invalid JSON \(''\)"),
-        ((200, {"reward": [1]}, 0), 1, 'answered JSON without a list "rewards"'),
-        ((200, 3, 0), 1, 'answered JSON without a list "rewards"'),
-        ((200, [1.0], 0), 1, "returned 1 values for 2 samples"),
-        ((200, [1.0, "good"], 0), 1, "returned 'good', not a number"),
-        ((200, [1.0, float("nan")], 0), 1, "returned nan"),
-        ((200, [1.0, [1.0]], 0), 1, "returned 1 values for an answer of 2 tokens"),
+        ((500, b"Traceback"), 3, r"answered 500 Internal Server Error \(3 times\)"),
+        (1.5, 3, r"did not answer within 0.3 s \(3 times\).*--reward_timeout_s 0.3"),
+        ((404, b""), 1, "answered 404 Not Found"),
+        ((200, b"<html>oops"), 1, r"answered with invalid JSON \('<html>oops'\)"),
+        ((200, b""), 1, r"answered with invalid JSON \(''\)"),
+        ((200, {"reward": [1]}), 1, 'answered JSON without a list "rewards"'),
+        ((200, 3), 1, 'answered JSON without a list "rewards"'),
+        ((200, [1.0]), 1, "returned 1 values for 2 samples"),
+        ((200, [1.0, "good"]), 1, "returned 'good', not a number"),
+        ((200, [1.0, float("nan")]), 1, "returned nan"),
+        ((200, [1.0, [1.0]]), 1, "returned 1 values for an answer of 2 tokens"),
     ],
 )
 def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words):
-    server.replies = [reply]
+    server.reply = in_turn(reply)
     with pytest.raises(RewardError, match=words) as caught:
-        ask(2, reward_retries=2, reward_timeout_s=0.3 if reply[2] else 60.0)
+        ask(2, reward_retries=2, reward_timeout_s=0.3 if reply == 1.5 else 60.0)
     line = str(caught.value)
-    assert line.startswith(f"--reward_url {server.url} ")
+    assert line.startswith(f"--reward_url {server.url}/score ")
     assert "on the prompt 'p0'" in line or "the first on the prompt 'p0'" in line
     assert line.endswith("fix it, or pass --on_reward_error skip")
     assert len(line.splitlines()) == 1
@@ -173,24 +132,23 @@ def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words)
 
 
 def test_an_error_status_leaves_no_connection_open(server, ask, monkeypatch):
-    errors, make = [], urllib.error.HTTPError.__init__
+    replies, make = [], http.client.HTTPResponse.__init__
 
-    def noted(self, *args):
-        make(self, *args)
-        errors.append(self)
+    def noted(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        replies.append(self)
 
-    monkeypatch.setattr(urllib.error.HTTPError, "__init__", noted)
-    server.replies = [(500, b"Traceback", 0)]
+    monkeypatch.setattr(http.client.HTTPResponse, "__init__", noted)
+    server.reply = in_turn((500, b"Traceback"))
     with pytest.raises(RewardError):
         ask(1, reward_retries=1)
-    assert len(errors) == 2
-    assert all(error.closed for error in errors)
+    assert [reply.isclosed() for reply in replies] == [True, True]
 
 
 def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
     """Each header arrives in time, but they never end; the client rejects the 101st."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server.url = f"http://127.0.0.1:{listening.getsockname()[1]}/score"
+        server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
         def trickle():
             connection, _ = listening.accept()
@@ -206,7 +164,7 @@ def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
 
 
 def test_skip_drops_the_failed_batch(server, ask, caplog):
-    server.replies = [(400, b"", 0), (200, None, 0)]
+    server.reply = in_turn((400, b""), None)
     source = ask(4, reward_url_batch_size=2, reward_workers=1, on_reward_error="skip")
     assert source.scores.isnan().tolist() == [True, True, False, False]
     (record,) = caplog.records
@@ -214,38 +172,11 @@ def test_skip_drops_the_failed_batch(server, ask, caplog):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_key_does_not_follow_a_redirect(status, monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    asked = []
-
-    class Elsewhere(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(dict(self.headers))
-            self.send_response(200)
-            self.end_headers()
-
-        do_POST = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    class Redirects(Elsewhere):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Location", f"http://127.0.0.1:{elsewhere.server_port}/")
-            self.end_headers()
-
-    with (
-        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as elsewhere,
-        ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as judge,
-    ):
-        for server in (elsewhere, judge):
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{judge.server_port}/"
-        with pytest.raises(Fault) as fault:
-            http_post.post(url, b"{}", 10, 0, {"Authorization": "Bearer secret"})
-        assert fault.value.problem.startswith(f"answered {status}")
-        for server in (elsewhere, judge):
-            server.shutdown()
-    assert asked == []
+def test_a_key_does_not_follow_a_redirect(status, servers):
+    judge, elsewhere = servers(), servers()
+    judge.location, judge.reply = elsewhere.url, in_turn((status, b""))
+    with pytest.raises(Fault) as fault:
+        endpoint.post(judge.url, b"{}", 10, 0, {"Authorization": "Bearer secret"})
+    assert fault.value.problem.startswith(f"answered {status}")
+    assert judge.headers[0]["Authorization"] == "Bearer secret"
+    assert elsewhere.requests == []

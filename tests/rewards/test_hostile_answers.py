@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.rewards import library as ready
-from dschat.rewards.call import Fault
 from dschat.rewards.math_answers import Comparison
+from dschat.user_code.calls import Fault
 
 TREE = {"$id": "urn:tree", "type": "array", "items": {"$ref": "#"}, "uniqueItems": True}
 SCHEMAS = [
@@ -33,31 +33,8 @@ FUNCTIONS = [
     *map(ready.JsonSchema, SCHEMAS),
 ]
 PIECES = ["1e999", "-1e999", "1" * 400, "9" * 5000, "NaN", "null", '"', "\\", "\\ud800", "\ud800"]
-PIECES += [
-    "[",
-    "]",
-    "[" * 300,
-    "]" * 300,
-    "{",
-    "}",
-    '{"x":',
-    '{"a":' * 400,
-    ",",
-    ":",
-    "\0",
-    "#### ",
-]
-PIECES += [
-    "```json\n",
-    "\n```",
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "a = a",
-    "ß",
-    "x^2",
-]
+PIECES += [*"[]{},:\0", "[" * 300, "]" * 300, '{"x":', '{"a":' * 400, "#### ", "```json\n", "\n```"]
+PIECES += ["<think>", "</think>", "<answer>", "</answer>", "a = a", "ß", "x^2"]
 PIECES += ["\\frac{1}{0}", "\\boxed{", "$", "\\sqrt", "=", "oo", "\\infty", "(1,2)", "%", "0.1"]
 
 numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([10**400, -(10**400)]))
@@ -119,9 +96,9 @@ def test_an_answer_that_cannot_be_compared_is_wrong(monkeypatch):
     library = SimpleNamespace(parse=lambda text, **_: text, verify=lambda *_, **__: True)
     monkeypatch.setitem(sys.modules, "math_verify", library)
     comparison = Comparison()
-    assert comparison("1/2", "0.5") == [1]
+    assert comparison("1/2", "0.5") is True
     library.verify = fails
-    assert comparison("1/2", "0.5") == [0]
+    assert comparison("1/2", "0.5") is False
     with pytest.raises(ValueError, match="no such thing"):
         Comparison()  # a broken math-verify raises; it does not score 0
 

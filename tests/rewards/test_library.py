@@ -5,16 +5,21 @@ import json
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.rewards import library, math_answers, processes
-from dschat.rewards.call import LONGEST_CALL_S, Fault
+from dschat.rewards import library, math_answers
+from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.loader import load_reward_functions
 from dschat.rewards.reward_functions import FunctionSource
 from dschat.rewards.samples import Samples
+from dschat.user_code.calls import Fault
+from dschat.user_code.processes import Killable
+
+BAD = Path(__file__).with_name("bad_functions.py")
 
 
 def one(function, answer, *reference):
@@ -98,80 +103,21 @@ def test_an_endless_comparison_is_wrong_and_blocks_no_other_thread():
     assert time.monotonic() - started < 60
 
 
-class Mathematician:
-    """In the place of the process: slow answers overrun, deadly ones end it, and 1 is right.
-
-    A call overruns until no other is starting: no test depends on how fast they do.
-    """
-
-    made: set
-    called: set
-    started = 0
-
-    def __init__(self, recipes):
-        self.made.add(self)
-        self._process = None
-
-    def start(self):
-        if self._process is None:
-            type(self).started += 1
-            time.sleep(0.05)
-        self._process = "runs"
-
-    def call(self, number, kwargs, lengths, limit_s):
-        answer = kwargs["answer"]
-        if answer in ("slow", "deadly"):
-            self.called.add(self)
-            time.sleep(limit_s)
-            idle = math_answers._comparison._idle
-            wait_until(lambda: idle.qsize() + len(self.called) == len(self.made))
-            self.called.remove(self)
-            self._process = None
-            raise Fault(answer, timed_out=answer == "slow")
-        return [float(answer == "1")]
-
-
-def wait_until(holds):
-    latest = time.monotonic() + 60
-    while not holds() and time.monotonic() < latest:
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def mathematician(monkeypatch):
-    """A new class for each test: threads of an earlier test may still restart their workers."""
-    monkeypatch.setattr(math_answers, "_comparison", processes.Killable("unused"))
-    fresh = type("Fresh", (Mathematician,), {"made": set(), "called": set()})
-    monkeypatch.setattr(processes, "Worker", fresh)
-    return fresh
-
-
-def test_slow_and_deadly_answers_score_zero(rewards, samples, mathematician):
+def test_slow_and_deadly_answers_score_zero(rewards, samples, monkeypatch):
     """Each answer has its own limit, so many of them may exceed the limit of the call."""
-    limits = {"reward_args": ["math_equal.limit_s=0.05"]}
-    given = samples(8, reference=["0.5"] * 8)
-    given.answers = ["slow", "deadly", "1", "slow", "0", "1", "slow", "deadly"]
+    monkeypatch.setattr(math_answers, "_comparison", Killable(f"{BAD}:Mathematician"))
+    limits = {"reward_args": ["math_equal.limit_s=0.5"], "reward_timeout_s": 0.6}
+    given = samples(6, reference=["0.5"] * 6)
+    given.answers = ["slow", "deadly", "1", "slow", "0", "1"]
     for pool in ("none", "thread"):
         asked = rewards(["math_equal"], reward_pool=pool, **limits)
         (source,) = asked.score(given).result()
-        assert source.scores.tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
+        assert source.scores.tolist() == [0, 0, 1, 0, 0, 1]
 
 
-def test_a_process_restarts_while_another_one_compares(mathematician):
-    library.MathEqual(limit_s=0.01)(["slow"] * 4, ["0.5"] * 4)
-    wait_until(lambda: math_answers._comparison._idle.qsize() == 2)
-    assert math_answers._comparison._idle.qsize() == 2  # used in turn
-    assert mathematician.started == 2 + 4  # all are running again
-    assert library.MathEqual()(["1", "1"], ["0.5", "0.5"]) == [1, 1]
-    assert mathematician.started == 2 + 4
-
-
-def test_a_process_that_cannot_start_raises(mathematician, monkeypatch):
-    def fails(_):
-        raise Fault("ended its process")
-
-    monkeypatch.setattr(Mathematician, "start", fails)
-    with pytest.raises(Fault):
+def test_a_comparison_that_cannot_start_raises(monkeypatch):
+    monkeypatch.setattr(math_answers, "_comparison", Killable("nowhere.py:Comparison"))
+    with pytest.raises(Fault, match="not found"):
         library.MathEqual()(["1"], ["0.5"])
 
 
@@ -215,7 +161,7 @@ def test_a_call_over_its_budget_returns_none_for_the_rest(monkeypatch):
 def test_the_limit_of_a_call_has_an_end(monkeypatch):
     limits = []
 
-    def carry_out(kwargs, lengths, limit_s):
+    def run(kwargs, lengths, limit_s):
         limits.append(limit_s)
         return [1.0] * len(lengths)
 
@@ -224,7 +170,7 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
         texts = ["1"] * number
         ids = [[1]] * number
         given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
-        FunctionSource(reward, carry_out, 60.0).call(given, 60.0)
+        FunctionSource(reward, run, 60.0).call(given, 60.0)
     assert limits == [123, 246, 1800]
 
 

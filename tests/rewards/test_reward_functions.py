@@ -7,23 +7,20 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.rewards.loader import resolve
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, SourceScores
+from dschat.user_code.imports import resolve
 
-HERE = Path(__file__).parent
 SCORES = '''
 import asyncio
 import os
@@ -354,26 +351,8 @@ dist.exit_process(0)
 @pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_fail_together_and_scale_together(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20_000 + os.getpid() % 20_000),
-        "WORLD_SIZE": "2",
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "rank.py"],
-            cwd=tmp_path,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    done = [process.communicate(timeout=120) for process in ranks]
-    (first, said), (second, _) = done
+    ranks = run_ranks(["-c", RANK], tmp_path / "ranks", 120)
+    (first, said), (second, _) = ((rank.stdout, rank.stderr) for rank in ranks)
     where = "on 3 samples, the first on the prompt 'p3'"
     line = f"reward function fails raised AssertionError: three {where}; fix it, or pass"
     # Scores 1 and 2, 4 and 5: mean 3, variance 10 / 4; 3 has none.

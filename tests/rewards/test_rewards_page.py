@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dschat.config import RLHFConfig
-from dschat.rewards.call import GIVEN, REFERENCE
+from dschat.config.reward import REFERENCE
 from dschat.rewards.endpoint import body_of, rewards_of
 from dschat.rewards.library import READY_MADE
-from dschat.rewards.samples import Samples
+from dschat.rewards.samples import GIVEN, Samples
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 

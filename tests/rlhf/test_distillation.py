@@ -52,7 +52,7 @@ def drawn(rows, e):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_teacher_alone_gives_the_advantages(zero, models_folder):
-    trainer, case = trainer_of(models_folder, zero, offload_teacher_model=zero == 0)
+    trainer, case = trainer_of(models_folder, zero, offload=["teacher"] if zero == 0 else None)
     engine = trainer.engine
     assert (engine.ref, engine.critic, engine.reward) == (None, None, None)
     e = trainer.generate_experience(my_prompts(case, 0, trainer.args))

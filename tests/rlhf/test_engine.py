@@ -16,8 +16,8 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.runtime.deepspeed_engine import unwrap
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
-OFFLOAD = (("offload", True),)
-FROZEN = (("offload_reference_model", True), ("offload_reward_model", True))
+OFFLOAD = (("offload", ("auto",)),)
+FROZEN = (("offload", ("reference", "reward")),)
 PERSIST_NOTHING = (("deepspeed_config", "settings.json"),)  # small parameters would stay
 
 
@@ -206,10 +206,12 @@ def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
 @pytest.mark.parametrize(
     ("zero", "hybrid"), [pytest.param(0, False, marks=pytest.mark.slow), (3, True)]
 )
-def test_step_3_in_fp16(zero, hybrid, models_folder, monkeypatch):
+def test_step_3_in_fp16(zero, hybrid, models_folder, tmp_path, monkeypatch):
     """The first loss scale is too high, which is no bad step; then both models train."""
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
-    options = {"dtype": "fp16", "enable_hybrid_engine": hybrid, "initial_scale_power": 17}
+    file = tmp_path / "deepspeed.json"
+    file.write_text('{"fp16": {"initial_scale_power": 17}}')
+    options = {"dtype": "fp16", "enable_hybrid_engine": hybrid, "deepspeed_config": str(file)}
     options |= {"align_overflow": True, "max_bad_steps": 1}
     trainer = build_trainer(
         ppo_config(Case("ppo", zero, options=(*options.items(),)), models_folder)

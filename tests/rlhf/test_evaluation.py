@@ -95,19 +95,16 @@ def test_the_last_step_leaves_its_evaluation_to_the_end(models_folder, monkeypat
 def test_samples_are_recorded_at_the_first_iteration_and_every_n(
     models_folder, monkeypatch, tmp_path
 ):
-    """And shown where --print_answers asks, without a record."""
     options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "sample_steps": 3}
-    trainer = trainer_of(models_folder, **options, print_answers=True, print_answers_interval=2)
+    trainer = trainer_of(models_folder, **options)
     report = Reporter(trainer, held_out(), 6)
     report._checkpointer = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
     shown = []
-    monkeypatch.setattr(
-        report, "_show_samples", lambda e, recorded: shown.append((trainer.iteration, recorded))
-    )
+    monkeypatch.setattr(report, "_show_samples", lambda e: shown.append(trainer.iteration))
     for trainer.iteration in range(1, 7):
         report.step(None)
     report.close()
-    assert shown == [(1, True), (2, False), (3, True), (4, False), (6, True)]
+    assert shown == [1, 3, 6]
 
 
 def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
@@ -150,7 +147,7 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(
         "dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": next(scores)}
     )
-    options = {"keep_best": True, "output_dir": str(tmp_path), "enable_tensorboard": False}
+    options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "enable_tensorboard": False}
     trainer = trainer_of(models_folder, **options)
     saved = []
     monkeypatch.setattr(trainer.engine, "save_actor", saved.append)
@@ -158,10 +155,10 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     for _ in range(5):
         report.evaluate()
     assert saved == [tmp_path / "actor_best"] * 2
-    report._args.best_metric = "eval/gold"
+    report._args.keep_best = "eval/gold"
     scores = iter([1.0])
     with pytest.raises(
-        UserError, match="--best_metric eval/gold is not measured; choose from eval/score"
+        UserError, match="--keep_best eval/gold is not measured; choose from eval/score"
     ):
         report.evaluate()
     report.close()
@@ -170,7 +167,7 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
 def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
     models_folder, monkeypatch, tmp_path
 ):
-    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "keep_best": True}
+    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "keep_best": "eval/score"}
     trainer = trainer_of(models_folder, **options)
     monkeypatch.setattr(trainer.engine, "save_actor", lambda folder: None)
     monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": 0.5})
@@ -180,7 +177,7 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
     first.close()
     trainer.args.resume = "latest"
     for metric, best in (("eval/score", 0.5), ("eval/kl", -math.inf)):
-        trainer.args.best_metric = metric
+        trainer.args.keep_best = metric
         second = Reporter(trainer, held_out(), 3)
         second.begin(SimpleNamespace(begin=lambda *_: values))
         second.close()

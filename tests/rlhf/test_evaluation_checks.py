@@ -81,18 +81,18 @@ def test_a_source_that_is_only_logged_fails_no_answer():
 @pytest.mark.parametrize(
     ("knobs", "sources", "num_held_out", "words"),
     [
-        ({"keep_best": True}, ["reward_model"], 0, "--keep_best .* no prompt is held out"),
+        ({"keep_best": "eval/score"}, ["reward_model"], 0, "--keep_best .* no prompt is held out"),
         (
-            {"keep_best": True, "best_metric": "eval/pass@1"},
+            {"keep_best": "eval/pass@1"},
             ["reward_model"],
             9,
-            "--best_metric eval/pass@1 is not measured; .* eval/score, .*eval/kl$",
+            "--keep_best eval/pass@1 is not measured; .* eval/score, .*eval/kl, eval/rlhf_reward$",
         ),
         (
-            {"keep_best": True, "best_metric": "eval/kl", "kl_coef": 0.0},
+            {"keep_best": "eval/kl", "kl_coef": 0.0},
             ["length"],
             9,
-            "--best_metric eval/kl is not measured; .* eval/score, .*eval/pass@1$",
+            "--keep_best eval/kl is not measured; .* eval/score, .*eval/pass@1$",
         ),
         ({"eval_pass_source": "lenth"}, ["length"], 9, "--eval_pass_source lenth .* length$"),
     ],
@@ -104,14 +104,14 @@ def test_refused_before_weights_load(knobs, sources, num_held_out, words):
 
 @pytest.mark.parametrize("name", ["eval/score", "eval/pass@2", "eval/scores/length", "eval/gold"])
 def test_known_before_weights_load(name):
-    args = RLHFConfig(keep_best=True, best_metric=name, eval_num_samples=2)
+    args = RLHFConfig(keep_best=name, eval_num_samples=2)
     check_evaluation(args, ["reward_model", "length"], 1)
 
 
 def test_metric_names_are_known_before_an_evaluation():
     parts = [source("a", 1.0, [1.0] * 4), source("b", 1.0, [1.0] * 4)]
     for name in evaluated(parts):
-        args = RLHFConfig(keep_best=True, best_metric=name, eval_num_samples=2)
+        args = RLHFConfig(keep_best=name, eval_num_samples=2)
         check_evaluation(args, ["a", "b"], 1)
 
 

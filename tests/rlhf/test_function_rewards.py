@@ -274,7 +274,7 @@ def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
 OPTIONS = {
     "gspo": {"policy_loss": "gspo"},
     "cispo": {"policy_loss": "cispo"},
-    "dual": {"dual_clip": 3.0, "cliprange_low": 0.1, "cliprange_high": 0.3},
+    "dual": {"dual_clip": 3.0, "cliprange": [0.1, 0.3]},
     "sequence": {"loss_aggregation": "sequence", "entropy_coef": 0.01},
     "tis": {"rollout_is": "tis"},
     "icepop": {"rollout_is": "icepop"},

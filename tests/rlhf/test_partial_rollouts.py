@@ -92,7 +92,7 @@ def test_tokens_keep_the_logprobs_they_were_drawn_with(models_folder):
     """A large step between two rollouts: the continued answers' first tokens show the old policy,
     whose probability the importance weight divides by.
     """
-    trainer = trainer_of(models_folder, rollout_is="tis", rollout_is_max=1e6, kl_coef=0.0)
+    trainer = trainer_of(models_folder, rollout_is="tis", rollout_is_range=[0.5, 1e6], kl_coef=0.0)
     trainer.train_rlhf(trainer.generate_experience(prompts_of(0, trainer)))
     (under_way,) = trainer.collector.policy.state_dict()["under_way"]
     begun = {

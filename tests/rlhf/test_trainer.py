@@ -347,9 +347,9 @@ def test_bad_steps_are_counted_and_end_the_run(models_folder):
 @pytest.mark.parametrize(
     ("zero", "options"),
     [
-        pytest.param(2, {"offload": True}, marks=pytest.mark.slow),
-        (3, {"offload": True, "offload_reference_model": True, "offload_reward_model": True}),
-        pytest.param(0, {"offload_reference_model": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"offload": ["auto"]}, marks=pytest.mark.slow),
+        (3, {"offload": ["auto", "frozen"]}),
+        pytest.param(0, {"offload": ["reference"]}, marks=pytest.mark.slow),
         (0, {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}),
         pytest.param(3, {"actor_gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],

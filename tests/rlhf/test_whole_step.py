@@ -58,8 +58,7 @@ def the_rest(number, estimator, loss):
         "gamma": one_of(0.9, 1.0),
         "lam": one_of(0.8, 0.95),
         "whiten_advantages": one_of(True, False),
-        "cliprange_low": 0.1,
-        "cliprange_high": 0.15,
+        "cliprange": [0.1, 0.15],
         "cliprange_value": 0.1,
         "dual_clip": one_of(None, 1.05) if loss == "ppo" else None,
         "missing_eos_penalty": one_of(0.0, 0.3),
@@ -69,12 +68,10 @@ def the_rest(number, estimator, loss):
         "clip_reward": one_of(None, 0.4),
         "old_logprobs": one_of("recompute", "recompute", "rollout"),
         "rollout_is": "off",
-        "rollout_is_max": None,
     }
     if options["old_logprobs"] == "recompute":
         options["rollout_is"] = one_of("off", "tis", "icepop")
-        options["rollout_is_min"] = 0.9
-        options["rollout_is_max"] = 1.1
+        options["rollout_is_range"] = [0.9, 1.1]
     return options
 
 

@@ -195,7 +195,7 @@ def evaluated(*levels):
 
 def test_the_best_actor_of_a_branch_that_is_given_up_is_replaced(models_folder, tmp_path):
     held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
-    options = {"held_out": held_out, "eval_steps": 2, "save_steps": 1, "keep_best": True}
+    options = {"held_out": held_out, "eval_steps": 2, "save_steps": 1, "keep_best": "eval/score"}
     best = str(tmp_path / "actor_best")
 
     def run(*levels, resume=None):

@@ -224,7 +224,7 @@ def test_precomputed_log_probs_belong_to_their_rows(models_folder, tmp_path):
         ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing is not used by --loss ipo"),
         ({"loss": "dpo", "kto_desirable_weight": 1.0}, "--kto_desirable_weight is not used by"),
         ({"precompute_ref_logprobs": True}, "--precompute_ref_logprobs is not used by"),
-        ({"offload_reference_model": True}, "--offload_reference_model is not used by"),
+        ({"offload": ["frozen"]}, "--offload frozen: --loss pairwise has no reference model"),
         ({"loss": "dpo", "beta": 0.0}, "--beta 0.0 must be positive"),
         ({"loss": "cdpo", "label_smoothing": 0.5}, "--label_smoothing 0.5 must be in"),
         ({"loss": "kto", "kto_undesirable_weight": -1.0}, "--kto_undesirable_weight -1.0 must not"),

@@ -80,7 +80,7 @@ def require_answers(
             step = PURPOSES.index(purpose) + 1
             raise UserError(
                 f"{flag}: {name} has no {role} answers, which step {step} needs; "
-                f"name their column with --{role}_column (it has: {listed(columns)})"
+                f"name their column with --columns {role}=COLUMN (it has: {listed(columns)})"
             )
 
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from dschat.config import UserError
-from dschat.config.data import DataConfig
+from dschat.config.data import ROLES, DataConfig, columns_by_role
 from dschat.data.sources.turns import Unusable, vicuna_turns
 
 Row = dict[str, Any]
-# the roles that have a flag --ROLE_column
-FLAG_ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class ColumnAdapter:
     @property
     def roles(self) -> dict[str, str]:
         """Role -> column, for the roles that have one."""
-        names = (*FLAG_ROLES, "sft", "context")
+        names = (*ROLES, "sft", "context")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @property
@@ -111,7 +109,7 @@ def _by_truth(row: Row) -> Row:
     if label in ("false", "0"):
         return {"completion": {"good": Unusable("its label is false"), "bad": answer}}
     if label not in ("true", "1"):
-        answer = Unusable("a label that is neither true nor false; see --chosen_column")
+        answer = Unusable("a label that is neither true nor false; see --columns chosen")
     return {"completion": {"good": answer}}
 
 
@@ -244,17 +242,16 @@ _PROMPTS = [adapter for adapter in GENERIC if adapter.roles.keys() == {"prompt"}
 def choose_adapter(
     name: str, columns: Sequence[str], config: DataConfig, flag: str = "--data_path"
 ) -> ColumnAdapter:
-    """The adapter of a known data set, or the first generic one that fits; column flags override.
+    """The adapter of a known data set, or the first generic one that fits; --columns overrides.
 
     Raises:
         UserError: a named column is missing, or nothing fits; the line lists the source's columns.
     """
     present = listed(columns)
-    flags = {role: getattr(config, f"{role}_column") for role in FLAG_ROLES}
-    given = {role: column for role, column in flags.items() if column is not None}
+    given = columns_by_role(config.columns)
     for role, column in given.items():
         if not _has(columns, column):
-            raise UserError(f"--{role}_column {column!r} is not in {name}; it has: {present}")
+            raise UserError(f"--columns {role}={column} is not in {name}; it has: {present}")
     if "messages" in given:
         return ColumnAdapter(messages=given["messages"])
     known = None if "answers" in given else known_adapter(name)
@@ -271,8 +268,8 @@ def choose_adapter(
         raise UserError(f"{flag}: {name} should have {', '.join(known.columns)}; it has: {present}")
     raise UserError(
         f"{flag}: {name} has the columns {present}; name those that hold the data with "
-        "--prompt_column, --chosen_column and --rejected_column, or --messages_column, or "
-        "--answers_column and --scores_column"
+        "--columns prompt=COLUMN chosen=COLUMN rejected=COLUMN, or messages=COLUMN, or "
+        "answers=COLUMN scores=COLUMN"
     )
 
 

@@ -81,7 +81,7 @@ class DataSource:
         """
         table = normalized_table(rows, self.adapter, purpose)
         named = self.adapter.prompt or self.adapter.messages
-        hint = "" if named else "; name it with --prompt_column"
+        hint = "" if named else "; name it with --columns prompt=COLUMN"
         hint += f" (it has: {listed(rows.columns)})"
         report_bad_rows(self.name, table, config.on_bad_row, self.flag, hint)
         salts = f"eval:{config.seed}", f"split:{config.seed}"

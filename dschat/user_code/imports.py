@@ -1,9 +1,12 @@
-"""Imports the modules of the user's reward functions, by file or by name, within a time limit."""
+"""Finds the user's functions and classes: ``file.py:name`` or ``pkg.mod:name``, imported within a
+time limit, in this process or in another one.
+"""
 
 import contextlib
 import importlib
 import importlib.util
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -15,17 +18,79 @@ from types import ModuleType
 from typing import Any
 
 from dschat.config import UserError
-from dschat.rewards.call import raised
+from dschat.config.errors import did_you_mean
+from dschat.user_code.calls import raised
 
 IMPORT_S = 120.0
 
+# Where another process finds an object: its spec, or a pickle, which holds its name.
+Recipe = str | bytes
 
-def file_module(where: str) -> ModuleType:
+
+def load(spec: str, label: str) -> Any:
+    """The object named by ``file.py:name`` or ``pkg.mod:name``.
+
+    Raises:
+        UserError: it does not exist, or its module cannot be imported. ``label`` begins the line.
+    """
+    try:
+        return resolve(spec)
+    except UserError as error:
+        raise UserError(f"{label} {error}") from None
+
+
+def resolve(spec: str) -> Any:
+    """`load` for messages without a label."""
+    where, colon, name = spec.rpartition(":")
+    if not colon:
+        raise UserError("name it as file.py:NAME or pkg.mod:NAME")
+    is_file = where.endswith(".py") or os.sep in where
+    module = _file_module(where) if is_file else _named_module(where)
+    if not hasattr(module, name):
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        missing = name or "name after the colon"
+        raise UserError(f"not found: {where} has no {missing}{did_you_mean(name, public)}")
+    return getattr(module, name)
+
+
+def portable(target: Any, spec: str, label: str, instead: str) -> Recipe:
+    """The recipe from which `rebuilt` finds ``target`` in another process.
+
+    Args:
+        spec: what named it; "" if it was given as an object.
+        instead: the flag for code that cannot move.
+
+    Raises:
+        UserError: another process cannot import it.
+    """
+    if spec:
+        return spec
+    home = getattr(target, "__module__", None)
+    try:
+        if home == "__main__" or type(target).__module__ == "__main__":
+            raise pickle.PicklingError("it is defined in the main program or notebook")
+        return pickle.dumps(target)
+    except Exception as error:
+        raise UserError(
+            f"{label} cannot run in another process ({' '.join(str(error).split())}); put it into "
+            f"a file and pass it as file.py:name, or pass {instead}"
+        ) from None
+
+
+def rebuilt(recipe: Recipe) -> Any:
+    """The object of a recipe, in the other process."""
+    return pickle.loads(recipe) if isinstance(recipe, bytes) else resolve(recipe)
+
+
+# -- modules -----------------------------------------------------------------------------------
+
+
+def _file_module(where: str) -> ModuleType:
     """The module of a file, imported once per process; its folder is added to ``sys.path``."""
     path = Path(os.path.expanduser(where)).absolute()
     if not path.is_file():
         raise UserError("not found: no such file; check the path")
-    name = f"reward_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
+    name = f"user_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
@@ -44,7 +109,7 @@ def file_module(where: str) -> ModuleType:
     return module
 
 
-def named_module(where: str) -> ModuleType:
+def _named_module(where: str) -> ModuleType:
     """The module ``pkg.mod``, also from the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` would

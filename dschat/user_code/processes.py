@@ -1,11 +1,8 @@
-"""Calls reward functions in worker processes, which are killed when a call takes too long.
-
-A `Worker` serves other objects too: environments, see `dschat.environments.processes`.
+"""Calls user code in worker processes, which are killed when a call takes too long.
 
 A worker is a fresh interpreter. A fork is unsafe: the parent has threads and may hold a GPU.
 `multiprocessing`, and pools built on it, would import the user's main script again. It leads a
-process group, so that processes started by functions die with it. No torch here, so that it starts
-fast.
+process group, so that processes started by functions die with it.
 """
 
 import contextlib
@@ -17,15 +14,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from dschat.config import UserError
-from dschat.rewards.call import Fault, Values, call, raised, timed_out
-from dschat.rewards.loader import rebuild
-from dschat.rewards.threads import background
+from dschat.user_code.calls import Fault, fault_of, raised, timed_out
+from dschat.user_code.imports import resolve
+from dschat.user_code.threads import background
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
 _GRACE_S = 5.0  # after a call's limit, before an orphaned process exits by itself
@@ -33,11 +30,11 @@ _LONGEST_S = 1e6  # of that limit: faulthandler's timer rejects more than some 1
 _SECRET = re.compile("(^|_)(KEYS?|TOKEN|SECRET|PASSWORD|CREDENTIALS)(_|$)", re.IGNORECASE)
 
 
-class Processes:
-    """Worker processes, one per concurrent call. Each holds all functions."""
+class Workers:
+    """Worker processes that serve the same, one per concurrent call."""
 
-    def __init__(self, recipes: Sequence[tuple[Any, ...]], count: int) -> None:
-        self._all = [Worker(recipes) for _ in range(count)]
+    def __init__(self, spec: str, settings: tuple[Any, ...], count: int) -> None:
+        self._all = [Worker(spec, settings) for _ in range(count)]
         self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         for worker in self._all:
             self._idle.put(worker)
@@ -50,12 +47,10 @@ class Processes:
         finally:
             self._idle.put(worker)
 
-    def call(
-        self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-    ) -> Values:
+    def call(self, *arguments: Any, limit_s: float) -> Any:
         """`Worker.call` on the next idle worker."""
         with self._borrowed() as worker:
-            return worker.call(number, kwargs, lengths, limit_s)
+            return worker.call(*arguments, limit_s=limit_s)
 
     def prepare(self) -> None:
         """Start the process that the next call uses."""
@@ -70,19 +65,22 @@ class Processes:
 class Worker:
     """One process, started by the first call and restarted after each call that killed it.
 
+    Args:
+        spec: of the class that it serves, as ``pkg.mod:name``. The process constructs it with
+            ``settings``, and each call calls the instance.
+        variables: environment of the process; None: that of this one.
+
     Attributes:
-        environment: variables of the process; None: those of this one.
         num_starts: of the process. What it held is lost when this grows.
     """
 
     def __init__(
-        self, recipe: Any, make: Callable[[Any], Callable[..., Any]] | None = None
+        self,
+        spec: str,
+        settings: tuple[Any, ...] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """``make(recipe)`` is what the process calls; default: reward functions, with a list of
-        recipes of `dschat.rewards.loader.portable`.
-        """
-        self.environment: Mapping[str, str] | None = None
-        self._served = make or _functions, recipe
+        self._served, self._variables = (spec, settings), variables
         self.num_starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection
@@ -114,25 +112,19 @@ class Worker:
         descriptor = child_end.fileno()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from dschat.rewards.processes import serve; serve({descriptor})"
+            f"from dschat.user_code.processes import serve; serve({descriptor})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
-            env=self.environment,
+            env=self._variables,
             pass_fds=[descriptor],
             start_new_session=True,
         )
         child_end.close()
         self.num_starts += 1
 
-    def call(
-        self, number: int, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-    ) -> Values:
-        """Call function ``number``; see `dschat.rewards.call.call`. Raises like `request`."""
-        return self.request(number, dict(kwargs), lengths, limit_s=limit_s)
-
-    def request(self, *arguments: Any, limit_s: float) -> Any:
+    def call(self, *arguments: Any, limit_s: float) -> Any:
         """What the process returns for ``arguments``.
 
         Raises:
@@ -158,6 +150,11 @@ class Worker:
         self.close()
         raise timed_out(limit_s)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the last call left the process running."""
+        return self._process is not None
+
     def stop(self) -> None:
         """Kill the process for good, also beside a call in another thread, which then fails."""
         self._is_stopped = True
@@ -180,16 +177,16 @@ class Killable:
     """A function whose calls run in processes of their own, one per concurrent call, which are
     killed when one takes too long. They get no passwords and keys: what they read, a model wrote.
 
-    ``spec``: of a class, as ``pkg.mod:name``, constructed with ``settings``.
+    ``spec`` and ``settings``: of its class; see `Worker`.
     """
 
-    def __init__(self, spec: str, **settings: Any) -> None:
-        self._recipe = "spec", spec, settings
+    def __init__(self, spec: str, *settings: Any) -> None:
+        self._served = spec, settings
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
-    def call(self, limit_s: float, **kwargs: Any) -> Any:
-        """The function's value for one sample; None if it takes over ``limit_s`` or ends its
-        process. The start of a process (up to `START_S`) does not count.
+    def call(self, limit_s: float, *arguments: Any) -> Any:
+        """The function's result; None if it takes over ``limit_s`` or ends its process. The start
+        of a process (up to `START_S`) does not count.
 
         Raises:
             Fault: the function raised, or its process cannot start.
@@ -197,20 +194,20 @@ class Killable:
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            worker = Worker([self._recipe])
-            worker.environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
+            public = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
+            worker = Worker(*self._served, public)
         worker.start()
         try:
-            (value,) = worker.call(0, kwargs, [0], limit_s)
+            result = worker.call(*arguments, limit_s=limit_s)
         except Fault:
-            if worker._process is not None:
+            if worker.is_alive:
                 self._idle.put(worker)
                 raise
             # Restart it in the background; the next answer takes another worker.
             background(self._restart, worker)
             return None
         self._idle.put(worker)
-        return value
+        return result
 
     def _restart(self, worker: Worker) -> None:
         with contextlib.suppress(Fault):  # the next call reports it
@@ -228,8 +225,8 @@ def serve(descriptor: int) -> NoReturn:
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()
     problem = None
     try:
-        make, recipe = messages.get()
-        answer = make(recipe)
+        spec, settings = messages.get()
+        serves = resolve(spec)(*settings)
     except UserError as error:
         problem = str(error)
     except (Exception, SystemExit) as error:
@@ -242,15 +239,10 @@ def serve(descriptor: int) -> NoReturn:
                 raise message
             *arguments, limit_s = message
             with _self_exit(limit_s):
-                reply: Any = answer(*arguments)
-        except Fault as fault:
-            reply = fault
+                reply: Any = serves(*arguments)
+        except BaseException as error:  # this is user code
+            reply = fault_of(error)
         pipe.send(reply)
-
-
-def _functions(recipes: Sequence[tuple[Any, ...]]) -> Callable[..., Values]:
-    functions = [rebuild(recipe) for recipe in recipes]
-    return lambda number, kwargs, lengths: call(functions[number], kwargs, lengths)
 
 
 @contextlib.contextmanager

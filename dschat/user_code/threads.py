@@ -1,4 +1,4 @@
-"""Runs calls of reward functions in threads and event loops, each with a time limit.
+"""Runs calls of user code in threads and event loops, each with a time limit.
 
 Python cannot stop a thread. One that exceeds its limit is abandoned: the run continues without it,
 and it exits with the run. A function that computes in C without releasing the GIL (a huge power, a
@@ -8,11 +8,11 @@ catastrophic regular expression) blocks every thread of the process: it needs a 
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any
 
-from dschat.rewards.call import Fault, Values, call, call_async, timed_out
+from dschat.user_code.calls import Fault, timed_out
 
 _GRACE_S = 1.0  # for an event loop to cancel a call that reached its limit
 
@@ -47,14 +47,9 @@ class Pool:
 
     def __init__(self, num_threads: int) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._num_threads = 0
+        self._num_threads = num_threads
         for _ in range(num_threads):
-            self.add_thread()
-
-    def add_thread(self) -> None:
-        """One thread more, such as in place of one whose job does not end."""
-        self._num_threads += 1
-        threading.Thread(target=self._work, daemon=True).start()
+            threading.Thread(target=self._work, daemon=True).start()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future:
         """A future of ``job(*args)``."""
@@ -73,21 +68,15 @@ class Pool:
 
 
 def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
-    """The result of ``job(*args)`` in a thread of its own; `TimeoutError` after ``limit_s``."""
+    """The result of ``job(*args)`` in a thread of its own.
+
+    Raises:
+        Fault: it did not return within ``limit_s``.
+    """
     future = background(job, *args)
     if not wait([future], timeout=limit_s).done:
-        raise TimeoutError
+        raise timed_out(limit_s)
     return future.result()
-
-
-def in_thread(
-    function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-) -> Values:
-    """`call` in a thread of its own, with a limit of ``limit_s``."""
-    try:
-        return within(limit_s, call, function, kwargs, lengths)
-    except TimeoutError:
-        raise timed_out(limit_s) from None
 
 
 class Loop:
@@ -97,13 +86,14 @@ class Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
-    def call(
-        self, function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-    ) -> Values:
-        """`call_async` with a limit of ``limit_s``; blocks until it is done."""
-        coroutine = asyncio.wait_for(call_async(function, kwargs, lengths), limit_s)
+    def run(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+        """What ``coroutine`` returns; blocks until it is done.
+
+        Raises:
+            Fault: it was not done after ``limit_s``.
+        """
         loop = self._running()
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, limit_s), loop)
         if not wait([future], timeout=limit_s + _GRACE_S).done:
             with self._lock:
                 if self._loop is loop:

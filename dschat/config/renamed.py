@@ -1,0 +1,98 @@
+"""Old flags that became part of another, or have no effect: DeepSpeed-Chat's still work, others are
+refused in one line with the new form.
+
+Settings that older versions recorded are translated by the same table.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from dschat.config.algorithm import CLIPRANGES
+from dschat.config.data import ROLES
+from dschat.config.errors import did_you_mean
+
+# Old flag -> its flag of today, and the value there.
+RENAMED = {
+    **{f"{role}_column": ("columns", f"{role}=COLUMN") for role in ROLES},
+    "offload_optimizer": ("offload", "optimizer"),
+    "offload_parameters": ("offload", "params"),
+    "offload_params": ("offload", "params"),
+    "offload_param": ("offload", "params"),
+    "offload_reference_model": ("offload", "reference"),
+    "offload_reward_model": ("offload", "reward"),
+    "offload_teacher_model": ("offload", "teacher"),
+    "offload_training_states": ("offload", "rollout"),
+    "cliprange_low": ("cliprange", "LOW HIGH"),
+    "cliprange_high": ("cliprange", "LOW HIGH"),
+    "best_metric": ("keep_best", "METRIC"),
+    "rollout_is_min": ("rollout_is_range", "MIN MAX"),
+    "rollout_is_max": ("rollout_is_range", "MIN MAX"),
+    "add_eot_token": ("eot_token", "TOKEN"),
+    "unsupervised_dataset_config_name": ("unsupervised_dataset_name", "NAME:CONFIG"),
+    "initial_scale_power": ("deepspeed_config", "FILE, with fp16.initial_scale_power"),
+    "loss_scale_window": ("deepspeed_config", "FILE, with fp16.loss_scale_window"),
+    "deepspeed": ("deepspeed_config", "FILE"),
+    # without effect
+    "print_answers": ("sample_steps", "N"),
+    "num_padding_at_beginning": ("deepspeed_config", "FILE"),
+    "local_rank": ("deepspeed_config", "FILE"),  # set by launchers
+}
+# Old flags that still work, by the types of their values: DeepSpeed-Chat's.
+_ACCEPTED = {
+    bool: ("offload_reference_model", "add_eot_token", "print_answers"),
+    str: ("unsupervised_dataset_config_name", "deepspeed"),
+    int: ("num_padding_at_beginning", "local_rank"),
+}
+
+
+def accepted(names: Collection[str]) -> dict[str, type]:
+    """Old flags that a dataclass with fields ``names`` accepts, and the type of their values."""
+    return {
+        old: kind for kind, flags in _ACCEPTED.items() for old in flags if RENAMED[old][0] in names
+    }
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` by the flags of today."""
+    old: Callable[[str], Any] = values.get
+    new = {name: value for name, value in values.items() if name not in RENAMED}
+    if "offload" in values:
+        new["offload"] = _parts(values["offload"])
+    for name, (flag, item) in RENAMED.items():
+        if flag in ("offload", "columns") and old(name):
+            new[flag] = [*(new.get(flag) or ()), item.replace("COLUMN", str(old(name)))]
+    if isinstance(old("deepspeed"), str) and old("deepspeed").lower() not in ("true", "false"):
+        new["deepspeed_config"] = old("deepspeed_config") or old("deepspeed")
+    if isinstance(old("keep_best"), bool):
+        new["keep_best"] = (old("best_metric") or "eval/score") if old("keep_best") else None
+    if old("add_eot_token") is not None:
+        new["eot_token"] = (old("eot_token") or "<|endoftext|>") if old("add_eot_token") else None
+    if old("unsupervised_dataset_name") and old("unsupervised_dataset_config_name"):
+        names = old("unsupervised_dataset_name"), old("unsupervised_dataset_config_name")
+        new["unsupervised_dataset_name"] = ":".join(names)
+    both, low, high = (old(f"cliprange{side}") for side in ("", "_low", "_high"))
+    if low or high:
+        sides = [both] * 2 if both else CLIPRANGES[old("policy_loss") or "ppo"]
+        new["cliprange"] = [low or sides[0], high or sides[1]]
+    elif isinstance(both, float):
+        new["cliprange"] = [both]
+    low, high = values.get("rollout_is_min", 0.5), old("rollout_is_max")
+    if low != 0.5 or high:
+        new["rollout_is_range"] = [low, high or (5.0 if old("rollout_is") == "icepop" else 2.0)]
+    return new
+
+
+def _parts(offload: Any) -> list[str] | None:
+    """``--offload`` as a list of words: they may be joined by commas, or be true or false."""
+    words = [] if isinstance(offload, bool) else [w for v in offload or () for w in v.split(",")]
+    if offload is None or offload is False or words in (["false"], ["no"]):
+        return None
+    return ["auto"] if words in ([], ["true"], ["yes"]) else words
+
+
+def hint(name: str, names: Collection[str], prefix: str = "") -> str:
+    """The end of an error about the unknown flag ``name``: what replaced it, or the closest of
+    ``names``.
+    """
+    flag, value = RENAMED.get(name, ("", ""))
+    return f"; it is now --{flag} {value}" if flag in names else did_you_mean(name, names, prefix)

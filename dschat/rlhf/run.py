@@ -1,0 +1,109 @@
+"""A whole run of step 3: checks, models, the loop, checkpoints, evaluation, the saved models."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import dschat.distributed as dist
+from dschat.config import RLHFConfig
+from dschat.data.batches import PromptBatches, check_same_rows, prompt_columns
+from dschat.data.tokenize import prompt_dataset
+from dschat.distributed import stop_signals
+from dschat.observability import console
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.episodes import ENVIRONMENT, environment_of
+from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
+from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
+from dschat.rlhf.ptx import unsupervised_steps
+from dschat.rlhf.reporter import Reporter
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
+from dschat.runtime.checkpointing import training_checkpointer
+from dschat.runtime.deepspeed_engine import zero_settings
+from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
+from dschat.runtime.start import start_step
+
+
+def train(
+    args: RLHFConfig,
+    reward_fns: Sequence[Any] = (),
+    environment: Any = None,
+    tools: Sequence[Any] = (),
+) -> DeepSpeedPPOTrainer:
+    """Collective. Train an actor as ``args`` say, and save it; returns the trainer, still loaded.
+
+    Args:
+        reward_fns, environment, tools: Python objects beside those that ``args`` name; see
+            `DeepSpeedPPOTrainer`.
+
+    Raises:
+        UserError: before weights load, for a mistake in settings, names or data.
+        TrainingStopped: after a checkpoint, where the run was asked to stop.
+        FloatingPointError: see `DeepSpeedPPOTrainer.train_rlhf`.
+    """
+    output_dir = start_step(args, "output/step3_rlhf")
+    for model in args.deepspeed_models:
+        zero_settings(args, model)  # raises for a wrong DeepSpeed file
+
+    # Load. Mistakes in names and data show before any weight loads.
+    names = args.actor_model_name_or_path, args.critic_model_name_or_path or None
+    checkpoints = find_checkpoints(*names, args)
+    check_lengths(checkpoints)
+    tokenizer = checkpoints.tokenizer
+    episodes = environment_of(args, environment, tools)
+    schemas = episodes.schemas if episodes else None
+    with dist.main_process_first():
+        prompts, held_out = prompt_dataset(args, tokenizer, "both", tools=schemas)
+        unsupervised = unsupervised_steps(args, tokenizer)
+    check_same_rows(prompts, held_out)
+    functions = RewardFunctions.of(args, reward_fns)
+    for table in (prompts, *([held_out] if len(held_out) else [])):
+        functions.check_columns(prompt_columns(table))
+    sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
+    if episodes and episodes.rewards:
+        sources.append(ENVIRONMENT)
+    check_evaluation(args, sources, len(held_out))
+    prompt_train_dataloader = PromptBatches(
+        prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
+    )
+    num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
+
+    engine = DeepSpeedRLHFEngine(
+        actor_model_name_or_path=names[0],
+        critic_model_name_or_path=names[1],
+        tokenizer=tokenizer,
+        num_total_iters=num_iters,
+        args=args,
+        checkpoints=checkpoints,
+    )
+    prompt_batches = prompt_train_dataloader.endless()  # epoch after epoch
+    trainer = DeepSpeedPPOTrainer(
+        engine=engine,
+        args=args,
+        unsupervised=unsupervised,
+        more_prompts=prompt_batches,
+        reward_functions=functions,
+        environment=environment,
+        tools=tools,
+    )
+
+    # Loop.
+    claim_output_dir(output_dir, bool(args.resume), record_of(args))
+    console.release()
+    held_out = HeldOutPrompts.of(held_out, args)
+    report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows)
+    with training_checkpointer(args) as checkpointer:
+        report.begin(checkpointer)
+        while trainer.iteration < num_iters:
+            out = trainer.generate_experience(next(prompt_batches))
+            actor_loss, critic_loss = trainer.train_rlhf(out)
+            report.step(out)
+        trainer.require_learned()
+
+        # Save, before an evaluation in which a reward function may fail. A signal waits for it.
+        with stop_signals.handle_stop_signals(output_dir):
+            engine.save(output_dir)
+        console.logger.info("saved %s", output_dir)
+        report.evaluate()
+    report.close()
+    mark_complete(output_dir)
+    return trainer

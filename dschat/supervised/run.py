@@ -1,0 +1,135 @@
+"""Whole runs of steps 1 and 2: checks, model, loop, checkpoints, evaluation, the saved model."""
+
+from functools import partial
+from typing import Any
+
+import dschat.distributed as dist
+from dschat.config import RewardConfig, SFTConfig
+from dschat.data.preference_rows import most_answers
+from dschat.data.tokenize import preference_dataset, sft_dataset
+from dschat.models.score_model import ScoreModel
+from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
+from dschat.models.vocabulary import num_ids
+from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
+from dschat.runtime.gold_eval import GoldEvaluation
+from dschat.runtime.output_dir import mark_complete
+from dschat.runtime.start import start_step
+from dschat.supervised import loop, preference, setup, tasks
+
+
+def train_sft(config: SFTConfig) -> Any:
+    """Collective. Fine-tune a language model on demonstrations as ``config`` says, and save it;
+    returns DeepSpeed's engine.
+
+    Raises:
+        UserError: before weights load, for a mistake in settings, names or data.
+        TrainingStopped: after a checkpoint, where the run was asked to stop.
+    """
+    output_dir = start_step(config, "output/step1_sft")
+    zero = zero_settings(config)
+
+    # Load. Mistakes in names and data show before any weight loads.
+    base = setup.read_base(config, "lm")
+    with dist.main_process_first():
+        tables = sft_dataset(config, base.tokenizer, "both")
+    batches = setup.step_batches(config, *tables)
+    model = setup.load_policy(config, base, zero, config.dropout)
+    files = setup.policy_files(config, base, model)
+    num_steps = loop.num_total_steps(config, batches[0])
+    engine = setup.build_engine(model, config, zero, num_steps)
+    task = tasks.SFTTask()
+    setup.settle_micro_batches(config, engine, task, *batches)
+
+    # Loop, and save.
+    metrics_log = setup.claim_output(config)
+    gold = GoldEvaluation(
+        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
+    )
+    gold.log(metrics_log, 0)
+    save = partial(setup.save, engine, config, files)
+    loop.train(engine, task, config, *batches, metrics_log, save)
+    gold.log(metrics_log, num_steps)
+    metrics_log.close()
+    mark_complete(output_dir)
+    return engine
+
+
+def train_on_preferences(config: RewardConfig) -> Any:
+    """Collective. Train a reward model, or with a policy loss a policy, on answers that were
+    compared, and save it; returns DeepSpeed's engine. Raises as `train_sft` does.
+    """
+    output_dir = start_step(
+        config, "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
+    )
+    zero = zero_settings(config)
+
+    # Load. Mistakes in names and data show before any weight loads.
+    base = setup.read_base(config, "lm" if config.trains_policy else "score")
+    with dist.main_process_first():
+        tables = preference_dataset(config, base.tokenizer, "both")
+
+    # Weights, loop and save, by what is trained.
+    train = _train_policy if config.trains_policy else _train_reward_model
+    engine = train(config, zero, base, tables)
+    mark_complete(output_dir)
+    return engine
+
+
+def _train_reward_model(config: RewardConfig, zero: Any, base: Any, tables: Any) -> Any:
+    """Put a score head on the language model and train it on the pairs, for step 3."""
+
+    ensure_distinct_pad(base.tokenizer)
+    batches = setup.step_batches(config, *tables)
+    num_steps = loop.num_total_steps(config, batches[0])
+    with sharded_loading(zero):
+        model = base.checkpoint.score_model(
+            zero.dtype,
+            base.tokenizer.pad_token_id,
+            from_base=True,
+            dropout=config.dropout,
+            attn_implementation=config.attn_implementation,
+            num_tokens=num_ids(base.tokenizer),
+            longest_row=config.max_seq_len,
+        )
+    ends = stop_ids(base.tokenizer)
+    files = setup.HubFiles(model.config, base.tokenizer, ends)
+    engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
+    task = tasks.RewardTask(most_answers(*tables))
+    setup.settle_micro_batches(config, engine, task, *batches)
+
+    # Loop, and save.
+    metrics_log = setup.claim_output(config)
+    save = partial(setup.save, engine, config, files)
+    loop.train(engine, task, config, *batches, metrics_log, save)
+    metrics_log.close()
+    return engine
+
+
+def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any) -> Any:
+    """Train the policy on the pairs against a frozen reference; saved where step 3 would save."""
+
+    tables = preference.as_pairs(config, *tables)
+    batches = setup.step_batches(config, *tables)
+    num_steps = loop.num_total_steps(config, batches[0])
+    load = partial(setup.load_policy, config, base)
+    model = load(zero, config.dropout or 0.0)
+    files = setup.policy_files(config, base, model)
+    engine = setup.build_engine(model, config, zero, num_steps)
+    reference = preference.load_reference(config, zero, load)
+    task = preference.PreferenceTask(config, reference)
+    setup.settle_micro_batches(config, engine, task, *batches)
+
+    # Loop, and save.
+    metrics_log = setup.claim_output(config)
+    if config.precompute_ref_logprobs:
+        for table in tables:
+            task.precompute(engine, table, batches[1].size)
+    gold = GoldEvaluation(
+        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
+    )
+    gold.log(metrics_log, 0)
+    save = partial(setup.save, engine, config, files, subfolder="actor")
+    loop.train(engine, task, config, *batches, metrics_log, save)
+    gold.log(metrics_log, num_steps)
+    metrics_log.close()
+    return engine

@@ -1,0 +1,143 @@
+"""Trainers in the manner of TRL: a model, data, and what scores, in one call.
+
+    GRPOTrainer(model="output/step1_sft", data="questions.jsonl", reward_fns=[correct]).train()
+
+Each runs a whole step, as its command does, with the same results: data, checkpoints, resume,
+evaluation and saved models. Settings are the flags of the step, as keywords or as ``args``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any, ClassVar
+
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config.errors import did_you_mean
+from dschat.config.fields import require_types
+
+
+class _Trainer:
+    """A step with its settings.
+
+    Args:
+        model: a folder or a hub name.
+        data: data sets, as ``--data_path`` takes them: a file, folder or hub name, or a list;
+            None: as ``args`` say.
+        args: the step's config, of which keywords override fields.
+        flags: fields of the config.
+
+    Attributes:
+        config: the settings of the run.
+
+    Raises:
+        UserError: a setting that does not exist, or that is wrong.
+    """
+
+    config_class: ClassVar[type[CommonConfig]]
+    model_flag: ClassVar[str] = "model_name_or_path"
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, model: str, data: str | Sequence[str] | None = None, args: Any = None, **flags: Any
+    ) -> None:
+        known = {f.name for f in fields(self.config_class)}
+        for name in flags:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                raise UserError(f"{type(self).__name__}: no setting is called {name}{hint}")
+        given = {} if args is None else asdict(self.config_class.from_namespace(args))
+        values = self.defaults | given | flags | {self.model_flag: str(model)}
+        if data is not None:
+            values["data_path"] = [data] if isinstance(data, str) else [str(d) for d in data]
+        self.config = self._made(values)
+        require_types(self.config)
+        self.config.validate()
+
+    def _made(self, values: dict[str, Any]) -> Any:
+        return self.config_class(**values)
+
+    def train(self) -> Any:
+        """Collective. Train and save; returns DeepSpeed's engine, or in step 3 the
+        `DeepSpeedPPOTrainer`.
+
+        Raises:
+            UserError: before weights load, for a mistake in settings, names or data.
+            TrainingStopped: after a checkpoint, where the run was asked to stop.
+        """
+        raise NotImplementedError
+
+
+class SFTTrainer(_Trainer):
+    """Step 1: fine-tunes ``model`` on demonstrations."""
+
+    config_class = SFTConfig
+
+    def train(self) -> Any:
+        from dschat.supervised.run import train_sft
+
+        return train_sft(self.config)
+
+
+class RewardTrainer(_Trainer):
+    """Step 2: trains a reward model, from the language model ``model``, on answers that were
+    compared.
+    """
+
+    config_class = RewardConfig
+
+    def train(self) -> Any:
+        from dschat.supervised.run import train_on_preferences
+
+        return train_on_preferences(self.config)
+
+
+class DPOTrainer(RewardTrainer):
+    """Step 2 with a policy loss (``loss``: dpo, cdpo, ipo or kto): trains ``model`` itself."""
+
+    defaults = {"loss": "dpo"}
+
+
+class PPOTrainer(_Trainer):
+    """Step 3 with a critic (``advantage_estimator`` gae).
+
+    Args:
+        reward_model: a folder or a hub name; the critic starts from it.
+        reward_fns: functions in addition, or alone: the critic then starts from the actor.
+        environment, tools: a class or function, and functions; see `dschat.environments`.
+    """
+
+    config_class = RLHFConfig
+    model_flag = "actor_model_name_or_path"
+
+    def __init__(
+        self,
+        model: str,
+        data: str | Sequence[str] | None = None,
+        args: Any = None,
+        *,
+        reward_model: str | None = None,
+        reward_fns: Sequence[Callable[..., Any] | Any] = (),
+        environment: Any = None,
+        tools: Sequence[Any] = (),
+        **flags: Any,
+    ) -> None:
+        self._objects = reward_fns, environment, tools
+        if reward_model is not None:
+            flags["critic_model_name_or_path"] = str(reward_model)
+        super().__init__(model, data, args, **flags)
+
+    def _made(self, values: dict[str, Any]) -> Any:
+        class Config(RLHFConfig):
+            scores_with_objects = bool(len(self._objects[0]) or self._objects[1] is not None)
+
+        return (Config if Config.scores_with_objects else RLHFConfig)(**values)
+
+    def train(self) -> Any:
+        from dschat.rlhf.run import train
+
+        return train(self.config, *self._objects)
+
+
+class GRPOTrainer(PPOTrainer):
+    """Step 3 with several answers per prompt, compared with each other, and no critic."""
+
+    defaults = {"advantage_estimator": "grpo", "num_samples_per_prompt": 8}

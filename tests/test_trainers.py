@@ -1,0 +1,111 @@
+"""Trainers in the manner of TRL: the results of the commands, to the bit."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from forked import ROOT
+from safetensors.numpy import load_file
+
+from dschat import DPOTrainer, GRPOTrainer, PPOTrainer, SFTConfig, SFTTrainer, UserError
+
+REWARD = '''
+def starts_low(answers):
+    """Answers that begin with a small letter."""
+    return [float(answer[:1].islower()) for answer in answers]
+'''
+QUESTIONS = [{"prompt": f"what is {i} plus {i + 1}?", "answer": str(2 * i + 1)} for i in range(24)]
+PAIRS = [
+    {"prompt": f"say {i}", "chosen": f"here is {i}", "rejected": f"no {i} today"} for i in range(24)
+]
+SHORT = {
+    "per_device_generation_batch_size": 4,
+    "per_device_training_batch_size": 8,
+    "max_prompt_seq_len": 32,
+    "max_answer_seq_len": 8,
+    "num_samples_per_prompt": 2,
+    "actor_learning_rate": 1e-3,
+    "max_steps": 2,
+    "sample_steps": 0,
+}
+# Trainer, its arguments in Python, the command, the folder of the result.
+RUNS = {
+    "GRPOTrainer": (
+        "data='q.jsonl', reward_fns=[starts_low]",
+        "step3_rlhf/main.py --actor_model_name_or_path builtin/tiny --advantage_estimator grpo "
+        "--data_path q.jsonl --reward_fn r.py:starts_low",
+        SHORT,
+        "actor",
+    ),
+    "SFTTrainer": (
+        "data='q.jsonl'",
+        "step1_sft/main.py --model_name_or_path builtin/tiny --data_path q.jsonl",
+        {"max_steps": 2, "max_seq_len": 64, "per_device_train_batch_size": 2},
+        "",
+    ),
+    "DPOTrainer": (
+        "data=['p.jsonl']",
+        "step2_reward/main.py --model_name_or_path builtin/tiny --loss dpo --data_path p.jsonl",
+        {"max_steps": 2, "max_seq_len": 64, "per_device_train_batch_size": 2},
+        "actor",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_as_the_command(name, tmp_path):
+    arguments, command, settings, folder = RUNS[name]
+    (tmp_path / "r.py").write_text(REWARD)
+    for file, rows in (("q.jsonl", QUESTIONS), ("p.jsonl", PAIRS)):
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = (
+        f"from dschat import {name}\nfrom r import starts_low\n"
+        f"trainer = {name}(model='builtin/tiny', {arguments}, output_dir='api', **{settings})\n"
+        "trainer.train()\n"
+    )
+    (tmp_path / "run.py").write_text(script)
+    flags = [word for k, v in settings.items() for word in (f"--{k}", str(v))]
+    step, *words = command.split()
+    runs = [["run.py"], [str(ROOT / step), *words, *flags, "--output_dir", "command"]]
+    for run in runs:
+        done = subprocess.run(
+            [sys.executable, *run], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    api, by_command = (
+        load_file(tmp_path / out / folder / "model.safetensors") for out in ("api", "command")
+    )
+    assert api.keys() == by_command.keys()
+    assert all(np.array_equal(api[key], by_command[key]) for key in api)
+
+
+def test_settings():
+    trainer = GRPOTrainer("m", "d", reward_fns=[len], num_samples_per_prompt=4, kl_coef=0.1)
+    config = trainer.config
+    assert (config.actor_model_name_or_path, config.data_path) == ("m", ["d"])
+    assert (config.advantage_estimator, config.num_samples_per_prompt) == ("grpo", 4)
+    assert config.critic_model_name_or_path == "m"  # of which grpo trains none
+    ppo = PPOTrainer("m", reward_model="r").config
+    assert (ppo.advantage_estimator, ppo.critic_model_name_or_path) == ("gae", "r")
+    assert ppo.reward_model_name_or_path == "r"
+    assert DPOTrainer("m", "d").config.loss == "dpo"
+    args = SFTConfig(learning_rate=1e-5, data_path=["e"])
+    sft = SFTTrainer("m", args=args, seed=7).config
+    assert (sft.learning_rate, sft.data_path, sft.seed) == (1e-5, ["e"], 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SFTTrainer("m", "d", learning_rat=1), "learning_rat; did you mean learning_rate"),
+        (lambda: SFTTrainer("m", "d", max_seq_len="8"), "max_seq_len '8' is not a whole number"),
+        (lambda: GRPOTrainer("m", "d"), "name a reward model"),
+        (lambda: PPOTrainer("m", "d", reward_fns=[len], kl_coef=-1), "--kl_coef -1"),
+    ],
+)
+def test_mistakes(make, words):
+    with pytest.raises(UserError, match=words):
+        make()
