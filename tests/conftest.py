@@ -129,6 +129,14 @@ def run_here(models_folder, tmp_path_factory):
     return run
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache of the library datasets."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session")
 def module_of():
     """``module_of("llama")``: that family's tiny module, shared, so never to be changed."""

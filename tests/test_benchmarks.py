@@ -162,39 +162,6 @@ def interpreted():
     worker.close()
 
 
-def test_launches_on_a_fake_device():
-    """All operands are on the device, and a launch neither reads nor copies from it: it can be
-    captured. Launches by Triton run nothing else. Each copy of the operands is other memory.
-    """
-    import fake_cuda
-    from gpu_cases import CASES
-    from gpu_operations import operations
-
-    from dschat.inference.kernels.cuda.dispatch import StepKernels
-
-    ours = {"skinny_linear", "paged_decode", "add_norm", "draw"}
-    for operation in operations(CASES["kernels"].tiny().kernels):
-        for by_triton in (False, True):
-            with fake_cuda.fake_cuda() as watch, torch.no_grad():
-                decoder = operation.decoder(fake_cuda.DEVICE)
-                kernels = StepKernels(fake_cuda.DEVICE) if by_triton else None
-                launch = operation.launch(decoder, kernels)
-                first, second = operation.operands(fake_cuda.DEVICE, 2)
-                launch(*first)
-                watch.counts.clear()
-                outputs = launch(*second)
-                counts = {name: count for (_, name), count in watch.counts.items()}
-            assert all(x.device == fake_cuda.DEVICE for x in outputs)
-            assert not counts.keys() & {*fake_cuda.WAITS}, (operation.label, counts)
-            if by_triton:
-                assert len(counts.keys() & ours) == len(counts) == 1, operation.label
-            else:
-                assert not counts.keys() & ours, operation.label
-        if operation.is_cold:
-            copies = operation.operands(torch.device("cpu"), 2)
-            assert copies[0][1].data_ptr() != copies[1][1].data_ptr(), operation.label
-
-
 def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
     """The sum that it must store is missing."""
     from triton_benchmark import lines
@@ -224,22 +191,6 @@ def test_every_kernel(interpreted):
     for line in lines:
         assert set(line["us"]) == {"torch", "triton"}, line
         assert line["difference"]["triton"] < 1.6e-2
-
-
-FAULTS = {
-    "up": ("skinny_linear", "y = _activated(acc, ACTIVATION) * second", "y = acc * second"),
-    "attention": ("paged_decode", "cached = (key < position)", "cached = (key < position - 1)"),
-    "add_norm": ("add_norm", "tl.rsqrt(", "tl.sqrt("),
-    "draw": ("draw", "* tl.sum(mass, axis=0)", "* tl.sum(mass, axis=0) * 0.5"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "fault"), FAULTS.items(), ids=FAULTS)
-def test_faults_are_found(interpreted, kernel, fault):
-    (line,), failure = interpreted(["llama-tiny"], [kernel], ("torch", "triton"), fault)
-    assert failure == f"{kernel} of llama-tiny (triton)"
-    assert set(line["us"]) == {"torch"}
 
 
 @pytest.mark.slow

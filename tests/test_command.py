@@ -2,19 +2,17 @@
 repository.
 """
 
-import os
 import shlex
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from python_process import ROOT, environment, python
 
 from dschat.__main__ import COMMANDS
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
     *(ROOT / "train.py", ROOT / "chat.py"),
     *ROOT.glob("step*/main.py"),
@@ -24,10 +22,7 @@ SCRIPTS = [
 
 def dschat(*argv: str, package: Path = ROOT, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """``python -m dschat`` with the package that is in ``package``."""
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
-    environment |= {"PYTHONPATH": str(package), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "dschat", *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    return python("-m", "dschat", *argv, cwd=cwd, env=environment(PYTHONPATH=str(package)))
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +31,9 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     others = ("tests", "output", "build", "dist", "*.egg-info", "__pycache__", ".*")
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*others))
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-w", folder, folder / "tree"], check=True)
+    build = "from setuptools import build_meta; build_meta.build_wheel('..')"  # what pip calls
+    done = python("-c", build, cwd=folder / "tree")
+    assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(folder / "site")

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -55,11 +54,10 @@ def commands() -> list[list[str]]:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(tmp_path, own_cache, monkeypatch):
     """The placeholders of the commands: data files, models, and the tree's own examples."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("dschat.observability.console.setup", lambda *_: None)
     pairs = [
         {"prompt": f"Question {i}?", "chosen": f"Good {i}.", "rejected": f"Bad {i}."}

@@ -5,17 +5,13 @@ As a script, prints a digest of each with seed 3.
 
 import hashlib
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
+
+from python_process import ROOT, environment, python
 
 from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
-
-ROOT = Path(__file__).parents[2]
 
 
 def digests(seed: int) -> list[str]:
@@ -24,12 +20,11 @@ def digests(seed: int) -> list[str]:
 
 
 def test_rows_depend_on_the_seed_alone():
-    variables = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    path = f"{ROOT}:{ROOT}/tests"
+    done = python(__file__, env=environment(PYTHONHASHSEED="7", PYTHONPATH=path))
     random.seed(5)
     here = digests(3)
-    assert done.stdout.split() == here
+    assert done.stdout.split() == here, done.stderr
     assert not set(here) & set(digests(4))
 
 

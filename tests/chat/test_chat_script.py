@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from python_process import ROOT, environment, python
 
 from dschat.chat.load import ChatConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = environment(TERM="dumb", OMP_NUM_THREADS="1")
 
 
 def run_chat(
@@ -30,13 +30,7 @@ def run_chat(
         f"atexit.register(lambda: {set(unwanted)!r} & sys.modules.keys() and os._exit(77))\n"
         f"runpy.run_path({str(ROOT / 'chat.py')!r}, run_name='__main__')"
     )
-    return subprocess.run(
-        [sys.executable, "-c", source, *flags],
-        input=stdin.encode(),
-        capture_output=True,
-        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    return python("-c", source, *flags, input=stdin, env=ENVIRONMENT)
 
 
 PROMPTS = ["Say hello.", "", "What is 2 plus 2? ☃", "Say hello."]
@@ -47,8 +41,8 @@ def test_pipes(checkpoint, tokenizer):
     """Nothing but answers on stdout, and no deepspeed."""
     flags = ["--path", str(checkpoint), "--greedy", "--max-new-tokens", "8"]
     done = run_chat(*flags, stdin="\n".join(PROMPTS), unwanted=("deepspeed",))
-    assert done.returncode == 0, done.stderr.decode()
-    check_answers(done.stdout.decode(), checkpoint, tokenizer)
+    assert done.returncode == 0, done.stderr
+    check_answers(done.stdout, checkpoint, tokenizer)
 
 
 def test_piped_lines(checkpoint, tokenizer, monkeypatch, capsys):
@@ -86,11 +80,11 @@ def check_answers(printed, checkpoint, tokenizer):
 def test_mistakes_and_help_cost_no_torch():
     """One line and exit code 2, before torch loads; and --help, with 0."""
     done = run_chat("--path", "out/of/nowhere", unwanted=("torch", "transformers", "deepspeed"))
-    assert done.stderr.decode() == "error: --path out/of/nowhere: no such folder; check the path\n"
-    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == "error: --path out/of/nowhere: no such folder; check the path\n"
+    assert (done.returncode, done.stdout) == (2, "")
     done = run_chat("--help", unwanted=("torch", "transformers", "deepspeed"))
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"--max_new_tokens" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--max_new_tokens" in done.stdout
 
 
 class Terminal:
@@ -103,7 +97,7 @@ class Terminal:
             stdin=child,
             stdout=child,
             stderr=child,
-            env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+            env=ENVIRONMENT,
             start_new_session=True,
         )
         os.close(child)

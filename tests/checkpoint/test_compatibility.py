@@ -158,40 +158,33 @@ def test_a_run_is_not_begun_over_an_unfinished_one(tmp_path):
     compatibility.check_start(dataclasses.replace(config, overwrite_output_dir=True), 1)
 
 
-def test_an_edited_file_is_another_setting(tmp_path):
-    rows, score, settings = (tmp_path / name for name in ("rows.jsonl", "score.py", "ds.json"))
-    for path in (rows, score, settings):
-        path.write_text("as it was")
-    given = RLHFConfig(
-        data_path=[f"{rows}:2", "builtin/chat"],
-        reward_fn=[f"{score}:score"],
-        actor_deepspeed_config=str(settings),
-    )
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("actor_deepspeed_config", "user.py"),
+        ("chat_template", "user.py"),
+        ("data_path", ["user.py:2", "builtin/chat"]),
+        ("environment", "user.py:Game"),
+        ("reward_fn", ["user.py:score"]),
+        ("tools", ["user.py:look,ask"]),
+    ],
+)
+def test_an_edited_file_is_another_setting(name, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("user.py").write_text("as it was")
+    given = RLHFConfig(**{name: value})
     # through JSON, as a manifest keeps it
     saved = found(json.loads(json.dumps(compatibility.settings_of(given))))
     assert compatibility.changes(saved, given) == []
-    for path in (rows, score, settings):
-        path.write_text("edited")
-    assert compatibility.describe(sorted(compatibility.changes(saved, given))) == (
-        f"actor_deepspeed_config: {settings} -> {settings}, changed since; "
-        f"data_path: {rows}:2 builtin/chat -> {rows}:2 builtin/chat, changed since; "
-        f"reward_fn: {score}:score -> {score}:score, changed since"
-    )
+    Path("user.py").write_text("edited")
+    shown = value if isinstance(value, str) else " ".join(value)
+    changed = compatibility.describe(compatibility.changes(saved, given))
+    assert changed == f"{name}: {shown} -> {shown}, changed since"
     # another file is named once, and checkpoints from before this was recorded say nothing
-    other = dataclasses.replace(given, data_path=["builtin/chat"])
-    assert [name for name, _, _ in compatibility.changes(saved, other)].count("data_path") == 1
+    other = RLHFConfig(**{name: ["other"] if isinstance(value, list) else "other"})
+    assert [name for name, _, _ in compatibility.changes(saved, other)] == [name]
     del saved.settings["contents"]
     assert compatibility.changes(saved, given) == []
-
-
-def test_another_base_model_in_the_same_folder_is_another_setting(tmp_path):
-    (tmp_path / "model.safetensors").write_text("as it was")
-    given = SFTConfig(model_name_or_path=str(tmp_path), lora_dim=4)
-    saved = found(json.loads(json.dumps(compatibility.settings_of(given))))
-    assert compatibility.changes(saved, given) == []
-    (tmp_path / "model.safetensors").write_text("replaced")
-    changed = ("model_name_or_path", str(tmp_path), f"{tmp_path}, changed since")
-    assert compatibility.changes(saved, given) == [changed]
 
 
 UNDER_WAY = {"partial_rollout": True, "num_samples_per_prompt": 2, "max_answer_seq_len": 64}

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -42,10 +43,11 @@ def test_what_a_disk_takes(tmp_path, monkeypatch):
     usage = os.statvfs(tmp_path)
     free = free_bytes(tmp_path / "not/there/yet")
     assert free == pytest.approx(usage.f_bavail * usage.f_frsize, rel=0.05)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 2**20))
+    usage = SimpleNamespace(total=2**30, used=2**30, free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert needed_and_free(3 * 2**29, tmp_path) == "1.50 GiB needed, 1.0 MiB free"
     assert needed_and_free(2**19, tmp_path) == "0.5 MiB needed"
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
+    usage.total = usage.used = usage.free = 0
     assert free_bytes(tmp_path) > 2**60  # a disk that does not tell
 
 

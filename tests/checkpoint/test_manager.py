@@ -1,9 +1,7 @@
 """Runs of DeepSpeed engines that are saved and resumed: bit-equal, or with other world sizes."""
 
-import subprocess
-import sys
-
 import pytest
+from python_process import python
 from small_run import SAVED_AT, SmallRun, Spec, launch, resumed, straight
 
 from dschat.checkpoint.manager import CheckpointManager
@@ -102,5 +100,5 @@ def test_looking_for_a_checkpoint_imports_no_torch(here):
         "assert found.settings['seed'] == 7\n"
         "sys.exit(' '.join({'torch', 'deepspeed'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    done = python("-c", source)
     assert (done.returncode, done.stderr) == (0, "")

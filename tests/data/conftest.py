@@ -1,13 +1,12 @@
 """Gives every data test an empty cache, and a function that writes rows to a file."""
 
-import datasets
 import pytest
 from data_files import put
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def own_cache(own_cache):
+    """In every test."""
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ from dschat.data.sources.adapters import Example
 from dschat.data.tokenize import prompt_dataset, sft_dataset
 
 CHAT = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
-FORMATS = ("jsonl", "json", "data.json", "csv", "parquet")
+# Of one list, as objects on lines are: test_readers.py has them in the quick suite.
+SLOW_FORMATS = (pytest.param(form, marks=pytest.mark.slow) for form in ("json", "data.json"))
+FORMATS = ("jsonl", "csv", "parquet", *SLOW_FORMATS)
 
 
 def sft_rows(folder, row, tokenizer=CHAT, **knobs):

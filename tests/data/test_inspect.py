@@ -1,12 +1,10 @@
 """The report of ``python -m dschat.data`` and its errors; train.py's check of the sources."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_process import environment, python
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import UserError
@@ -14,7 +12,6 @@ from dschat.config.data import ShowConfig
 from dschat.data.inspect import WIDTH, show
 from dschat.launch.run_plan import _check_inputs
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = tiny_tokenizer()
 
 
@@ -101,26 +98,17 @@ def test_as_a_command(tmp_path):
         row["chosen"] += "\x1b[2J\u202e"
         row["tag\x1b]0;"] = 1
     path = write("x.jsonl", rows)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
-
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dschat.data", *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for argv in ([path, "--step", "1"], [path, "none.jsonl"])
-    ]
-    (shown, silent), (nothing, mistake) = (process.communicate(timeout=120) for process in started)
-    assert [process.returncode for process in started] == [0, 2]
-    assert (silent, nothing) == ("", "")
-    assert "example 3" in shown
-    assert r"yes\nyes\x1b[2J\u202e<|end|>" in shown
-    assert r"tag\x1b]0;" in shown
-    assert "\x1b" not in shown
-    assert mistake == "error: --data_path: no such data file: none.jsonl; check the path\n"
+    env = environment(HF_DATASETS_CACHE=str(tmp_path / "c"))
+    done = python("-m", "dschat.data", path, "--step", "1", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "example 3" in done.stdout
+    assert r"yes\nyes\x1b[2J\u202e<|end|>" in done.stdout
+    assert r"tag\x1b]0;" in done.stdout
+    assert "\x1b" not in done.stdout
+    done = python("-m", "dschat.data", path, "none.jsonl", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    mistake = "error: --data_path: no such data file: none.jsonl; check the path\n"
+    assert done.stderr == mistake
 
 
 # -- train.py's check before any step runs

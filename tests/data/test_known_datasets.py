@@ -5,7 +5,7 @@ import json
 import data_files
 import datasets
 import pytest
-from dialogues import HH, REPLY, USER, chat
+from dialogues import HH, REPLY, SYSTEM, USER, chat
 from ranked_sets import RANKED_COLUMNS, RANKED_SETS
 
 from dschat.config import CommonConfig, UserError
@@ -41,13 +41,12 @@ NO_MKQA = {"queries": MKQA["queries"], "answers": {"zh_cn": [{"text": None}], "j
 # name -> rows in its layout, and the examples of each step
 KNOWN = {
     **RANKED_SETS,
-    "Dahoas/rm-static": (
-        [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
-        {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
-    ),
-    "Dahoas/full-hh-rlhf": (
-        [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
-        {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
+    **dict.fromkeys(
+        ("Dahoas/rm-static", "Dahoas/full-hh-rlhf", "local/jsonfile"),
+        (
+            [{"prompt": HH, "response": " yes", "chosen": " yes", "rejected": " no"}],
+            {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
+        ),
     ),
     "Dahoas/synthetic-instruct-gptj-pairwise": (
         [{"prompt": "why?", "chosen": "yes", "rejected": "no"}],
@@ -154,10 +153,6 @@ KNOWN = {
         [{"questions": ["q", "r"], "answers": ["a", "b"], "paragraph": "p", "paragraph_id": "1"}],
         {SFT: [chat("q", "p")]},
     ),
-    "local/jsonfile": (
-        [{"prompt": HH, "chosen": " yes", "rejected": " no"}],
-        {SFT: [Example(HH, " yes")], RM: [Example(HH, " yes", " no")]},
-    ),
     "Intel/orca_dpo_pairs": (
         [
             {"system": "be kind", "question": "q", "chosen": "a", "rejected": "b"},
@@ -165,11 +160,7 @@ KNOWN = {
         ],
         {
             RM: [
-                Example(
-                    [{"role": "system", "content": "be kind"}, USER("q")],
-                    [REPLY("a")],
-                    [REPLY("b")],
-                ),
+                Example([SYSTEM("be kind"), USER("q")], [REPLY("a")], [REPLY("b")]),
                 chat("q", "a", "b"),
             ]
         },
@@ -246,7 +237,7 @@ FOUND_BY_COLUMNS = {
         {
             SFT: [
                 chat("u", "r"),
-                Example([{"role": "system", "content": "s"}, USER("u")], [REPLY("r")]),
+                Example([SYSTEM("s"), USER("u")], [REPLY("r")]),
                 Example([USER("u"), {"role": "tool", "content": "4"}], [REPLY("r")]),
             ]
         },
@@ -268,13 +259,13 @@ FOUND_BY_COLUMNS = {
         {
             SFT: [
                 chat("u", "r"),
-                Example([{"role": "system", "content": "s"}, USER("u")], [REPLY("r")]),
+                Example([SYSTEM("s"), USER("u")], [REPLY("r")]),
             ]
         },
     ),
     "Open-Orca/OpenOrca": (
         [{"id": "1", "system_prompt": "s", "question": "q", "response": "a"}],
-        {SFT: [Example([{"role": "system", "content": "s"}, USER("q")], [REPLY("a")])]},
+        {SFT: [Example([SYSTEM("s"), USER("q")], [REPLY("a")])]},
     ),
     "databricks/databricks-dolly-15k": (
         [{"instruction": "q", "context": "c", "response": "a", "category": "x"}],

@@ -16,9 +16,7 @@ from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.data.sources.splits import load_examples
 from dschat.data.sources.stream import ExampleStream
 
-quick = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def check(path, content, **knobs):

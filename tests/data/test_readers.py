@@ -38,6 +38,7 @@ AWKWARD = [
     {"prompt": " None", "chosen": "True", "rejected": "1e5"},
 ]
 KINDS = ["x.jsonl", "x.json", "x.csv", "x.tsv", "x.parquet", "X.JSONL", "x.jsonl.gz", "x.csv.gz"]
+KINDS.append("a folder/data[1]:x*.json")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -56,12 +57,6 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffprompt;chosen;rejected\r\nq;"a\r\nb";c\r\n\r\nr;d;e\r\n'.encode())
     assert load(path) == [Example("q", "a\r\nb", "c"), Example("r", "d", "e")]
-
-
-def test_chats_in_a_csv_are_json(tmp_path):
-    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "r"}]
-    path = put(tmp_path / "x.csv", [{"messages": json.dumps(turns)}])
-    assert load(path, "sft") == [Example(turns[:1], turns[1:])]
 
 
 def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
@@ -259,6 +254,18 @@ GOOD = '{"prompt": "p", "chosen": "c"}\n'
         ("x.csv", b"prompt,chosen\nq,a\n\xff,b\n", ["x.csv:3", "UTF-8"]),
         ("x.csv", b"\xff\xfep\x00,\x00", ["x.csv:1", "UTF-8"]),
         ("x.csv", "", ["x.csv is empty"]),
+        ("x.csv", "prompt,chosen\n", ["x.csv is empty"]),
+        ("x.jsonl", "", ["x.jsonl is empty"]),
+        ("x.jsonl", " \n\n", ["x.jsonl is empty"]),
+        ("x.json", "[]", ["x.json is empty"]),
+        ("x.jsonl", GOOD * 3 + '{"prompt": oops}\n', ["x.jsonl:4", "broken JSON", "column 12"]),
+        ("x.jsonl", GOOD + "\n" + '{"prompt": "p", "cho', ["x.jsonl:3", "broken JSON"]),
+        ("x.json", GOOD + "{]", ["x.json:2", "broken JSON"]),
+        ("x.jsonl", GOOD.encode() + '{"prompt": "é"}\n'.encode("latin-1"), ["x.jsonl:2", "UTF-8"]),
+        ("x.doc", "prompt,chosen\n", ["x.doc is not one of .json, .jsonl, .csv"]),
+        ("x.jsonl", '{"foo": "p", "bar": "c"}\n', ["foo, bar", "--columns prompt="]),
+        ("x.jsonl", '{"prompt": "p", "note": "c"}\n', ["--columns chosen=COLUMN", "prompt, note"]),
+        ("x.jsonl", '{"prompt": "p", "chosen": ""}\n', ["no usable row", "empty", "x.jsonl:1"]),
         ("x.jsonl", GOOD + '{"prompt": ' + "9" * 5000 + "}", ["x.jsonl:2", "broken JSON"]),
         ("x.jsonl", GOOD + '{"prompt": ' + "[" * 99999, ["x.jsonl:2", "broken JSON"]),
         ("x.jsonl", GOOD + "\n\nnull\n", ["x.jsonl:4", "not a JSON object"]),
@@ -320,14 +327,19 @@ def test_skip_reads_past_broken_lines_and_lists_them(tmp_path, caplog, name, lin
             load(path, "sft", on_bad_row=policy)
 
 
-def test_error_stops_at_the_first_unusable_row(tmp_path):
-    rows = pairs(4)
-    rows[2]["chosen"] = " "
-    path = put(tmp_path / "x.jsonl", rows)
-    assert prompts(path) == prompts(path, on_bad_row="skip") == ["p0", "p1", "p3"]
+def test_unusable_rows_are_dropped_or_the_first_is_an_error(tmp_path, caplog):
+    rows = pairs(6)
+    rows[1]["chosen"], rows[3]["chosen"], rows[4]["prompt"] = "  \n", None, ""
+    lines, path = [json.dumps(row) for row in rows], tmp_path / "x.jsonl"
+    path.write_text(lines[0] + "\n\n" + "\n".join(lines[1:]) + "\n")
+    assert prompts(path, "sft") == ["p0", "p2", "p5"]
+    (record,) = caplog.records
+    assert "dropped 3 of 6 rows" in record.getMessage()
+    assert f"{path}:3" in record.getMessage()  # row 2 stands on line 3: a blank line is above
+    assert prompts(path, "sft", on_bad_row="skip") == ["p0", "p2", "p5"]
     with pytest.raises(UserError, match=r"x.jsonl:3: an answer that is empty, .*; fix it, or"):
-        load(path, on_bad_row="error")
-    assert len(load(path, "rlhf", on_bad_row="error")) == 4  # PPO needs no answer
+        load(path, "sft", on_bad_row="error")
+    assert len(load(path, "rlhf")) == 5  # PPO needs no answer
 
 
 def test_the_log_lists_ten_bad_rows_and_counts_all(tmp_path, caplog):

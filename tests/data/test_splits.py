@@ -1,7 +1,5 @@
 """Reading, adapting, blending and splitting data sets; errors for unusable data."""
 
-import json
-import logging
 from collections import Counter
 from hashlib import blake2b
 
@@ -52,17 +50,6 @@ def test_column_flags_override_the_usual_columns(write):
     assert found == [Example("q", "a", "b")]
 
 
-def test_json_may_be_a_list_or_lines_and_names_may_be_odd(write):
-    rows = pairs(3)
-    as_list = write(json.dumps(rows, indent=1), "list.json")
-    as_lines = write(rows, "a folder/data[1]:x*.json")
-    assert (
-        load(as_list, "reward")
-        == load(as_lines, "reward")
-        == [Example(row["prompt"], row["chosen"], row["rejected"]) for row in rows]
-    )
-
-
 def test_the_builtin_data_is_chat_and_sft_learns_its_demonstrations():
     from dschat.builtin.chat_rows import builtin_rows
 
@@ -108,22 +95,7 @@ def test_answers_to_different_prompts_are_not_a_pair(write, caplog):
     assert len(load(write(rows))) == 2
 
 
-# -- bad rows and bad files
-
-
-def test_unusable_rows_are_dropped_and_the_first_is_named(write, caplog):
-    rows = pairs(6)
-    rows[1]["chosen"] = "  \n"
-    rows[3]["chosen"] = None
-    rows[4]["prompt"] = ""
-    lines = [json.dumps(row) for row in rows]
-    path = write(lines[0] + "\n\n" + "\n".join(lines[1:]) + "\n")
-    with caplog.at_level(logging.WARNING, "dschat"):
-        found = load(path)
-    assert [e.prompt for e in found] == ["p0", "p2", "p5"]
-    (record,) = caplog.records
-    assert "dropped 3 of 6 rows" in record.getMessage()
-    assert f"{path}:3" in record.getMessage()  # row 2 stands on line 3: a blank line is above
+# -- bad rows and names
 
 
 def test_answers_that_are_not_text_are_dropped(write):
@@ -131,38 +103,6 @@ def test_answers_that_are_not_text_are_dropped(write):
     rows[0]["rejected"], rows[2]["rejected"] = 7, {"text": "x"}
     assert [e.prompt for e in load(write(rows), "reward")] == ["p1", "p3"]
     assert len(load(write(rows), "sft")) == 4
-
-
-GOOD = '{"prompt": "p", "chosen": "c"}\n'
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("a.jsonl", "", ["a.jsonl is empty"]),
-        ("a.jsonl", " \n\n", ["a.jsonl is empty"]),
-        ("a.json", "[]", ["a.json is empty"]),
-        ("a.jsonl", GOOD * 3 + '{"prompt": oops}\n', ["a.jsonl:4", "broken JSON", "column 12"]),
-        ("a.jsonl", GOOD + "\n" + '{"prompt": "p", "cho', ["a.jsonl:3", "broken JSON"]),
-        ("a.json", '[\n{"prompt": "p"},\n{"prompt": }]', ["a.json:3", "broken JSON"]),
-        ("a.json", GOOD + "{]", ["a.json:2", "broken JSON"]),
-        ("a.jsonl", GOOD + "[1, 2]\n", ["a.jsonl:2", "not a JSON object"]),
-        ("a.json", '[{"prompt": "p"}, "q"]', ["item 2", "not a JSON object"]),
-        ("a.jsonl", GOOD.encode() + '{"prompt": "é"}\n'.encode("latin-1"), ["a.jsonl:2", "UTF-8"]),
-        ("a.doc", "prompt,chosen\n", ["a.doc is not one of .json, .jsonl, .csv"]),
-        ("a.csv", "prompt,chosen\n", ["a.csv is empty"]),
-        ("a.jsonl", '{"foo": "p", "bar": "c"}\n', ["foo, bar", "--columns prompt="]),
-        ("a.jsonl", '{"prompt": "p", "note": "c"}\n', ["--columns chosen=COLUMN", "prompt, note"]),
-        ("a.jsonl", '{"prompt": "p", "chosen": ""}\n', ["no usable row", "empty", "a.jsonl:1"]),
-    ],
-)
-def test_errors_about_files_are_one_line(write, name, text, words):
-    with pytest.raises(UserError) as caught:
-        load(write(text, name))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "--data_path" in message
-    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(

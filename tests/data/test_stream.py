@@ -26,10 +26,9 @@ TOKENIZER = tiny_tokenizer()
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def unwritable_cache(own_cache, tmp_path):
     """The cache is a file, so that writing to it fails."""
     (tmp_path / "cache").write_text("")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def pairs(num, prefix="p"):
@@ -68,12 +67,13 @@ def test_steps_get_disjoint_prompts_in_their_shares(write):
 
 
 def test_each_pass_is_another_permutation(write):
-    stream = stream_of(write(pairs(30)), data_split="1,0,0", eval_fraction=0.0)
+    path = write(pairs(30))
+    stream = stream_of(path, data_split="1,0,0", eval_fraction=0.0)
     both = prompts(stream, 60)
     assert sorted(both[:30]) == sorted(both[30:]) == sorted(r["prompt"] for r in pairs(30))
     assert both[:30] != both[30:]
     assert prompts(stream, 60) == both  # a new iteration repeats the stream
-    assert prompts(stream_of(stream._config.data_path, seed=1, eval_fraction=0.0), 30) != both[:30]
+    assert prompts(stream_of(path, seed=1, eval_fraction=0.0), 30) != both[:30]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])

@@ -62,14 +62,3 @@ def test_the_cpu_may_be_asked_for(torch_finds, monkeypatch):
     torch_finds(1)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert dist.device().type == "cpu"
-
-
-def test_nothing_else_asks_torch():
-    """Beside a kernel that asks about a device it was given, and launches that ask no torch."""
-    allowed = {"env.py", "dispatch.py"}
-    root = os.path.dirname(os.path.dirname(env.__file__))
-    for folder, _, names in os.walk(root):
-        for name in names:
-            if name.endswith(".py") and name not in allowed:
-                with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    assert "cuda.is_available" not in file.read(), name

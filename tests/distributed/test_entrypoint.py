@@ -43,12 +43,13 @@ def test_exit_codes(capsys):
 
 
 @pytest.mark.parametrize("joins_group", [True, False])
-def test_a_command_that_joins_no_group_prints_whatever_its_rank(joins_group, capsys, monkeypatch):
+def test_a_command_that_joins_no_group_prints_whatever_its_rank(
+    joins_group, capsys, variables, monkeypatch
+):
     """As train.py under a launcher that sets RANK."""
     monkeypatch.setattr(entrypoint, "SAME_ERROR_S", 0.0)
     monkeypatch.setattr(host_checks, "check", lambda: None)
-    for name, value in {"MASTER_ADDR": "x", "RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    variables(MASTER_ADDR="x", RANK="1", WORLD_SIZE="2")
     code, printed = exits_with(raises(UserError("--x is wrong")), capsys, joins_group)
     assert (code, printed) == (2, "" if joins_group else "error: --x is wrong\n")
 
@@ -67,9 +68,8 @@ def test_stopped_training_says_how_to_resume(capsys, monkeypatch):
     assert exits_with(raises(saved), capsys) == (75, "")
 
 
-def test_the_first_failure_is_the_one_shown(capsys, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_the_first_failure_is_the_one_shown(capsys, variables, monkeypatch):
+    variables(MASTER_ADDR="127.0.0.1", WORLD_SIZE="2")
     code, said = exits_with(raises(RuntimeError("mine")), capsys)
     assert code == 1
     assert said.splitlines()[-1].endswith("RuntimeError: mine")  # torch may name the rank before
@@ -95,10 +95,8 @@ def test_a_bug_keeps_its_traceback():
         entrypoint.run(raises(ValueError("ours")))
 
 
-def test_only_the_main_process_speaks(capsys, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
+def test_only_the_main_process_speaks(capsys, variables, monkeypatch):
+    variables(MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK="1")
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
     assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")

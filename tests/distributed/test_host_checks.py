@@ -6,19 +6,18 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from python_process import environment
 
 from dschat.config import UserError
 from dschat.distributed import entrypoint, host_checks
 
-ROOT = Path(__file__).resolve().parents[2]
 TWO = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("given", "message"),
     [
         ({"WORLD_SIZE": "two"}, "^WORLD_SIZE=two .* not a whole number"),
         ({"LOCAL_RANK": "x"}, "^LOCAL_RANK=x .* not a whole number"),
@@ -30,17 +29,15 @@ TWO = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": "1"}
         ({"DS_ACCELERATOR": "abacus"}, "^DS_ACCELERATOR=abacus .* cpu and cuda; unset"),
     ],
 )
-def test_a_variable_that_cannot_work(variables, message, monkeypatch):
+def test_a_variable_that_cannot_work(given, message, variables):
     host_checks.check()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    variables(**given)
     with pytest.raises(UserError, match=message):
         host_checks.check()
 
 
-def test_good_variables(monkeypatch):
-    for name, value in {**TWO, "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu"}.items():
-        monkeypatch.setenv(name, value)
+def test_good_variables(variables):
+    variables(**TWO, MASTER_PORT="29500", DS_ACCELERATOR="cpu")
     host_checks.check()
 
 
@@ -62,9 +59,8 @@ def exits_with(main, capsys) -> tuple[int, str]:
     return stop.value.code, capsys.readouterr().err
 
 
-def test_a_process_without_a_right_number_speaks(capsys, monkeypatch):
-    for name, value in (TWO | {"RANK": "5"}).items():
-        monkeypatch.setenv(name, value)
+def test_a_process_without_a_right_number_speaks(capsys, variables):
+    variables(**TWO | {"RANK": "5"})
     code, said = exits_with(lambda: pytest.fail("it runs"), capsys)
     assert code == 2
     assert said.startswith("error: rank 5 of 2 processes")
@@ -85,20 +81,9 @@ def test_output_to_a_full_device(buffered, flush, capsys, monkeypatch):
 
 def run(code: str, redirect: str = "") -> str:
     """Standard error of ``code``, with `environment` imported."""
-    command = f'exec "$0" -c "$1" {redirect}'
-    done = subprocess.run(
-        [
-            "bash",
-            "-c",
-            command,
-            sys.executable,
-            f"from dschat.distributed import host_checks\n{code}",
-        ],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    code = f"from dschat.distributed import host_checks\n{code}"
+    command = ["bash", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     return done.stderr
 
 

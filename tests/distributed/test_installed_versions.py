@@ -1,17 +1,15 @@
 """Installed libraries of versions that pyproject.toml excludes: one line before anything loads."""
 
 import os
-import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
+from python_process import ROOT, environment, python
 
 from dschat.config import UserError
 from dschat.distributed import host_checks
 
-ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = [
     "torch>=2.9",
     "PyYAML!=6.0.4,>=6.0",
@@ -64,10 +62,8 @@ def test_a_command_with_such_a_library(flags, code, tmp_path):
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}"
         (folder / "METADATA").write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, "-m", "dschat", "train", *flags]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    env = environment(PYTHONPATH=path)
+    done = python("-m", "dschat", "train", *flags, cwd=tmp_path, env=env)
     assert done.returncode == code, done.stderr
     line = "error: pip 6.1 does not work with dschat: pip install 'pip<6,>=5'\n"
     assert done.stderr == (line if code else "")

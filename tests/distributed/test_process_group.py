@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from python_process import LAUNCHER, environment
 
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.distributed import env, process_group
 
-ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 TASK = {  # one of srun's, on the second machine
     "SLURM_JOB_ID": "1234",
     "SLURM_STEP_ID": "2",
@@ -25,23 +24,6 @@ TASK = {  # one of srun's, on the second machine
     "SLURM_STEP_NODELIST": "gpu[007-008]",
     "SLURM_JOB_NODELIST": "gpu[003,007-008]",
 }
-
-
-@pytest.fixture
-def variables(monkeypatch):
-    """``variables(a="1")``: these of the launchers' variables, and no other."""
-
-    def put(**wanted: str) -> None:
-        for name in list(os.environ):
-            if name in NAMES or name.startswith(("SLURM_", "OMPI_")):
-                monkeypatch.delenv(name)
-        for name in NAMES:  # so that what the code under test sets is undone
-            monkeypatch.setenv(name, "")
-            monkeypatch.delenv(name)
-        for name, value in wanted.items():
-            monkeypatch.setenv(name, value)
-
-    return put
 
 
 def numbers() -> tuple[int, int, int]:
@@ -74,7 +56,7 @@ def test_launchers_say_who_we_are(variables):
 def test_slurm_tasks_meet_on_the_first_machine(variables):
     variables(**TASK)
     env.complete_environment()
-    assert {name: os.environ[name] for name in NAMES[:5]} == {
+    assert {name: os.environ[name] for name in LAUNCHER[:5]} == {
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "13236",  # 12000 + (1234 + 2) % 20000
         "RANK": "5",
@@ -129,24 +111,15 @@ def join(
     """Exit code and output of processes that meet as srun's tasks would: {rank: flags}, of two."""
     script = folder / "join.py"
     script.write_text(JOIN)
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in NAMES and not k.startswith(("SLURM", "OMPI"))
-    }
+    clean = {k: v for k, v in environment().items() if not k.startswith(("SLURM", "OMPI"))}
     slurm = TASK | {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_TASKS": "2"}
+    slurm["SLURM_JOB_ID"] = str(job)
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), *flags],
             env=clean
             | slurm
-            | {
-                "SLURM_JOB_ID": str(job),
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": local_rank or str(rank),
-                "PYTHONPATH": str(ROOT),
-                "CUDA_VISIBLE_DEVICES": "",
-            },
+            | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": local_rank or str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -177,12 +150,10 @@ def test_processes_with_different_flags_refuse_each_other(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs Linux")
-def test_a_rendezvous_on_this_machine_listens_to_it_alone(monkeypatch):
+def test_a_rendezvous_on_this_machine_listens_to_it_alone(variables):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in {**place, "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
+    variables(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
     store = process_group._meet()
     store.set("key", "value")
     tables = Path("/proc/net").glob("tcp*")
@@ -191,11 +162,10 @@ def test_a_rendezvous_on_this_machine_listens_to_it_alone(monkeypatch):
     assert listening == [f"0100007F:{port:04X}"]
 
 
-def test_a_port_that_is_taken_is_named(monkeypatch):
+def test_a_port_that_is_taken_is_named(variables):
     with socket.create_server(("", 0)) as taken:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        for name, value in {**place, "RANK": "0", "WORLD_SIZE": "2"}.items():
-            monkeypatch.setenv(name, value)
+        port = taken.getsockname()[1]
+        variables(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="2")
         with pytest.raises(UserError, match=r"--master_port: 127.0.0.1:\d+ is in use; choose"):
             process_group._meet()
 

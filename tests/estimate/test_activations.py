@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from estimates import estimated
 from torch import nn
@@ -51,14 +52,19 @@ def test_activations_by_hand():
     assert forward_only.peak(0, False, None)[0] == tokens * (16 + 16)  # the embeddings are freed
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch):
+@pytest.fixture
+def nine_layers(opt):
     config = json.loads(Path(opt("350m"), "config.json").read_text())
     config |= {"num_hidden_layers": 9, "hidden_size": 64, "ffn_dim": 256, "vocab_size": 4096}
     folder = Path(opt("350m")).parent / "nine"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | {"word_embed_proj_dim": 32}))
-    use = Use(str(folder), "--x", "lm", FP32, gradient_checkpointing=checkpointing)
+    return str(folder)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monkeypatch):
+    use = Use(nine_layers, "--x", "lm", FP32, gradient_checkpointing=checkpointing)
     quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
     monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
     whole = Models().run(use, "policy", Batch(4, 64, 32), train=True)
@@ -68,6 +74,14 @@ def test_extrapolation_from_few_layers_is_exact(opt, checkpointing, monkeypatch)
             args = (per_gradient, False, retained)
             assert quick.peak(*args) == whole.peak(*args)
     assert quick.small == whole.small
+
+
+@pytest.mark.parametrize("kind", ["lm", "score"])
+def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind, monkeypatch):
+    use = Use(nine_layers, "--x", kind, FP32, lora_dim=4, lora_modules=("all-linear",))
+    quick = Models().sizes(use)
+    monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
+    assert quick == Models().sizes(use)
 
 
 @pytest.mark.parametrize("packing", ["on", pytest.param("off", marks=pytest.mark.slow)])
@@ -125,16 +139,6 @@ def test_every_family_can_be_estimated(tiny, family):
         "critic_lora_dim": 4,
     }
     done, _ = estimated(fields)
-    with torch.device("meta"):
-        import tiny_models
-
-        actor = tiny_models.CONFIGS[family]()
-        size = sum(p.numel() for p in torch.nn.Module.parameters(_meta_lm(actor)))
+    size = sum(p.numel() for p in tiny_models.causal_lm(family).parameters())
     assert done.peak.items["actor weights"] == 2 * size
     assert done.fits
-
-
-def _meta_lm(config):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config)

@@ -1,21 +1,14 @@
 """The estimate against measured peaks and DeepSpeed-Chat's published sizes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from estimates import estimated
 
 from dschat.estimate.devices import GIB
-from dschat.estimate.models import Models
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory):
     """``peaks(size, step)``: result of the benchmark; its baselines are measured once."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan_against_peaks as benchmark
 
     work, baselines = tmp_path_factory.mktemp("peaks"), {}
@@ -28,8 +21,7 @@ def peaks(tmp_path_factory):
         benchmark.save_models(work / size, benchmark.SIZES[size])
         return benchmark.compare(work, size, step, baselines[step])
 
-    yield compare
-    sys.path.remove(str(ROOT / "benchmarks"))
+    return compare
 
 
 @pytest.mark.slow
@@ -48,12 +40,9 @@ PUBLISHED = {  # GPU: GiB, the largest OPT that trains on it, the next size, and
 }
 
 
-SHARED = Models()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", PUBLISHED)
-def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
+def test_largest_model_of_a_gpu(opt, gpu):
     """DeepSpeed-Chat's table of the largest actor that its hybrid engine trains on a single GPU.
 
     The table names GPUs and models, but no settings: not ZeRO, offload, LoRA, precision or lengths.
@@ -64,7 +53,6 @@ def test_largest_model_of_a_gpu(opt, gpu, monkeypatch):
     rollout, in micro-batches of 8. With LoRA and offloaded reference, 30B would fit on an 80 GB
     device too.
     """
-    monkeypatch.setattr("dschat.estimate.report.Models", lambda *_, **__: SHARED)
     gib, planned = PUBLISHED[gpu]
     fits, found = [], {}
     for size in planned:

@@ -16,21 +16,9 @@ NAME = "A100-80"
 
 
 @pytest.fixture(scope="module")
-def rlhf(tiny_module):
+def rlhf(tiny):
     """Eight devices: 64 prompts, two samples of each, two optimizer steps."""
-    return rlhf_fields(tiny_module("llama")) | {"actor_zero_stage": 3, "critic_zero_stage": 3}
-
-
-@pytest.fixture(scope="module")
-def tiny_module(tmp_path_factory):
-    import tiny_models
-
-    def make(family: str) -> str:
-        folder = tmp_path_factory.mktemp(family)
-        tiny_models.CONFIGS[family]().save_pretrained(folder)
-        return str(folder)
-
-    return make
+    return rlhf_fields(tiny("llama")) | {"actor_zero_stage": 3, "critic_zero_stage": 3}
 
 
 def plan(**cost):
@@ -137,13 +125,9 @@ def planned(fields, gib=80.0, number=3):
 
 
 def test_a_batch_that_fits_nowhere_says_so(rlhf):
-    lines = list(node_lines(*with_request(planned(rlhf, gib=0.01), nodes=[1])))
-    assert [line.split() for line in lines[-1:]] == [["1", "does", "not", "fit"]]
-
-
-def with_request(estimate_and_make, **cost):
-    done, make = estimate_and_make
-    return done, plan(**cost), make
+    done, make = planned(rlhf, gib=0.01)
+    *_, last = node_lines(done, plan(nodes=[1]), make)
+    assert last.split() == ["1", "does", "not", "fit"]
 
 
 def test_memory_bounds_the_micro_batch(tiny):
@@ -177,7 +161,10 @@ def test_the_table_of_nodes(rlhf):
     ("flags", "message"),
     [
         ("--plan_price -1", "--plan_price -1.0 must not be negative"),
-        ("--plan_device B200", "--plan_device B200: no such device; choose .* H200-141$"),
+        (
+            "--plan_device B200",
+            "--plan_device B200: no such device; choose from V100-32, .* H200-141$",
+        ),
         ("--plan_nodes 1 0", "--plan_nodes 0: give numbers of at least 1"),
         ("--plan_tokens 5", "--plan_tokens needs two numbers"),
         ("--plan_examples 0", "--plan_examples 0 must be at least 1"),

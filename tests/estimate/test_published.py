@@ -1,13 +1,7 @@
 """The time model beside published figures: fitted and held-out rows, in one table."""
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import plan_against_published as published
+import pytest
 
 # Held-out rows that the model misses by more than a third; docs/cost.md says why.
 MISSED = {

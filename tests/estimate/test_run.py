@@ -68,7 +68,8 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
         raise RuntimeError("no meta kernel\nand more")
 
     monkeypatch.setattr("dschat.estimate.models.run_pass", fail)
-    request = PlanRequest({1: {"model_name_or_path": opt("350m")}}, 1, 1, 80.0)
+    # of which no other test has estimated the passes
+    request = PlanRequest({1: {"model_name_or_path": opt("2.7b")}}, 1, 1, 80.0)
     (line,) = log_lines(request)
     assert line.startswith("no plan: step 1: ")
     assert line.endswith("cannot be planned: no meta kernel")

@@ -57,20 +57,6 @@ def flipped(path: Path) -> None:
 
 
 @slow
-def test_the_checkpoint_before_a_damaged_one(cut_short, whole, models, tmp_path):
-    """Every damage: checkpoint/test_manifest.py."""
-    out = tmp_path / "run"
-    shutil.copytree(cut_short, out)
-    newest = out / "checkpoints/step_000006"
-    files = [path for path in newest.rglob("*") if path.is_file()]
-    flipped(max(files, key=lambda path: path.stat().st_size))
-    told = ran(STEP1, models, out)
-    assert re.search("step_000006.*has another checksum than the manifest says", told), told
-    assert "resuming after step 4" in told
-    check_same(out, whole(STEP1))
-
-
-@slow
 def test_no_checkpoint_is_complete(cut_short, whole, models, tmp_path):
     """The step does not restart without --overwrite_output_dir."""
     out = tmp_path / "run"
@@ -120,8 +106,6 @@ def test_nan_in_a_rollout_is_not_learned_from(case, fault, what, models, tmp_pat
     assert [row["train/bad_steps"] for row in steps] == [0, 1, 0, 0, 0, 0]
     assert "NaN" not in steps[2].values()
 
-
-# -- Rewards
 
 # -- Processes
 

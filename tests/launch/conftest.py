@@ -3,13 +3,22 @@
 import shutil
 
 import pytest
-from stub_steps import ROOT, STUB
+from python_process import ROOT
+from stub_steps import STUB
 
 from dschat.launch import recipe, run_plan
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
+def gpus_here(monkeypatch):
+    """``gpus_here(n)``: how many GPUs this machine seems to have; none at first."""
+    count = [0]
+    monkeypatch.setattr(run_plan, "_num_gpus", lambda: count[0])
+    return lambda n: count.__setitem__(0, n)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch, gpus_here):
     """A copy of train.py and the recipes with stub steps; it is the working directory."""
     root = tmp_path / "tree"
     shutil.copytree(ROOT / "training" / "recipes", root / "training" / "recipes")
@@ -21,5 +30,4 @@ def tree(tmp_path, monkeypatch):
         (root / step.name).mkdir()
         (root / step.name / "main.py").write_text(STUB)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
     return root

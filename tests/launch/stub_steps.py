@@ -6,15 +6,14 @@ train until a signal (LOOP).
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from dschat.launch import recipe, run_plan
+from python_process import environment, python
 
-ROOT = Path(__file__).resolve().parents[2]
+from dschat.launch import recipe, run_plan
 
 STUB = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -69,21 +68,19 @@ if os.environ.get("FAIL") == name:
 QUIET = ("--recipe", "quiet", "--output-dir", "out")
 
 
-def environment(**variables: str) -> dict[str, str]:
-    fixed = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    # An earlier test may have joined a process group, which sets LOCAL_RANK.
-    inherited = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
-    return inherited | fixed | variables
-
-
 def train(*argv: str, **variables: str) -> subprocess.CompletedProcess:
     """``python train.py`` in the copied tree, as a user calls it."""
-    return subprocess.run(
-        [sys.executable, "train.py", *argv],
-        capture_output=True,
-        text=True,
-        timeout=100,
+    return python("train.py", *argv, cwd=None, env=environment(**variables))
+
+
+def start_train(*argv: str, **variables: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "train.py", *QUIET, *argv],
         env=environment(**variables),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -128,13 +125,7 @@ def interrupted(
     """Exit code and stderr of train.py after ``signals`` during a hanging first step, and the
     processes of that step.
     """
-    run = subprocess.Popen(
-        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
-        env=environment(HANG="step1_sft", **variables),
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = start_train(*argv, HANG="step1_sft", **variables)
     pids = Path("out/step1_sft/pids")
     assert wait_for(pids.exists, 60)
     started = json.loads(pids.read_text())
@@ -148,14 +139,7 @@ def interrupted(
 
 def in_loop(*argv: str, ranks: int = 1, **variables: str) -> tuple[subprocess.Popen, list[int]]:
     """train.py, and the processes of its first step once they are in their training loop."""
-    run = subprocess.Popen(
-        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out", *argv],
-        env=environment(LOOP="step1_sft", **variables),
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = start_train(*argv, LOOP="step1_sft", **variables)
     files = [Path(f"out/step1_sft/in_loop{rank}") for rank in range(ranks)]
     assert wait_for(lambda: all(f.exists() and f.read_text() for f in files), 60), run.poll()
     return run, [int(file.read_text()) for file in files]

@@ -172,18 +172,6 @@ def test_flags_that_change_no_result_are_no_difference(changed):
     assert horizon == ("kl_horizon: 10000 -> 5" if "kl_horizon" in changed else "")
 
 
-FILES = {"environment": "game.py:Game", "tools": ["game.py:look,ask"], "chat_template": "game.py"}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_an_edited_file_is_a_difference(name):
-    Path("game.py").write_text("as it was")
-    finish(rlhf(**{name: FILES[name]}))
-    assert not differences(rlhf(**{name: FILES[name]}), None, 1)
-    Path("game.py").write_text("edited")
-    assert describe(differences(rlhf(**{name: FILES[name]}), None, 1)).endswith("changed since")
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
 def test_a_base_model_that_was_edited_in_place_is_a_difference(file):
     """A download has no mark."""

@@ -88,9 +88,8 @@ def here(name, folder):
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
 )
-def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch):
+def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch, gpus_here):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(run_plan, "_num_gpus", lambda: 0)
     argv = ["--recipe", name, "--dry_run", "--output_dir", str(tmp_path / "out")]
     if name == "distill":  # the teacher is the result of another run
         argv += ["--teacher_model_name_or_path", "builtin/tiny"]

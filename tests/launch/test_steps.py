@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from stub_steps import finish, plan, planned
+from stub_steps import QUIET, finish, plan, planned
 
 from dschat.config import UserError
 
@@ -63,7 +63,7 @@ def test_a_policy_of_the_other_kind_is_not_taken_as_finished(tree, settings, los
     finish(Path("out/step1_sft"))
     finish(Path("out/step2_reward"))
     (folder / "training_config.yaml").write_text(settings + "\n")
-    argv = ["--recipe", "quiet", "--output-dir", "out", *(["--loss", loss] if loss else [])]
+    argv = [*QUIET, *(["--loss", loss] if loss else [])]
     with pytest.raises(UserError, match=r"--output_dir out has a policy that step \d trained"):
         plan(tree, *argv)
     last = 2 if loss else 3
@@ -97,7 +97,7 @@ def test_a_teacher_alone_leaves_out_step_two(tree):
 
 def test_a_reward_model_beside_reward_functions(tree):
     """A named base is trained, and the model is passed to step 3 as a reward source."""
-    argv = ("--recipe", "quiet", "--output-dir", "out", "--reward_url", "http://here:1")
+    argv = (*QUIET, "--reward_url", "http://here:1")
     fields = planned(tree, *argv)
     assert list(fields) == [1, 2, 3]
     assert fields[3]["reward_model_name_or_path"] == "out/step2_reward"

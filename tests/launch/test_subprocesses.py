@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from stub_steps import train
+from python_process import environment
+from stub_steps import QUIET, train
 
 from dschat.launch import watchdog
 from dschat.launch.subprocesses import RunReport
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = environment()
 
 
 def write_metrics(folder: Path, text: str) -> None:
@@ -80,7 +80,7 @@ def test_a_report_ends_with_train_py(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--no_report"]])
 def test_train_says_why_there_is_no_report(tree, flags):
-    done = train("--recipe", "quiet", "--output-dir", "out", *flags)
+    done = train(*QUIET, *flags)
     assert done.returncode == 0
     assert ("no report: out: no metrics there" in done.stdout) == (not flags)
 
@@ -88,10 +88,9 @@ def test_train_says_why_there_is_no_report(tree, flags):
 @pytest.mark.slow
 def test_a_report_that_a_kill_prevented_is_written_later(tree):
     """Steps that are finished are skipped; their report is written if it is missing or older."""
-    command = ("--recipe", "quiet", "--output-dir", "out")
-    assert "no report: out: no metrics there" in train(*command).stdout
+    assert "no report: out: no metrics there" in train(*QUIET).stdout
     page = tree / "out/report.html"
     page.touch()
-    assert "report" not in train(*command).stdout
+    assert "report" not in train(*QUIET).stdout
     page.unlink()
-    assert "no report: out: no metrics there" in train(*command).stdout
+    assert "no report: out: no metrics there" in train(*QUIET).stdout

@@ -4,18 +4,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from stub_steps import alive, environment, in_loop, plan, wait_for
+from stub_steps import QUIET, alive, in_loop, plan, start_train, wait_for
 
 from dschat.config import UserError
 from dschat.launch import watchdog
 
-AGAIN = ("--recipe", "quiet", "--output-dir", "out", "--resume", "latest")
+AGAIN = (*QUIET, "--resume", "latest")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -41,10 +39,7 @@ def test_a_killed_train_py_stops_its_step(tree, ranks, capfd):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_a_train_py_killed_while_a_model_loads(tree):
     """There is nothing to save, and no checkpoint."""
-    run = subprocess.Popen(
-        [sys.executable, "train.py", "--recipe", "quiet", "--output-dir", "out"],
-        env=environment(HANG="step1_sft"),
-    )
+    run = start_train(HANG="step1_sft")
     pids = Path("out/step1_sft/pids")
     assert wait_for(pids.exists, 60)
     run.kill()

@@ -52,9 +52,9 @@ def tiny_model(family: str) -> torch.nn.Module:
         ),
     }
     config = configs[family]()
-    config._attn_implementation = "eager"
     config.pad_token_id = 1
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.train()
 
 
 def generation_flops(prompt_len: int, answer_len: int) -> int:

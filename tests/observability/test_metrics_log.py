@@ -146,11 +146,14 @@ def test_a_checkpoint_of_a_run_without_samples_drops_them_all(tmp_path):
 def test_other_sinks_get_samples_as_text_and_table(tmp_path, monkeypatch):
     """With fakes of the parts that are called."""
     texts, logged = [], []
-    log = sampling_log(tmp_path)
-    log._tensorboard = SimpleNamespace(add_text=lambda *a: texts.append(a), close=lambda: None)
-    log._wandb = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=str)
-    table = SimpleNamespace(Table=lambda columns, data: (columns, data))
-    monkeypatch.setitem(sys.modules, "wandb", table)
+    writer = SimpleNamespace(add_text=lambda *a: texts.append(a), close=lambda: None)
+    run = SimpleNamespace(id="a", log=lambda row, step: logged.append((row, step)), finish=str)
+    for name, fake in {
+        "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=lambda folder: writer),
+        "wandb": SimpleNamespace(init=lambda **_: run, Table=lambda columns, data: (columns, data)),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    log = MetricsLog(str(tmp_path), SFTConfig(enable_tensorboard=True, enable_wandb=True))
     log.write_samples(3, {}, [{"answer": "<b>|\n", "score": 0.25}])
     log.close()
     assert texts == [

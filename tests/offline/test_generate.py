@@ -220,11 +220,8 @@ def test_another_family_generates_with_its_own_module(models, prompts, tmp_path)
     assert all(len(row["answers"]) == 2 for row in rows_of(tmp_path / "out.jsonl"))
 
 
-def test_training_reads_the_output(models, write, tmp_path, monkeypatch):
+def test_training_reads_the_output(models, write, tmp_path, own_cache):
     """Steps 1 and 2 get the prompt as the model read it, with the answers as they were chosen."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"question": f"w{i} w4", "level": i} for i in range(2, 12)]  # a chat, by its column
     data, out = write("questions.jsonl", rows), tmp_path / "out.jsonl"
     run(

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
-import datasets
+import forked
 import pytest
 import tiny_models
 import torch
@@ -20,7 +20,7 @@ from dschat.config import UserError, parser
 from dschat.offline.evaluate import evaluate
 from dschat.offline.flags import EvalConfig
 
-pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval")
 
 TASKS = {
     "choice.yaml": """
@@ -71,8 +71,7 @@ ENDS = [["\n\n"], ["e"], ["no such text", "a"], ["</s>"], []]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def cache(own_cache, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
@@ -162,7 +161,7 @@ def test_answers(checkpoint):
     """Greedy, with stop strings; long contexts lose their start. Random weights over bytes write
     halves of characters.
     """
-    wanted = {"do_sample": False, "max_gen_toks": 24}
+    wanted = {"do_sample": False, "max_gen_toks": 12}
     requests = [(c, wanted | {"until": ends}) for ends in ENDS for c in CONTEXTS[1:]]
     hf, ours = both(checkpoint)
     expected = hf.generate_until(instances("generate_until", requests), disable_tqdm=True)
@@ -201,9 +200,16 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_tasks_have_the_values_of_hf(chat, family, checkpoints, task):
+@pytest.mark.parametrize(
+    ("family", "chat"),
+    [
+        ("llama", False),
+        ("gpt2", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_tasks_have_the_values_of_hf(family, chat, checkpoints, task):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -380,11 +386,11 @@ def test_a_label_out_of_range_is_reported(example, says, checkpoints, caplog):
     assert "Label index was not in within range" in caplog.text
 
 
-def test_it_is_quiet(example, checkpoints, capfd):
+def test_it_is_quiet(example, checkpoints):
     """No bars, logs or notes of the library beside the table."""
     name = example("choice.yaml", [NUMBERS | {"answer": 2}] * 3)
     words = ["--path", str(checkpoints / "gpt2"), "--task", name]
-    subprocess.run([sys.executable, "-m", "dschat", "eval", *words], check=True, cwd=os.getcwd())
-    out, err = capfd.readouterr()
-    assert "choice/acc" in out
-    assert [line for line in err.splitlines() if "is evaluated" not in line] == []
+    done = forked.run("-m", "dschat", "eval", *words, cwd=os.getcwd())
+    assert done.code == 0, done.stderr
+    assert "choice/acc" in done.stdout
+    assert [line for line in done.stderr.splitlines() if "is evaluated" not in line] == []

@@ -4,12 +4,11 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from python_process import python
 from run_folders import write_run
 
 from dschat.config import UserError
@@ -99,9 +98,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_the_command(tmp_path):
     write_run(tmp_path / "out")
-    command = [sys.executable, "-m", "dschat", "report", "out"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python("-m", "dschat", "report", "out", cwd=tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("report: out/report.html\n", "", 0)
 
 

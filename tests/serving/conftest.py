@@ -48,6 +48,30 @@ def compared(tmp_path_factory):
     yield from _serve(tmp_path_factory, path=paths, reward_model=str(folder), max_num_seqs=4)
 
 
+@pytest.fixture
+def may_step():
+    """Steps wait for it; the end of a test sets it, so that a failure leaves no thread waiting."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """``before(worker, name, action)``: ahead of each call of that method of the engine's core."""
+
+    def patch(worker, name, action):
+        method = getattr(worker._core, name)
+
+        def call(*args):
+            action()
+            return method(*args)
+
+        monkeypatch.setattr(worker._core, name, call)
+
+    return patch
+
+
 def _serve(tmp_path_factory, **options):
     uvicorn = pytest.importorskip("uvicorn")
     from dschat.serving.__main__ import _listen
@@ -66,7 +90,13 @@ def _serve(tmp_path_factory, **options):
         scorer = ChatScorer(config.reward_model, config.dtype)
     app = create_app(server, [], PreferenceFile(config.preferences), scorer)
     listener = _listen("127.0.0.1", 0)
-    settings = uvicorn.Config(app, log_level="warning", lifespan="on", http=BoundedConnection)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="on",
+        http=BoundedConnection,
+        timeout_graceful_shutdown=5,  # of requests that a failure left
+    )
     running = uvicorn.Server(settings)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -80,6 +110,7 @@ def _serve(tmp_path_factory, **options):
         port=port,
         url=f"http://127.0.0.1:{port}",
         config=config,
+        settings=settings,
     )
     running.should_exit = True
     thread.join()

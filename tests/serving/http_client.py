@@ -1,8 +1,9 @@
-"""Talks to the server as a client that is no library."""
+"""Talks to the server as a client that is no library, and waits for what it does."""
 
 import http.client
 import json
 import socket
+import time
 
 FOREVER = {"prompt": "sun", "max_tokens": 400, "stream": True, "ignore_eos": True}
 
@@ -18,11 +19,25 @@ def ask(served, path, body, method="POST", **headers):
     return response.status, response.headers, text
 
 
+def send(served, path, body):
+    """A socket on which a request was sent, for a response that nobody reads yet."""
+    client = socket.create_connection(("127.0.0.1", served.port), timeout=120)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+    return client
+
+
 def begin(served, body):
     """A socket on which a streamed answer has begun."""
-    client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-    client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+    client = send(served, "/v1/completions", body)
     assert client.recv(20).startswith(b"HTTP/1.1 200")
     return client
+
+
+def wait_until(condition):
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited for a minute")

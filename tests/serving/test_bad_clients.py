@@ -2,20 +2,9 @@
 
 import http.client
 import json
-import socket
-import threading
-import time
 
 import pytest
-from http_client import FOREVER, ask, begin
-
-
-def wait_until(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("waited for 30 s")
+from http_client import FOREVER, ask, begin, send, wait_until
 
 
 def is_idle(served):
@@ -24,92 +13,67 @@ def is_idle(served):
     return not worker._open and not worker._handles and cache.num_free == cache.num_pages
 
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def completion(**fields):
+    return COMPLETIONS, {"prompt": "a"} | fields
+
+
+def conversation(role="user", content="a", turn=(), **fields):
+    return CHAT, {"messages": [{"role": role, "content": content, **dict(turn)}]} | fields
+
+
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+WRONG = [
+    (COMPLETIONS, b"{", "the body is not JSON"),
+    (COMPLETIONS, b"\xff\xfe", "the body is not JSON"),
+    (COMPLETIONS, {}, "prompt: Field required"),
+    (*completion(prompt=""), "prompt 0 is empty"),
+    (*completion(prompt=[]), "prompt: is empty"),
+    (*completion(prompt=[1, 10**9]), "outside the vocabulary"),
+    (*completion(max_tokens=0), "max_tokens: "),
+    (*completion(max_tokens=10**6), "exceeds"),
+    (*completion(temperature=-1), "temperature -1"),
+    (*completion(top_p=0), "top_p 0"),
+    (*completion(n=129), "n: "),
+    (*completion(prompt=["a"] * 300, n=2), "more than the queue holds"),
+    (*completion(logit_bias={"9999": 1}), "token id 9999"),
+    (*completion(logit_bias={"a": 1}), "logit_bias.a"),
+    (*completion(presence_penalty=3), "presence_penalty: "),
+    (*completion(allowed_token_ids=[]), "allowed_token_ids: "),
+    (*completion(response_format={"type": "xml"}), "response_format"),
+    (*completion(response_format={"type": "json_schema"}), "response_format"),
+    (*completion(response_format=NO_SCHEMA), "response_format"),
+    (*completion(stop=["x"] * 17), "stop"),
+    (*completion(seed=2**64), "seed: "),
+    (*completion(guided_json={}), "guided_json "),
+    (*completion(structured_outputs={"choice": ["a"]}), "structured_outputs "),
+    (*completion(prompt_logprobs=1), "prompt_logprobs "),
+    (*completion(something_new=False), "something_new "),
+    (CHAT, {"messages": []}, "messages: "),
+    (CHAT, {"messages": [{"role": "user"}]}, "content"),
+    (*conversation(chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs "),
+    (*conversation(add_generation_prompt=False), "add_generation_prompt "),
+    (*conversation(continue_final_message=True), "continue_final_message "),
+    (*conversation(functions=[{}]), "functions "),
+    (*conversation(tools=[{}]), "tools"),
+    (*conversation(content=None), "messages.0: a turn without content"),
+    (*conversation(content=[{"type": "image_url"}]), "a part of the type 'image_url'"),
+    (
+        *conversation("assistant", "a", {"tool_calls": [{}]}),
+        "messages.0: a tool call without a name",
+    ),
+    (*conversation("assistant", None, {"tool_calls": [{}]}), "messages.0: a tool call without"),
+]
+NOWHERE = [(*completion(model="b"), "there is tiny"), ("/v1/nothing", {}, "Not Found")]
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
-    [
-        ("/v1/completions", b"{", 400, "the body is not JSON"),
-        ("/v1/completions", b"\xff\xfe", 400, "the body is not JSON"),
-        ("/v1/completions", {}, 400, "prompt: Field required"),
-        ("/v1/completions", {"prompt": ""}, 400, "prompt 0 is empty"),
-        ("/v1/completions", {"prompt": []}, 400, "prompt: is empty"),
-        ("/v1/completions", {"prompt": [1, 10**9]}, 400, "outside the vocabulary"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens: "),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, 400, "exceeds"),
-        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature -1"),
-        ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p 0"),
-        ("/v1/completions", {"prompt": "a", "n": 129}, 400, "n: "),
-        ("/v1/completions", {"prompt": ["a"] * 300, "n": 2}, 400, "more than the queue holds"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"9999": 1}}, 400, "token id 9999"),
-        ("/v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias.a"),
-        ("/v1/completions", {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty: "),
-        ("/v1/completions", {"prompt": "a", "allowed_token_ids": []}, 400, "allowed_token_ids: "),
-        *(
-            ("/v1/completions", {"prompt": "a", "response_format": wanted}, 400, "response_format")
-            for wanted in (
-                {"type": "xml"},
-                {"type": "json_schema"},
-                {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
-            )
-        ),
-        ("/v1/completions", {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
-        ("/v1/completions", {"prompt": "a", "seed": 2**64}, 400, "seed: "),
-        ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "there is tiny"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages: "),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
-        *(
-            ("/v1/completions", {"prompt": "a", name: value}, 400, f"{name} ")
-            for name, value in (
-                ("guided_json", {}),
-                ("structured_outputs", {"choice": ["a"]}),
-                ("prompt_logprobs", 1),
-                ("something_new", False),
-            )
-        ),
-        *(
-            (
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": "a"}], name: value},
-                400,
-                f"{name} ",
-            )
-            for name, value in (
-                ("chat_template_kwargs", {"enable_thinking": False}),
-                ("add_generation_prompt", False),
-                ("continue_final_message", True),
-                ("functions", [{}]),
-            )
-        ),
-        *(
-            (
-                "/v1/chat/completions",
-                {"messages": [{"role": "assistant", "content": c, "tool_calls": [{}]}]},
-                400,
-                "messages.0: a tool call without a name",
-            )
-            for c in ("a", None)
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": None}]},
-            400,
-            "messages.0: a turn without content",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
-            400,
-            "tools",
-        ),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "messages.0: a turn with a part of the type 'image_url'",
-        ),
-        ("/v1/nothing", {}, 404, "Not Found"),
-    ],
+    ("status", "path", "body", "said"),
+    [*((400, *row) for row in WRONG), *((404, *row) for row in NOWHERE)],
 )
-def test_wrong_requests(path, body, status, said, served):
+def test_wrong_requests(status, path, body, said, served):
     got, _, text = ask(served, path, body)
     error = json.loads(text)["error"]
     assert (got, said in error["message"]) == (status, True), text
@@ -122,49 +86,48 @@ def test_fields_that_ask_for_nothing(served):
         ("n", "stream", "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "guided_json")
     )
     nothing |= {"user": "a", "store": True, "metadata": {"a": "b"}, "repetition_penalty": 1.0}
-    status, _, text = ask(served, "/v1/completions", {"prompt": "a", **nothing})
+    status, _, text = ask(served, COMPLETIONS, {"prompt": "a", **nothing})
     assert (status, len(json.loads(text)["choices"])) == (200, 1), text
     message = {"role": "user", "content": "a", "name": "b", "tool_calls": None}
     assert ask(served, "/v1/chat/completions", {"messages": [message], **nothing})[0] == 200
 
 
-def test_equal_prompts_without_a_seed_have_answers_of_their_own(served):
-    body = {"prompt": ["sun"] * 4, "max_tokens": 20, "ignore_eos": True}
-    for seed in (None, 7):
-        status, _, text = ask(served, "/v1/completions", body | {"seed": seed})
+@pytest.mark.parametrize(("seed", "different"), [(None, 8), (7, 1)])
+def test_equal_prompts_without_a_seed_have_answers_of_their_own(seed, different, served):
+    """Those of one request, and of two."""
+    body = {"prompt": ["sun"] * 4, "max_tokens": 20, "ignore_eos": True, "seed": seed}
+    texts = set()
+    for _ in range(2):
+        status, _, text = ask(served, COMPLETIONS, body)
         assert status == 200, text
-        texts = {choice["text"] for choice in json.loads(text)["choices"]}
-        assert len(texts) == (4 if seed is None else 1)
+        texts |= {choice["text"] for choice in json.loads(text)["choices"]}
+    assert len(texts) == different
 
 
 def test_the_drawn_token_has_one_log_prob(served):
     body = {"prompt": "sun", "max_tokens": 8, "temperature": 0, "logprobs": 3}
-    (choice,) = json.loads(ask(served, "/v1/completions", body)[2])["choices"]
+    (choice,) = json.loads(ask(served, COMPLETIONS, body)[2])["choices"]
+    assert choice == json.loads(ask(served, COMPLETIONS, body)[2])["choices"][0]  # greedy
     found = choice["logprobs"]
     for value, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
         assert value in top.values()
 
 
 @pytest.mark.parametrize(
-    ("path", "sent", "meant"),
+    ("sent", "meant"),
     [
-        ("/v1/completions", {"prompt": "half \ud83d"}, {"prompt": "half ?"}),
-        ("/v1/completions", {"prompt": ["half \ude00"]}, {"prompt": ["half ?"]}),
-        *(
-            (
-                "/v1/chat/completions",
-                *({"messages": [{"role": "user", "content": c}]} for c in both),
-            )
-            for both in (
-                ("half \ud83d", "half ?"),
-                ([{"type": "text", "text": "half \ud83d"}], "half ?"),
-            )
+        (completion(prompt="half \ud83d"), completion(prompt="half ?")),
+        (completion(prompt=["half \ude00"]), completion(prompt=["half ?"])),
+        (conversation(content="half \ud83d"), conversation(content="half ?")),
+        (
+            conversation(content=[{"type": "text", "text": "half \ud83d"}]),
+            conversation(content="half ?"),
         ),
     ],
 )
-def test_half_an_emoji_is_a_question_mark(path, sent, meant, served):
+def test_half_an_emoji_is_a_question_mark(sent, meant, served):
     answers = []
-    for body in (sent, meant):
+    for path, body in (sent, meant):
         status, _, text = ask(served, path, body | {"max_tokens": 8, "seed": 3})
         assert status == 200, text
         answers.append(json.loads(text)["choices"])
@@ -172,12 +135,12 @@ def test_half_an_emoji_is_a_question_mark(path, sent, meant, served):
 
 
 def test_half_an_emoji_as_a_model(served):
-    assert ask(served, "/v1/completions", {"prompt": "a", "model": "\ud83d"})[0] == 404
+    assert ask(served, COMPLETIONS, {"prompt": "a", "model": "\ud83d"})[0] == 404
 
 
 def test_a_body_too_large(served):
     body = json.dumps({"prompt": "a" * 10 * 2**20}).encode()
-    status, _, text = ask(served, "/v1/completions", body)
+    status, _, text = ask(served, COMPLETIONS, body)
     assert (status, "--max_request_mib" in text.decode()) == (413, True)
 
 
@@ -186,63 +149,49 @@ def test_a_large_body_without_its_size(served):
     chunks = iter([b"a" * 2**16] * 160)
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
+    connection.request("POST", COMPLETIONS, chunks, headers, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves(stream, served, monkeypatch):
+def test_a_client_that_leaves(stream, served, before, may_step):
     """Its answers end, and their pages are free."""
-    worker, may_step = served.model.worker, threading.Event()
-    step, steps = worker._core.step, []
+    worker, steps = served.model.worker, []
 
-    def pauses():
+    def pause():
         steps.append(1)
         if len(steps) > 20:
             may_step.wait()
-        return step()
 
-    monkeypatch.setattr(worker._core, "step", pauses)
+    before(worker, "step", pause)
     body = FOREVER | {"n": 4, "stream": stream}
-    if stream:
-        client = begin(served, body)
-    else:
-        client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
-        client.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + data)
+    client = send(served, COMPLETIONS, body)
     wait_until(lambda: worker.num_running == 4)
-    before = worker.stats.answer_tokens
+    answered = worker.stats.answer_tokens
     client.close()
-    wait_until(lambda: not worker._open)
+    wait_until(lambda: worker.num_running == 0)
     may_step.set()
     wait_until(lambda: is_idle(served))
-    assert worker.stats.answer_tokens - before < 4 * 300  # not to their end
+    assert worker.stats.answer_tokens - answered < 4 * 300  # not to their end
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(served):
     clients = [begin(served, FOREVER | {"n": 8, "logprobs": 5}) for _ in range(3)]
-    status, _, text = ask(served, "/v1/completions", {"prompt": "moon", "max_tokens": 5})
+    status, _, text = ask(served, COMPLETIONS, {"prompt": "moon", "max_tokens": 5})
     assert status == 200, text
     for client in clients:
         client.close()
     wait_until(lambda: is_idle(served))
 
 
-def test_a_full_queue(small, monkeypatch):
+def test_a_full_queue(small, before, may_step):
     """Room for one that decodes and one that waits; the third is told to come back later."""
-    worker, may_step = small.model.worker, threading.Event()
-    step = worker._core.step
-
-    def late():
-        may_step.wait()
-        return step()
-
-    monkeypatch.setattr(worker._core, "step", late)
+    worker = small.model.worker
+    before(worker, "step", may_step.wait)
     clients = [begin(small, FOREVER) for _ in range(2)]
     wait_until(lambda: worker.num_waiting == 2)
-    status, headers, text = ask(small, "/v1/completions", FOREVER)
+    status, headers, text = ask(small, COMPLETIONS, FOREVER)
     assert (status, headers["Retry-After"]) == (429, "2"), text
     may_step.set()
     for client in clients:
@@ -250,37 +199,27 @@ def test_a_full_queue(small, monkeypatch):
     wait_until(lambda: is_idle(small))
 
 
-def test_a_step_that_fails_ends_its_requests_alone(served, monkeypatch, caplog):
-    worker = served.model.worker
-    step = worker._core.step
+@pytest.mark.parametrize(
+    ("method", "said"), [("step", "a step failed"), ("add", "a request could not be queued")]
+)
+def test_what_fails_ends_its_requests_alone(method, said, served, before, caplog):
+    failures = [RuntimeError("out of memory")]
 
-    def fails():
-        monkeypatch.setattr(worker._core, "step", step)
-        raise RuntimeError("out of memory")
+    def fail_once():
+        if failures:
+            raise failures.pop()
 
-    monkeypatch.setattr(worker._core, "step", fails)
-    status, _, text = ask(served, "/v1/completions", {"prompt": "sun"})
+    before(served.model.worker, method, fail_once)
+    status, _, text = ask(served, COMPLETIONS, {"prompt": "sun"})
     assert (status, "server's log" in text.decode()) == (500, True)
+    assert said in caplog.text
     assert "out of memory" in caplog.text
-    assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 200
+    assert ask(served, COMPLETIONS, {"prompt": "sun"})[0] == 200
     assert ask(served, "/health", b"", "GET")[0] == 200
 
 
-def test_a_request_that_cannot_be_queued_fails_alone(served, monkeypatch):
-    core = served.model.worker._core
-    add = core.add
-
-    def fails(*_):
-        monkeypatch.setattr(core, "add", add)
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(core, "add", fails)
-    assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 500
-    assert ask(served, "/v1/completions", {"prompt": "sun"})[0] == 200
-
-
 def test_metrics(served):
-    ask(served, "/v1/completions", {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+    ask(served, COMPLETIONS, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
     _, _, text = ask(served, "/metrics", b"", "GET")
     lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
     assert float(lines['dschat_requests_total{path="/v1/completions",status="200"}']) >= 1

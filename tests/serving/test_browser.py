@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -110,17 +109,15 @@ def test_under_its_own_policy(browser, compared):
     opened.close()
 
 
-def test_stop_by_key_and_copy(page, compared, monkeypatch):
+def test_stop_by_key_and_copy(page, compared, before, may_step):
     worker = compared.server.models["tiny"].worker
-    step, may_step = worker._core.step, threading.Event()
-    before = worker.stats.answer_tokens
+    answered = worker.stats.answer_tokens
 
-    def pauses():
-        if worker.stats.answer_tokens - before >= 30:
+    def pause():
+        if worker.stats.answer_tokens - answered >= 30:
             may_step.wait()
-        return step()
 
-    monkeypatch.setattr(worker._core, "step", pauses)
+    before(worker, "step", pause)
     page.locator("#models input").nth(1).uncheck()
     settings(page, max_tokens=100, system="be brief")
     page.route(
@@ -134,7 +131,7 @@ def test_stop_by_key_and_copy(page, compared, monkeypatch):
     page.wait_for_function("document.querySelector('.answer .text')?.textContent.length > 20")
     page.keyboard.press("Escape")
     page.wait_for_function("!document.querySelector('#send').hidden")
-    while worker._open:
+    while worker.num_running:
         page.wait_for_timeout(10)
     may_step.set()
     wait_for_answers(page, 1)
@@ -144,7 +141,7 @@ def test_stop_by_key_and_copy(page, compared, monkeypatch):
     page.locator("text=Copy").click()
     page.wait_for_function("document.querySelector('#status').textContent === 'copied'")
     assert page.evaluate("navigator.clipboard.readText()").strip() == text.strip()
-    assert worker.stats.answer_tokens - before < 100
+    assert worker.stats.answer_tokens - answered < 100
 
 
 def test_an_error_is_shown(page):

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from http_client import ask
@@ -37,7 +36,7 @@ def test_scores_are_those_of_the_model(compared):
         assert score == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_preference_is_a_row_of_step_2(compared, monkeypatch, tmp_path):
+def test_a_preference_is_a_row_of_step_2(compared, own_cache):
     body = {
         "messages": [{"role": "system", "content": "be brief"}, *MESSAGES],
         "chosen": "a star\n☀",
@@ -50,7 +49,6 @@ def test_a_preference_is_a_row_of_step_2(compared, monkeypatch, tmp_path):
     path = compared.config.preferences
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     assert rows[-1]["chosen_model"] == "tiny"
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     config = DataConfig(data_path=[path], eval_fraction=0.0, data_split="0,1,0")
     train, _ = load_examples(config, "reward")
     example = Example.from_row(train[-1])

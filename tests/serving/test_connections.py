@@ -1,16 +1,15 @@
 """Connections that send no request, and answers that run when the server is stopped."""
 
-import collections
 import json
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import forked
 import pytest
-from http_client import FOREVER, ask
+from http_client import FOREVER, ask, send, wait_until
 
 pytest.importorskip("uvicorn")
 from dschat.serving import limits  # noqa: E402
@@ -44,6 +43,7 @@ def test_headers_that_do_not_arrive(first, drip, served, monkeypatch):
     if drip == b"\r\n" and first == HEAD:
         pytest.skip("ends the headers")
     monkeypatch.setattr(limits, "_HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(served.settings, "timeout_keep_alive", 0.3)
     with opened(served) as client:
         client.sendall(first)
         assert is_ended(client, drip)
@@ -73,41 +73,33 @@ def test_more_connections_than_are_allowed(served, monkeypatch):
 
 
 @pytest.mark.parametrize("drain_s", [0, 60])
-def test_answers_that_run_when_the_server_is_stopped(drain_s):
+def test_answers_that_run_when_the_server_is_stopped(drain_s, tmp_path):
     """They end within --drain_s, or with an error; the process exits with code 0."""
-    command = [sys.executable, "-m", "dschat", "serve", "--path", "tiny=builtin/tiny", "--port"]
-    options = ["0", "--max_num_seqs", "4", "--drain_s", str(drain_s)]
-    with subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        port = int(re.search(r":(\d+) \(", process.stdout.readline())[1])
-        clients = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(12)]
-        for i, client in enumerate(clients):
-            data = json.dumps(FOREVER | {"stream": i % 3 > 0}).encode()
-            head = f"Host: localhost\r\nContent-Length: {len(data)}\r\n"
-            head += "Content-Type: application/json\r\n\r\n"
-            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}".encode() + data)
+    argv = ["-m", "dschat", "serve", "--path", "tiny=builtin/tiny", "--port", "0"]
+    argv += ["--max_num_seqs", "4", "--drain_s", str(drain_s)]
+    command = forked.Command(argv, signal.SIGTERM, after_file="asked")
+    printed = tmp_path / "runs/0/stdout"
+    with ThreadPoolExecutor(13) as pool:
+        stopped = pool.submit(forked.run_all, tmp_path, None, [command])
+        wait_until(lambda: printed.exists() and printed.read_text().endswith("\n"))
+        server = SimpleNamespace(port=int(re.search(r":(\d+) \(", printed.read_text())[1]))
+        bodies = [FOREVER | {"stream": i % 3 > 0} for i in range(12)]
+        clients = [send(server, "/v1/completions", body) for body in bodies]
         assert clients[1].recv(15) == b"HTTP/1.1 200 OK"
-        received = collections.defaultdict(bytes)
-
-        def read(i):
-            while part := clients[i].recv(65536):
-                received[i] += part
-
-        threads = [threading.Thread(target=read, args=(i,)) for i in range(12)]
-        for thread in threads:
-            thread.start()
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
-        for thread, client in zip(threads, clients, strict=True):
-            thread.join(30)
-            client.close()
-    assert (process.returncode, "Traceback" in said) == (0, False), said
-    for i, text in sorted(received.items()):
+        received = [pool.submit(whole_response, client) for client in clients]
+        (tmp_path / "runs/0/work/asked").write_text("all of them")
+        (outcome,) = stopped.result()
+    said = outcome.stderr
+    assert (outcome.code, "Traceback" in said) == (0, False), said
+    for i, text in enumerate(future.result() for future in received):
         is_whole = b'"finish_reason":"length"' in text
         assert is_whole or (not drain_s and b"the server stops" in text), text[-300:]
         if i % 3:
             assert text.count(b"data: [DONE]") == 1
         else:
             assert text.startswith(b"HTTP/1.1 200" if is_whole else b"HTTP/1.1 503")
-    assert len(received) == 12
+
+
+def whole_response(client):
+    with client:
+        return b"".join(iter(lambda: client.recv(65536), b""))

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from http_client import ask
-from test_bad_clients import wait_until
+from http_client import ask, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
@@ -17,6 +15,8 @@ from dschat.inference.sequence import Request
 pytest.importorskip("fastapi")
 from dschat.serving.generation import Generation  # noqa: E402
 from dschat.serving.patience import TimedOut  # noqa: E402
+
+CHAT = "/v1/chat/completions"
 
 
 def chat(**fields):
@@ -41,33 +41,25 @@ def held(small, monkeypatch):
     may_go.set()
 
 
-def send(served, body):
-    client = socket.create_connection(("127.0.0.1", served.port), timeout=60)
-    data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
-    client.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + data)
-    return client
-
-
 def test_prompts_of_clients_that_left_are_not_encoded(held):
     """And more than --max_waiting that wait for it are refused."""
-    first = send(held, chat())
+    first = send(held, CHAT, chat())
     wait_until(lambda: held.begun == ["sun"])
-    second = send(held, chat(messages=[{"role": "user", "content": "moon"}]))
+    second = send(held, CHAT, chat(messages=[{"role": "user", "content": "moon"}]))
     wait_until(lambda: held.server._encoders._num_waiting == 2)
-    status, headers, text = ask(held, "/v1/chat/completions", chat())
+    status, headers, text = ask(held, CHAT, chat())
     assert (status, headers["Retry-After"]) == (429, "2"), text
     for client in (first, second):
         client.close()
     wait_until(lambda: held.server._encoders._num_waiting == 0)
     held.may_go.set()
-    assert ask(held, "/v1/chat/completions", chat())[0] == 200
+    assert ask(held, CHAT, chat())[0] == 200
     assert held.begun == ["sun", "sun"]  # never the moon
 
 
 def test_the_time_of_a_request_includes_its_encoding(held, monkeypatch):
     monkeypatch.setattr(held.server._encoders, "_timeout_s", 0.2)
-    status, _, text = ask(held, "/v1/chat/completions", chat())
+    status, _, text = ask(held, CHAT, chat())
     assert (status, "too long" in text.decode()) == (504, True)
     held.may_go.set()
 

@@ -132,18 +132,6 @@ def test_a_stop_string_ends_an_answer(client, alone, served):
     assert got.choices[0].finish_reason == "stop"
 
 
-def test_greedy_needs_no_seed(client, alone, served):
-    ids = served.model.tokenizer.encode("sun")
-    (text,), _ = alone(ids, max_new_tokens=9, temperature=0.0)
-    got = client.completions.create(model="tiny", prompt="sun", max_tokens=9, temperature=0)
-    assert got.choices[0].text == text
-
-
-def test_without_a_seed_answers_differ(client):
-    ask = {"model": "tiny", "prompt": "sun", "max_tokens": 30, "extra_body": {"ignore_eos": True}}
-    assert len({client.completions.create(**ask).choices[0].text for _ in range(3)}) == 3
-
-
 def test_under_load_tokens_come_together(client, alone, served, monkeypatch):
     """The first one at once, all others with the last."""
     monkeypatch.setattr("dschat.serving.worker._GATHER_S", 1e6)

@@ -1,6 +1,7 @@
 """Stop strings over any tokens, against a search of the whole text."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -74,44 +75,46 @@ def test_text_is_not_held_without_need(stops):
     assert answer(tokens, stops, "length")[0] == ["a", "b", "a"]
 
 
-def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens():
-    """Those that were drawn meanwhile are in neither its text nor the count."""
+def followed(drawn, stops, n=1):
+    """The events of a request whose ``drawn`` tokens (sample, piece, reason) come, the count of its
+    tokens, and what of it is cancelled.
+    """
     handle, cancelled = object(), []
-    worker = SimpleNamespace(
-        engine=SimpleNamespace(problem=lambda entries: None, stop_ids=()),
-        submit=lambda *request: handle,
-        cancel=lambda *answer: cancelled.append(answer),
-    )
-    drawn = [(0, "a", None), (0, "b", None), (1, "b", None), (0, " ", None), (1, "a", "length")]
 
-    async def events():
-        model = SimpleNamespace(worker=worker, tokenizer=Tokenizer())
-        answers = Generation(model, [Request([1], SamplingParams(n=2))], ["ab"], 0.0)
+    def submit(tokens, request):
         for sample, piece, reason in drawn:
             token = Token(handle, sample, PIECES.index(piece), 0.0, [], reason)
-            answers._tokens.put_nowait(token)
-        found = [event async for some in answers.events(60.0) for event in some]
-        return [(e.choice, e.text, e.finish_reason) for e in found], answers.completion_tokens
+            tokens.put_nowait(token)
+        return handle
 
-    texts, count = asyncio.run(events())
-    assert texts == [(0, "", None), (0, "", "stop"), (1, "b", None), (1, "a", "length")]
+    engine = SimpleNamespace(problem=lambda entries: None, stop_ids=())
+    worker = SimpleNamespace(engine=engine, submit=submit, cancel=lambda *a: cancelled.append(a))
+    model = SimpleNamespace(worker=worker, tokenizer=Tokenizer(), name="")
+
+    async def follow():
+        began = time.perf_counter()
+        answers = Generation(model, [Request([1], SamplingParams(n=n))], stops, began)
+        events = [event async for some in answers.events(60.0) for event in some]
+        return events, answers.completion_tokens
+
+    return (*asyncio.run(follow()), [answer for of, *answer in cancelled if of is handle])
+
+
+def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens():
+    """Those that were drawn meanwhile are in neither its text nor the count."""
+    drawn = [(0, "a", None), (0, "b", None), (1, "b", None), (0, " ", None), (1, "a", "length")]
+    events, count, cancelled = followed(drawn, ["ab"], n=2)
+    assert [(e.choice, e.text, e.finish_reason) for e in events] == [
+        *((0, "", None), (0, "", "stop"), (1, "b", None), (1, "a", "length"))
+    ]
     assert count == 4
-    assert cancelled[0] == (handle, 0)
+    assert cancelled[0] == [0]
 
 
 @pytest.mark.parametrize("stops", [[], ["aaab x", "b bz"]])
 def test_an_offset_is_where_the_tokens_own_text_begins(stops):
     """Also while that text is held back."""
     pieces = ["a", "aab", " ", "b", "a", "é"]
-    worker = SimpleNamespace(
-        engine=SimpleNamespace(problem=lambda entries: None, stop_ids=()),
-        submit=lambda *request: None,
-        cancel=lambda *answer: None,
-    )
-    model = SimpleNamespace(worker=worker, tokenizer=Tokenizer(), name="")
-    answers = Generation(model, [Request([1], SamplingParams())], stops, 0.0)
-    found = []
-    for piece in pieces:
-        token = Token(None, 0, PIECES.index(piece), 0.0, [], None)
-        found += answers._follow(token)
-    assert [event.offset for event in found] == [0, 1, 4, 5, 6, 7]
+    reasons = [None] * 5 + ["length"]
+    events, _, _ = followed([(0, *pair) for pair in zip(pieces, reasons, strict=True)], stops)
+    assert [event.offset for event in events] == [0, 1, 4, 5, 6, 7]

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from dschat.startup.files import no_link, replace_file
+from dschat.startup.files import replace_file
 
 
 def test_a_link_is_replaced_not_followed(tmp_path):
@@ -28,12 +28,3 @@ def test_what_fails_leaves_the_old_file_and_names_it(tmp_path):
         replace_file(tmp_path / "folder", b"new")
     assert problem.value.filename == str(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
-@pytest.mark.parametrize("mode", ["w", "a"])
-def test_files_that_grow_are_opened_through_no_link(mode, tmp_path):
-    (tmp_path / "theirs").write_text("kept")
-    (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    with pytest.raises(OSError, match="symbolic links"):
-        open(tmp_path / "link", mode, opener=no_link)  # noqa: SIM115
-    assert (tmp_path / "theirs").read_text() == "kept"

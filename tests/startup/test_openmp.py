@@ -1,15 +1,9 @@
 """The wait policy of OpenMP is set before torch loads, whichever way dschat is used."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from python_process import environment, python
 
 from dschat.startup.performance import num_teams
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Prints the policy as libgomp will read it, at the moment when torch is first imported.
 HOOK = """
@@ -33,10 +27,8 @@ USES = {
 
 
 def output_of(code, arguments, **variables):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
-    environment |= {"PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    env = {k: v for k, v in environment().items() if not k.startswith(("GOMP", "OMP"))}
+    done = python("-c", code, *arguments, env=env | variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

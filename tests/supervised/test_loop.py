@@ -140,13 +140,17 @@ def test_a_loss_that_has_run_away_is_still_a_number():
     assert metrics["perplexity"] == math.exp(100)
 
 
-class _AlwaysBad:
+class _Wrapped:
+    """A task, but for what a subclass does otherwise."""
+
     def __init__(self, task):
         self._task = task
 
     def __getattr__(self, name):
         return getattr(self._task, name)
 
+
+class _AlwaysBad(_Wrapped):
     def loss(self, model, batch):
         total, sums = self._task.loss(model, batch)
         return (total * float("inf") if torch.is_grad_enabled() else total), sums
@@ -208,16 +212,10 @@ def test_a_lora_run_that_trains_a_score_head(models_folder, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
 
 
-class _EndsOutOfMemory:
+class _EndsOutOfMemory(_Wrapped):
     """Its second evaluation, after training, fails as a CUDA device without memory does."""
 
     evaluations = 0
-
-    def __init__(self, task):
-        self._task = task
-
-    def __getattr__(self, name):
-        return getattr(self._task, name)
 
     def summarize(self, sums):
         self.evaluations += not torch.is_grad_enabled()
