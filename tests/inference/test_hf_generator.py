@@ -62,26 +62,6 @@ def test_greedy_is_what_generate_answers(name, generator_of):
         assert rollout.finish_reasons[i] == ("stop" if ids[-1] == EOS else "length")
 
 
-def test_stop_ids_end_an_answer_and_stay_in_it(generator_of):
-    generator = generator_of("llama")
-    free = generator.generate(
-        PROMPTS, SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
-    )
-    assert all(len(ids) == 6 for ids in free.token_ids)
-    assert set(free.finish_reasons) == {"length"}
-    stop = free.token_ids[0][2]
-    sampling = SamplingParams(
-        max_new_tokens=6, temperature=0, stop_token_ids=(stop,), ignore_eos=True
-    )
-    for ids, whole, reason in zip(
-        *[(r := generator.generate(PROMPTS, sampling)).token_ids, free.token_ids, r.finish_reasons],
-        strict=True,
-    ):
-        end = whole.index(stop) + 1 if stop in whole else 6
-        assert ids == whole[:end]
-        assert reason == ("stop" if stop in whole else "length")
-
-
 def test_no_answer_ends_before_min_new_tokens(generator_of):
     """Greedy against ``generate`` with the same minimum: log-probs are those of the raw logits."""
     model = generator_of("llama").module
@@ -103,20 +83,6 @@ def test_no_answer_ends_before_min_new_tokens(generator_of):
         again = as_stop.generate(PROMPTS, replace(sampling, stop_token_ids=(stop,)))
         assert again.token_ids == rollout.token_ids
     assert (0, 1) in lengths  # it does end an answer where it may
-
-
-def test_sampled_answers_end_at_any_length_from_the_minimum_on(generator_of):
-    """Half of the vocabulary ends an answer, so without a minimum hardly any would reach 4."""
-    generator = generator_of("llama")
-    stops = tuple(range(0, VOCAB, 2))
-    sampling = SamplingParams(max_new_tokens=8, n=40, min_new_tokens=4, stop_token_ids=stops)
-    answers = generator.generate(PROMPTS[:2], sampling).token_ids
-    for answer in answers:
-        assert not set(answer[:4]) & set(stops)
-        assert len(answer) == 8 or answer[-1] in stops
-    assert {len(answer) for answer in answers} >= {5, 6}
-    free = generator.generate(PROMPTS[:2], replace(sampling, min_new_tokens=0)).token_ids
-    assert min(map(len, free)) == 1
 
 
 @torch.no_grad()
@@ -224,20 +190,6 @@ def test_samples_do_not_depend_on_the_batch(name, generator_of):
         assert (
             alone.generate([prompt], SAMPLED, [i]).token_ids == whole.token_ids[2 * i : 2 * i + 2]
         )
-
-
-def test_stream_yields_what_generate_returns(generator_of):
-    sampling = SamplingParams(max_new_tokens=7, seed=5)
-    generator = generator_of("llama")
-    for prompt in PROMPTS:
-        assert (
-            list(generator.stream(prompt, sampling))
-            == generator.generate([prompt], sampling).token_ids[0]
-        )
-
-
-def test_nothing_asked_nothing_answered(generator_of):
-    assert len(generator_of("llama").generate([], SamplingParams())) == 0
 
 
 def test_training_mode_comes_back(generator_of):
