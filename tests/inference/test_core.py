@@ -89,7 +89,7 @@ def test_captured_steps_serve_requests_of_different_sampling(
     """And one with ``num_top``, beside which all decode step by step."""
     plain, graphs = engines("llama", **sizes)
     use(monkeypatch, lag, queue and queue())
-    core = check_requests(graphs, plain, random.Random(lag), 40, num_top=2)
+    core = check_requests(graphs, plain, random.Random(lag), 24, num_top=2)
     assert core.stats.decode_steps > 15
     kinds = {kind for *_, kind, _ in steps_of(graphs)}
     assert any(kind.has_greedy for kind in kinds)

@@ -75,14 +75,14 @@ def test_new_pages_follow_without_a_wait():
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_step_with_drafts_waits_for_nothing(name, n):
     """Outside the step, a rollout waits as often as without drafts: for its prompts."""
-    sampling = dataclasses.replace(SAMPLED, n=n, max_new_tokens=8, stop_token_ids=(60,))
+    sampling = dataclasses.replace(SAMPLED, n=n, stop_token_ids=(60,))
     found = []
     for mode in ("off", "history"):
         with fake_cuda() as watch:
             made = fake_engine(watch, CONFIGS[name](), speculate=mode, page_size=64)
             made.generate(PROMPTS, sampling)
             if mode == "history":
-                made.speculation.history.add(answered(ids, [0] * 8) for ids in PROMPTS)
+                made.speculation.history.add(answered(ids, [0] * 4) for ids in PROMPTS)
             watch.counts.clear()
             made.generate(PROMPTS, sampling)
         found.append(watch.counts)

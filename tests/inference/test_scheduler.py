@@ -11,7 +11,7 @@ from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Request
 
 
-@examples(250, 5000)
+@examples(100, 5000)
 @given(cases())
 def test_every_sequence_finishes_once_and_no_page_is_lost(case):
     run = Run(case).to_the_end()
@@ -19,7 +19,7 @@ def test_every_sequence_finishes_once_and_no_page_is_lost(case):
     assert run.scheduler.peak_pages <= case.num_pages
 
 
-@examples(150, 500)
+@examples(60, 500)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_second_call_continues_answers_of_the_first(case, random):
     """Its prompts start like the sequences of the first call, and are as long as the cache lets."""
@@ -34,14 +34,14 @@ def test_a_second_call_continues_answers_of_the_first(case, random):
     assert sorted(run.to_the_end().finished) == expected(case)
 
 
-@examples(30, 500)
+@examples(15, 500)
 @given(cases())
 def test_the_same_prompts_make_the_same_plans(case):
     """The ranks of a tensor-parallel group rely on it."""
     assert Run(case).to_the_end().trace == Run(case).to_the_end().trace
 
 
-@examples(150, 500)
+@examples(60, 500)
 @given(cases(), st.integers(0, 12))
 def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     run = Run(case)
@@ -54,7 +54,7 @@ def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     assert sorted(run.to_the_end().finished) == expected(case)
 
 
-@examples(150, 500)
+@examples(60, 500)
 @given(cases(), st.randoms(use_true_random=False))
 def test_what_is_dropped_changes_no_other_answer(case, random):
     run, dropped = Run(case), set()
@@ -73,7 +73,7 @@ def test_what_is_dropped_changes_no_other_answer(case, random):
     assert all(answer in run.finished for answer in expected(case) if answer[:2] not in dropped)
 
 
-@examples(60, 500)
+@examples(30, 500)
 @given(cases())
 def test_a_prompt_is_computed_once_where_there_is_room(case):
     n = len(case.answer_lengths[0])

@@ -97,11 +97,10 @@ def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
 def test_steps_with_drafts_run_all_but_attention(kernels):
     with fake_cuda() as watch:
         made = fake_engine(watch, CONFIGS["llama"](), speculate="history", page_size=64)
-        sampling = replace(SAMPLED, max_new_tokens=8)
-        made.generate(PROMPTS, sampling)
-        made.speculation.history.add(answered(ids, [0] * 8) for ids in PROMPTS)
+        made.generate(PROMPTS, SAMPLED)
+        made.speculation.history.add(answered(ids, [0] * 4) for ids in PROMPTS)
         watch.counts.clear()
-        made.generate(PROMPTS, sampling)
+        made.generate(PROMPTS, SAMPLED)
     captured = Counter({name: n for (inside, name), n in watch.counts.items() if inside})
     num_drafted = captured["cumprod"]
     num_steps = captured["draw"]

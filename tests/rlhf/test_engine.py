@@ -153,8 +153,9 @@ def test_frozen_models_take_no_device_memory_between_uses(models_folder):
 
 @pytest.mark.parametrize(
     ("zero", "aligned"),
-    [*(pytest.param(0, aligned, marks=pytest.mark.slow) for aligned in (False, True)), (3, True)],
+    [(0, False), (0, True), (3, True)],
 )
+@pytest.mark.slow  # tests/runtime aligns steps, tests/dist trains with the flag
 def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     """The critic's returns are not finite: its steps are skipped, and the actor's if aligned."""
     case = Case("ppo", zero, options=(("align_overflow", aligned),))
@@ -175,9 +176,8 @@ def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     assert unmoved == aligned
 
 
-@pytest.mark.parametrize(
-    ("zero", "hybrid"), [pytest.param(0, False, marks=pytest.mark.slow), (3, True)]
-)
+@pytest.mark.slow  # tests/runtime has fp16's steps
+@pytest.mark.parametrize(("zero", "hybrid"), [(0, False), (3, True)])
 def test_step_3_in_fp16(zero, hybrid, models_folder, monkeypatch):
     """The first loss scale is too high, which is no bad step; then both models train."""
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
