@@ -51,10 +51,19 @@ class Asked(NamedTuple):
     sampling: SamplingParams
     number: int
     limit: int
+    first_sample: int = 0
+    first_position: int = 0
+
+
+def alone(made, one):
+    core, request = made.core(), Request(*one)
+    core.add(request)
+    assert all(event.sequence.request is request for event in core.events())
+    return request.rollout()
 
 
 def generate(made, asked, draw):
-    prompts, samplings, numbers, limits = map(list, zip(*asked, strict=True))
+    prompts, samplings, numbers, limits, *_ = map(list, zip(*asked, strict=True))
     return made.generate(prompts, samplings[0], numbers, limits)
 
 
@@ -125,7 +134,10 @@ def calls(draw, door):
             limit = draw(st.sampled_from([limit, limit, 1, 2, 7]))
         if door is stream:
             sampling, number = replace(sampling, n=1), 0
-        asked.append(Asked(ids, sampling, number if door is stream else 10 * place + number, limit))
+        else:
+            number += 10 * place
+        first = [draw(st.sampled_from([0, 0, 1, 6])) for _ in range(2 * (door is requests))]
+        asked.append(Asked(ids, sampling, number, limit, *first))
     return asked
 
 
@@ -150,19 +162,16 @@ def check(module, capture, draw):
     for _ in range(draw(st.integers(1, 3))):
         door = draw(st.sampled_from(DOORS))
         asked = draw(calls(door))
-        alone = [
-            plain.generate([ids], sampling, [number], [limit])
-            for ids, sampling, number, limit in asked
-        ]
+        expected = [alone(plain, one) for one in asked]
         if made.speculation and draw(st.booleans()):
             changed = draw(st.sampled_from([0.0, 0.1, 0.5]))
-            for one, rollout in zip(asked, alone, strict=True):
+            for one, rollout in zip(asked, expected, strict=True):
                 remember(made, [one.ids], rollout, changed)
         with pytest.MonkeyPatch.context() as patch:
             lag, late = draw(st.sampled_from([0, 1, 2])), draw(st.booleans())
             use(patch, lag, LateQueue() if late else None, fewest_tokens=8)
             got = door(made, asked, draw)
-        expected = Rollout.joined(alone)
+        expected = Rollout.joined(expected)
         if door is stream:
             assert got.token_ids == expected.token_ids
         else:

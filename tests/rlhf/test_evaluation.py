@@ -150,21 +150,24 @@ def test_the_same_draws_every_time(models_folder):
     assert trainer.sampling().seed != EVAL_SEED
 
 
-def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
-    scores = iter([0.2, 0.5, 0.4, float("nan"), 0.5])
-    monkeypatch.setattr(
-        "dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": next(scores)}
-    )
+@pytest.fixture
+def keeper(models_folder, monkeypatch, tmp_path):
+    """A trainer that keeps the best actor, what evaluations find, and the actors it has kept."""
     options = {"keep_best": True, "output_dir": str(tmp_path), "enable_tensorboard": False}
-    trainer = trainer_of(models_folder, **options)
-    saved = []
+    trainer, found, saved = trainer_of(models_folder, **options, sample_steps=0), {}, []
+    monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
     monkeypatch.setattr(trainer.engine, "save_actor", saved.append)
+    return trainer, found, saved
+
+
+def test_the_best_actor_is_kept(keeper, tmp_path):
+    trainer, found, saved = keeper
     report = Reporter(trainer, held_out(), 3)
-    for _ in range(5):
+    for score in (0.2, 0.5, 0.4, float("nan"), 0.5):
+        found["eval/score"] = score
         report.evaluate()
     assert saved == [tmp_path / "actor_best"] * 2
     trainer.args.best_metric = "eval/gold"
-    scores = iter([1.0])
     with pytest.raises(
         UserError, match="--best_metric eval/gold is not measured; choose from eval/score"
     ):
@@ -172,14 +175,9 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     report.close()
 
 
-def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
-    models_folder, monkeypatch, tmp_path
-):
-    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "keep_best": True}
-    trainer, saved, states = trainer_of(models_folder, **options, sample_steps=0), [], []
-    found = {"eval/score": 0.5, "eval/kl": 0.1}
-    monkeypatch.setattr(trainer.engine, "save_actor", saved.append)
-    monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
+def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
+    (trainer, found, saved), states = keeper, []
+    found |= {"eval/score": 0.5, "eval/kl": 0.1}
     first = Reporter(trainer, held_out(), 3)
     first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
     first.step(None)
