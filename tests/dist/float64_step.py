@@ -33,15 +33,13 @@ def token_scores(model, e):
     return model.score(model.model(e.input_ids).last_hidden_state).squeeze(-1)
 
 
-def answers(e, args, actor, reference):
-    """What is known of each answer before the update; the new log-probs carry a graph."""
+def recorded(e, args):
+    """What an experience says of each answer."""
     known = []
-    new = answer_logprobs(actor, e, args.temperature)
-    with torch.no_grad():
-        ref = answer_logprobs(reference, e, args.temperature)
     for i in range(e.num_sequences):
         ids = e.input_ids[i, e.prompt_lengths[i] : e.lengths[i]]
-        picked = torch.arange(len(ids)), ids
+        of_actions = {"ref": "ref_logprobs", "old": "logprobs", "drawn": "rollout_logprobs"}
+        of_actions["values"] = "values"
         known.append(
             SimpleNamespace(
                 ids=ids.tolist(),
@@ -49,14 +47,21 @@ def answers(e, args, actor, reference):
                 group=int(e.numbers[i]) // args.num_samples_per_prompt,
                 finished=bool(e.finished[i]),
                 score=float(e.scores[i]),
-                new=new[i][picked],
-                entropy=-(new[i].exp() * new[i]).sum(-1),
-                ref=ref[i][picked],
-                old=e.logprobs[i, : len(ids)].double(),
-                drawn=e.rollout_logprobs[i, : len(ids)].double(),
-                values=e.values[i, : len(ids)].double(),
+                **{to: getattr(e, of)[i, : len(ids)].double() for to, of in of_actions.items()},
             )
         )
+    return known
+
+
+def answers(e, args, actor, reference):
+    """What is known of each answer before the update; the new log-probs carry a graph."""
+    known, new = recorded(e, args), answer_logprobs(actor, e, args.temperature)
+    with torch.no_grad():
+        ref = answer_logprobs(reference, e, args.temperature)
+    for i, a in enumerate(known):
+        picked = torch.arange(a.n), torch.tensor(a.ids)
+        a.new, a.ref = new[i][picked], ref[i][picked]
+        a.entropy = -(new[i].exp() * new[i]).sum(-1)
     return known
 
 
@@ -93,6 +98,8 @@ def discounted(rewards, gamma):
 def compared(total, totals, kind):
     """One answer's advantage among those of its prompt."""
     mean = np.mean(totals)
+    if len(totals) == 1:
+        return 0.0  # nothing to compare with
     if kind == "grpo":  # arXiv 2402.03300, section 4.1.2; the deviation with n - 1
         return float((total - mean) / (np.std(totals, ddof=1) + 1e-6))
     if kind == "dr_grpo":  # arXiv 2503.20783

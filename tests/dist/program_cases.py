@@ -1,9 +1,11 @@
-"""Trainers with reward functions, on the tiny checkpoints."""
+"""Trainers of step 3 on the tiny checkpoints, with and without reward functions."""
 
 import torch
-from step_cases import Case, ppo_config
+from step_cases import Case, build_trainer, ppo_config
 
 from dschat.models.tokenizer import load_tokenizer
+from dschat.rlhf import forwards
+from dschat.rlhf import trainer as ppo
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
@@ -21,6 +23,32 @@ def sums_of(e):
 def columns_of(e):
     columns = e.prompt_lengths.unsqueeze(1) + torch.arange(e.answer_mask.shape[1])
     return columns.clamp(max=e.input_ids.shape[1] - 1)
+
+
+def ppo_trainer(models_folder, case=Case("ppo"), ptx=False, **options):  # noqa: B008 frozen
+    """The trainer of ``case``, with other ``options`` than its configuration has."""
+    config = ppo_config(case, models_folder)
+    for name, value in options.items():
+        setattr(config, name, value)
+    return build_trainer(config, ptx)
+
+
+def around_fill_in(monkeypatch, before=None, after=None):
+    """Change experiences before or after their log-probs and values are filled in."""
+
+    def fill_in(engine, e, args):
+        if before:
+            before(e, args)
+        are_rollouts = forwards.fill_in(engine, e, args)
+        if after:
+            after(e, args)
+        return are_rollouts
+
+    monkeypatch.setattr(ppo, "fill_in", fill_in)
+
+
+def weights_of(engine):
+    return [p.detach().clone() for p in engine.module.parameters()]
 
 
 def trainer_of(models_folder, reward_fns=(parity,), more=None, critic=None, **options):

@@ -11,8 +11,11 @@ from step_cases import Case
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Rollout, SamplingParams
+from dschat.inference.speculation import AnswerHistory
 
-from families import POSITIONS, VOCAB, cache_gib  # isort: skip
+from families import EOS, POSITIONS, VOCAB, cache_gib  # isort: skip
+
+MOST_REMEMBERED = 300
 
 
 def differing(got: Rollout, expected: Rollout) -> tuple[int, int]:
@@ -32,7 +35,9 @@ def differing(got: Rollout, expected: Rollout) -> tuple[int, int]:
 
 
 def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    """Random rollouts on a cache far too small, steps in between; a second form has room."""
+    """Random rollouts on a cache far too small, steps in between; a second form has room. With
+    speculation, each is repeated twice: the answers before are drafts.
+    """
     options = _form_options(case)
     rollouts = options.pop("rollouts")
     actor = _actor(case)
@@ -41,21 +46,25 @@ def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
     pressed = {"page_size": 4, "kv_cache_gib": gib, "max_num_seqs": 6, "max_num_batched_tokens": 21}
     tight = actor.form(**options | pressed)
     alike, mine = random.Random(7), random.Random(dist.rank())  # ranks bring other prompts
-    preemptions, wrong, near, memory = 0, [], 0, []
+    preemptions, accepted, wrong, near, reasons, memory = 0, 0, [], 0, set(), []
+    repeats = 3 if "speculate" in options else 1
+    if repeats > 1:
+        tight.enter(0).speculation.history = AnswerHistory(MOST_REMEMBERED)
     for i in range(rollouts):
-        for _ in range(alike.choice([0, 0, 1, 2])):
+        for _ in range(alike.choice([0, 0, 1, 2]) if i % repeats == 0 else 0):
             actor.step()
-        sampling = SamplingParams(
-            alike.choice([1, 6, 20]),
-            n=alike.choice([1, 1, 3]),
-            seed=i,
-            temperature=alike.choice([0.0, 1.0]),
-        )
-        prompts = _random_prompts(mine)
-        numbers = mine.sample(range(1000), len(prompts))
+        if i % repeats == 0:
+            sampling, prompts = _random_sampling(alike, i), _random_prompts(mine)
+            numbers = mine.sample(range(1000), len(prompts))
         generator = tight.enter(actor.version)
         got = generator.generate(prompts, sampling, numbers)
         preemptions += generator.stats.preemptions
+        accepted += generator.stats.accepted_tokens
+        assert generator.cache.num_free == generator.cache.num_pages
+        if repeats > 1:
+            assert generator.speculation.history.num_tokens <= MOST_REMEMBERED
+        reasons |= set(got.finish_reasons)
+        _check_ends(got, sampling)
         tight.leave()
         expected = roomy.enter(actor.version).generate(prompts, sampling, numbers)
         roomy.leave()
@@ -64,7 +73,31 @@ def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
             wrong.append(i)
         memory.append(psutil.Process().memory_info().rss)
     mine = {"wrong": wrong, "near": near, "preemptions": preemptions, "memory": memory}
+    mine |= {"accepted": accepted, "reasons": sorted(reasons)}
     return {"ranks": dist.gather_objects(mine), "steps": actor.version}
+
+
+def _random_sampling(rng: random.Random, seed: int) -> SamplingParams:
+    length = rng.choice([1, 6, 20])
+    return SamplingParams(
+        length,
+        min_new_tokens=rng.choice([0, 0, min(3, length)]),
+        n=rng.choice([1, 1, 3]),
+        seed=seed,
+        temperature=rng.choice([0.0, 0.7, 1.0]),
+        top_p=rng.choice([1.0, 0.9]),
+        ignore_eos=rng.random() < 0.3,
+        stop_token_ids=tuple(rng.sample(range(1, VOCAB), rng.choice([0, 1, 6]))),
+    )
+
+
+def _check_ends(rollout: Rollout, sampling: SamplingParams) -> None:
+    """An answer has one end, at its last token, or as many tokens as it may have."""
+    ends = sampling.end_ids((EOS,))
+    for ids, reason in zip(rollout.token_ids, rollout.finish_reasons, strict=True):
+        assert not ends & set(ids[:-1])
+        assert (ids[-1] in ends) == (reason == "stop")
+        assert reason == "stop" or len(ids) == sampling.max_new_tokens
 
 
 def _random_prompts(rng: random.Random) -> list[list[int]]:

@@ -46,21 +46,22 @@ def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
         assert abs(tokens[0] - tokens[1]) <= 2 * longest, tokens  # a prompt's two answers
 
 
-def test_no_rank_gets_the_larger_share_of_every_mini_batch(monkeypatch):
-    """Three prompts of equal lengths in each of two: one rank takes two of them, then one."""
-    rollout = Rollout([[5]] * 6, [[0.0]] * 6, ["stop"] * 6)
-    e = from_rollout([[i] for i in range(6)], rollout, pad_id=0)
+@pytest.mark.parametrize(
+    ("prompts", "mini_batches", "samples", "sent"),
+    [
+        # Three prompts of equal lengths in each of two: one rank takes two of them, then one.
+        ([[i] for i in range(6)], [0, 0, 0, 1, 1, 1], 1, None),
+        ([[1, 2], [1, 2], [3, 4], [3, 4]], [0] * 4, 2, [[0, 1], [2, 3]]),  # stay together
+    ],
+)
+def test_ranks_share_every_mini_batch(prompts, mini_batches, samples, sent, monkeypatch):
+    count = len(prompts)
+    rollout = Rollout([[5]] * count, [[0.0]] * count, ["stop"] * count)
+    e = from_rollout(prompts, rollout, pad_id=0)
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
-    moves = plan_moves(e, np.array([0, 0, 0, 1, 1, 1]), samples=1, budget=100)
-    assert [len(rows) for rows in moves.sent] == [3, 3]
-
-
-def test_answers_to_a_prompt_stay_together(monkeypatch):
-    rollout = Rollout([[5]] * 4, [[0.0]] * 4, ["stop"] * 4)
-    e = from_rollout([[1, 2], [1, 2], [3, 4], [3, 4]], rollout, pad_id=0)
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
-    moves = plan_moves(e, np.zeros(4, dtype=np.int64), samples=2, budget=100)
-    assert sorted(moves.sent) == [[0, 1], [2, 3]]
+    moves = plan_moves(e, np.array(mini_batches), samples=samples, budget=100)
+    assert [len(rows) for rows in moves.sent] == [count // 2] * 2
+    assert sent is None or sorted(moves.sent) == sent
 
 
 @pytest.mark.parametrize("applies", [None, torch.tensor([True, False, True])])

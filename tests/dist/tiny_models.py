@@ -47,16 +47,16 @@ def tokenizer(pad_is_eos: bool = False, reverse: bool = False) -> PreTrainedToke
     )
 
 
-_IDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}
-_SMALL = {
+IDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}
+SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "max_position_embeddings": POSITIONS,
     "initializer_range": 0.3,
 }
-_LLAMA = _IDS | _SMALL | {"intermediate_size": 48, "num_key_value_heads": 1}
-_OPT = _IDS | {
+_LLAMA = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1}
+OPT = IDS | {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -67,7 +67,7 @@ _OPT = _IDS | {
     "dropout": 0.1,
 }
 _MOE = _LLAMA | {"head_dim": 16, "num_experts_per_tok": 2}
-_GPT2 = _IDS | {
+GPT2 = IDS | {
     "n_embd": 32,
     "n_layer": 2,
     "n_head": 2,
@@ -81,28 +81,24 @@ CONFIGS = {
         **_LLAMA | {"num_key_value_heads": 2, "eos_token_id": [EOS, *range(20, 40)]}
     ),
     "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
-    "opt": lambda: OPTConfig(**_OPT),
+    "opt": lambda: OPTConfig(**OPT),
     "opt_350m": lambda: OPTConfig(
-        **_OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
+        **OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}
     ),
-    "gpt2": lambda: GPT2Config(**_GPT2),
+    "gpt2": lambda: GPT2Config(**GPT2),
     "gpt_neox": lambda: GPTNeoXConfig(
-        **_IDS
-        | _SMALL
-        | {"intermediate_size": 48, "rotary_pct": 0.5, "use_parallel_residual": True}
+        **IDS | SMALL | {"intermediate_size": 48, "rotary_pct": 0.5, "use_parallel_residual": True}
     ),
-    "bloom": lambda: BloomConfig(
-        **_IDS, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3
-    ),
+    "bloom": lambda: BloomConfig(**IDS, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.3),
     "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=4),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=16),
 }
 
 # Families without an entry in the inference engine.
 OTHERS = {
-    "phi": lambda: PhiConfig(**_IDS | _SMALL, intermediate_size=48),
+    "phi": lambda: PhiConfig(**IDS | SMALL, intermediate_size=48),
     "gpt_neo": lambda: GPTNeoConfig(  # local layers that count columns
-        **_IDS,
+        **IDS,
         hidden_size=32,
         num_layers=2,
         num_heads=2,
@@ -147,7 +143,7 @@ OTHERS = {
     ),
     "mixtral": lambda: MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=4),
     "recurrent_gemma": lambda: RecurrentGemmaConfig(  # states in the module, not in the cache
-        **_IDS,
+        **IDS,
         hidden_size=32,
         lru_width=32,
         num_hidden_layers=3,
@@ -168,7 +164,7 @@ def causal_lm(name: str, seed: int = 0, **changes: object) -> torch.nn.Module:
         torch.manual_seed(seed)
         config = (CONFIGS | OTHERS)[name]()
         config.update(changes)
-        return _randomized(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        return randomized(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def score_model(name: str, seed: int = 1) -> torch.nn.Module:
@@ -178,10 +174,11 @@ def score_model(name: str, seed: int = 1) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        return _randomized(model)
+        return randomized(model)
 
 
-def _randomized(model: torch.nn.Module) -> torch.nn.Module:
+def randomized(model: torch.nn.Module) -> torch.nn.Module:
+    """Biases and norms are drawn too, so that a lost one shows."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             centre = 0.0 if name.endswith("bias") else 1.0

@@ -52,11 +52,37 @@ def use(monkeypatch, lag=1, queue=None, fewest_tokens=256):
     monkeypatch.setattr(CapturedCore, "lag", lag)
 
 
+def captured_by(made, capture, kernels=None):
+    """Let an engine decode as on CUDA: ``capture`` records its steps, which may use ``kernels``."""
+    made._capture, made._kernels = capture, kernels
+    return made
+
+
 def on_graphs(module, capture=again, **knobs):
     """An engine that decodes as on CUDA; ``capture`` records its steps."""
-    made = engine(module, **knobs)
-    made._capture = capture
-    return made
+    return captured_by(engine(module, **knobs), capture)
+
+
+def graphs_of(made):
+    """The decode steps of such an engine."""
+    return made.step_runner().graphs(made.num_tokens)
+
+
+def steps_of(made):
+    """Rows, pages, kind of sampling and width of each step that was captured."""
+    return list(graphs_of(made)._graphs)
+
+
+def noted(monkeypatch, owner, name):
+    """The arguments of each later call of a method, which does what it did."""
+    calls, method = [], getattr(owner, name)
+
+    def wrapper(*args, **options):
+        calls.append(args)
+        return method(*args, **options)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return calls
 
 
 def assert_idle(made):

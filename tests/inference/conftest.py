@@ -49,7 +49,7 @@ def operators_of_torch():
 @pytest.fixture(scope="module")
 def engines(module_of, operators_of_torch):
     """``engines(name, **knobs)``: an engine that decodes step by step, and one with graphs."""
-    from captures import again, on_graphs
+    from captures import again, captured_by, on_graphs
     from families import engine
 
     made = {}
@@ -60,7 +60,6 @@ def engines(module_of, operators_of_torch):
             made[key] = engine(module_of(name), **knobs), on_graphs(module_of(name), **knobs)
         plain, graphs = made[key]
         graphs.release_cache()  # the next rollout makes graphs with the present stand-ins
-        graphs._capture = capture
-        return plain, graphs
+        return plain, captured_by(graphs, capture)
 
     return get

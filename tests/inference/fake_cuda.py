@@ -205,7 +205,7 @@ def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", **knobs):
     tensors = fake_weights(config, dtype, borrowed == "adjacent")
     knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
     made = InferenceEngine(config, dtype, DEVICE, EngineConfig(**knobs))
-    if made._capture is not None:
+    if made.captures:
         made._capture = watch.capture
     if borrowed:
         made.weights.borrow(tensors)

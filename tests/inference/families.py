@@ -5,6 +5,10 @@ log-probs. Rotary scalings are chosen so that they matter within ``POSITIONS``, 
 that prompts and answers exceed them.
 """
 
+import random
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
@@ -23,7 +27,10 @@ from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.protocol import Rollout
 from dschat.inference.sequence import Request, Sequence
 
-VOCAB, EOS, POSITIONS = 64, 0, 64
+sys.path.append(str(Path(__file__).parents[1] / "dist"))  # where a command has only this folder's
+import tiny_models  # noqa: E402
+
+VOCAB, EOS, POSITIONS = tiny_models.VOCAB, tiny_models.EOS, tiny_models.POSITIONS
 HEADS, HIDDEN = 4, 32
 
 # One token, several of one length, longer than any window; EOS inside; twice the same.
@@ -38,33 +45,12 @@ PROMPTS = [
     [9] * 30,
 ]
 
-_IDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": EOS}
-_SMALL = {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 48,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.3,
-}
+_IDS = tiny_models.IDS | {"pad_token_id": EOS}
+_SMALL = tiny_models.SMALL | {"num_attention_heads": HEADS, "intermediate_size": 48}
 _NEOX = _IDS | _SMALL | {"rotary_pct": 0.5}
 _LLAMA = _IDS | _SMALL | {"num_key_value_heads": 2}
-_OPT = _IDS | {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": HIDDEN,
-    "max_position_embeddings": POSITIONS,
-    "init_std": 0.3,
-}
-_GPT2 = _IDS | {
-    "n_embd": HIDDEN,
-    "n_layer": 3,
-    "n_head": HEADS,
-    "n_positions": POSITIONS,
-    "initializer_range": 0.3,
-}
+_OPT = tiny_models.OPT | _IDS | {"num_attention_heads": HEADS}
+_GPT2 = tiny_models.GPT2 | _IDS | {"n_layer": 3, "n_head": HEADS}
 _BLOOM = _IDS | {"n_layer": 2, "initializer_range": 0.3}
 
 
@@ -146,15 +132,11 @@ def every_family(names=tuple(CONFIGS)):
 
 
 def build(name, seed=0):
-    """The module of ``CONFIGS[name]``; biases and norms are drawn too, so that a lost one shows."""
+    """The module of ``CONFIGS[name]``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
-        for parameter_name, parameter in module.named_parameters():
-            if parameter.dim() == 1:
-                centre = 0.0 if parameter_name.endswith("bias") else 1.0
-                parameter.data.normal_(centre, 0.1)
-    return module.eval()
+        return tiny_models.randomized(module)
 
 
 def stream(module):
@@ -210,6 +192,29 @@ def assert_same_but_for_ties(got, expected, gap):
 def answered(prompt, answer):
     """A sequence as `AnswerHistory.add` takes it."""
     return Sequence(Request(prompt, SamplingParams(max_new_tokens=len(answer))), 0, answer)
+
+
+def remember(made, prompts, rollout, changed, seed=0):
+    """Put answers into the history, of which a share ``changed`` of the tokens is another."""
+    draw = random.Random(seed)
+    n = len(rollout) // len(prompts)
+    answers = [
+        [draw.randrange(3, 50) if draw.random() < changed else t for t in ids]
+        for ids in rollout.token_ids
+    ]
+    made.speculation.history.add(
+        answered(prompts[i // n], answer) for i, answer in enumerate(answers)
+    )
+
+
+def examples(quick, full):
+    """How many random examples a test takes, in the quick suite and in the whole one."""
+    from hypothesis import HealthCheck, settings
+
+    is_quick = settings.default.max_examples < 100  # tests/conftest.py
+    count = quick if is_quick else full
+    ignored = [HealthCheck.function_scoped_fixture]
+    return settings(max_examples=count, deadline=None, suppress_health_check=ignored)
 
 
 def cache_gib(made, num_tokens):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from captures import on_graphs
 from families import EOS, PROMPTS, cache_gib, empty_engine, engine, stream
-from test_tensor_parallel import on_ranks
+from rank_threads import on_ranks
 
 from dschat.inference import SamplingParams
 from dschat.inference.core import Core

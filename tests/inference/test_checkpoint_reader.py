@@ -267,121 +267,94 @@ class RunsCode:
         return os.system, ("exit 1",)
 
 
-def no_weights(folder):
-    (folder / "config.json").write_text("{}")
+def saved(folder, **options):
+    """The weights' files of a tiny Llama."""
+    causal_lm("llama").save_pretrained(folder, **options)
+    return sorted(folder.glob("*.safetensors"))
 
 
-def adapter_only(folder):
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+def binary(folder, content, **options):
+    torch.save(content, folder / "pytorch_model.bin", **options)
+    return folder / "pytorch_model.bin"
 
 
-def missing_shard(folder):
-    causal_lm("llama").save_pretrained(folder, max_shard_size="20KB")
-    sorted(folder.glob("*.safetensors"))[1].unlink()
+def shorten(file, count=1):
+    file.write_bytes(file.read_bytes()[:-count])
 
 
-def empty_index(folder):
-    (folder / "pytorch_model.bin.index.json").write_text("[]")
+CODE = {"a": torch.ones(1), "b": RunsCode()}
+INDEX, ADAPTER = "model.safetensors.index.json", '{"base_model_name_or_path": "some/base"}'
+SHARDS, OLD = {"max_shard_size": "20KB"}, {"_use_new_zipfile_serialization": False}
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+HTML = b"<html>not found</html>"
+UNREADABLE = "pytorch_model.bin (cannot be read .* incomplete|is damaged)"
+AT_ONCE = {
+    "no weights": (
+        lambda f: (f / "config.json").write_text("{}"),
+        "holds no weights; name another",
+    ),
+    "adapter": (
+        lambda f: (f / "adapter_config.json").write_text(ADAPTER),
+        "is a LoRA adapter; merge it into some/base first",
+    ),
+    "missing shard": (
+        lambda f: saved(f, **SHARDS)[1].unlink(),
+        r"1 of the \d files of its .*index.json are missing: model-00002-of",
+    ),
+    "truncated": (lambda f: shorten(*saved(f)), "model.safetensors cannot be read .* incomplete"),
+    "truncated last shard": (
+        lambda f: shorten(saved(f, **SHARDS)[-1]),
+        r"model-(\d+)-of-\1.safetensors cannot be read .* incomplete",
+    ),
+    "garbage": (
+        lambda f: (f / "model.safetensors").write_bytes(HTML),
+        "model.safetensors cannot be read .* damaged",
+    ),
+    "index of a bin": (
+        lambda f: (f / "pytorch_model.bin.index.json").write_text("[]"),
+        "pytorch_model.bin.index.json is not an index",
+    ),
+    **{
+        f"index {text[:20]}": (lambda f, t=text: (f / INDEX).write_text(t), f"{INDEX} is not an")
+        for text in ('{"weight_map": ', '{"weight_map": {"lm_head.weight": 3}}', "[" * 100_000)
+    },
+}
+WHILE_WALKING = {
+    "pointer": (lambda f: (f / "pytorch_model.bin").write_bytes(POINTER), UNREADABLE),
+    "empty": (lambda f: (f / "pytorch_model.bin").touch(), UNREADABLE),
+    "truncated bin": (
+        lambda f: shorten(binary(f, causal_lm("llama").state_dict()), 100),
+        UNREADABLE,
+    ),
+    "truncated legacy bin": (
+        lambda f: shorten(binary(f, causal_lm("llama").state_dict(), **OLD), 100),
+        UNREADABLE,
+    ),
+    "code": (
+        lambda f: binary(f, CODE),
+        r"pytorch_model.bin .* would run code .\w+.system., which is refused",
+    ),
+    "training state": (
+        lambda f: binary(f, {"epoch": 3, "model": {}}),
+        "pytorch_model.bin holds a int, not tensors by name",
+    ),
+    "a tensor": (
+        lambda f: binary(f, torch.ones(3)),
+        "pytorch_model.bin holds a Tensor, not tensors by name",
+    ),
+}
 
 
-def truncated(folder):
-    causal_lm("llama").save_pretrained(folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def truncated_last_shard(folder):
-    causal_lm("llama").save_pretrained(folder, max_shard_size="20KB")
-    file = sorted(folder.glob("*.safetensors"))[-1]
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def garbage(folder):
-    (folder / "model.safetensors").write_bytes(b"<html>not found</html>")
-
-
-def lfs_pointer_bin(folder):
-    (folder / "pytorch_model.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-
-
-def empty_bin(folder):
-    (folder / "pytorch_model.bin").touch()
-
-
-def truncated_bin(folder):
-    file = folder / "pytorch_model.bin"
-    torch.save(causal_lm("llama").state_dict(), file)
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def truncated_legacy_bin(folder):
-    file = folder / "pytorch_model.bin"
-    torch.save(causal_lm("llama").state_dict(), file, _use_new_zipfile_serialization=False)
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def pickled_code(folder):
-    torch.save({"a": torch.ones(1), "b": RunsCode()}, folder / "pytorch_model.bin")
-
-
-def training_state(folder):
-    torch.save({"epoch": 3, "model": {}}, folder / "pytorch_model.bin")
-
-
-def bare_tensor(folder):
-    torch.save(torch.ones(3), folder / "pytorch_model.bin")
-
-
-AT_ONCE = [
-    (no_weights, "holds no weights; name another folder"),
-    (adapter_only, "is a LoRA adapter; merge it into some/base first"),
-    (missing_shard, r"1 of the \d files of its .*index.json are missing: model-00002-of"),
-    (empty_index, "pytorch_model.bin.index.json is not an index"),
-    (truncated, "model.safetensors cannot be read .* incomplete"),
-    (truncated_last_shard, r"model-(\d+)-of-\1.safetensors cannot be read .* incomplete"),
-    (garbage, "model.safetensors cannot be read .* damaged"),
-]
-WHILE_WALKING = [
-    (lfs_pointer_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
-    (empty_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
-    (truncated_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
-    (truncated_legacy_bin, "pytorch_model.bin (cannot be read .* incomplete|is damaged)"),
-    (pickled_code, r"pytorch_model.bin .* would run code .\w+.system., which is refused"),
-    (training_state, "pytorch_model.bin holds a int, not tensors by name"),
-    (bare_tensor, "pytorch_model.bin holds a Tensor, not tensors by name"),
-]
-
-
-def named(cases):
-    return [pytest.param(*case, id=case[0].__name__) for case in cases]
-
-
-@pytest.mark.parametrize(("breaks", "message"), named(AT_ONCE))
-def test_broken_checkpoints_are_found_before_the_walk(breaks, message, tmp_path):
+@pytest.mark.parametrize("name", [*AT_ONCE, *WHILE_WALKING])
+def test_broken_checkpoints_are_one_line(name, tmp_path):
+    """Found before the walk, where that reads no tensor."""
+    breaks, message = (AT_ONCE | WHILE_WALKING)[name]
     breaks(tmp_path)
+    stream = checkpoint_stream(tmp_path) if name in WHILE_WALKING else None
     with pytest.raises(UserError, match=message) as caught:
-        checkpoint_stream(tmp_path)
+        list(stream) if stream else checkpoint_stream(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("breaks", "message"), named(WHILE_WALKING))
-def test_broken_bins(breaks, message, tmp_path):
-    breaks(tmp_path)
-    stream = checkpoint_stream(tmp_path)
-    with pytest.raises(UserError, match=message) as caught:
-        list(stream)
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"weight_map": ', '{"weight_map": {"lm_head.weight": 3}}', "[" * 100_000]
-)
-def test_an_index_that_names_no_files(text, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match="model.safetensors.index.json is not an index"):
-        checkpoint_stream(tmp_path)
 
 
 def test_a_file_or_a_folder_that_is_not_there(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from captures import LateQueue, on_graphs, use
+from captures import LateQueue, on_graphs, steps_of, use
 from fake_cuda import WAITS, fake_cuda, fake_engine
 from families import CONFIGS, PROMPTS, VOCAB, assert_same, engine
 from soft_graph import soft_capture
@@ -89,9 +89,9 @@ def test_captured_steps_serve_requests_of_different_sampling(
     """And one with ``num_top``, beside which all decode step by step."""
     plain, graphs = engines("llama", **sizes)
     use(monkeypatch, lag, queue and queue())
-    core = check_requests(graphs, plain, random.Random(lag), 40, num_top=2)
+    core = check_requests(graphs, plain, random.Random(lag), 24, num_top=2)
     assert core.stats.decode_steps > 15
-    kinds = {kind for *_, kind, _ in graphs._runner._graphs._graphs}
+    kinds = {kind for *_, kind, _ in steps_of(graphs)}
     assert any(kind.has_greedy for kind in kinds)
     assert sum(kind.has_greedy for kind in kinds) <= 2 * 4  # with stop ids or not, forbidden or not
 
@@ -118,7 +118,7 @@ def test_one_frozen_step_serves_them(name, monkeypatch, engines):
         assert sum(event.is_last for event in core.events()) == 4
         for request in requests:
             assert_same(request.rollout(), plain.generate([request.ids], request.sampling))
-    whole = [kind for size, _, kind, _ in graphs._runner._graphs._graphs if size == 4]
+    whole = [kind for size, _, kind, _ in steps_of(graphs) if size == 4]
     assert len(whole) == 1
 
 

@@ -259,16 +259,10 @@ def test_attention_lets_other_threads_run(kernels):
     """Threads of a server work during a call; this one gives way nowhere else."""
     lengths, slots = torch.full((64,), 256), torch.arange(64) * 256
     attend = kernels.decode_attention(lengths, slots, None, 256, None)
-    attend._step.num_heads, attend._step.num_kv_heads, attend._step.head_size = 4, 4, 64
-    heads, cache, out = drawn(64, 12, 64), drawn(64 * 256, 8, 64), torch.empty(64, 256)
-    args = (
-        ctypes.addressof(attend._step),
-        heads.data_ptr(),
-        cache.data_ptr(),
-        out.data_ptr(),
-        0,
-        0.1,
-    )
+    step, function = attend._step, attend._function
+    step.num_heads, step.num_kv_heads, step.head_size = 4, 4, 64
+    tensors = drawn(64, 12, 64), drawn(64 * 256, 8, 64), torch.empty(64, 256)
+    args = ctypes.addressof(step), *(tensor.data_ptr() for tensor in tensors), 0, 0.1
     may_run, ran = threading.Event(), []
     thread = threading.Thread(target=lambda: (may_run.wait(), ran.append(True)))
     thread.start()
@@ -277,7 +271,7 @@ def test_attention_lets_other_threads_run(kernels):
     try:
         may_run.set()
         for _ in range(2000):
-            attend._function(*args)
+            function(*args)
             if ran:
                 break
         assert ran

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from captures import captured_by
 from families import empty_engine, engine
 
 from dschat.config import UserError
@@ -209,13 +210,12 @@ def test_a_capture_that_ends_broken_has_failed(driver):
 
 
 def test_graphs_that_were_demanded_fail_with_one_line(driver, module_of):
-    made = engine(module_of("llama"))
-    made._capture = CudaCapture(required=True)
+    made = captured_by(engine(module_of("llama")), CudaCapture(required=True))
     driver.invalidates = 1
     with pytest.raises(UserError, match="cuda_graphs: a decode step cannot be captured: ") as error:
         made.generate(PROMPTS, SAMPLING)
     assert "\n" not in str(error.value)
-    made._capture = made._runner = None  # eager: the cache is as free as it was
+    captured_by(made, None)  # eager: the cache is as free as it was
     expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
     assert made.generate(PROMPTS, SAMPLING) == expected
 

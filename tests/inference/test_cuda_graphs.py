@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from captures import on_graphs
+from captures import again, captured_by, graphs_of, on_graphs, steps_of, use
 from families import build, empty_engine, engine
 
-from dschat.inference import SamplingParams, cuda_graphs, step_runner
+from dschat.inference import SamplingParams, step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 
@@ -32,50 +32,28 @@ def captured(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("knobs", [{}, {"page_size": 4}, {"page_size": 4, "max_num_seqs": 3}])
-@pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
-def test_replayed_steps_draw_the_same(name, knobs, captured, module_of):
-    module = module_of(name)
-    expected = engine(module, **knobs).generate(PROMPTS, SAMPLING)
-    answers = on_graphs(module, **knobs).generate(PROMPTS, SAMPLING)
-    assert answers.token_ids == expected.token_ids
-    (graphs,) = captured
-    assert 0 < graphs.num_captured <= 8  # not one for every batch and length
-
-
 @pytest.mark.parametrize("speculate", ["off", "history"])
 @pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
-def test_steps_read_few_pages_of_short_rows(name, speculate, captured, monkeypatch, module_of):
-    monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", 8)
+def test_steps_read_few_pages_of_short_rows(name, speculate, monkeypatch, module_of):
+    use(monkeypatch, fewest_tokens=8)
     knobs = {"page_size": 2, "speculate": speculate}
     made, plain = (f(module_of(name), **knobs) for f in (on_graphs, engine))
     for _ in range(2):
         expected = plain.generate(PROMPTS, SAMPLING)
         assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
-    (graphs,) = captured
-    pages = {pages for _, pages, *_ in graphs._graphs}
+    pages = {pages for _, pages, *_ in steps_of(made)}
     assert pages <= {4, 8, 16, 24, 32}  # the longest prompt has 15, the longest sequence 25
     assert len(pages) > 1
 
 
 def test_the_kernel_s_steps_are_captured_once(monkeypatch, module_of):
     """It reads lengths: one graph for all of them, but not where steps have drafts."""
-    monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", 8)
-    made = on_graphs(module_of("llama"), page_size=2)
-    made._kernels = StepKernels(torch.device("cpu"))
-    graphs = made.step_runner().graphs(made.num_tokens)
-    assert graphs.pages_for(1) == graphs.state.num_pages
-    made.speculation, made._runner = object(), None
-    graphs = made.step_runner().graphs(made.num_tokens)
-    assert graphs.pages_for(1) < graphs.state.num_pages
-
-
-def test_padding_rows_touch_no_sequence(captured, module_of):
-    made = on_graphs(module_of("llama"), max_num_seqs=8)
-    expected = engine(module_of("llama"), max_num_seqs=8)
-    five = PROMPTS[:5]  # padded to eight rows
-    greedy = SamplingParams(max_new_tokens=12, temperature=0.0)
-    assert made.generate(five, greedy).token_ids == expected.generate(five, greedy).token_ids
+    use(monkeypatch, fewest_tokens=8)
+    for speculate in ("off", "history"):
+        made = engine(module_of("llama"), page_size=2, speculate=speculate)
+        graphs = graphs_of(captured_by(made, again, StepKernels(torch.device("cpu"))))
+        reads_all = graphs.pages_for(1) == graphs.state.num_pages
+        assert reads_all == (speculate == "off")
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
@@ -105,8 +83,7 @@ def test_graphs_live_as_long_as_what_they_read(captured, module_of):
 
 def test_graphs_of_borrowed_weights_that_moved_are_not_replayed(captured):
     module = build("llama")
-    made = empty_engine(module.config)
-    made._capture = lambda step: step
+    made = captured_by(empty_engine(module.config), again)
     for num_captures, num_moves in ((1, 0), (1, 0), (2, 1)):
         for parameter in module.parameters() if num_moves else ():
             parameter.data = parameter.data.clone()
@@ -177,9 +154,9 @@ def test_where_kernels_fail_decoding_goes_on_without(
             raise RuntimeError("not permitted")
         return step
 
-    made = on_graphs(module_of("llama"), capture, page_size=4)
-    made._kernels = StepKernels(torch.device("cpu"))
-    made._kernels.read_rows = refuse
+    kernels = StepKernels(torch.device("cpu"))
+    kernels.read_rows = refuse
+    made = captured_by(engine(module_of("llama"), page_size=4), capture, kernels)
     expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, SAMPLING)
     with caplog.at_level(logging.WARNING, logger="dschat"):
         for _ in range(2):

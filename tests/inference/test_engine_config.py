@@ -9,9 +9,10 @@ from dschat.inference import EngineConfig
 @pytest.mark.parametrize(
     "name", ["max_num_seqs", "max_seq_len", "max_num_batched_tokens", "page_size"]
 )
-def test_a_size_below_one_is_refused_by_its_name(name):
-    with pytest.raises(UserError, match=f"^{name} 0 must be at least 1$"):
-        EngineConfig(**{name: 0})
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_below_one_is_refused_by_its_name(name, size):
+    with pytest.raises(UserError, match=f"^{name} {size} must be at least 1$"):
+        EngineConfig(**{name: size})
 
 
 @pytest.mark.parametrize(

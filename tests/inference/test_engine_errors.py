@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
-from families import CONFIGS, EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, engine
+from captures import assert_idle, on_graphs, use
+from families import CONFIGS, POSITIONS, VOCAB, cache_gib, empty_engine, engine
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
 from dschat.config import UserError
 from dschat.distributed import RankGroup
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
+from dschat.inference.decode_state import DecodeState
 from dschat.inference.engine_config import require_current
 from dschat.inference.sampler import Sampler
 
@@ -61,21 +63,6 @@ def test_a_cache_without_a_page(gib, module_of):
     ) as error:
         engine(module_of("llama"), kv_cache_gib=gib)
     assert_one_line(error)
-
-
-@pytest.mark.parametrize(
-    "knob", ["max_num_seqs", "max_seq_len", "max_num_batched_tokens", "page_size"]
-)
-def test_knobs_below_one(knob):
-    with pytest.raises(UserError, match=f"{knob} -1 must be at least 1") as error:
-        empty_engine(CONFIGS["llama"](), **{knob: -1})
-    assert_one_line(error)
-
-
-@pytest.mark.parametrize("knob", ["max_num_seqs", "max_num_batched_tokens"])
-def test_knobs_of_zero(knob):
-    with pytest.raises(UserError, match=f"{knob} 0 must be at least 1"):
-        empty_engine(CONFIGS["llama"](), **{knob: 0})
 
 
 @pytest.mark.parametrize(
@@ -188,26 +175,35 @@ def test_variants_the_decoder_does_not_have(name, change, message):
     assert_one_line(error)
 
 
-def test_an_error_in_the_middle_leaves_the_cache_clean(monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "owner", "name"),
+    [
+        (engine, Sampler, "draw"),
+        (on_graphs, DecodeState, "advance"),
+        (on_graphs, DecodeState, "read"),
+    ],
+    ids=["eager", "captured step", "read"],
+)
+def test_an_error_in_the_middle_leaves_the_cache_clean(make, owner, name, module_of, monkeypatch):
     """A step fails while sequences of three prompts hold pages; the next call starts from none."""
-    module = build("llama")
-    made = engine(module, page_size=4, max_num_seqs=3, stop_ids=(EOS,))
+    use(monkeypatch)
+    made = make(module_of("llama"), page_size=4, max_num_seqs=3)
     prompts, sampling = [[5], [6] * 9, [7] * 20, [8] * 3], SamplingParams(max_new_tokens=12, n=3)
     expected = made.generate(prompts, sampling)
-    draw, calls = Sampler.draw, []
+    method, free = getattr(owner, name), []
 
     def fails_at_the_fifth(*arguments):
-        calls.append(made.cache.num_free)
-        if len(calls) == 5:
+        free.append(made.cache.num_free)
+        if len(free) == 5:
             raise RuntimeError("out of memory")
-        return draw(*arguments)
+        return method(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "draw", fails_at_the_fifth)
+        patch.setattr(owner, name, fails_at_the_fifth)
         with pytest.raises(RuntimeError, match="out of memory"):
             made.generate(prompts, sampling)
-    assert calls[-1] < made.cache.num_pages
-    assert made.cache.num_free == made.cache.num_pages
+    assert free[-1] < made.cache.num_pages
+    assert_idle(made)
     made.forget_prefixes()  # which the same log-probs to the bit do without
     assert made.generate(prompts, sampling) == expected
 
@@ -231,12 +227,6 @@ def test_a_stop_token_outside_the_vocabulary_is_never_drawn(stop, module_of):
     sampling = SamplingParams(max_new_tokens=6, min_new_tokens=3, stop_token_ids=(stop,))
     rollout = engine(module_of("llama")).generate([[3, 4]], sampling)
     assert stop not in rollout.token_ids[0]
-
-
-@pytest.mark.parametrize("knob", ["max_seq_len", "page_size", "max_num_batched_tokens"])
-def test_sizes_of_zero_are_refused(knob, module_of):
-    with pytest.raises(UserError, match=f"{knob} 0 must be at least 1"):
-        engine(module_of("llama"), **{knob: 0})
 
 
 @pytest.mark.parametrize("device", ["cuda", "gpu"])

@@ -62,26 +62,6 @@ def test_greedy_is_what_generate_answers(name, generator_of):
         assert rollout.finish_reasons[i] == ("stop" if ids[-1] == EOS else "length")
 
 
-def test_stop_ids_end_an_answer_and_stay_in_it(generator_of):
-    generator = generator_of("llama")
-    free = generator.generate(
-        PROMPTS, SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
-    )
-    assert all(len(ids) == 6 for ids in free.token_ids)
-    assert set(free.finish_reasons) == {"length"}
-    stop = free.token_ids[0][2]
-    sampling = SamplingParams(
-        max_new_tokens=6, temperature=0, stop_token_ids=(stop,), ignore_eos=True
-    )
-    for ids, whole, reason in zip(
-        *[(r := generator.generate(PROMPTS, sampling)).token_ids, free.token_ids, r.finish_reasons],
-        strict=True,
-    ):
-        end = whole.index(stop) + 1 if stop in whole else 6
-        assert ids == whole[:end]
-        assert reason == ("stop" if stop in whole else "length")
-
-
 def test_no_answer_ends_before_min_new_tokens(generator_of):
     """Greedy against ``generate`` with the same minimum: log-probs are those of the raw logits."""
     model = generator_of("llama").module
@@ -90,7 +70,7 @@ def test_no_answer_ends_before_min_new_tokens(generator_of):
     as_eos = HuggingFaceGenerator(model, (stop, 10**6), pad_id=EOS)
     as_stop = HuggingFaceGenerator(model, (), pad_id=EOS)
     lengths = set()
-    for least in (0, 1, 3, 8):
+    for least in (0, 3, 8):
         sampling = SamplingParams(max_new_tokens=8, temperature=0, min_new_tokens=least)
         rollout = as_eos.generate(PROMPTS, sampling)
         for i, prompt in enumerate(PROMPTS):
@@ -103,20 +83,6 @@ def test_no_answer_ends_before_min_new_tokens(generator_of):
         again = as_stop.generate(PROMPTS, replace(sampling, stop_token_ids=(stop,)))
         assert again.token_ids == rollout.token_ids
     assert (0, 1) in lengths  # it does end an answer where it may
-
-
-def test_sampled_answers_end_at_any_length_from_the_minimum_on(generator_of):
-    """Half of the vocabulary ends an answer, so without a minimum hardly any would reach 4."""
-    generator = generator_of("llama")
-    stops = tuple(range(0, VOCAB, 2))
-    sampling = SamplingParams(max_new_tokens=8, n=40, min_new_tokens=4, stop_token_ids=stops)
-    answers = generator.generate(PROMPTS[:2], sampling).token_ids
-    for answer in answers:
-        assert not set(answer[:4]) & set(stops)
-        assert len(answer) == 8 or answer[-1] in stops
-    assert {len(answer) for answer in answers} >= {5, 6}
-    free = generator.generate(PROMPTS[:2], replace(sampling, min_new_tokens=0)).token_ids
-    assert min(map(len, free)) == 1
 
 
 @torch.no_grad()
@@ -138,7 +104,7 @@ def test_families_outside_the_engine_draw_from_what_training_computes(name, capl
     stops = (EOS, *range(2, VOCAB, 5))
     generator = HuggingFaceGenerator(model, stops, EOS, max_num_seqs=7, self_check=True)
     with caplog.at_level(logging.WARNING, logger="dschat"):
-        for seed in range(2):
+        for seed in range(2 if name == "recurrent_gemma" else 1):
             rollout = generator.generate(PROMPTS, SamplingParams(max_new_tokens=8, n=3, seed=seed))
             assert max(gaps(model, PROMPTS, rollout)) < 1e-4
             assert len({len(answer) for answer in rollout.token_ids}) > 3
@@ -205,7 +171,10 @@ def test_a_device_that_fails_is_not_the_models_fault(error, monkeypatch):
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2, top_p=0.9, temperature=1.3)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "mistral"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "bloom", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "mistral"))],
+)
 def test_samples_do_not_depend_on_the_batch(name, generator_of):
     whole = generator_of(name).generate(PROMPTS, SAMPLED)
     assert len({tuple(ids) for ids in whole.token_ids}) > len(PROMPTS)  # the two samples differ
@@ -224,20 +193,6 @@ def test_samples_do_not_depend_on_the_batch(name, generator_of):
         assert (
             alone.generate([prompt], SAMPLED, [i]).token_ids == whole.token_ids[2 * i : 2 * i + 2]
         )
-
-
-def test_stream_yields_what_generate_returns(generator_of):
-    sampling = SamplingParams(max_new_tokens=7, seed=5)
-    generator = generator_of("llama")
-    for prompt in PROMPTS:
-        assert (
-            list(generator.stream(prompt, sampling))
-            == generator.generate([prompt], sampling).token_ids[0]
-        )
-
-
-def test_nothing_asked_nothing_answered(generator_of):
-    assert len(generator_of("llama").generate([], SamplingParams())) == 0
 
 
 def test_training_mode_comes_back(generator_of):

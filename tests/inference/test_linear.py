@@ -1,5 +1,6 @@
 """Every backend of the engine's products gives the same answers; each shape has its own."""
 
+from functools import partial
 from itertools import cycle
 
 import pytest
@@ -16,13 +17,9 @@ SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=9)
 
 
 @pytest.fixture
-def mixed(monkeypatch):
-    """Deals the backends out to the shapes in turn."""
-
-    def deal(use, shapes, dtype, makers):
-        return dict(zip(sorted(set(shapes)), cycle(makers), strict=False))
-
-    monkeypatch.setattr(cpu_matmul, "choose", deal)
+def choose_by(monkeypatch):
+    """``choose_by(function)``: it takes the place of `choose`."""
+    return partial(monkeypatch.setattr, cpu_matmul, "choose")
 
 
 def assert_agree(made, module):
@@ -43,9 +40,10 @@ def test_backends_agree(name, module_of, monkeypatch):
     assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.usefixtures("mixed")
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_each_shape_has_its_own_backend(name, module_of):
+def test_each_shape_has_its_own_backend(name, module_of, choose_by):
+    """They are dealt out to the shapes in turn."""
+    choose_by(lambda _, shapes, __, makers: dict(zip(sorted(set(shapes)), cycle(makers))))  # noqa: B905
     made = engine(module_of(name))
     assert len(set(made.weights.backends.values())) > 1
     for linear in made.weights.linears.values():
@@ -53,37 +51,35 @@ def test_each_shape_has_its_own_backend(name, module_of):
     assert_agree(made, module_of(name))
 
 
-def test_a_part_of_a_large_weight_is_timed(monkeypatch):
+def test_a_part_of_a_large_weight_is_timed(choose_by):
     timed = []
 
     def choose(use, shapes, dtype, makers):
         timed.extend(shapes)
         return dict.fromkeys(timed, "onednn")
 
-    monkeypatch.setattr(cpu_matmul, "choose", choose)
+    choose_by(choose)
     shapes = [(50_272, 768), (768, 768)]
     assert fastest_backends(shapes, 16, FP32, CPU) == dict.fromkeys(shapes, "onednn")
     assert timed == [(10_923, 768), (768, 768)]  # 2^23 elements
 
 
 @pytest.mark.parametrize("in_bf16", [True, False])
-def test_onednn_is_offered_for_what_the_processor_can(in_bf16, monkeypatch):
+def test_onednn_is_offered_for_what_the_processor_can(in_bf16, monkeypatch, choose_by):
     """A CPU without AVX512-BW has no bf16 products of oneDNN."""
     offered = {}
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: in_bf16)
-    monkeypatch.setattr(
-        cpu_matmul,
-        "choose",
+    choose_by(
         lambda use, shapes, dtype, makers: (
             offered.update({dtype: "onednn" in makers}) or dict.fromkeys(shapes, "plain")
-        ),
+        )
     )
     for dtype in (FP32, torch.bfloat16, torch.float16):
         fastest_backends([(48, 32)], 16, dtype, CPU)
     assert offered == {FP32: True, torch.bfloat16: in_bf16, torch.float16: False}
 
 
-def test_the_operands_that_are_timed_are_those_of_the_product(monkeypatch):
+def test_the_operands_that_are_timed_are_those_of_the_product(choose_by):
     """Every candidate multiplies 16 rows by a weight of the shape."""
     outputs = {}
 
@@ -91,7 +87,7 @@ def test_the_operands_that_are_timed_are_those_of_the_product(monkeypatch):
         outputs.update({name: make((48, 32))() for name, make in makers.items()})
         return dict.fromkeys(shapes, "plain")
 
-    monkeypatch.setattr(cpu_matmul, "choose", choose)
+    choose_by(choose)
     fastest_backends([(48, 32)], 16, FP32, CPU)
     assert next(iter(outputs)) == "plain"  # wins ties
     for y in outputs.values():

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from captures import graphs_of
 from families import CONFIGS, build
 
 from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
@@ -38,7 +39,8 @@ def test_graph_is_eager_is_cpu(name, page_size):
         assert answers.token_ids == expected.token_ids
         for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3)
-        assert (made._runner._graphs is not None) == graphs
+        assert made.captures == graphs
+        assert not graphs or graphs_of(made).num_captured > 0
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -165,7 +167,7 @@ def test_a_failed_capture_is_followed_by_eager_steps(monkeypatch):
     for _ in range(2):
         assert made.generate(PROMPTS, GREEDY).token_ids == expected.token_ids
     assert len(recorded) == 2
-    assert made._runner._graphs.failed
+    assert graphs_of(made).failed
 
 
 def test_a_released_cache_is_free_at_once():
@@ -198,13 +200,13 @@ def test_graphs_survive_a_refresh_in_place():
     module = build("llama").cuda()
     made = on("cuda", module)
     made.generate(PROMPTS, SAMPLED)
-    captured = made._runner._graphs.num_captured
+    captured = graphs_of(made).num_captured
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.05 * torch.randn_like(p))
     made.weights.load((n, p.detach()) for n, p in module.named_parameters())
     answers = made.generate(PROMPTS, SAMPLED)
-    assert made._runner._graphs.num_captured == captured
+    assert graphs_of(made).num_captured == captured
     assert answers.token_ids == on("cuda", module).generate(PROMPTS, SAMPLED).token_ids
 
 

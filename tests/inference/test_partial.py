@@ -1,11 +1,7 @@
 """Prompts continued over several calls; each call stops when enough of them are complete."""
 
-import pytest
-from captures import on_graphs
-from families import PROMPTS, engine, rollout_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from test_tensor_parallel import on_ranks
+from families import PROMPTS, engine
+from rank_threads import on_ranks
 
 from dschat.inference import SamplingParams
 from dschat.inference.partial import OpenPrompt, advance
@@ -20,30 +16,6 @@ def opened():
 
 def complete(prompts):
     return [i for i, p in enumerate(prompts) if p.is_complete]
-
-
-@pytest.mark.parametrize("make", [engine, on_graphs])
-@pytest.mark.parametrize("wanted", [1, 3, 8])
-def test_calls_continue_what_the_one_before_left(make, wanted, module_of):
-    """With one seed the answers are those of one call, however it is cut."""
-    module = module_of("llama")
-    expected = engine(module).generate(PROMPTS, SAMPLING)
-    made, prompts = make(module, max_num_seqs=8), opened()
-    calls = 0
-    while len(complete(prompts)) < len(PROMPTS):
-        before = complete(prompts)
-        tokens = [p.num_tokens for p in prompts]
-        advance(made, prompts, SAMPLING, NUMBERS, min(len(before) + wanted, len(PROMPTS)))
-        assert len(complete(prompts)) >= min(len(before) + wanted, len(PROMPTS))
-        assert all(p.num_tokens >= n for p, n in zip(prompts, tokens, strict=True))
-        assert made.cache.num_free == made.cache.num_pages
-        calls += 1
-    assert calls > 1 or wanted == 8
-    got = rollout_of(prompts)
-    assert got.token_ids == expected.token_ids
-    assert got.finish_reasons == expected.finish_reasons
-    for one, other in zip(got.logprobs, expected.logprobs, strict=True):
-        assert one == pytest.approx(other, abs=5e-5)
 
 
 def test_what_is_due_is_completed(module_of):
@@ -68,29 +40,6 @@ def test_staleness_counts_from_the_first_token(module_of):
     for wanted, staleness in ((1, [0, 0]), (2, [1, 0]), (2, [2, 1])):
         advance(made, prompts, SAMPLING, NUMBERS[:2], wanted)
         assert sorted((p.staleness for p in prompts), reverse=True) == staleness
-
-
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.data())
-def test_any_cut_under_pressure(module_of, data):
-    """Few pages and slots, preemption, chunks; --speculate, which drafts nothing here."""
-    sizes = {
-        "page_size": data.draw(st.sampled_from([1, 3, 8])),
-        "max_num_seqs": data.draw(st.integers(1, 4)),
-        "max_num_batched_tokens": data.draw(st.sampled_from([5, 64])),
-        "speculate": data.draw(st.sampled_from(["off", "history"])),
-    }
-    module = module_of("llama")
-    n, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 16))
-    sampling = SamplingParams(max_new_tokens=length, n=n, seed=data.draw(st.integers(0, 9)))
-    expected = engine(module).generate(PROMPTS, sampling)
-    made, prompts = engine(module, **sizes), opened()
-    while len(complete(prompts)) < len(PROMPTS):
-        wanted = data.draw(st.integers(len(complete(prompts)) + 1, len(PROMPTS)))
-        advance(made, prompts, sampling, NUMBERS, wanted, data.draw(st.integers(0, 3)))
-    assert rollout_of(prompts).token_ids == expected.token_ids
 
 
 def test_tensor_parallel_ranks_wait_for_each_other(module_of):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from families import PROMPTS as TP_PROMPTS
 from families import assert_same, assert_same_but_for_ties, engine, every_family, stream
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
 from dschat.inference import SamplingParams
@@ -73,38 +71,6 @@ def test_tensor_parallel_ranks_find_the_same(module_of):
     for (rollout, made), share in zip(ranks, shares, strict=True):
         assert rollout.token_ids == cut(expected, share)
         assert made.stats.cached_tokens > 20
-
-
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.data())
-def test_calls_of_any_kind(module_of, data):
-    """Pages are evicted, sequences preempted, prompts cut into chunks, with any kind of draw."""
-    tokens = data.draw(st.sampled_from([5, 16, 64]))
-    sizes = {"page_size": data.draw(st.sampled_from([1, 3, 8])), "max_num_seqs": 4}
-    sizes["max_num_batched_tokens"] = tokens
-    module = module_of(data.draw(st.sampled_from(["llama", "bloom", "mistral"])))
-    per_token = engine(module).bytes_per_token()
-    sizes["kv_cache_gib"] = data.draw(st.integers(70, 150)) * per_token / 2**30
-    cached, plain = engine(module, **sizes), without_prefixes(engine(module, **sizes))
-    texts = st.builds(
-        lambda prefix, rest: SYSTEM[:prefix] + rest,
-        st.integers(0, 21),
-        st.lists(st.integers(3, 5), min_size=1, max_size=6),
-    )
-    for seed in range(3):
-        prompts = data.draw(st.lists(texts, min_size=1, max_size=6))
-        sampling = SamplingParams(
-            max_new_tokens=data.draw(st.integers(1, 9)),
-            n=data.draw(st.integers(1, 3)),
-            temperature=data.draw(st.sampled_from([0.0, 1.0])),
-            top_p=data.draw(st.sampled_from([1.0, 0.7])),
-            min_new_tokens=data.draw(st.integers(0, 1)),
-            seed=seed,
-        )
-        assert_same(cached.generate(prompts, sampling), plain.generate(prompts, sampling))
-        assert cached.cache.num_free == cached.cache.num_pages
 
 
 def test_other_weights_find_nothing(module_of):

@@ -1,13 +1,14 @@
 """An answer does not depend on the rest of its batch, on pages or on chunks.
 
 In fp32 sampled answers are the same ids, and their log-probs the same to rounding, whatever the
-batch, the order, the pages and the budget. The reference is one prompt at a time.
+batch, the order, the pages and the budget: see also test_any_call. The reference is one prompt at a
+time.
 """
 
 from dataclasses import replace
 
 import pytest
-from families import EOS, PROMPTS, assert_same, cache_gib, engine
+from families import EOS, PROMPTS, assert_same, engine
 
 from dschat.inference import SamplingParams, core
 from dschat.inference.protocol import Rollout
@@ -15,53 +16,21 @@ from dschat.inference.sequence import Request
 
 SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
 
-SLOW = pytest.mark.slow
-FAMILIES = ["llama", "mistral", "bloom", "opt"]  # rotary, windows, ALiBi, learned positions
 LAYOUTS = {
-    "one slot": {"max_num_seqs": 1},
     "3 slots": {"max_num_seqs": 3},
     "16 slots": {"max_num_seqs": 16},
     "more slots than samples": {"max_num_seqs": 100},
-    "pages of 1": {"page_size": 1},
     "pages of 4": {"page_size": 4},
-    "pages of 16": {"page_size": 16, "max_num_seqs": 16},
-    "pages that divide nothing": {"page_size": 7},
-    "1 token a step": {"max_num_batched_tokens": 1},
     "7 tokens a step": {"max_num_batched_tokens": 7, "page_size": 4},
-    "chunks on whole pages": {"max_num_batched_tokens": 10, "max_num_seqs": 16},
 }
 
 
 @pytest.fixture(scope="module")
 def expected(module_of):
     """Every prompt by itself, in an engine with one slot for each of its samples."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            alone = engine(module_of(name), max_num_seqs=4)
-            parts = [alone.generate([p], SAMPLING, indices=[i]) for i, p in enumerate(PROMPTS)]
-            made[name] = joined(parts)
-            assert {"stop", "length"} == set(made[name].finish_reasons)
-        return made[name]
-
-    return get
-
-
-def joined(rollouts):
-    whole = Rollout()
-    for part in rollouts:
-        whole.token_ids += part.token_ids
-        whole.logprobs += part.logprobs
-        whole.finish_reasons += part.finish_reasons
-    return whole
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batch_pages_and_pieces_change_nothing(layout, module_of, expected):
-    made = engine(module_of("llama"), **LAYOUTS[layout])
-    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
-    assert made.cache.num_free == made.cache.num_pages
+    alone = engine(module_of("llama"), max_num_seqs=4)
+    parts = [alone.generate([p], SAMPLING, indices=[i]) for i, p in enumerate(PROMPTS)]
+    return Rollout.joined(parts)
 
 
 @pytest.mark.parametrize("layout", ["3 slots", "pages of 4", "more slots than samples"])
@@ -90,38 +59,9 @@ def test_samples_are_one_row_until_they_differ(layout, drawn_together, module_of
 def test_nor_does_prefill_apart_from_decodes(layout, module_of, expected):
     made = engine(module_of("llama"), **LAYOUTS[layout])
     made._separate_prefill = True  # as on CUDA
-    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+    assert_same(made.generate(PROMPTS, SAMPLING), expected)
     stats = made.stats  # the first token of each prompt is drawn in a prefill step, or with it
     assert stats.decode_tokens >= stats.answer_tokens - len(PROMPTS) * SAMPLING.n
-
-
-@pytest.mark.parametrize(
-    "layout", ["7 tokens a step", *(pytest.param(x, marks=SLOW) for x in LAYOUTS if x[0] != "7")]
-)
-@pytest.mark.parametrize("name", FAMILIES[1:])
-def test_nor_in_other_families(name, layout, module_of, expected):
-    made = engine(module_of(name), **LAYOUTS[layout])
-    assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
-
-
-@pytest.mark.parametrize("page_size", [4, *(pytest.param(s, marks=SLOW) for s in (1, 16))])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_cache_too_small_for_all_costs_time_alone(name, page_size, module_of, expected):
-    """Barely more than the longest sequence: sequences wait and are computed again."""
-    module = module_of(name)
-    gib = cache_gib(engine(module), 80)
-    made = engine(module, page_size=page_size, kv_cache_gib=gib, max_num_seqs=6)
-    assert_same(made.generate(PROMPTS, SAMPLING), expected(name))
-    assert made.stats.preemptions > 0
-    assert made.stats.peak_pages <= made.stats.num_pages == 80 // page_size
-    assert made.cache.num_free == made.cache.num_pages
-
-
-def test_a_cache_of_one_sequence(module_of, expected):
-    gib = cache_gib(engine(module_of("llama")), 64)
-    made = engine(module_of("llama"), kv_cache_gib=gib, page_size=64)
-    assert made.cache.num_pages == 1
-    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
 
 
 def test_the_order_of_prompts(module_of, expected):
@@ -130,24 +70,13 @@ def test_the_order_of_prompts(module_of, expected):
     got = made.generate([PROMPTS[i] for i in order], SAMPLING, indices=order)
     back = [order.index(i) for i in range(len(order))]
     answers = [[got.token_ids[4 * i + s] for s in range(4)] for i in back]
-    assert [ids for group in answers for ids in group] == expected("llama").token_ids
-
-
-def test_prompts_spread_over_calls(module_of, expected):
-    """One engine, several rollouts in a row, among them an empty one."""
-    made = engine(module_of("llama"), page_size=4, max_num_seqs=3)
-    parts = [
-        made.generate(PROMPTS[a:b], SAMPLING, indices=list(range(a, b)))
-        for a, b in ((0, 1), (1, 1), (1, 6), (6, 8))
-    ]
-    assert_same(joined(parts), expected("llama"))
-    assert_same(made.generate(PROMPTS, SAMPLING), expected("llama"))
+    assert [ids for group in answers for ids in group] == expected.token_ids
 
 
 def test_the_first_of_n_samples_is_the_only_one_of_1(module_of, expected):
     one = SamplingParams(max_new_tokens=20, n=1, seed=9, top_p=0.98)
     got = engine(module_of("llama")).generate(PROMPTS, one)
-    assert got.token_ids == expected("llama").token_ids[::4]
+    assert got.token_ids == expected.token_ids[::4]
 
 
 def test_answers_depend_on_seed_prompt_number_and_sample(module_of):

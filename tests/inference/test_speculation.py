@@ -1,43 +1,31 @@
 """Drafted tokens are kept exactly where they are what would have been drawn."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
+from captures import again, captured_by, graphs_of, noted, on_graphs, use
 from families import PROMPTS as TP_PROMPTS
 from families import (
     answered,
     assert_same,
     assert_same_but_for_ties,
-    cache_gib,
     engine,
     every_family,
+    remember,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from soft_graph import soft_capture
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
 from dschat.inference import SamplingParams, speculation
+from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.partial import OpenPrompt, advance
 from dschat.inference.sequence import Request
-from dschat.inference.speculation import Acceptance, AnswerHistory
-from dschat.inference.step_runner import StepRunner
+from dschat.inference.speculation import Acceptance, AnswerHistory, Drafter
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
-
-
-def remember(made, prompts, rollout, changed, seed=0):
-    """Put answers into the history, of which a share ``changed`` of the tokens is another."""
-    draw = random.Random(seed)
-    n = len(rollout) // len(prompts)
-    made.speculation.history.add(
-        answered(
-            prompts[i // n],
-            [draw.randrange(3, 50) if draw.random() < changed else t for t in answer],
-        )
-        for i, answer in enumerate(rollout.token_ids)
-    )
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+SLOW, OTHERS = pytest.mark.slow, ["opt", "bloom", "gpt2", "mistral"]
 
 
 @every_family()
@@ -68,41 +56,6 @@ def test_bf16_answers_differ_in_ties_alone(name, module_of):
     remember(drafting, PROMPTS, expected, 0.1)
     assert_same_but_for_ties(drafting.generate(PROMPTS, sampling), expected, 0.05)
     assert drafting.stats.accepted_tokens > 10
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.data())
-def test_calls_of_any_kind(module_of, data):
-    """Pages are few, sequences preempted, prompts cut into chunks, with any kind of draw."""
-    module = module_of(data.draw(st.sampled_from(["llama", "bloom", "mistral", "opt"])))
-    sizes = {
-        "page_size": data.draw(st.sampled_from([1, 3, 8, 64])),
-        "max_num_seqs": data.draw(st.integers(1, 4)),
-        "max_num_batched_tokens": data.draw(st.sampled_from([5, 16, 64])),
-    }
-    if sizes["page_size"] < 64:
-        sizes["kv_cache_gib"] = cache_gib(engine(module), data.draw(st.integers(50, 150)))
-    plain = engine(module, **sizes)
-    drafting = engine(module, speculate=data.draw(st.sampled_from(["history", "auto"])), **sizes)
-    for seed in range(3):
-        prompts = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=5))
-        n = data.draw(st.integers(1, 3))
-        sampling = SamplingParams(
-            max_new_tokens=data.draw(st.integers(n, 20)),
-            n=n,
-            temperature=data.draw(st.sampled_from([0.0, 0.3, 1.0])),
-            top_p=data.draw(st.sampled_from([1.0, 0.7])),
-            min_new_tokens=data.draw(st.integers(0, 1)),
-            stop_token_ids=data.draw(st.sampled_from([(), (7, 11, 30)])),
-            seed=seed,
-        )
-        expected = plain.generate(prompts, sampling)
-        if data.draw(st.booleans()):
-            remember(drafting, prompts, expected, data.draw(st.sampled_from([0.0, 0.1, 0.5])))
-        assert_same(drafting.generate(prompts, sampling), expected)
-        assert drafting.cache.num_free == drafting.cache.num_pages
 
 
 def test_a_second_greedy_call_takes_few_steps(module_of):
@@ -156,18 +109,15 @@ def test_acceptance_is_that_of_the_place():
 
 def test_a_sequence_is_in_the_places_that_chances_go_through(module_of, monkeypatch):
     """Of an answer that is right up to a token, wrong there, and right again."""
-    made, runs = engine(module_of("llama"), speculate="history"), []
+    made = engine(module_of("llama"), speculate="history")
     sampling = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True)
     (answer,) = engine(module_of("llama")).generate(PROMPTS[:1], sampling).token_ids
     other = answer[:3] + [answer[3] % 40 + 5] + answer[4:]
     made.speculation.history.add([answered(PROMPTS[0], other)])
-    add = Acceptance.add
-    monkeypatch.setattr(
-        Acceptance, "add", lambda self, *seen: (runs.append(seen[1:]), add(self, *seen))
-    )
+    runs = noted(monkeypatch, Acceptance, "add")
     assert made.generate(PROMPTS[:1], sampling).token_ids == [answer]
     right = [(0, True), (2, True), (3, True), (4, False), (1, True), (2, True), (3, True)]
-    assert runs[: len(right)] == right
+    assert [run[2:] for run in runs[: len(right)]] == right
 
 
 def test_a_known_answer_is_computed_with_its_prompt(module_of):
@@ -185,12 +135,13 @@ def test_a_known_answer_is_computed_with_its_prompt(module_of):
     assert made.stats.decode_steps > 0
 
 
-def test_partial_rollouts_draft_nothing(module_of):
+@pytest.mark.parametrize("make", [engine, on_graphs])
+def test_partial_rollouts_draft_nothing(make, module_of):
     """Which of them are complete would depend on earlier calls, which no checkpoint holds."""
     sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
     left = []
     for mode in ("off", "history"):
-        made = engine(module_of("llama"), speculate=mode)
+        made = make(module_of("llama"), speculate=mode)
         for _ in range(2):
             made.generate(PROMPTS, sampling)
         opened = [OpenPrompt(ids) for ids in PROMPTS]
@@ -214,8 +165,7 @@ def test_answers_that_were_begun_go_on_without_new_prompts(mode, module_of):
 
 def test_what_samples_have_in_common_is_learned_from_once(module_of, monkeypatch):
     """By the row that drew it, not again by those that part from it."""
-    learned = []
-    monkeypatch.setattr(Acceptance, "add", lambda *args: learned.append(args))
+    learned = noted(monkeypatch, Acceptance, "add")
     made = engine(module_of("llama"), speculate="history")
     sampling = SamplingParams(max_new_tokens=30, n=8, temperature=0.3, seed=3, ignore_eos=True)
     made.generate(PROMPTS, sampling)
@@ -232,17 +182,15 @@ def test_limits_of_a_prompt_and_of_a_step(module_of, monkeypatch):
     assert_same(made.generate(PROMPTS, short, max_new_tokens=limits), expected)
     assert made.stats.accepted_tokens > 20
     monkeypatch.setattr(speculation, "MAX_DRAFTED", 5)
-    sizes = []
-    logits = StepRunner.logits
-    monkeypatch.setattr(
-        StepRunner,
-        "logits",
-        lambda self, schedule: (
-            sizes.append(sum(len(s.draft) for s in schedule.ready)) or logits(self, schedule)
-        ),
-    )
+    drafted, draft = [], Drafter.draft
+
+    def watched(self, schedule):
+        draft(self, schedule)
+        drafted.append(sum(len(s.draft) for s in schedule.ready))
+
+    monkeypatch.setattr(Drafter, "draft", watched)
     assert_same(made.generate(PROMPTS, short, max_new_tokens=limits), expected)
-    assert max(sizes) == 5
+    assert max(drafted) == 5
 
 
 def test_auto_drafts_only_what_is_likely(module_of):
@@ -259,12 +207,15 @@ def test_auto_drafts_only_what_is_likely(module_of):
     assert drafted["auto"][-1] > 100  # they have become better
 
 
+@pytest.mark.parametrize("capture", [None, again])
 @pytest.mark.parametrize("mode", ["history", "auto"])
-def test_tensor_parallel_ranks_draft_alike(mode, module_of):
+def test_tensor_parallel_ranks_draft_alike(mode, capture, module_of, monkeypatch):
     """Both have the answers of one engine that drafts nothing."""
+    use(monkeypatch)
     module = module_of("llama")
 
     def prepare(made):
+        captured_by(made, capture)
         for _ in range(3):  # until earlier answers are known to be right
             made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
 
@@ -276,3 +227,57 @@ def test_tensor_parallel_ranks_draft_alike(mode, module_of):
         assert made.stats.accepted_tokens > 50
     first, second = (made.stats.drafted_tokens for _, made in ranks)
     assert first == second
+
+
+# Captured steps of several positions
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=SLOW) for n in OTHERS)])
+@pytest.mark.parametrize("capture", [again, soft_capture])
+def test_known_text_takes_few_steps(name, capture, monkeypatch, engines):
+    plain, graphs = engines(name, capture, speculate="history", page_size=4)
+    plain.speculation = None
+    use(monkeypatch)
+    expected = plain.generate(TP_PROMPTS[:2], GREEDY)
+    remember(graphs, TP_PROMPTS[:2], expected, 0.0)
+    assert_same(graphs.generate(TP_PROMPTS[:2], GREEDY), expected)
+    assert graphs.stats.decode_steps <= 7
+    assert graphs.stats.accepted_tokens >= 2 * 17
+    assert not graphs_of(graphs).failed
+
+
+def test_another_call_takes_the_rows_in_the_middle_of_a_stream(monkeypatch, module_of):
+    use(monkeypatch)
+    plain, made = (f(module_of("llama"), speculate="history") for f in (engine, on_graphs))
+    sampling = SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True)
+    expected, other = plain.generate([[3]], GREEDY), plain.generate(PROMPTS[:3], sampling)
+    remember(made, [[3]], expected, 0.1)
+    stream = made.stream([3], GREEDY)
+    tokens = [next(stream) for _ in range(5)]
+    assert_same(made.generate(PROMPTS[:3], sampling), other)
+    assert tokens + list(stream) == expected.token_ids[0]
+
+
+def test_widths_have_room_for_what_is_worth_it(monkeypatch, module_of):
+    """The smallest step that takes the tokens worth a draft, on average over the rows."""
+    use(monkeypatch)
+    made, worth = on_graphs(module_of("llama"), speculate="history"), [0]
+    monkeypatch.setattr(Drafter, "_length", lambda self, chances: worth[0])
+    expected = made.generate(TP_PROMPTS[:2], GREEDY)
+    for worth[0], width in ((0, 1), (1, 4), (3, 4), (4, 8), (16, 8)):
+        made.release_cache()
+        widths, step = set(), DecodeGraphs.step
+
+        def named(self, size, pages, kind, width, step=step, widths=widths):
+            run = step(self, size, pages, kind, width)
+            return lambda: (widths.add(width), run())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeGraphs, "step", named)
+            assert_same(made.generate(TP_PROMPTS[:2], GREEDY), expected)
+        assert max(widths) == width
+
+
+def test_large_batches_have_no_drafts(module_of):
+    graphs = on_graphs(module_of("llama"), speculate="history").step_runner().graphs(50)
+    assert [graphs.widths(size) for size in (1, 32, 64, 65)] == [[1, 4, 8]] * 2 + [[1, 4], [1]]

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -39,16 +40,17 @@ def test_a_cpu_has_none(kernels):
     assert dispatch.choose(torch.device("cpu")) is None
 
 
-def test_kernels_without_triton_are_an_error(kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+def test_kernels_without_triton_are_an_error(monkeypatch):
+    if find_spec("triton"):
+        pytest.skip("Triton is here")
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
     with pytest.raises(UserError, match="needs Triton"):
         dispatch.choose(DEVICE)
 
 
-def test_the_choice_is_made_once(kernels, monkeypatch, caplog):
+def test_the_choice_is_made_once(kernels, caplog):
     """The engine says what runs by kernels, and no later call asks again."""
     caplog.set_level(logging.INFO, "dschat")
-    monkeypatch.setattr(logging.getLogger("dschat"), "propagate", True)
     captured, _ = decode_step(CONFIGS["llama"]())
     assert captured["paged_decode"] == 2
     (line,) = [r.getMessage() for r in caplog.records if "Triton" in r.getMessage()]
@@ -95,11 +97,10 @@ def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
 def test_steps_with_drafts_run_all_but_attention(kernels):
     with fake_cuda() as watch:
         made = fake_engine(watch, CONFIGS["llama"](), speculate="history", page_size=64)
-        sampling = replace(SAMPLED, max_new_tokens=8)
-        made.generate(PROMPTS, sampling)
-        made.speculation.history.add(answered(ids, [0] * 8) for ids in PROMPTS)
+        made.generate(PROMPTS, SAMPLED)
+        made.speculation.history.add(answered(ids, [0] * 4) for ids in PROMPTS)
         watch.counts.clear()
-        made.generate(PROMPTS, sampling)
+        made.generate(PROMPTS, SAMPLED)
     captured = Counter({name: n for (inside, name), n in watch.counts.items() if inside})
     num_drafted = captured["cumprod"]
     num_steps = captured["draw"]
@@ -210,16 +211,6 @@ def test_every_family_decodes_by_kernels(name, kernels):
     assert waits(captured) == 0
 
 
-def test_a_planted_operator_breaks_the_budget(kernels, monkeypatch):
-    product = dispatch.StepKernels.product
-    monkeypatch.setattr(
-        dispatch.StepKernels, "product", lambda self, w, x, *rest: product(self, w, x + 0, *rest)
-    )
-    config = CONFIGS["llama"]()
-    with pytest.raises(AssertionError):
-        check_budget(*decode_step(config), config.num_hidden_layers, BUDGETS["llama"])
-
-
 # -- where torch computes --------------------------------------------------------------------------
 
 
@@ -308,24 +299,4 @@ def test_drafts_change_no_token(interpreted, name):
 @pytest.mark.parametrize("part", OF_TORCH)
 def test_tokens_stay_the_same_if_one_part_runs_by_torch(interpreted, part):
     parts = set(OF_TORCH) - {part}
-    check(
-        interpreted, "qwen3", "kvq", False, [(PROMPTS[:2], LONGER)], {"page_size": 16}, None, parts
-    )
-
-
-@pytest.mark.parametrize(
-    ("fault", "name", "order"),
-    [
-        ("wrong_slices", "opt", "kvq"),
-        pytest.param("wrong_slices", "bloom", "as is", marks=slow),
-        pytest.param("gate_always_first", "llama_biases", "vkq", marks=slow),
-        pytest.param("host_seed", "llama", "", marks=slow),
-    ],
-)
-def test_planted_faults_change_tokens(interpreted, fault, name, order):
-    requests = [([[5, 6, 7]], SHORT)]
-    if fault == "host_seed":
-        requests.append(([[5, 6, 7]], replace(SHORT, seed=9)))
-    args = name, order, fault == "host_seed", requests, PAGES
-    with pytest.raises(AssertionError):
-        check(interpreted, *args, fault)
+    check(interpreted, "qwen3", "kvq", False, [(PROMPTS[:2], LONGER)], {"page_size": 16}, parts)

@@ -4,10 +4,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
-from families import EOS, POSITIONS, PROMPTS, VOCAB, cache_gib, engine, logprob_gap
+from captures import LateQueue, assert_idle, graphs_of, on_graphs, use
+from families import EOS, POSITIONS, PROMPTS, VOCAB, assert_same, cache_gib, engine, logprob_gap
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
+from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import Rollout
 
 FREE = SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True)
@@ -16,6 +18,13 @@ FREE = SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True)
 @pytest.fixture(scope="module")
 def made(module_of):
     return engine(module_of("llama"), page_size=4)
+
+
+@pytest.fixture(params=["engine", "hugging face"])
+def either(request, made, module_of):
+    """An engine, and a Hugging Face module with the same weights."""
+    module = module_of("llama")
+    return made if request.param == "engine" else HuggingFaceGenerator(module, (EOS,), pad_id=EOS)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +40,12 @@ def with_options(**options):
 # Streaming
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_stream_is_the_answer_of_generate(temperature, made):
-    sampling = SamplingParams(max_new_tokens=20, seed=8, temperature=temperature)
+def test_a_stream_is_the_answer_of_generate(either):
+    sampling = with_options(n=1, ignore_eos=False)
     for prompt in PROMPTS:
-        (answer,) = made.generate([prompt], sampling).token_ids
-        assert list(made.stream(prompt, sampling)) == answer
-        assert made.cache.num_free == made.cache.num_pages
+        assert [list(either.stream(prompt, sampling))] == either.generate(
+            [prompt], sampling
+        ).token_ids
 
 
 def test_prompts_may_be_tuples(made):
@@ -55,25 +63,83 @@ def test_each_token_comes_with_a_step_of_its_own(made):
     stream.close()
 
 
-def test_a_closed_stream_leaves_nothing_behind(made, free):
+@pytest.mark.parametrize("make", [engine, on_graphs])
+def test_a_closed_stream_leaves_nothing_behind(make, module_of, free, monkeypatch):
+    use(monkeypatch)
+    made = make(module_of("llama"), page_size=4)
     stream = made.stream(PROMPTS[2], with_options(n=1))
-    next(stream)
-    next(stream)
+    for _ in range(4):
+        next(stream)
     assert made.cache.num_free < made.cache.num_pages
     stream.close()
-    assert made.cache.num_free == made.cache.num_pages
-    assert made.generate(PROMPTS, FREE) == free
+    assert_idle(made)
+    assert_same(made.generate(PROMPTS, FREE), free)
 
 
-def test_a_rollout_may_run_beside_an_open_stream(made, free):
-    """Their pages come from one pool; neither may write the other's."""
-    sampling = with_options(n=1)
-    (whole,) = made.generate([PROMPTS[1]], sampling).token_ids
-    stream = made.stream(PROMPTS[1], sampling)
-    got = [next(stream) for _ in range(5)]
-    assert made.generate(PROMPTS, FREE) == free
+@pytest.mark.parametrize("make", [engine, on_graphs])
+def test_streams_and_rollouts_take_turns(make, module_of, free, monkeypatch):
+    """They share pages, rows and ring: none writes another's, and each reads its steps before
+    another one takes them.
+    """
+    use(monkeypatch, lag=2)
+    made, sampling = make(module_of("llama"), page_size=4), with_options(n=1)
+    wholes = [made.generate([p], sampling).token_ids[0] for p in PROMPTS[1:3]]
+    streams = [made.stream(p, sampling) for p in PROMPTS[1:3]]
+    got = [[next(stream) for _ in range(4)] for stream in streams]
+    assert_same(made.generate(PROMPTS, FREE), free)
+    for _ in range(3):
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens.append(next(stream))
+    made.stream(PROMPTS[0], sampling).close()
+    assert [tokens + list(stream) for tokens, stream in zip(got, streams, strict=True)] == wholes
+    assert_idle(made)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_stream_is_a_rollout_read_late(lag, monkeypatch, engines):
+    use(monkeypatch, lag=lag)
+    plain, graphs = engines("llama", page_size=4)
+    sampling = SamplingParams(max_new_tokens=20, seed=8, ignore_eos=True)
+    (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
+    stream = graphs.stream(PROMPTS[1], sampling)
+    for count, token in enumerate(stream):
+        assert token == whole[count]
+        if count < 20 - lag:
+            assert graphs.stats.decode_steps == (count + lag if count else 0)
+    assert count == 19
+    assert_idle(graphs)
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_a_stream_beside_a_closed_one(count, monkeypatch, engines):
+    """The steps that nobody read run before the first one has its rows back."""
+    use(monkeypatch, lag=2, queue=LateQueue())
+    plain, graphs = engines("llama", page_size=4)
+    sampling = SamplingParams(max_new_tokens=20, seed=8, ignore_eos=True)
+    (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
+    stream = graphs.stream(PROMPTS[1], sampling)
+    got = [next(stream) for _ in range(4)]
+    other = graphs.stream(PROMPTS[0], sampling)
+    for _ in range(count):
+        next(other)
+    other.close()
     assert got + list(stream) == whole
-    assert made.cache.num_free == made.cache.num_pages
+    assert_idle(graphs)
+
+
+def test_weights_that_move_under_a_stream(monkeypatch, module_of):
+    """Its graphs read freed memory otherwise."""
+    use(monkeypatch)
+    module = module_of("llama")
+    made, plain = on_graphs(module), engine(module)
+    sampling = SamplingParams(max_new_tokens=12, seed=8, ignore_eos=True)
+    (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
+    stream = made.stream(PROMPTS[1], sampling)
+    got = [next(stream) for _ in range(4)]
+    first = graphs_of(made)
+    made.borrow_weights({name: p.detach() for name, p in module.named_parameters()})
+    assert got + list(stream) == whole
+    assert graphs_of(made) is not first
 
 
 def test_open_streams_that_hold_the_cache_are_an_error(made, module_of):
@@ -111,9 +177,9 @@ def test_threads_may_share_an_engine(speculate, module_of):
 # Ends
 
 
-def test_stop_tokens_end_an_answer_and_stay_in_it(made, free):
+def test_stop_tokens_end_an_answer_and_stay_in_it(either, free):
     stops = (17, 40, 3)
-    got = made.generate(PROMPTS, with_options(stop_token_ids=stops))
+    got = either.generate(PROMPTS, with_options(stop_token_ids=stops))
     for ids, logprobs, reason, whole, all_logprobs in zip(
         got.token_ids,
         got.logprobs,
@@ -141,22 +207,22 @@ def test_eos_ends_an_answer_unless_it_is_ignored(module_of, free):
         assert ids == whole[:end]
 
 
-def test_a_stop_token_last_of_all_is_a_stop(made, free):
+def test_a_stop_token_last_of_all_is_a_stop(either, free):
     """Length and stop at once: the answer is complete."""
     limit = 7
     stop = free.token_ids[0][limit - 1]
-    got = made.generate([PROMPTS[0]], with_options(max_new_tokens=limit, stop_token_ids=(stop,)))
+    got = either.generate([PROMPTS[0]], with_options(max_new_tokens=limit, stop_token_ids=(stop,)))
     first = free.token_ids[0].index(stop) + 1
     assert got.token_ids[0] == free.token_ids[0][:first]
     assert got.finish_reasons[0] == "stop"
 
 
-def test_before_min_new_tokens_no_end_is_drawn(made, module_of):
+def test_before_min_new_tokens_no_end_is_drawn(either, module_of):
     """Half the vocabulary ends an answer: hardly one would live to see its eighth token."""
     stops = tuple(range(0, VOCAB, 2))
     short = with_options(stop_token_ids=stops)
-    assert sum(map(len, made.generate(PROMPTS, short).token_ids)) < 4 * 2 * len(PROMPTS)
-    got = made.generate(PROMPTS, with_options(stop_token_ids=stops, min_new_tokens=8))
+    assert sum(map(len, either.generate(PROMPTS, short).token_ids)) < 4 * 2 * len(PROMPTS)
+    got = either.generate(PROMPTS, with_options(stop_token_ids=stops, min_new_tokens=8))
     assert min(map(len, got.token_ids)) == 9  # and at once thereafter
     for ids, reason in zip(got.token_ids, got.finish_reasons, strict=True):
         assert not set(ids[:8]) & set(stops)
@@ -197,8 +263,8 @@ def test_a_limit_may_exceed_the_common_one(made):
     assert got.token_ids == [expected]
 
 
-def test_no_prompts_no_answers(made):
-    assert made.generate([], FREE) == Rollout()
+def test_no_prompts_no_answers(either, made):
+    assert either.generate([], FREE) == Rollout()
     assert made.generate([], FREE, indices=[], max_new_tokens=[]) == Rollout()
     assert made.stats.prompts == 0
 
@@ -241,8 +307,6 @@ def test_what_steps_use_is_not_taken_away_within_one(change, module_of):
         changing = thread.submit(getattr(own, change))
         with pytest.raises(TimeoutError):
             changing.result(0.3)
-        assert own._cache is not None
-        assert own._runner is not None
         own.lock.release()
         changing.result(30)
         own.lock.acquire()

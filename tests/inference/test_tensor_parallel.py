@@ -6,11 +6,10 @@ the same steps. Real collectives are tested in tests/dist.
 
 import copy
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from captures import again
+from captures import again, captured_by, graphs_of
 from families import (
     CONFIGS,
     CORE,
@@ -23,6 +22,7 @@ from families import (
     logprob_gap,
     stream,
 )
+from rank_threads import on_ranks
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
@@ -32,37 +32,6 @@ from dschat.inference.protocol import Rollout
 from dschat.models.lora import adapters, add_lora
 
 SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=3)
-
-
-class Member:
-    """One thread's side of a group, with the methods of `dschat.distributed.RankGroup`."""
-
-    def __init__(self, size, rank, barrier, slots):
-        self.size, self.rank, self._barrier, self._slots = size, rank, barrier, slots
-
-    def gather_objects(self, value):
-        self._slots[self.rank] = value
-        self._barrier.wait(timeout=30)  # a rank that hangs breaks it for all
-        values = list(self._slots)
-        self._barrier.wait(timeout=30)
-        return values
-
-    def all_gather(self, tensor):
-        return torch.stack(self.gather_objects(tensor.clone()))
-
-    def all_reduce_sum(self, tensor):
-        return tensor.copy_(self.all_gather(tensor).sum(0))
-
-    def broadcast(self, tensor):
-        return tensor.copy_(self.all_gather(tensor)[0])
-
-
-def on_ranks(size, work):
-    """``work(member)`` in one thread a rank; the results in rank order."""
-    barrier, slots = threading.Barrier(size), [None] * size
-    members = [Member(size, rank, barrier, slots) for rank in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        return [f.result() for f in [pool.submit(work, member) for member in members]]
 
 
 def shared_rollout(module, size, shares, prepare=lambda made: None, **knobs):
@@ -154,7 +123,7 @@ def test_ranks_decode_alike_on_the_device(tokens, module_of):
     expected = engine(module).generate(PROMPTS, SAMPLING)
 
     def prepare(made):
-        made._capture = again
+        captured_by(made, again)
         made.num_tokens -= 32 * made.group.rank
 
     knobs = {"page_size": 4, "kv_cache_gib": cache_gib(engine(module), tokens) / 2}
@@ -179,13 +148,13 @@ def test_a_step_that_one_rank_cannot_capture_is_none_on_all(with_kernels, module
             return step
 
         attempts = []
-        made._capture = capture
-        made._kernels = StepKernels(torch.device("cpu"), frozenset()) if with_kernels else None
+        kernels = StepKernels(torch.device("cpu"), frozenset()) if with_kernels else None
+        captured_by(made, capture, kernels)
 
     shares = [range(0, 6), range(6, 8)]
     results = shared_rollout(module, 2, shares, prepare, page_size=4)
     assert [got.token_ids for got, _ in results] == [cut(expected, share) for share in shares]
-    graphs = [made.step_runner().graphs(made.num_tokens) for _, made in results]
+    graphs = [graphs_of(made) for _, made in results]
     assert [each.failed for each in graphs] == [not with_kernels] * 2
     assert [each.num_captured > 0 for each in graphs] == [with_kernels] * 2
 

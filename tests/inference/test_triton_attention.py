@@ -115,11 +115,11 @@ def expected(case, args):
     return np.array(outputs).reshape(len(heads), -1), cache
 
 
-def check(interpreted, case, fault=None):
+def check(interpreted, case):
     args = inputs(case)
     outputs, cache = expected(case, args)
     before = args[2].clone()
-    after = interpreted("run", "paged_decode", args, fault)
+    after = interpreted("run", "paged_decode", args)
     assert_written(after[3], outputs)
     rows, slots = after[2], args[5]
     assert_close(rows[slots], cache[slots.numpy()])
@@ -198,30 +198,3 @@ def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, 
             replace(case, order="kvq" if heads > kv_heads else "", rotary_dim=size),
         ][variant],
     )
-
-
-FAULTS = {
-    "window is one short": ("position + 1 - WINDOW", "position + 2 - WINDOW"),
-    "last key unseen": ("cached = (key < position)", "cached = (key < position - 1)"),
-    "own value unseen": ("acc += new_v.to(tl.float32)", "acc += 0.0"),
-    "sums not rescaled": ("total = total * kept + tl.sum", "total = total + tl.sum"),
-    "split forgotten": ("for split in range(SPLITS):", "for split in range(1, SPLITS):"),
-    "pages ignored": ("page * PAGE_SIZE + start % PAGE_SIZE", "page * PAGE_SIZE + start"),
-    "wrong slot": ("tl.load(slots_ptr + b) * SLOT", "(tl.load(slots_ptr + b) + 1) * SLOT"),
-    "other rotation": ("x * cos + y *", "x * cos - y *"),
-    "another head's key": ("(K_FIRST + kv * STEP)", "(K_FIRST + kv * 0)"),
-    "queries of another layout": ("(Q_FIRST + q_head * STEP)", "q_head"),
-    "keys of another layout": ("(K_FIRST + kv * STEP)", "(H + kv)"),
-    "values of another layout": ("(V_FIRST + kv * STEP)", "(H + K + kv)"),
-    "step of another layout": ("(V_FIRST + kv * STEP)", "(V_FIRST + kv)"),
-    "padding stored": ("tl.store(slot_ptr, new_k, mask=d < D)", "tl.store(slot_ptr, new_k)"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_faults_are_found(interpreted, fault):
-    case = Case(4, 2, 80, (100,), page_size=64, window=90, rotary_dim=32, norms=True, splits=2)
-    if "STEP" in fault[0]:
-        case = replace(case, kv_heads=4, order="")
-    with pytest.raises(AssertionError):
-        check(interpreted, case, fault)

@@ -4,6 +4,7 @@ import os
 from unittest.mock import patch
 
 import torch
+from captures import again, captured_by, graphs_of
 from families import build
 from triton_cubins import report
 
@@ -21,9 +22,8 @@ def step_reports(name, dtype, sampling, rows, capability):
     with patch.dict(os.environ, {"DSCHAT_CPU_MATMUL": "plain"}):  # as on CUDA
         made = InferenceEngine(config, dtype, torch.device("cpu"), sizes)
         made.weights.load((n, p.detach()) for n, p in build(name).named_parameters())
-    made._capture = lambda step: step
-    made._kernels = StepKernels(torch.device("cpu"), dependent=True)
-    graphs = made.step_runner().graphs(made.num_tokens)
+    kernels = StepKernels(torch.device("cpu"), dependent=True)
+    graphs = graphs_of(captured_by(made, again, kernels))
     request = Request([1], sampling)
     Sampler(made.num_tokens, made.device, made.group).prepare(request, made.stop_ids)
     kind = SamplingKind.of(request.sequences)

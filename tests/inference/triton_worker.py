@@ -3,8 +3,6 @@
 Triton decides when it is imported whether it interprets kernels, and torch may import it: neither
 must happen in the tests' process. Requests and answers are pickles on the worker's standard input
 and output.
-
-A `fault` (old, new) is planted in a copy of the kernel's module: the tests must notice it.
 """
 
 import importlib
@@ -55,7 +53,7 @@ class Worker:
 
 
 def module(name, fault=None):
-    """A module of the kernels, with ``fault``."""
+    """A module of the kernels; ``fault``: a replacement (old, new) in its source."""
     if fault is None:
         return importlib.import_module(f"{PACKAGE}.{name}")
     source = Path(importlib.util.find_spec(f"{PACKAGE}.{name}").origin).read_text()
@@ -69,9 +67,9 @@ def module(name, fault=None):
     return faulty
 
 
-def run(name, args, fault=None):
+def run(name, args):
     """Run ``plan(*args)`` of a module; returns the arguments, as the launches left them."""
-    launches = module(name, fault).plan(*args)
+    launches = module(name).plan(*args)
     for launch in launches if isinstance(launches, tuple) else (launches,):
         launch.run()
     return args
@@ -125,11 +123,11 @@ def benchmark(*args):
     return lines(*args)
 
 
-def cubin(name, args, capability, fault=None, dependent=False):
+def cubin(name, args, capability, dependent=False):
     """What the machine code of a module's launches says: a list of reports."""
     from triton_cubins import report
 
-    launches = module(name, fault).plan(*args, dependent=dependent)
+    launches = module(name).plan(*args, dependent=dependent)
     launches = launches if isinstance(launches, tuple) else (launches,)
     return [asdict(report(launch, capability)) for launch in launches]
 

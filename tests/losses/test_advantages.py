@@ -219,7 +219,7 @@ def test_neighbours_far_from_zero_have_variance():
     assert not has_variance([1e4 + 1e-3] * 4)
 
 
-# ---- returns (Williams 1992), REINFORCE++ (arXiv 2501.03262)
+# ---- returns (Williams 1992)
 
 
 def naive_returns(rewards, lens, gamma):
@@ -228,18 +228,6 @@ def naive_returns(rewards, lens, gamma):
         for t in range(n):
             returns[b, t] = math.fsum(gamma ** (k - t) * rewards[b, k] for k in range(t, n))
     return returns
-
-
-def naive_normalized(x, lens):
-    """Zero mean and unit (biased) variance over all actions of all rows."""
-    kept = [x[b, t] for b, n in enumerate(lens) for t in range(n)]
-    mean = math.fsum(kept) / len(kept)
-    std = math.sqrt(math.fsum((v - mean) ** 2 for v in kept) / len(kept) + 1e-8)
-    out = np.zeros(x.shape)
-    for b, n in enumerate(lens):
-        for t in range(n):
-            out[b, t] = (x[b, t] - mean) / std
-    return out
 
 
 def test_returns_to_go_by_hand():
@@ -266,49 +254,6 @@ def test_returns_to_go(seed, gamma):
     returns = losses.returns_to_go(dirty, mask, gamma)
     assert not returns.requires_grad
     assert_close(returns, naive_returns(rewards, lens, gamma), atol=3e-6)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("with_baseline", [False, True])
-def test_reinforce_pp_over_ranks(seed, with_baseline):
-    """KL in the reward, score on the last action, the rest of the answer to go, normalized over
-    the batch; with the baseline, scores first lose the mean of their group.
-    """
-    rng = np.random.default_rng(seed)
-    rows, width, gamma = 8, 5, 1.0 if with_baseline else 0.9
-    lens = answer_lens(rng, rows, width)
-    mask = mask_of(lens, width)
-    scores, kl = in_fp32(rng.normal(2, 3, rows)), in_fp32(rng.normal(0, 1, (rows, width)))
-    group_ids = np.array([0, 1, 2] * 3)[:rows]
-
-    baselined = naive_group_advantages(scores, group_ids, "dr_grpo") if with_baseline else scores
-    rewards = -0.1 * kl
-    for b, n in enumerate(lens):
-        if n:
-            rewards[b, n - 1] += baselined[b]
-    expected = naive_normalized(naive_returns(rewards, lens, gamma), lens)
-
-    as_score = torch.tensor(scores, dtype=torch.float32)
-    as_id = torch.tensor(group_ids)
-    as_kl = with_garbage(kl, mask, rng)
-    for ranks in some_cuts(rng, rows):
-        stats = sum(losses.group_stats(as_score[part], as_id[part], 3) for part in ranks)
-        returns = []
-        for part in ranks:
-            score = as_score[part]
-            if with_baseline:
-                score = losses.dr_grpo_advantages(score, as_id[part], stats)
-            reward = losses.shape_rewards(score, as_kl[part], mask[part], 0.1)
-            returns.append(losses.returns_to_go(reward, mask[part], gamma))
-        sums = [
-            losses.masked_whiten_stats(x, mask[part])
-            for x, part in zip(returns, ranks, strict=True)
-        ]
-        sums = [sum(column) for column in zip(*sums, strict=True)]
-        whitened = [
-            losses.whiten(x, mask[part], *sums) for x, part in zip(returns, ranks, strict=True)
-        ]
-        assert_close(torch.cat(whitened), expected, atol=3e-6)
 
 
 # ---- overlong answers (DAPO, arXiv 2503.14476, eq. 13)

@@ -87,10 +87,20 @@ def chosen(use="decoding", shapes=(SHAPE,), names=("plain", "mkl", "onednn"), dt
     return choose(use, shapes, dtype, dict.fromkeys(names, forbidden))
 
 
-def plant(monkeypatch, *winners):
-    """The results of the next timings; a further one fails."""
-    left = iter(winners)
-    monkeypatch.setattr(cpu_matmul, "_time", lambda shape, makers: next(left))
+@pytest.fixture
+def plant(monkeypatch):
+    """``plant(*winners)``: the results of the next timings, or what gives one; more fail."""
+
+    def plant(*winners):
+        left = iter(winners)
+
+        def time(shape, makers):
+            winner = next(left)
+            return winner() if callable(winner) else winner
+
+        monkeypatch.setattr(cpu_matmul, "_time", time)
+
+    return plant
 
 
 @pytest.mark.parametrize("name", ["plain", "mkl", "onednn"])
@@ -114,9 +124,9 @@ def test_a_single_candidate_is_not_timed():
     assert chosen(names=("plain",)) == {SHAPE: "plain"}
 
 
-def test_each_shape_is_timed_once_per_machine(monkeypatch):
+def test_each_shape_is_timed_once_per_machine(monkeypatch, plant):
     """A later process gets the same choice, whatever it would measure."""
-    plant(monkeypatch, "onednn", "mkl")
+    plant("onednn", "mkl")
     shapes = [SHAPE, (64, 32), SHAPE]
     first = chosen(shapes=shapes)
     assert first == {SHAPE: "onednn", (64, 32): "mkl"}
@@ -125,8 +135,8 @@ def test_each_shape_is_timed_once_per_machine(monkeypatch):
     assert chosen(shapes=shapes) == first
 
 
-def test_what_a_choice_depends_on_is_timed_again(monkeypatch):
-    plant(monkeypatch, *["onednn"] * 4)
+def test_what_a_choice_depends_on_is_timed_again(monkeypatch, plant):
+    plant(*["onednn"] * 4)
     chosen()
     chosen(use="training")
     chosen(dtype=torch.bfloat16)
@@ -137,28 +147,27 @@ def test_what_a_choice_depends_on_is_timed_again(monkeypatch):
         chosen(shapes=[(1, 1)])
 
 
-def test_ranks_that_time_at_once_agree(monkeypatch, tmp_path):
+def test_ranks_that_time_at_once_agree(monkeypatch, plant):
     """Another rank writes its choice while this one is timing."""
 
-    def slower(shape, makers):
-        monkeypatch.setattr(cpu_matmul, "_time", lambda shape, makers: "mkl")
+    def slower():
         assert chosen() == {SHAPE: "mkl"}
         new_process(monkeypatch)
         return "onednn"
 
-    monkeypatch.setattr(cpu_matmul, "_time", slower)
+    plant(slower, "mkl")
     assert chosen() == {SHAPE: "mkl"}
 
 
-def test_without_a_writable_cache_the_choice_holds_for_the_process(monkeypatch):
+def test_without_a_writable_cache_the_choice_holds_for_the_process(monkeypatch, plant):
     monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
-    plant(monkeypatch, "onednn")
+    plant("onednn")
     assert chosen() == chosen() == {SHAPE: "onednn"}
 
 
-def test_one_line_says_what_was_chosen(monkeypatch, caplog):
+def test_one_line_says_what_was_chosen(plant, caplog):
     caplog.set_level("INFO", "dschat")
-    plant(monkeypatch, "onednn", "plain")
+    plant("onednn", "plain")
     for _ in range(2):
         chosen(shapes=[SHAPE, (64, 32)])
     (line,) = caplog.messages

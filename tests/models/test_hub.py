@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from urllib.request import getproxies
 
 import pytest
 from huggingface_hub import constants
@@ -15,7 +16,9 @@ from dschat.models.checkpoint import Checkpoint
 def network(monkeypatch):
     """``network(error)``: looking up the hub's address raises ``error``, with the hub on."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "getproxies", dict)
+    for name in getproxies():
+        monkeypatch.delenv(f"{name}_proxy", raising=False)
+        monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
     hub._has_network.cache_clear()
 
     def fail(error):
@@ -49,10 +52,11 @@ def test_a_folder_needs_no_network(network, tiny):
 
 
 @pytest.mark.parametrize(
-    ("proxies", "is_off"), [({"https": "http://proxy:3128"}, False), ({"no": "localhost"}, True)]
+    ("variable", "value", "is_off"),
+    [("https_proxy", "http://proxy:3128", False), ("no_proxy", "localhost", True)],
 )
-def test_a_proxy_may_know_the_address(network, monkeypatch, proxies, is_off):
+def test_a_proxy_may_know_the_address(network, monkeypatch, variable, value, is_off):
     network(socket.gaierror("Name or service not known"))
-    monkeypatch.setattr(hub, "getproxies", lambda: proxies)
+    monkeypatch.setenv(variable, value)
     hub.prepare("nobody/nothing")
     assert is_off == constants.HF_HUB_OFFLINE

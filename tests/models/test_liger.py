@@ -13,25 +13,20 @@ from tiny_models import causal_lm
 from dschat.models.linear import _with_own_forward, use_liger
 
 HERE = Path(__file__).parent
-CUDA = torch.device("cuda")
 REASON = "needs Liger: pip install 'dschat[kernels]'"
 
 
-@pytest.mark.parametrize(("asked", "device"), [("1", "cpu"), ("0", "cuda")])
-def test_off_by_default_and_on_cpus(asked, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "device", "looked_for"), [("1", "cpu", 0), ("0", "cuda", 0), ("1", "cuda", 1)]
+)
+def test_off_by_default_on_cpus_and_without_liger(asked, device, looked_for, monkeypatch):
+    found = []
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", asked)
-    monkeypatch.setattr("dschat.models.linear.find_spec", lambda name: pytest.fail("not asked for"))
+    monkeypatch.setattr("dschat.models.linear.find_spec", found.append)
     model = causal_lm("llama")
     use_liger(model, torch.device(device))
     assert not _with_own_forward(model)
-
-
-def test_without_liger_nothing_changes(monkeypatch):
-    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
-    monkeypatch.setattr("dschat.models.linear.find_spec", lambda name: None)
-    model = causal_lm("llama")
-    use_liger(model, CUDA)
-    assert not _with_own_forward(model)
+    assert len(found) == looked_for
 
 
 @pytest.mark.slow

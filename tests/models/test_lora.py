@@ -169,9 +169,10 @@ def test_a_rank_beyond_memory(modules, needed, monkeypatch):
     """fp32 weights, gradients and Adam's moments: 16 bytes per parameter on a CPU."""
     model, rank = causal_lm("llama"), 1_000_000
     monkeypatch.setattr(dist, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(lora, "available_memory", lambda: needed * rank)
+    free = [needed * rank]
+    monkeypatch.setattr(lora, "available_memory", lambda: free[0])
     check_rank(model, rank, modules, "--actor_lora_dim")
-    monkeypatch.setattr(lora, "available_memory", lambda: needed * rank - 1)
+    free[0] -= 1
     figure = f"{needed * rank / 2**30:.1f} GiB and"
     with pytest.raises(UserError, match=f"^--actor_lora_dim {rank}: .* take {figure}"):
         check_rank(model, rank, modules, "--actor_lora_dim")

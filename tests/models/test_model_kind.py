@@ -13,11 +13,9 @@ from tiny_models import PAD, causal_lm, score_model, tokenizer
 from transformers import (
     CONFIG_MAPPING,
     BertConfig,
-    BertLMHeadModel,
     GPT2Model,
     LlamaModel,
     T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -257,13 +255,6 @@ def test_the_same_weights_from_any_files(form, stage, tmp_path):
     assert sum(probe_logprobs(loaded), []) == pytest.approx(
         sum(probe_logprobs(model), []), abs=1e-5
     )
-
-
-def test_tied_models_of_bert_kind_are_not_loaded_by_accident(tmp_path):
-    BertLMHeadModel(BERT).save_pretrained(tmp_path / "bert")
-    T5ForConditionalGeneration(T5).save_pretrained(tmp_path / "t5")
-    for name in ("bert", "t5"):
-        refusal(load_actor, str(tmp_path / name))
 
 
 @pytest.mark.slow

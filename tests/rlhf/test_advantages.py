@@ -1,12 +1,12 @@
 """Rewards and advantages of an experience, per estimator, against NumPy written as loops."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from float64_step import advantages, discounted, recorded, shape
+from rank_threads import on_ranks, this_rank
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
@@ -47,58 +47,19 @@ def config(estimator: str, **options) -> RLHFConfig:
     return RLHFConfig(advantage_estimator=estimator, **(defaults | options))
 
 
-def rewards_by_hand(e: Experience, kl_coef: float, penalty: float = 0.0, clip: float = CLIP):
-    """A list of float64 rewards per sequence: a clipped score, less penalty and KL."""
-    rows = []
-    for i in range(e.num_sequences):
-        n = int(e.answer_mask[i].sum())
-        difference = (e.logprobs[i, :n] - e.ref_logprobs[i, :n]).double().numpy()
-        row = -kl_coef * difference
-        score = min(max(float(e.scores[i]), -clip), clip)
-        row[-1] += score - (0.0 if e.finished[i] else penalty)
-        rows.append(row)
-    return rows
+def by_hand(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None = CLIP):
+    """Each answer in float64, one after the other: ``rewards``; ``advantages`` of scored ones."""
+    known = recorded(e, args)
+    for answer in known:
+        shape(answer, args, kl_coef, clip)
+    advantages([answer for answer, scored in zip(known, e.scored, strict=True) if scored], args)
+    return known
 
 
-def to_go(row, gamma):
-    steps = range(len(row))
-    return np.array([sum(gamma ** (k - t) * row[k] for k in steps if k >= t) for t in steps])
-
-
-def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
-    """Advantages of the actions whose answers are scored, one after the other."""
-    rewards, plain = rewards_by_hand(e, kl_coef), rewards_by_hand(e, 0.0)
-    out = []
-    for i, row in enumerate(rewards):
-        if not e.scored[i]:
-            continue
-        first = i // SAMPLES * SAMPLES
-        members = [j for j in range(first, first + SAMPLES) if e.scored[j]]
-        group, own = [rewards[j].sum() for j in members], row.sum()
-        if estimator == "grpo":
-            alone = len(group) == 1
-            a = 0.0 if alone else (own - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
-        elif estimator == "dr_grpo":
-            a = own - np.mean(group)
-        elif estimator == "rloo":
-            a = own - (sum(group) - own) / (len(group) - 1) if len(group) > 1 else 0.0
-        elif estimator == "reinforce_pp_baseline":
-            less = row.copy()
-            less[-1] -= np.mean([plain[j].sum() for j in members])
-            a = to_go(less, 0.9)
-        elif estimator == "gae":
-            values = np.append(e.values[i, : len(row)].double().numpy(), 0.0)
-            a, running = np.zeros(len(row)), 0.0
-            for t in reversed(range(len(row))):
-                running = row[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * running
-                a[t] = running
-        else:
-            a = to_go(row, 0.9)
-        out.append(np.broadcast_to(a, len(row)))
-    flat = np.concatenate(out)
-    if estimator in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
-        flat = (flat - flat.mean()) / np.sqrt(flat.var() + 1e-8)
-    return flat
+def joined(known, e: Experience, name: str) -> np.ndarray:
+    """An attribute of the answers in a row; those that are scored, unless it is their reward."""
+    chosen = [a for a, scored in zip(known, e.scored, strict=True) if scored or name == "rewards"]
+    return torch.cat([getattr(a, name) for a in chosen]).numpy()
 
 
 @pytest.mark.parametrize("declined", [[], DECLINED], ids=["all scored", "some declined"])
@@ -106,13 +67,13 @@ def by_hand(estimator: str, e: Experience, kl_coef: float) -> np.ndarray:
 def test_estimators_by_hand(estimator, declined):
     """Answers without a score count in no statistics and have advantage 0."""
     e = experience(declined=declined)
+    known = by_hand(e, config(estimator), 0.2)
     rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS, CLIP)
     mask = e.answer_mask
-    np.testing.assert_allclose(
-        rewards[mask].numpy(), np.concatenate(rewards_by_hand(e, 0.2)), atol=1e-5
-    )
+    np.testing.assert_allclose(rewards[mask].numpy(), joined(known, e, "rewards"), atol=1e-5)
     scored = mask & e.scored[:, None]
-    np.testing.assert_allclose(e.advantages[scored].numpy(), by_hand(estimator, e, 0.2), atol=2e-5)
+    expected = joined(known, e, "advantages")
+    np.testing.assert_allclose(e.advantages[scored].numpy(), expected, atol=2e-5)
     assert not e.advantages[~scored].any()
     assert torch.equal(e.loss_mask, scored)
 
@@ -125,56 +86,31 @@ def test_a_teacher_adds_its_log_ratio_per_action(estimator, gamma):
     noise = np.random.default_rng(9).normal(-1, 0.5, e.answer_mask.shape)
     e.teacher_logprobs = torch.tensor(noise, dtype=torch.float32)  # garbage outside the answers
     options = {"teacher_model_name_or_path": "t", "distill_coef": 0.3, "distill_gamma": gamma}
+    known = by_hand(e, config(estimator, **options), 0.2)
     fill_in_advantages(e, config(estimator, **options), 0.2, PROMPTS, CLIP)
-    log_ratio = (e.teacher_logprobs - e.logprobs).double().numpy()
-    lengths = e.answer_mask.sum(1).tolist()
-    of_teacher = [
-        to_go(row[:n], gamma) for row, n, s in zip(log_ratio, lengths, e.scored, strict=True) if s
-    ]
-    expected = by_hand(estimator, e, 0.2) + 0.3 * np.concatenate(of_teacher)
+    log_ratio = (e.teacher_logprobs - e.logprobs).double()
+    for a, row in zip(known, log_ratio, strict=True):
+        a.of_teacher = discounted(row[: a.n], gamma)
+    expected = joined(known, e, "advantages") + 0.3 * joined(known, e, "of_teacher")
     scored = e.answer_mask & e.scored[:, None]
     np.testing.assert_allclose(e.advantages[scored].numpy(), expected, atol=2e-5)
     assert not e.advantages[~scored].any()
 
 
-class TwoRanks:
-    """Two threads in the place of two processes: `all_reduce_sum` waits for both and adds."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._brought: dict[int, torch.Tensor] = {}
-        self._rank = threading.local()
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._brought[self._rank.number] = tensor
-        self._barrier.wait(10)
-        total = self._brought[0] + self._brought[1]
-        self._barrier.wait(10)
-        return total
-
-    def run(self, function):
-        def on(rank):
-            self._rank.number = rank
-            return function(rank)
-
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(on, range(2)))
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("cut", [0, 1, 4, 6])
 def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
-    whole, ranks = experience(1, DECLINED), TwoRanks()
+    whole = experience(1, DECLINED)
     fill_in_advantages(whole, config(estimator), 0.1, PROMPTS, CLIP)
     rows = [list(range(cut)), list(range(cut, whole.num_sequences))]
-    monkeypatch.setattr(dist, "all_reduce_sum", ranks.all_reduce_sum)
+    monkeypatch.setattr(dist, "all_reduce_sum", lambda x: this_rank().all_reduce_sum(x))
 
-    def on_rank(rank):
-        e = experience(1, DECLINED).pick(rows[rank])
+    def on_rank(member):
+        e = experience(1, DECLINED).pick(rows[member.rank])
         fill_in_advantages(e, config(estimator), 0.1, PROMPTS, CLIP)
         return e.advantages[e.answer_mask]
 
-    got = torch.cat(ranks.run(on_rank))
+    got = torch.cat(on_ranks(2, on_rank))
     torch.testing.assert_close(got, whole.advantages[whole.answer_mask], atol=1e-6, rtol=1e-6)
 
 
@@ -185,12 +121,9 @@ def test_rewards(estimator, penalty):
     e.scores[0], e.scores[1], e.scores[2] = -9.0, 7.0, 4.0
     options = {"kl_estimator": estimator, "missing_eos_penalty": penalty}
     rewards = token_rewards(e, config("gae", **options), 0.1, CLIP)
-    d = (e.logprobs - e.ref_logprobs).double().numpy()
-    kl = {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[estimator] * e.answer_mask.numpy()
-    expected = -0.1 * kl
-    for i, row in enumerate(rewards_by_hand(e, 0.0, penalty)):
-        expected[i, len(row) - 1] += row[-1]
-    np.testing.assert_allclose(rewards.numpy(), expected, atol=1e-5)
+    expected = joined(by_hand(e, config("gae", **options), 0.1), e, "rewards")
+    np.testing.assert_allclose(rewards[e.answer_mask].numpy(), expected, atol=1e-5)
+    assert not rewards[~e.answer_mask].any()
 
 
 def test_a_penalty_is_not_clipped_away():
@@ -264,6 +197,6 @@ def test_importance_weights_against_the_rollout(how, low, high):
 def test_a_missing_sample_leaves_its_group_smaller():
     e = experience(6).pick([0, 2, *range(3, 12)])  # sample 1 of prompt 0 has no score
     fill_in_advantages(e, config("rloo"), 0.0, PROMPTS, CLIP)
-    a, b = (rewards.sum() for rewards in rewards_by_hand(e, 0.0)[:2])
+    a, b = (float(answer.rewards.sum()) for answer in by_hand(e, config("rloo"), 0.0)[:2])
     assert float(e.advantages[0, 0]) == pytest.approx(a - b, abs=1e-5)
     assert float(e.advantages[1, 0]) == pytest.approx(b - a, abs=1e-5)

@@ -100,11 +100,3 @@ def test_one_copy_and_no_read_before_backward(parts, options):
     assert counts[BEHIND] == 1
     assert counts[READ] == counts[TO_DEVICE] == counts[TO_HOST] == 0
     assert counts["_flash_attention_forward"] == 2 * 2  # pieces and answers, in two layers
-
-
-def test_a_read_before_backward_is_counted():
-    def reading(trainer, step, batch):
-        int(batch.lengths.sum())
-        DeepSpeedPPOTrainer._actor_micro_batch(trainer, step, batch)
-
-    assert micro_batch(reading, *ACTOR[1:])[READ] == 1

@@ -104,7 +104,7 @@ def test_a_family_that_changes_logits_has_the_same_candidates():
     assert int(ids[:, 3:].max()) < 60
 
 
-@pytest.mark.parametrize("top_k", [0, TOP_K])
+@pytest.mark.parametrize("top_k", [pytest.param(0, marks=pytest.mark.slow), TOP_K])
 def test_the_actor_comes_closer_to_the_teacher(top_k, models_folder):
     rate = {"actor_learning_rate": 3e-3, "lr_scheduler_type": "constant"}
     trainer, case = trainer_of(models_folder, distill_top_k=top_k, **rate)

@@ -1,6 +1,5 @@
 """The four models: which checkpoints are refused, what the reference is, what LoRA trains."""
 
-import dataclasses
 import gc
 
 import pytest
@@ -62,33 +61,6 @@ def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
     assert reference_of(engine) == pytest.approx(base, abs=1e-5)
     assert probe_scores(engine.reward) == pytest.approx(reward, abs=1e-6)
     assert probe_scores(engine.critic) != pytest.approx(reward, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("zero", "options", "hybrid"),
-    [
-        pytest.param(0, (), True, marks=pytest.mark.slow),
-        pytest.param(0, (), False, marks=pytest.mark.slow),
-        pytest.param(3, (), True, marks=pytest.mark.slow),
-        pytest.param(3, (), False, marks=pytest.mark.slow),
-        pytest.param(2, OFFLOAD, True, marks=pytest.mark.slow),
-        (3, OFFLOAD, True),
-    ],
-    ids=str,
-)
-def test_the_rollout_uses_the_current_weights(zero, options, hybrid, models_folder):
-    case = Case("ppo", zero, options=options)
-    config = dataclasses.replace(ppo_config(case, models_folder), enable_hybrid_engine=hybrid)
-    trainer = build_trainer(config)
-    trainer.engine.actor.eval()
-    before = probe_logprobs(trainer.engine.actor)
-    for iteration in range(2):
-        experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
-        assert trainer.metrics["rollout/logprob_gap"] < 1e-5
-        trainer.train_rlhf(experience)
-    trainer.engine.actor.eval()
-    after = probe_logprobs(trainer.engine.actor)
-    assert flat(after) != pytest.approx(flat(before), abs=1e-2)  # older weights would have shown
 
 
 def build(models_folder, actor, critic, tokenizer=None, **options):
@@ -181,8 +153,9 @@ def test_frozen_models_take_no_device_memory_between_uses(models_folder):
 
 @pytest.mark.parametrize(
     ("zero", "aligned"),
-    [*(pytest.param(0, aligned, marks=pytest.mark.slow) for aligned in (False, True)), (3, True)],
+    [(0, False), (0, True), (3, True)],
 )
+@pytest.mark.slow  # tests/runtime aligns steps, tests/dist trains with the flag
 def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     """The critic's returns are not finite: its steps are skipped, and the actor's if aligned."""
     case = Case("ppo", zero, options=(("align_overflow", aligned),))
@@ -203,9 +176,8 @@ def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     assert unmoved == aligned
 
 
-@pytest.mark.parametrize(
-    ("zero", "hybrid"), [pytest.param(0, False, marks=pytest.mark.slow), (3, True)]
-)
+@pytest.mark.slow  # tests/runtime has fp16's steps
+@pytest.mark.parametrize(("zero", "hybrid"), [(0, False), (3, True)])
 def test_step_3_in_fp16(zero, hybrid, models_folder, tmp_path, monkeypatch):
     """The first loss scale is too high, which is no bad step; then both models train."""
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)

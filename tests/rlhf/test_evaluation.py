@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -78,33 +77,41 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
     assert 0 < metrics["eval/pass@1"] < 1  # some of them were odd
 
 
-def test_the_last_step_leaves_its_evaluation_to_the_end(models_folder, monkeypatch, tmp_path):
+def checkpoints(begin=lambda *_: None, after=lambda *_, **__: None):
+    """Stands for a `TrainingCheckpointer`."""
+    return SimpleNamespace(begin=begin, leave=lambda: None, after=after)
+
+
+@pytest.fixture
+def reported(models_folder, tmp_path):
+    """``reported(**options)``: the rows of metrics.jsonl after six iterations."""
+
+    def run(**options):
+        options |= {"output_dir": str(tmp_path), "enable_tensorboard": False}
+        trainer = trainer_of(models_folder, **options)
+        report = Reporter(trainer, held_out(), 6)
+        report.begin(checkpoints())
+        e = trainer.generate_experience(PROMPTS[:8])
+        for trainer.iteration in range(1, 7):
+            report.step(e)
+        report.close()
+        return list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+
+    return run
+
+
+def test_the_last_step_leaves_its_evaluation_to_the_end(reported):
     """Where --eval_steps would ask for it too, it would be the same again."""
-    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "eval_steps": 2}
-    trainer = trainer_of(models_folder, **options, sample_steps=0)
-    report = Reporter(trainer, held_out(), 6)
-    report._checkpointer = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
-    evaluated = []
-    monkeypatch.setattr(report, "evaluate", lambda: evaluated.append(trainer.iteration))
-    for trainer.iteration in range(1, 7):
-        report.step(None)
-    assert evaluated == [2, 4]
-    report.close()
+    rows = reported(eval_steps=2, sample_steps=0)
+    assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4]
 
 
-def test_samples_are_recorded_at_the_first_iteration_and_every_n(
-    models_folder, monkeypatch, tmp_path
-):
-    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "sample_steps": 3}
-    trainer = trainer_of(models_folder, **options)
-    report = Reporter(trainer, held_out(), 6)
-    report._checkpointer = SimpleNamespace(leave=lambda: None, after=lambda *args, **kwargs: None)
-    shown = []
-    monkeypatch.setattr(report, "_show_samples", lambda e: shown.append(trainer.iteration))
-    for trainer.iteration in range(1, 7):
-        report.step(None)
-    report.close()
-    assert shown == [1, 3, 6]
+def test_samples_are_recorded_at_the_first_iteration_and_every_n(reported, tmp_path, caplog):
+    caplog.set_level("INFO", "dschat")
+    reported(sample_steps=3)
+    rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == [1, 3, 6]
+    assert caplog.text.count("sample answers") == 3
 
 
 def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
@@ -142,21 +149,25 @@ def test_the_same_draws_every_time(models_folder):
     assert trainer.sampling().seed != EVAL_SEED
 
 
-def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
-    scores = iter([0.2, 0.5, 0.4, float("nan"), 0.5])
-    monkeypatch.setattr(
-        "dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": next(scores)}
-    )
+@pytest.fixture
+def keeper(models_folder, monkeypatch, tmp_path):
+    """A trainer that keeps the best actor, what evaluations find, and the actors it has kept."""
     options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "enable_tensorboard": False}
-    trainer = trainer_of(models_folder, **options)
-    saved = []
+    trainer, found, saved = trainer_of(models_folder, **options, sample_steps=0), {}, []
+    monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
     monkeypatch.setattr(trainer.engine, "save_actor", saved.append)
+    return trainer, found, saved
+
+
+def test_the_best_actor_is_kept(keeper, tmp_path):
+    trainer, found, saved = keeper
     report = Reporter(trainer, held_out(), 3)
-    for _ in range(5):
+    for score in (0.2, 0.5, 0.4, float("nan"), 0.5):
+        found["eval/score"] = score
         report.evaluate()
     assert saved == [tmp_path / "actor_best"] * 2
-    report._args.keep_best = "eval/gold"
-    scores = iter([1.0])
+    trainer.args.keep_best = "eval/gold"
+    report = Reporter(trainer, held_out(), 3)
     with pytest.raises(
         UserError, match="--keep_best eval/gold is not measured; choose from eval/score"
     ):
@@ -164,24 +175,23 @@ def test_the_best_actor_is_kept(models_folder, monkeypatch, tmp_path):
     report.close()
 
 
-def test_a_resumed_run_compares_with_the_best_of_the_same_metric(
-    models_folder, monkeypatch, tmp_path
-):
-    options = {"output_dir": str(tmp_path), "enable_tensorboard": False, "keep_best": "eval/score"}
-    trainer = trainer_of(models_folder, **options)
-    monkeypatch.setattr(trainer.engine, "save_actor", lambda folder: None)
-    monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: {"eval/score": 0.5})
+def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
+    (trainer, found, saved), states = keeper, []
+    found |= {"eval/score": 0.5, "eval/kl": 0.1}
     first = Reporter(trainer, held_out(), 3)
-    first.begin(SimpleNamespace(begin=lambda *_: None))
-    values = json.loads(json.dumps(first._state().values))
+    first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    first.step(None)
     first.close()
+    values = json.loads(json.dumps(states[0].values))
     trainer.args.resume = "latest"
-    for metric, best in (("eval/score", 0.5), ("eval/kl", -math.inf)):
+    for metric, is_better in (("eval/score", False), ("eval/kl", True)):
         trainer.args.keep_best = metric
         second = Reporter(trainer, held_out(), 3)
-        second.begin(SimpleNamespace(begin=lambda *_: values))
+        second.begin(checkpoints(begin=lambda *_: values))
+        saved.clear()
+        second.evaluate()
         second.close()
-        assert second._best == best
+        assert bool(saved) == is_better
 
 
 def test_the_actor_kept_is_a_model(models_folder, tmp_path):

@@ -166,16 +166,15 @@ def test_dynamic_sampling_ends(models_folder, caplog):
     assert not any(name.startswith(("time/", "throughput/", "train/")) for name in nothing)
 
 
-@pytest.mark.parametrize("options", [{"dynamic_sampling": True}, {}])
-@pytest.mark.parametrize("align_overflow", [False, True])
-def test_nothing_moves_where_nothing_has_a_score(models_folder, options, align_overflow, caplog):
+@pytest.mark.parametrize("options", [{"dynamic_sampling": True}, {"align_overflow": True}], ids=str)
+def test_nothing_moves_where_nothing_has_a_score(models_folder, options, caplog):
     """Adam's moments of the first iteration would."""
     declines = []
 
     def score(answer_ids):
         return [None if declines else float(sum(ids) % 2) for ids in answer_ids]
 
-    options = options | {"advantage_estimator": "gae", "align_overflow": align_overflow}
+    options = options | {"advantage_estimator": "gae"}
     trainer = trainer_of(models_folder, [score], **options)
     trained = [*trainer.engine.critic.module.parameters(), *trainer.engine.actor.parameters()]
     weights = [[p.detach().clone() for p in trained]]
@@ -269,42 +268,3 @@ def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
     assert metrics["rollout/logprob_gap"] == pytest.approx(0.5, abs=1e-5)
     k3 = np.exp(0.5) - 1 - 0.5
     assert metrics["rollout/mismatch_kl"] == pytest.approx(k3, abs=1e-5)
-
-
-OPTIONS = {
-    "gspo": {"policy_loss": "gspo"},
-    "cispo": {"policy_loss": "cispo"},
-    "dual": {"dual_clip": 3.0, "cliprange": [0.1, 0.3]},
-    "sequence": {"loss_aggregation": "sequence", "entropy_coef": 0.01},
-    "tis": {"rollout_is": "tis"},
-    "icepop": {"rollout_is": "icepop"},
-    "rollout": {"old_logprobs": "rollout"},
-    "dr_grpo": {"advantage_estimator": "dr_grpo"},
-    "rloo": {"advantage_estimator": "rloo"},
-    "reinforce": {"advantage_estimator": "reinforce"},
-    "pp": {"advantage_estimator": "reinforce_pp"},
-    "pp_baseline": {"advantage_estimator": "reinforce_pp_baseline"},
-}
-
-
-QUICK = ("gspo", "cispo", "icepop", "rollout", "pp_baseline")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, marks=() if name in QUICK else pytest.mark.slow, id=name)
-        for name, options in OPTIONS.items()
-    ],
-)
-def test_every_option_learns(options, models_folder):
-    """Each takes its steps; and the gap to the rollout is measured, whatever is done about it."""
-    trainer = trainer_of(models_folder, **options)
-    for _ in range(2):
-        e = trainer.generate_experience(PROMPTS[:8])
-        trainer.train_rlhf(e)
-        assert all(np.isfinite(value) for value in trainer.metrics.values())
-        assert 0 < trainer.metrics["rollout/logprob_gap"] < 1e-5
-        assert abs(trainer.metrics["rollout/mismatch_kl"]) < 1e-6
-        assert trainer.metrics["policy/grad_norm"] > 0
-    assert trainer.engine.version == 8

@@ -33,7 +33,7 @@ def test_an_updates_metrics(models_folder):
         advantage_estimator="gae",
         ppo_epochs=4,
         actor_learning_rate=3e-2,
-        cliprange=0.05,
+        cliprange=[0.05],
     )
     e = trainer.generate_experience(PROMPTS[:8])
     trainer.train_rlhf(e)

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import dschat.distributed as dist
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference.stats import GenerationStats
 from dschat.rlhf import metrics
@@ -25,9 +24,12 @@ def test_rates_are_all_tokens_by_the_time_of_the_busiest(theirs, prefill, decode
     def sums(mine):  # refresh: seconds, bytes; then tokens of prefill and of decode
         return [m + t for m, t in zip(mine, [0, 0, *tokens] + [0] * len(mine), strict=False)]
 
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    monkeypatch.setattr(dist, "sum_floats", sums)
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, tuple(seconds)])
+    ranks = SimpleNamespace(
+        world_size=lambda: 2,
+        sum_floats=sums,
+        gather_objects=lambda mine: [mine, tuple(seconds)],
+    )
+    monkeypatch.setattr(metrics, "dist", ranks)
     monkeypatch.setattr(metrics, "InferenceEngine", SimpleNamespace)
     engine = SimpleNamespace(
         stats=ours,

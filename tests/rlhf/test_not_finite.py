@@ -6,28 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from step_cases import Case, build_trainer, ppo_config
+from program_cases import around_fill_in, ppo_trainer, weights_of
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
-from dschat.rlhf import forwards
-from dschat.rlhf import trainer as ppo
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.runtime.optimizer_step import OptimizerStep
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
-
-
-def trainer_of(models_folder, **options):
-    config = ppo_config(Case("ppo", iterations=1), models_folder)
-    for name, value in options.items():
-        setattr(config, name, value)
-    return build_trainer(config, ptx=False)
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.module.parameters()]
 
 
 def spoil_scores(monkeypatch):
@@ -42,16 +29,10 @@ def spoil_scores(monkeypatch):
 
 
 def spoil(name, value):
-    def put(monkeypatch):
-        filled = forwards.fill_in
+    def after(e, args):
+        getattr(e, name)[1, 0] = value
 
-        def fill_in(engine, e, args):
-            filled(engine, e, args)
-            getattr(e, name)[1, 0] = value
-
-        monkeypatch.setattr(ppo, "fill_in", fill_in)
-
-    return put
+    return lambda monkeypatch: around_fill_in(monkeypatch, after=after)
 
 
 PROBLEMS = {
@@ -71,11 +52,11 @@ PROBLEMS = {
     ],
 )
 def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch, caplog):
-    trainer = trainer_of(
+    trainer = ppo_trainer(
         models_folder, kl_target=0.1, kl_horizon=100, normalize_reward=True, max_bad_steps=2
     )
     models = (trainer.engine.actor, trainer.engine.critic)
-    before = [weights(model) for model in models]
+    before = [weights_of(model) for model in models]
     with monkeypatch.context() as patches:
         PROBLEMS[problem](patches)
         e = trainer.generate_experience(PROMPTS[:4])
@@ -84,7 +65,7 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
     assert policy != policy
     assert value != value
     for model, old in zip(models, before, strict=True):
-        assert all(map(torch.equal, weights(model), old))
+        assert all(map(torch.equal, weights_of(model), old))
     assert trainer.kl.value == trainer.args.kl_coef
     assert trainer.metrics["train/bad_steps"] == 1
     assert trainer.metrics["throughput/train_tokens_per_s"] == 0
@@ -103,7 +84,7 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
 
 
 def test_too_many_bad_experiences_end_the_run(models_folder, monkeypatch):
-    trainer = trainer_of(models_folder, max_bad_steps=2)
+    trainer = ppo_trainer(models_folder, max_bad_steps=2)
     spoil_scores(monkeypatch)
     trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
     e = trainer.generate_experience(PROMPTS[:4])
@@ -113,7 +94,7 @@ def test_too_many_bad_experiences_end_the_run(models_folder, monkeypatch):
 
 def test_a_run_that_learned_nothing_is_not_finished(models_folder, monkeypatch):
     """Fewer bad updates than --max_bad_steps, and no other: an error at the end."""
-    trainer = trainer_of(models_folder)
+    trainer = ppo_trainer(models_folder)
     trainer.require_learned()  # nothing was tried yet, or the critic alone was trained
     with monkeypatch.context() as patches:
         spoil_scores(patches)
@@ -150,7 +131,7 @@ def test_step_3_without_a_finite_update_does_not_end_as_finished(models_folder, 
 
 def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):
     """Dynamic sampling passes over groups without variance; these have none that is a number."""
-    trainer = trainer_of(
+    trainer = ppo_trainer(
         models_folder,
         advantage_estimator="grpo",
         num_samples_per_prompt=2,

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from step_cases import Case, build_trainer, ppo_config
+from program_cases import around_fill_in, ppo_trainer
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
+from dschat.models.training_engine import attributes_replaced
 from dschat.rlhf import forwards
-from dschat.rlhf import trainer as ppo
 from dschat.rlhf.collector import Collector
 
-ONE = Case("ppo", iterations=1)
 ONE_STEP = {"ppo_epochs": 1, "gradient_accumulation_steps": 2}  # 16 sequences in one step
 
 
@@ -21,17 +20,12 @@ def iteration(models_folder, monkeypatch):
     """
 
     def run(gap=0.0, **options):
-        config = ppo_config(ONE, models_folder)
-        for name, value in options.items():
-            setattr(config, name, value)
-        trainer = build_trainer(config, False)
-        filled = forwards.fill_in
+        trainer = ppo_trainer(models_folder, **options)
 
-        def fill_in(engine, e, args):
+        def before(e, args):
             e.rollout_logprobs = e.rollout_logprobs - gap * e.answer_mask
-            return filled(engine, e, args)
 
-        monkeypatch.setattr(ppo, "fill_in", fill_in)
+        around_fill_in(monkeypatch, before)
         e = trainer.generate_experience(PROMPTS[:8])
         trainer.train_rlhf(e)
         return e, trainer
@@ -96,8 +90,7 @@ def test_all_are_recomputed_where_they_disagree_on_another_rank(iteration, monke
     filled = forwards.fill_in
 
     def fill_in(*args):
-        with monkeypatch.context() as of_ranks:
-            of_ranks.setattr(dist, "sum_floats", lambda mine: [mine[0] + 1.0, mine[1] + 8.0])
+        with attributes_replaced(dist, sum_floats=lambda mine: [mine[0] + 1.0, mine[1] + 8.0]):
             return filled(*args)
 
     monkeypatch.setattr(forwards, "fill_in", fill_in)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from step_cases import Case, build_trainer, my_prompts, ppo_config
+from program_cases import ppo_trainer
+from step_cases import Case, my_prompts, ppo_config
 from tiny_models import EOS
 
 from dschat.config import UserError
@@ -16,11 +17,8 @@ WANTED = 8  # prompts in a rollout, each with two answers
 
 
 def trainer_of(models_folder, **options):
-    config = ppo_config(CASE, models_folder)
     options = {"partial_rollout": True, "max_answer_seq_len": 24} | options
-    for name, value in options.items():
-        setattr(config, name, value)
-    return build_trainer(config)
+    return ppo_trainer(models_folder, **options)
 
 
 def prompts_of(iteration, trainer):

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from step_cases import Case, build_trainer, my_prompts, ppo_config
+from program_cases import around_fill_in, ppo_trainer, weights_of
+from step_cases import Case, my_prompts
 from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.rlhf import trainer as ppo
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.forwards import action_values
 from dschat.rlhf.prompts import PromptTable
@@ -21,13 +21,6 @@ from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import OptimizerStep, learning_rate
 
 ONE = Case("ppo", iterations=1)
-
-
-def trainer_of(models_folder, case=ONE, ptx=False, **options):
-    config = ppo_config(case, models_folder)
-    for name, value in options.items():
-        setattr(config, name, value)
-    return build_trainer(config, ptx)
 
 
 def one_iteration(trainer, prompts=None):
@@ -55,7 +48,7 @@ def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean
     models_folder, monkeypatch
 ):
     """One step in micro-batches of 2, against float64 autograd on a plain copy, row by row."""
-    trainer = trainer_of(
+    trainer = ppo_trainer(
         models_folder,
         Case("ppo", micro=2),
         ptx=True,
@@ -103,36 +96,12 @@ def test_the_gradient_of_a_step_is_that_of_policy_mean_plus_coef_times_text_mean
         torch.testing.assert_close(grads[name].double(), p.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_rollout_is_scored_as_numpy_scores_it(models_folder):
-    """Rewards, GAE and whitening of a whole experience, from its log-probs, values and scores."""
-    trainer = trainer_of(models_folder, kl_coef=0.3, gamma=0.9, lam=0.8)
-    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))  # so that KL is not zero
-    e = trainer.generate_experience(PROMPTS[8:16])
-    every, masks = np.zeros(e.answer_mask.shape), e.answer_mask.numpy()
-    for i, mask in enumerate(masks):
-        n = mask.sum()
-        log_ratio = (e.logprobs - e.ref_logprobs)[i, :n].double().numpy()
-        rewards = -0.3 * log_ratio
-        penalty = 0.0 if e.finished[i] else trainer.args.missing_eos_penalty
-        rewards[-1] += np.clip(float(e.scores[i]), -5, 5) - penalty
-        values = np.append(e.values[i, :n].double().numpy(), 0.0)
-        advantage = 0.0
-        for t in reversed(range(n)):
-            advantage = rewards[t] + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * advantage
-            every[i, t] = advantage
-        assert e.finished[i] == (e.input_ids[i, e.lengths[i] - 1] == EOS)
-    assert trainer.metrics["objective/kl"] != 0
-    np.testing.assert_allclose(e.returns[masks], every[masks] + e.values.numpy()[masks], atol=1e-4)
-    whitened = (every[masks] - every[masks].mean()) / np.sqrt(every[masks].var() + 1e-8)
-    np.testing.assert_allclose(e.advantages[masks], whitened, atol=1e-4)
-
-
 FIRST = {"ppo_epochs": 1, "per_device_training_batch_size": 16, "gradient_accumulation_steps": 1}
 
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_first_ratio_is_one(zero, models_folder):
-    trainer = trainer_of(models_folder, Case("ppo", zero), **FIRST)
+    trainer = ppo_trainer(models_folder, Case("ppo", zero), **FIRST)
     for iteration in range(2):
         one_iteration(trainer, my_prompts(ONE, iteration, trainer.args))
         assert trainer.metrics["val/ratio_abs_dev"] < 1e-5
@@ -153,15 +122,13 @@ def test_a_gap_beyond_rounding_is_warned_of_once(
     dtype, old_logprobs, models_folder, monkeypatch, caplog
 ):
     """As if the generator had another distribution: 0.03 nats a token, then 0.3, and 0.3 again."""
-    trainer = trainer_of(models_folder, dtype=dtype, old_logprobs=old_logprobs, **FIRST)
-    filled, shift = ppo.fill_in, [0.0]
+    trainer = ppo_trainer(models_folder, dtype=dtype, old_logprobs=old_logprobs, **FIRST)
+    shift, warned = [0.0], []
 
-    def fill_in(engine, e, args):
+    def before(e, args):
         e.rollout_logprobs = e.rollout_logprobs - shift[0] * e.answer_mask
-        filled(engine, e, args)
 
-    monkeypatch.setattr(ppo, "fill_in", fill_in)
-    warned = []
+    around_fill_in(monkeypatch, before)
     for shift[0] in (0.0, 0.03, 0.3, 0.3):
         caplog.clear()
         one_iteration(trainer, PROMPTS[:8])
@@ -171,7 +138,7 @@ def test_a_gap_beyond_rounding_is_warned_of_once(
 
 @pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.slow) for z in (0, 2)), 3])
 def test_the_first_ratio_in_bf16(zero, models_folder):
-    trainer = trainer_of(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
+    trainer = ppo_trainer(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
     one_iteration(trainer)
     assert trainer.metrics["val/ratio_abs_dev"] < 1e-2
     assert trainer.metrics["train/bad_steps"] == 0
@@ -187,7 +154,7 @@ def test_the_first_ratio_in_bf16(zero, models_folder):
     ids=["one_token", "pad_is_eos", "greedy"],
 )
 def test_awkward_rollouts(model, options, models_folder):
-    trainer = trainer_of(models_folder, Case("ppo", model=model, micro=4), **options)
+    trainer = ppo_trainer(models_folder, Case("ppo", model=model, micro=4), **options)
     e = one_iteration(trainer, [[3] * n for n in range(1, 9)])  # every length once
     assert torch.equal(e.lengths - e.prompt_lengths, e.answer_mask.sum(1))
     assert e.answer_mask.any(1).all()
@@ -202,7 +169,7 @@ def test_scoring_and_evaluation_have_no_dropout(models_folder):
     """The models train with dropout before and after."""
     dropout = {"actor_dropout": 0.5, "critic_dropout": 0.5, "actor_lora_dim": 4}
     case = Case("ppo", model="opt", reward="opt_350m_reward")
-    trainer = trainer_of(models_folder, case, **dropout)
+    trainer = ppo_trainer(models_folder, case, **dropout)
     engine = trainer.engine
     models = (engine.actor, engine.critic)
     for model in models:
@@ -224,7 +191,7 @@ def test_scoring_and_evaluation_have_no_dropout(models_folder):
 
 
 def test_all_answers_truncated(models_folder):
-    trainer = trainer_of(models_folder)
+    trainer = ppo_trainer(models_folder)
     trainer.engine.stop_ids = ()
     e = one_iteration(trainer)
     assert not e.finished.any()
@@ -233,7 +200,7 @@ def test_all_answers_truncated(models_folder):
 
 
 def test_prompts_in_a_padded_dict_are_the_same_prompts(models_folder):
-    trainer = trainer_of(models_folder)
+    trainer = ppo_trainer(models_folder)
     prompts = [[EOS, 4], [5, 6, 7], [8]]
     expected = trainer.generate_experience(prompts)
     for left in (False, True):
@@ -247,16 +214,12 @@ def test_prompts_in_a_padded_dict_are_the_same_prompts(models_folder):
             assert torch.equal(got.input_ids, expected.input_ids)
 
 
-def weights(engine):
-    return [p.detach().clone() for p in engine.module.parameters()]
-
-
 def test_run_state_restores_a_trainer(models_folder):
-    trainer = trainer_of(models_folder, kl_target=1.0, normalize_reward=True)
+    trainer = ppo_trainer(models_folder, kl_target=1.0, normalize_reward=True)
     one_iteration(trainer)
     values = json.loads(json.dumps(trainer.run_state().values))
     values |= {"iteration": 3, "version": 7, "kl_coef": 0.23, "bad": {"actor": 2, "critic": 1}}
-    other = trainer_of(models_folder, kl_target=1.0, normalize_reward=True)
+    other = ppo_trainer(models_folder, kl_target=1.0, normalize_reward=True)
     other.load_run_state(values)
     assert json.loads(json.dumps(other.run_state().values)) == values
     assert other.sampling().seed != trainer.sampling().seed  # that of the fourth iteration
@@ -264,7 +227,7 @@ def test_run_state_restores_a_trainer(models_folder):
 
 def test_the_schedules_end_with_the_run(models_folder):
     """Cosine over 3 iterations of 2 epochs of 2 mini-batches: 12 steps."""
-    trainer = trainer_of(models_folder)
+    trainer = ppo_trainer(models_folder)
     rates = []
     for _ in range(3):
         one_iteration(trainer)
@@ -276,24 +239,24 @@ def test_the_schedules_end_with_the_run(models_folder):
 
 def test_critic_warmup_leaves_iterations_for_the_actor(models_folder):
     with pytest.raises(UserError, match=f"3 leaves none of {NUM_ITERATIONS} iterations"):
-        trainer_of(models_folder, critic_warmup_steps=NUM_ITERATIONS)
+        ppo_trainer(models_folder, critic_warmup_steps=NUM_ITERATIONS)
 
 
 def test_a_warmup_that_the_run_does_not_reach_is_named(models_folder, caplog):
-    trainer_of(models_folder, num_warmup_steps=100)
+    ppo_trainer(models_folder, num_warmup_steps=100)
     assert "--num_warmup_steps 100 of" in caplog.text
 
 
 def test_critic_warmup_leaves_the_actor_alone(models_folder):
     """Its schedule too, whose length is that of the iterations that train it."""
-    trainer = trainer_of(models_folder, critic_warmup_steps=1, kl_target=1.0)
+    trainer = ppo_trainer(models_folder, critic_warmup_steps=1, kl_target=1.0)
     engine, args = trainer.engine, trainer.args
     for done in range(1, NUM_ITERATIONS + 1):
-        actor, critic = weights(engine.actor), weights(engine.critic)
+        actor, critic = weights_of(engine.actor), weights_of(engine.critic)
         one_iteration(trainer)
-        same = all(map(torch.equal, actor, weights(engine.actor)))
+        same = all(map(torch.equal, actor, weights_of(engine.actor)))
         assert same == (trainer.kl.value == args.kl_coef) == (done == 1)
-        assert not all(map(torch.equal, critic, weights(engine.critic)))
+        assert not all(map(torch.equal, critic, weights_of(engine.critic)))
         for model, rate, share in (
             (engine.actor, args.actor_learning_rate, (done - 1) / (NUM_ITERATIONS - 1)),
             (engine.critic, args.critic_learning_rate, done / NUM_ITERATIONS),
@@ -328,54 +291,29 @@ def test_a_resumed_kl_coefficient_is_state_only_where_it_is_adapted(
 
 @pytest.fixture(scope="module")
 def one_engine(models_folder):
-    return trainer_of(models_folder).engine
+    return ppo_trainer(models_folder).engine
 
 
 def test_bad_steps_are_counted_and_end_the_run(models_folder):
-    trainer = trainer_of(models_folder, max_bad_steps=6)
+    trainer = ppo_trainer(models_folder, max_bad_steps=6)
     e = trainer.generate_experience(PROMPTS[:8])
     e.advantages[:] = float("nan")
-    before = weights(trainer.engine.actor)
+    before = weights_of(trainer.engine.actor)
     trainer.train_rlhf(e)
     assert trainer.metrics["train/bad_steps"] == 4
-    assert all(map(torch.equal, before, weights(trainer.engine.actor)))
+    assert all(map(torch.equal, before, weights_of(trainer.engine.actor)))
     # The critic's steps in between are good ones, and must not hide that the actor never learns.
     with pytest.raises(FloatingPointError, match="6 steps of the actor in a row .*max_bad_steps"):
         trainer.train_rlhf(e)
 
 
-@pytest.mark.parametrize(
-    ("zero", "options"),
-    [
-        pytest.param(2, {"offload": ["auto"]}, marks=pytest.mark.slow),
-        (3, {"offload": ["auto", "frozen"]}),
-        pytest.param(0, {"offload": ["reference"]}, marks=pytest.mark.slow),
-        (0, {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}),
-        pytest.param(3, {"actor_gradient_checkpointing": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_memory_options_change_no_number(zero, options, models_folder, run_here):
-    expected, _ = run_here(Case("ppo"))
-    trainer = trainer_of(models_folder, Case("ppo", zero), ptx=True, **options)
-    one_iteration(trainer)
-    for name in (
-        "loss/policy_avg",
-        "loss/value_avg",
-        "loss/ptx_avg",
-        "objective/scores",
-        "policy/grad_norm",
-    ):
-        assert trainer.metrics[name] == pytest.approx(expected[name][0], rel=1e-4, abs=1e-6), name
-
-
 def test_a_prompt_that_is_too_long(models_folder):
     with pytest.raises(UserError, match="exceeds --max_prompt_seq_len . --max_answer_seq_len"):
-        trainer_of(models_folder).generate_experience([[3] * 60])
+        ppo_trainer(models_folder).generate_experience([[3] * 60])
 
 
 def test_a_rollout_reports_its_refresh_and_its_engine(models_folder):
-    trainer = trainer_of(models_folder)
+    trainer = ppo_trainer(models_folder)
     prompts = [[3, 4, 5], [6, 7]]
     trainer.generate_experience(prompts)
     first = dict(trainer.metrics)

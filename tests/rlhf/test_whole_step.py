@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from float64_step import iteration, norm, token_scores
-from program_cases import trainer_of
+from program_cases import around_fill_in, trainer_of
 from step_rows import PROMPTS
 from tiny_models import EOS, ensure
 from transformers import (
@@ -22,7 +22,6 @@ from transformers import (
 
 from dschat.config import RLHFConfig
 from dschat.losses import AdaptiveKL
-from dschat.rlhf import trainer as ppo
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import OptimizerStep
 
@@ -119,19 +118,20 @@ def drift(monkeypatch, seed):
     """The generator, the actor before the update and the critic's old values lie elsewhere, as
     after some steps: differences that ratios, weights and clips are about.
     """
-    filled, generator = ppo.fill_in, torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def near(x, mask, by):
         return torch.where(mask, x + by * torch.randn(x.shape, generator=generator), 0.0)
 
-    def fill_in(engine, e, args):
+    def before(e, args):
         e.rollout_logprobs = near(e.rollout_logprobs, e.answer_mask, 0.1)
-        filled(engine, e, args)
+
+    def after(e, args):
         if args.old_logprobs == "recompute":
             e.logprobs = near(e.logprobs, e.answer_mask, 0.1)
         e.values = near(e.values, e.answer_mask, 0.2)
 
-    monkeypatch.setattr(ppo, "fill_in", fill_in)
+    around_fill_in(monkeypatch, before, after)
 
 
 def keep_gradients(monkeypatch, engine):

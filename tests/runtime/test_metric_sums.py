@@ -3,19 +3,11 @@
 Reads are found with tensors on the meta device, which raises at each.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from step_cases import Case, ppo_config
 from step_rows import pair_rows, sft_rows
-from tiny_models import PAD
 
 from dschat.config import RewardConfig
-from dschat.inference.protocol import Rollout
-from dschat.rlhf import trainer
-from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.optimizer_step import sum_parts
 from dschat.supervised.preference import Pairs, PreferenceTask
 from dschat.supervised.tasks import RewardTask, SFTTask
@@ -52,27 +44,3 @@ def test_supervised_losses_read_nothing_from_the_device(kind):
     total, sums = task.loss(model, batch.to("meta"))
     assert {value.device.type for value in (total, *sums.values())} == {"meta"}
     assert not any(value.requires_grad for value in sums.values())
-
-
-def test_policy_and_value_losses_read_nothing_from_the_device(models_folder, monkeypatch):
-    args = ppo_config(Case("ppo"), models_folder)
-    args.kl_in_loss, args.kl_estimator, args.entropy_coef = True, "k3", 0.1
-    rollout = Rollout([[4, 5], [6]], [[-1.0, -2.0], [-3.0]], ["stop", "length"])
-    batch = from_rollout([[3], [2, 3]], rollout, PAD).to("meta")
-    per_action = torch.zeros(2, 2, device="meta", requires_grad=True)
-    monkeypatch.setattr(trainer, "action_logprobs", lambda *_: (per_action, per_action))
-    monkeypatch.setattr(trainer, "action_values", lambda *_: per_action)
-    stub = SimpleNamespace(
-        args=args,
-        engine=SimpleNamespace(actor=None, critic=object(), has_reference=True),
-        kl=SimpleNamespace(value=0.1),
-        _measures_gap=True,
-        _is_on_policy=False,
-    )
-    step = SimpleNamespace(backward=lambda loss: loss.backward())
-    actor = DeepSpeedPPOTrainer._actor_micro_batch(stub, step, batch)
-    critic = DeepSpeedPPOTrainer._critic_micro_batch(stub, step, batch)
-    assert {"policy_loss", "kl_loss", "entropy", "mismatch_kl"} < set(actor)
-    for value in (*actor.values(), *critic.values()):
-        assert value.device.type == "meta"
-        assert not value.requires_grad

