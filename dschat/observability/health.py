@@ -50,10 +50,6 @@ class RunHealth:
 
     def read(self, iteration: int, metrics: Metrics) -> list[Finding]:
         """What is wrong anew after ``iteration``; ``metrics`` are its own or an evaluation's."""
-        for name, value in metrics.items():
-            known = self.first.setdefault(name, [])
-            if len(known) < _FIRST and math.isfinite(value):
-                known.append(value)
         rules = EVALUATION_RULES if "eval/answer_length" in metrics else UPDATE_RULES
         found = []
         for rule in rules:
@@ -64,12 +60,20 @@ class RunHealth:
             if text is not None and streak == rule.patience:
                 since = iteration - rule.patience + 1 if rules is UPDATE_RULES else iteration
                 found.append(Finding(rule.name, since, text, rule.is_collapse))
+        for name, value in metrics.items():
+            known = self.first.setdefault(name, [])
+            if len(known) < _FIRST and math.isfinite(value):
+                known.append(value)
         return found
 
     def usual(self, name: str) -> float:
         """The median of a metric in the first iterations; NaN where it has none."""
         values = sorted(self.first.get(name, ()))
         return values[len(values) // 2] if values else math.nan
+
+    def at_first(self, name: str, form: str) -> str:
+        """``, at first 0.004``; empty in the first iteration."""
+        return f", at first {self.usual(name):{form}}" if self.first.get(name) else ""
 
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
@@ -89,8 +93,8 @@ def _far_step(health: RunHealth, metrics: Metrics) -> str | None:
     if not (kl > 0.5 or (kl > 0.05 and kl > 20 * health.usual("policy/approxkl_avg"))):
         return None
     return (
-        f"an update moves the policy far: policy/approxkl_avg {kl:.3g}, at first "
-        f"{health.usual('policy/approxkl_avg'):.3g}; lower --actor_learning_rate, or take fewer "
+        f"an update moves the policy far: policy/approxkl_avg {kl:.3g}"
+        f"{health.at_first('policy/approxkl_avg', '.3g')}; lower --actor_learning_rate, or take fewer "
         "--ppo_epochs"
     )
 
@@ -100,8 +104,8 @@ def _no_entropy(health: RunHealth, metrics: Metrics) -> str | None:
     if entropy > 1e-3:
         return None
     return (
-        f"the policy no longer explores: objective/entropy {entropy:.2g} nats a token, at first "
-        f"{health.usual('objective/entropy'):.2g}; lower --actor_learning_rate, or raise --kl_coef "
+        f"the policy no longer explores: objective/entropy {entropy:.2g} nats a token"
+        f"{health.at_first('objective/entropy', '.2g')}; lower --actor_learning_rate, or raise --kl_coef "
         "or --entropy_coef"
     )
 
@@ -130,10 +134,9 @@ def _at_the_limit(health: RunHealth, metrics: Metrics) -> str | None:
     share = metrics.get("completions/clipped_ratio", 0.0)
     if not share > 0.9:
         return None
-    before = health.usual("completions/clipped_ratio")
     return (
-        f"{share:.0%} of the answers reach --max_answer_seq_len without an end, at first "
-        f"{before:.0%}: the reward may like length; see --missing_eos_penalty and "
+        f"{share:.0%} of the answers reach --max_answer_seq_len without an end"
+        f"{health.at_first('completions/clipped_ratio', '.0%')}: the reward may like length; see --missing_eos_penalty and "
         "--overlong_penalty, or raise the limit"
     )
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import EOS, IDS, MOE, POSITIONS, causal_lm, tokenizer
+from tiny_models import _MOE, EOS, IDS, POSITIONS, causal_lm, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -33,7 +33,7 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.lora import add_lora
 
 CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"
-_MIX = MOE | {"head_dim": 8}
+_MIX = _MOE | {"head_dim": 8}
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
