@@ -94,8 +94,8 @@ def _far_step(health: RunHealth, metrics: Metrics) -> str | None:
         return None
     return (
         f"an update moves the policy far: policy/approxkl_avg {kl:.3g}"
-        f"{health.at_first('policy/approxkl_avg', '.3g')}; lower --actor_learning_rate, or take fewer "
-        "--ppo_epochs"
+        f"{health.at_first('policy/approxkl_avg', '.3g')}; lower "
+        "--actor_learning_rate, or take fewer --ppo_epochs"
     )
 
 
@@ -105,8 +105,8 @@ def _no_entropy(health: RunHealth, metrics: Metrics) -> str | None:
         return None
     return (
         f"the policy no longer explores: objective/entropy {entropy:.2g} nats a token"
-        f"{health.at_first('objective/entropy', '.2g')}; lower --actor_learning_rate, or raise --kl_coef "
-        "or --entropy_coef"
+        f"{health.at_first('objective/entropy', '.2g')}; lower "
+        "--actor_learning_rate, or raise --kl_coef or --entropy_coef"
     )
 
 
@@ -136,8 +136,8 @@ def _at_the_limit(health: RunHealth, metrics: Metrics) -> str | None:
         return None
     return (
         f"{share:.0%} of the answers reach --max_answer_seq_len without an end"
-        f"{health.at_first('completions/clipped_ratio', '.0%')}: the reward may like length; see --missing_eos_penalty and "
-        "--overlong_penalty, or raise the limit"
+        f"{health.at_first('completions/clipped_ratio', '.0%')}: the reward may like length; "
+        "see --missing_eos_penalty and --overlong_penalty, or raise the limit"
     )
 
 
