@@ -19,10 +19,16 @@ AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pr
     "output/demo/step2_reward"
 )
 """
-    notebook, standalone = blocks(text_of("README.md"), "python")
+    call, notebook, standalone = blocks(text_of("README.md"), "python")
+    rows = [{"prompt": f"{i} + 1?", "solution": str(i + 1)} for i in range(20)]
+    prepare += f"import json, pathlib\nrows = {rows}\n"
+    prepare += "pathlib.Path('questions.jsonl').write_text('\\n'.join(map(json.dumps, rows)))\n"
+    short = "max_steps=1, max_answer_seq_len=8, per_device_generation_batch_size=2"
+    short += ", per_device_training_batch_size=16"
+    call = call.replace("[correct])", f"[correct], {short})")
     standalone = standalone.replace("step3_rlhf/actor", "step1_sft")
     check = "\nassert trainer.iteration == 2 and abs(actor_loss) < 10 and critic_loss > 0\n"
-    result = forked.run("-c", prepare + notebook + check + standalone, limit_s=300.0)
+    result = forked.run("-c", prepare + call + notebook + check + standalone, limit_s=300.0)
     assert result.code == 0, result.stderr[-3000:]
     lines = result.stdout.splitlines()
     printed = [line.split() for line in lines if line.count(" ") == 1]
