@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.config.errors import did_you_mean
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
 from dschat.config.fields import require_types
 
 
@@ -42,7 +41,7 @@ class _Trainer:
         known = {f.name for f in fields(self.config_class)}
         for name in flags:
             if name not in known:
-                hint = did_you_mean(name, known)
+                hint = renamed.hint(name, known)
                 raise UserError(f"{type(self).__name__}: no setting is called {name}{hint}")
         given = {} if args is None else asdict(self.config_class.from_namespace(args))
         values = self.defaults | given | flags | {self.model_flag: str(model)}

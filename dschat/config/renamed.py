@@ -36,11 +36,63 @@ RENAMED = {
     "print_answers": ("sample_steps", "N"),
     "num_padding_at_beginning": ("deepspeed_config", "FILE"),
     "local_rank": ("deepspeed_config", "FILE"),  # set by launchers
+    "tensorboard_path": ("enable_tensorboard", "true"),  # the output folder has the events
+    "enable_mixed_precision_lora": ("actor_lora_dim", "N"),
+}
+# Names that TRL, transformers and others have for flags: the first that a step has is meant.
+ELSEWHERE = {
+    "lr": ("learning_rate", "actor_learning_rate"),
+    "learning_rate": ("actor_learning_rate",),
+    "epochs": ("num_train_epochs",),
+    "num_epochs": ("num_train_epochs",),
+    "bf16": ("dtype bf16",),
+    "fp16": ("dtype fp16",),
+    "torch_dtype": ("dtype",),
+    "batch_size": ("per_device_train_batch_size", "per_device_training_batch_size"),
+    "train_batch_size": ("per_device_train_batch_size", "per_device_training_batch_size"),
+    "per_device_train_batch_size": ("per_device_training_batch_size",),
+    "per_device_training_batch_size": ("per_device_train_batch_size",),
+    "model": ("model_name_or_path", "actor_model_name_or_path"),
+    "model_name_or_path": ("actor_model_name_or_path",),
+    "reward_model": ("reward_model_name_or_path",),
+    "reward_model_path": ("reward_model_name_or_path",),
+    "dataset": ("data_path",),
+    "dataset_name": ("data_path",),
+    "sft_only_data_path": ("data_path",),
+    "train_file": ("data_path",),
+    "validation_file": ("eval_data_path",),
+    "report_to": ("enable_wandb",),
+    "use_wandb": ("enable_wandb",),
+    "eval_iters": ("max_eval_samples",),
+    "print_loss": ("logging_steps",),
+    "warmup_steps": ("num_warmup_steps",),
+    "max_length": ("max_seq_len", "max_answer_seq_len"),
+    "max_seq_length": ("max_seq_len", "max_prompt_seq_len"),
+    "max_prompt_length": ("max_prompt_seq_len",),
+    "max_completion_length": ("max_answer_seq_len",),
+    "max_new_tokens": ("max_answer_seq_len",),
+    "num_generations": ("num_samples_per_prompt",),
+    "n_samples_per_prompt": ("num_samples_per_prompt",),
+    "num_ppo_epochs": ("ppo_epochs",),
+    "num_iterations": ("ppo_epochs",),
+    "epsilon": ("cliprange",),
+    "epsilon_high": ("cliprange LOW HIGH",),
+    "beta": ("kl_coef",),
+    "init_kl_coef": ("kl_coef",),
+    "lora_r": ("lora_dim", "actor_lora_dim"),
+    "lora_rank": ("lora_dim", "actor_lora_dim"),
+    "use_peft": ("lora_dim N", "actor_lora_dim N"),
+    "reward_funcs": ("reward_fn",),
+    "eval_interval": ("eval_steps",),
+    "resume_from_checkpoint": ("resume",),
 }
 # Old flags that still work, by the types of their values: DeepSpeed-Chat's.
 _ACCEPTED = {
-    bool: ("offload_reference_model", "add_eot_token", "print_answers"),
-    str: ("unsupervised_dataset_config_name", "deepspeed"),
+    bool: (
+        *("offload_reference_model", "add_eot_token", "print_answers"),
+        "enable_mixed_precision_lora",
+    ),
+    str: ("unsupervised_dataset_config_name", "deepspeed", "tensorboard_path"),
     int: ("num_padding_at_beginning", "local_rank"),
 }
 
@@ -91,8 +143,13 @@ def _parts(offload: Any) -> list[str] | None:
 
 
 def hint(name: str, names: Collection[str], prefix: str = "") -> str:
-    """The end of an error about the unknown flag ``name``: what replaced it, or the closest of
-    ``names``.
+    """The end of an error about the unknown flag ``name``: what replaced it, its name here, or the
+    closest of ``names``.
     """
     flag, value = RENAMED.get(name, ("", ""))
-    return f"; it is now --{flag} {value}" if flag in names else did_you_mean(name, names, prefix)
+    if flag in names:
+        return f"; it is now --{flag} {value}"
+    for form in ELSEWHERE.get(name, ()):
+        if form.partition(" ")[0] in names:
+            return f"; here it is {prefix}{form}"
+    return did_you_mean(name, names, prefix)

@@ -1,7 +1,7 @@
 """Old flags: those of DeepSpeed-Chat work, others name their new form, records are translated."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +10,10 @@ import yaml
 from dschat.checkpoint.compatibility import changes, settings_of
 from dschat.checkpoint.manifest import manifest_bytes, read_manifest
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
-from dschat.config.renamed import RENAMED, accepted
+from dschat.config.renamed import ELSEWHERE, RENAMED, accepted
 from dschat.launch.existing_steps import finished_differences
 from dschat.observability.metrics_log import SETTINGS
+from dschat.trainers import SFTTrainer
 
 # Settings of an older version, and the same settings today.
 OLD = {
@@ -123,3 +124,26 @@ def test_a_finished_step_of_an_older_version_is_the_same(tmp_path, old, now):
     (tmp_path / SETTINGS).write_text(yaml.safe_dump(content))
     (tmp_path / "COMPLETE").write_text(json.dumps({"num_processes": 1}))
     assert finished_differences(config, None, 1) == []
+
+
+@pytest.mark.parametrize("config", [SFTConfig, RewardConfig, RLHFConfig])
+def test_names_from_elsewhere(config):
+    """Each leads to a flag of some step; those that are flags of a step are no names of another."""
+    names = {f.name for f in fields(config)}
+    for name, forms in ELSEWHERE.items():
+        known = [form for form in forms if form.partition(" ")[0] in names]
+        if known and name not in parser.flag_names(config):
+            with pytest.raises(UserError, match=f"unknown flag --{name}; here it is --{known[0]}$"):
+                parser.parse(config, [f"--{name}", "1"])
+
+
+def test_every_name_from_elsewhere_leads_somewhere():
+    names = {f.name for config in (SFTConfig, RewardConfig, RLHFConfig) for f in fields(config)}
+    assert {form.partition(" ")[0] for forms in ELSEWHERE.values() for form in forms} <= names
+
+
+def test_a_setting_of_a_trainer_and_a_key_of_a_file_are_led_there_too(tmp_path):
+    with pytest.raises(UserError, match="no setting is called lr; here it is learning_rate"):
+        SFTTrainer("m", "d", lr=1e-5)
+    with pytest.raises(UserError, match="unknown key epochs; here it is num_train_epochs"):
+        parser.values_of(SFTConfig, {"epochs": 2}, "a.yaml")
