@@ -102,6 +102,7 @@ class PPOTrainer(_Trainer):
         reward_model: a folder or a hub name; the critic starts from it.
         reward_fns: functions in addition, or alone: the critic then starts from the actor.
         environment, tools: a class or function, and functions; see `dschat.environments`.
+        callbacks: classes or objects with hooks; see `dschat.rlhf.callbacks`.
     """
 
     config_class = RLHFConfig
@@ -117,9 +118,10 @@ class PPOTrainer(_Trainer):
         reward_fns: Sequence[Callable[..., Any] | Any] = (),
         environment: Any = None,
         tools: Sequence[Any] = (),
+        callbacks: Sequence[Any] = (),
         **flags: Any,
     ) -> None:
-        self._objects = reward_fns, environment, tools
+        self._objects = reward_fns, environment, tools, callbacks
         if reward_model is not None:
             flags["critic_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)

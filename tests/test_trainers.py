@@ -12,6 +12,16 @@ from safetensors.numpy import load_file
 from dschat import DPOTrainer, GRPOTrainer, PPOTrainer, SFTConfig, SFTTrainer, UserError
 
 REWARD = '''
+class Log:
+    def __getattr__(self, name):
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *_: print(name, file=open("events", "a"))
+
+    def __dir__(self):
+        return ["on_rollout", "on_step", "on_evaluate", "on_save", "on_end"]
+
+
 def starts_low(answers):
     """Answers that begin with a small letter."""
     return [float(answer[:1].islower()) for answer in answers]
@@ -33,7 +43,7 @@ SHORT = {
 # Trainer, its arguments in Python, the command, the folder of the result.
 RUNS = {
     "GRPOTrainer": (
-        "data='q.jsonl', reward_fns=[starts_low]",
+        "data='q.jsonl', reward_fns=[starts_low], callbacks=[r.Log()]",
         "step3_rlhf/main.py --actor_model_name_or_path builtin/tiny --advantage_estimator grpo "
         "--data_path q.jsonl --reward_fn r.py:starts_low",
         SHORT,
@@ -62,7 +72,7 @@ def test_the_same_as_the_command(name, tmp_path):
     for file, rows in (("q.jsonl", QUESTIONS), ("p.jsonl", PAIRS)):
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     script = (
-        f"from dschat import {name}\nfrom r import starts_low\n"
+        f"from dschat import {name}\nimport r\nfrom r import starts_low\n"
         f"trainer = {name}(model='builtin/tiny', {arguments}, output_dir='api', **{settings})\n"
         "trainer.train()\n"
     )
@@ -80,6 +90,10 @@ def test_the_same_as_the_command(name, tmp_path):
     )
     assert api.keys() == by_command.keys()
     assert all(np.array_equal(api[key], by_command[key]) for key in api)
+    if name == "GRPOTrainer":
+        iteration = ["on_rollout", "on_step"]
+        events = ["on_evaluate", *iteration, *iteration, "on_save", "on_evaluate", "on_end"]
+        assert (tmp_path / "events").read_text().split() == events
 
 
 def test_settings():

@@ -8,6 +8,7 @@ import logging
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -59,8 +60,10 @@ class Reporter:
         held_out: HeldOutPrompts,
         num_iters: int,
         num_rows: int | None = None,
+        call: Callable[..., None] = lambda *_: None,
     ) -> None:
-        """``num_rows``: number of training prompts; None for a stream."""
+        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`."""
+        self._call = call
         self._trainer = trainer
         self._engine = trainer.engine
         self._args = trainer.args
@@ -114,6 +117,7 @@ class Reporter:
         done, args = self._trainer.iteration, self._args
         self._checkpointer.leave()
         self._bar.update()
+        self._call("on_step", self._trainer, self._trainer.metrics)
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
             logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
@@ -145,6 +149,7 @@ class Reporter:
             metrics = evaluate_policy(
                 self._engine, generator, self._held_out, self._trainer.collector
             )
+        self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
         self._warn(metrics)
         if self._metric in metrics:

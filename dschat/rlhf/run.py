@@ -10,6 +10,7 @@ from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rlhf.callbacks import Callbacks
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
@@ -28,12 +29,14 @@ def train(
     reward_fns: Sequence[Any] = (),
     environment: Any = None,
     tools: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
 ) -> DeepSpeedPPOTrainer:
     """Collective. Train an actor as ``args`` say, and save it; returns the trainer, still loaded.
 
     Args:
         reward_fns, environment, tools: Python objects beside those that ``args`` name; see
             `DeepSpeedPPOTrainer`.
+        callbacks: likewise; see `dschat.rlhf.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.
@@ -41,6 +44,7 @@ def train(
         FloatingPointError: see `DeepSpeedPPOTrainer.train_rlhf`.
     """
     output_dir = start_step(args, "output/step3_rlhf")
+    call = Callbacks(args.callback or (), callbacks, args.on_callback_error)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # raises for a wrong DeepSpeed file
 
@@ -90,11 +94,12 @@ def train(
     claim_output_dir(output_dir, bool(args.resume), record_of(args))
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
-    report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows)
+    report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows, call)
     with training_checkpointer(args) as checkpointer:
         report.begin(checkpointer)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
+            call("on_rollout", trainer, out)
             actor_loss, critic_loss = trainer.train_rlhf(out)
             report.step(out)
         trainer.require_learned()
@@ -103,7 +108,9 @@ def train(
         with stop_signals.handle_stop_signals(output_dir):
             engine.save(output_dir)
         console.logger.info("saved %s", output_dir)
+        call("on_save", trainer, output_dir)
         report.evaluate()
+    call("on_end", trainer)
     report.close()
     mark_complete(output_dir)
     return trainer
