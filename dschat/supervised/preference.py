@@ -203,8 +203,8 @@ class PreferenceTask:
             return torch.cat([answer_logps(model, rows) for rows in parts])
 
     def _kl(self, model: ModelOrEngine, batches: list[PreferenceBatch]) -> float:
-        """Collective. KTO's z_0: the mean log-ratio of the step's mismatched answers, at least 0
-        (Ethayarajh et al. 2024, section 4).
+        """Collective. KTO's z_0 before the loss bounds it to at least 0: the mean log-ratio of the
+        step's mismatched answers (Ethayarajh et al. 2024, section 4).
         """
         parts: list[DeviceSums] = []
         for batch in batches:
@@ -216,7 +216,7 @@ class PreferenceTask:
             parts.append({"logratios": logratios.double().sum()})
         num_real = float(sum(batch.num_real for batch in batches))
         total, count = dist.sum_floats([sum_parts(parts)["logratios"], num_real])
-        return max(total / max(count, 1.0), 0.0)
+        return total / max(count, 1.0)
 
     def _loss(
         self, chosen: Tensor, rejected: Tensor, kl: float, present: Tensor
