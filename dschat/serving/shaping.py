@@ -108,11 +108,13 @@ class _Grammar:
         if sample not in self._matchers:
             self._matchers[sample] = llguidance.LLMatcher(self._vocabulary, self._grammar)
         matcher = self._matchers[sample]
-        matcher.consume_tokens(answer[self._known.get(sample, 0) :])
-        self._known[sample] = len(answer)
+        if not matcher.is_stopped():
+            matcher.consume_tokens(answer[self._known.get(sample, 0) :])
+            self._known[sample] = len(answer)
         allowed = torch.zeros(len(logits), dtype=torch.bool)
-        known = torch.tensor(list(matcher.compute_logit_bias()[: len(logits)]), dtype=torch.bool)
-        allowed[: len(known)] = known
+        biases = bytearray(matcher.compute_logit_bias())  # a byte per token, 0: forbidden
+        known = torch.frombuffer(biases, dtype=torch.uint8)[: len(logits)]
+        allowed[: len(known)] = known > 0
         allowed[sequence.request.draws.stops] = bool(matcher.is_accepting())
         if allowed.any():  # else the JSON is complete, and the request ignores EOS
             logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
@@ -150,4 +152,5 @@ def _schema(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
 def _ids_of_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> list[list[int]]:
     """The ids of each word, at the start of a text and within one."""
     texts = [text for word in words for text in (word, f" {word}")]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts if text.strip()]
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts if text.strip()]
+    return [ids for ids in rows if ids]

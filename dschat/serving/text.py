@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class AnswerText:
     """The text of one answer, without end tokens and without what follows a stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided. Of an echo,
-    the text begins with the prompt: ``given`` are tokens that are pushed before those of the
-    engine, of which the first ``num_forced`` are the prompt's, too.
+    Text that may be the beginning of a stop string is held back until that is decided. The text of
+    an echo begins with the prompt, where stop strings end nothing: its first tokens are ``given``,
+    its other ``num_forced`` are the first that the engine tells.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -43,8 +43,8 @@ class AnswerText:
         if token.finish_reason is not None:
             text += self._decoder.finish()
         self.num_chars += len(text)
-        if self.num_drawn <= 0 and token.finish_reason is None:
-            return text, None
+        if self.num_drawn <= 0:
+            return text, token.finish_reason
         self._held += text
         found = [i for i in map(self._held.find, self.stops) if i >= 0]
         if found:

@@ -74,6 +74,12 @@ def test_a_prompt_of_many_steps_ends_no_answer(served, module):
     assert found[1:] == pytest.approx(drawn.tolist(), abs=1e-4)
 
 
+def test_a_stop_string_in_the_prompt_cuts_nothing(served):
+    for max_tokens in (0, 3):
+        body = {"prompt": TEXT, "max_tokens": max_tokens, "stop": ["not.", "moon"]}
+        assert complete(served, **body)["choices"][0]["text"].startswith(TEXT)
+
+
 def test_streams_hold_the_same(served):
     body = {"prompt": TEXT, "logprobs": 1, "max_tokens": 4, "temperature": 0, "echo": True}
     whole = complete(served, **body)["choices"][0]

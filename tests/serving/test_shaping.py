@@ -105,6 +105,18 @@ def test_json_of_a_schema(served, sampling):
         assert choice["finish_reason"] == "stop"
 
 
+def test_a_request_that_allows_nothing_leaves_the_others_alone(served):
+    """JSON of tokens that are all forbidden, and an answer that goes on behind its JSON."""
+    pytest.importorskip("llguidance")
+    wanted, plain = {"type": "json_object"}, complete(served)["text"]
+    token = served.model.tokenizer.encode(" moon", add_special_tokens=False)
+    complete(served, response_format=wanted, allowed_token_ids=token)
+    braces = served.model.tokenizer.encode("{}", add_special_tokens=False)
+    body = {"response_format": wanted, "allowed_token_ids": braces, "ignore_eos": True}
+    assert complete(served, **body)["text"].startswith("{}")
+    assert complete(served)["text"] == plain
+
+
 def test_a_json_object_in_a_chat_beside_other_requests(served):
     pytest.importorskip("llguidance")
     body = {
