@@ -67,13 +67,14 @@ class RunHealth:
         return found
 
     def usual(self, name: str) -> float:
-        """The median of a metric in the first iterations; NaN where it has none."""
+        """The median of a metric in the first iterations; NaN until there are enough of them."""
         values = sorted(self.first.get(name, ()))
-        return values[len(values) // 2] if values else math.nan
+        return values[_FIRST // 2] if len(values) == _FIRST else math.nan
 
     def at_first(self, name: str, form: str) -> str:
-        """``, at first 0.004``; empty in the first iteration."""
-        return f", at first {self.usual(name):{form}}" if self.first.get(name) else ""
+        """``, at first 0.004``; empty where that is not known."""
+        usual = self.usual(name)
+        return "" if math.isnan(usual) else f", at first {usual:{form}}"
 
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
@@ -89,8 +90,9 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _far_step(health: RunHealth, metrics: Metrics) -> str | None:
-    kl = metrics.get("policy/approxkl_avg", 0.0)
-    if not (kl > 0.5 or (kl > 0.05 and kl > 20 * health.usual("policy/approxkl_avg"))):
+    kl, usual = metrics.get("policy/approxkl_avg", 0.0), health.usual("policy/approxkl_avg")
+    # 0 at first: of steps at a rate of 0, or of an actor that waited for its critic.
+    if not (kl > 0.5 or (kl > 0.05 and kl > 20 * usual > 0)):
         return None
     return (
         f"an update moves the policy far: policy/approxkl_avg {kl:.3g}"
@@ -111,11 +113,8 @@ def _no_entropy(health: RunHealth, metrics: Metrics) -> str | None:
 
 
 def _equal_scores(health: RunHealth, metrics: Metrics) -> str | None:
-    share, mean = (
-        metrics.get("frac_reward_zero_std", 0.0),
-        metrics.get("objective/scores", math.nan),
-    )
-    if share < 0.98:
+    share, mean = metrics.get("frac_reward_zero_std", 0.0), metrics.get("objective/scores")
+    if share < 0.98 or mean is None or "objective/teacher_kl" in metrics:  # which may teach alone
         return None
     return (
         f"all answers to a prompt have the same score, for {share:.0%} of the prompts (mean score "
@@ -125,7 +124,8 @@ def _equal_scores(health: RunHealth, metrics: Metrics) -> str | None:
 
 
 def _no_gradient(health: RunHealth, metrics: Metrics) -> str | None:
-    if metrics.get("policy/grad_norm", 1.0) > 1e-8 or metrics.get("policy/learning_rate") == 0:
+    is_trained = metrics.get("policy/learning_rate") != 0 and metrics.get("val/ratio") != 0
+    if not is_trained or metrics.get("policy/grad_norm", 1.0) > 1e-8:  # no ratio: no update
         return None
     return "the actor's gradient is 0: nothing is learned; look at the reward and --kl_coef"
 

@@ -152,7 +152,7 @@ class Reporter:
         self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
         self._warn(metrics)
-        if self._metric in metrics:
+        if math.isfinite(metrics.get(self._metric, math.nan)):
             self._evaluated.append((metrics[self._metric], self._trainer.iteration))
         self._keep_best(metrics)
         if self._trainer.iteration > 0 and self._engine.ema is not None:

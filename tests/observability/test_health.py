@@ -60,7 +60,14 @@ def test_a_single_iteration_of_a_patient_rule_says_nothing():
 
 
 def test_nothing_is_said_of_the_warm_up_or_of_numbers_that_are_not_there():
+    """Of the learning rate, and of the critic: then the actor takes no step."""
     assert not read(RunHealth(), 1, 20, **{"policy/grad_norm": 0.0, "policy/learning_rate": 0.0})
+    waiting = {"policy/grad_norm": 0.0, "val/ratio": 0.0, "policy/approxkl_avg": 0.0}
+    health = RunHealth()
+    assert not read(health, 1, 5, **waiting)
+    assert not read(health, 6, 5, **{"policy/approxkl_avg": 0.06})
+    teacher = {"frac_reward_zero_std": 1.0, "objective/teacher_kl": 0.4, "objective/scores": 0.0}
+    assert not read(RunHealth(), 1, 9, **teacher)
     needed = ("objective/scores", "completions/clipped_ratio", "rollout/answer_length")
     few = {name: HEALTHY[name] for name in needed}
     health = RunHealth()
