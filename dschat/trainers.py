@@ -99,8 +99,8 @@ class PPOTrainer(_Trainer):
     """Step 3 with a critic (``advantage_estimator`` gae).
 
     Args:
-        reward_model: a folder or a hub name; the critic starts from it.
-        reward_fns: functions in addition, or alone: the critic then starts from the actor.
+        reward_model: a folder or a hub name; a critic starts from it.
+        reward_fns: functions in addition, or alone: a critic then starts from the actor.
         environment, tools: a class or function, and functions; see `dschat.environments`.
         callbacks: classes or objects with hooks; see `dschat.rlhf.callbacks`.
     """
@@ -123,7 +123,7 @@ class PPOTrainer(_Trainer):
     ) -> None:
         self._objects = reward_fns, environment, tools, callbacks
         if reward_model is not None:
-            flags["critic_model_name_or_path"] = str(reward_model)
+            flags["reward_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)
 
     def _made(self, values: dict[str, Any]) -> Any:

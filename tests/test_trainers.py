@@ -105,6 +105,10 @@ def test_settings():
     ppo = PPOTrainer("m", reward_model="r").config
     assert (ppo.advantage_estimator, ppo.critic_model_name_or_path) == ("gae", "r")
     assert ppo.reward_model_name_or_path == "r"
+    # Beside functions the reward model scores too, with and without a critic.
+    for trainer in (PPOTrainer, GRPOTrainer):
+        both = trainer("m", "d", reward_model="r", reward_fns=[len]).config
+        assert (both.reward_model_name_or_path, both.critic_model_name_or_path) == ("r", "r")
     assert DPOTrainer("m", "d").config.loss == "dpo"
     args = SFTConfig(learning_rate=1e-5, data_path=["e"])
     sft = SFTTrainer("m", args=args, seed=7).config
