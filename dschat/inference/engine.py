@@ -300,7 +300,7 @@ class InferenceEngine:
         """One line about the first request that cannot be answered, or None."""
         cache = self.cache  # NOTE: a collective, so before any return
         for i, request in enumerate(requests):
-            for ids in (request.ids, request.forced or [0]):
+            for ids in [request.ids, *([request.forced] if request.forced else [])]:
                 if (fault := prompt_problem(i, ids, self.spec.vocab_size)) is not None:
                     return fault
             ids = [*request.ids, *request.forced]

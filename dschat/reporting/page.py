@@ -19,7 +19,7 @@ from dschat import __version__
 from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
 from dschat.config.report import PAGE, ReportConfig
-from dschat.observability.health import Finding, findings
+from dschat.observability.health import findings
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spec_of, spread
 from dschat.reporting.run_files import STEPS, Run, Step, is_finite, read_runs
 from dschat.startup.files import replace_file
@@ -91,12 +91,9 @@ def _numbers(runs: Sequence[Run]) -> Table:
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
     """What went wrong in step 3 of the runs."""
-    found = [(run, f) for run in runs if "step3_rlhf" in run.steps for f in _findings(run)]
-    return [f"{run.name}: {finding}" if len(runs) > 1 else str(finding) for run, finding in found]
-
-
-def _findings(run: Run) -> list[Finding]:
-    return findings(run.steps["step3_rlhf"].rows)
+    steps = [(run.name, run.steps["step3_rlhf"]) for run in runs if "step3_rlhf" in run.steps]
+    found = [(name, str(finding)) for name, step in steps for finding in findings(step.rows)]
+    return [f"{name}: {text}" if len(runs) > 1 else text for name, text in found]
 
 
 def _first_and_last(run: Run, step: str, metric: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from python_process import python
-from run_folders import write_run
+from run_folders import write_rows, write_run
 
 from dschat.config import UserError
 from dschat.config.report import ReportConfig
@@ -47,6 +47,20 @@ class Elements(HTMLParser):
     def handle_data(self, data):
         if self._reading:
             self.scripts[-1] += data
+
+
+def test_what_went_wrong_and_the_best_evaluation_stand_on_top(tmp_path):
+    """Of each run by its name where there are several; nothing of a run that is well."""
+    well, ill = write_run(tmp_path / "well"), write_run(tmp_path / "ill")
+    assert "What went wrong" not in page_of(well)
+    rows = [{"step": n, "policy/grad_norm": 0.0} for n in range(1, 5)]
+    rows += [{"step": n, "eval/score": v} for n, v in ((0, 0.25), (2, 0.75), (4, 0.5))]
+    write_rows(ill / "step3_rlhf" / "metrics.jsonl", rows)
+    text = page_of(ill)
+    found = text.index("gradient is 0: nothing is learned")
+    assert text.index("What went wrong") < found < text.index("In numbers")
+    assert "0.25 → 0.5, best 0.75 at 2" in text
+    assert "<li>ill: the actor&#39;s gradient is 0" in page_of(well, ill)
 
 
 def test_what_a_model_wrote_is_data_not_markup(tmp_path):
