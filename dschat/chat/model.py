@@ -39,15 +39,17 @@ class Model:
     dtype: torch.dtype
 
     @classmethod
-    def find(cls, path: str, dtype: str, trust_remote_code: bool = False) -> "Model":
+    def find(cls, path: str, dtype: str, trust_remote_code: bool = False, **flags: Any) -> "Model":
         """Check ``path`` by its configuration, tokenizer and list of weights.
+
+        ``flags``: of its tokenizer, see `complete_tokenizer`.
 
         Raises:
             UserError: not a causal LM with a tokenizer.
         """
         checkpoint = Checkpoint(resolve_model(present(path)), FLAG, trust_remote_code)
         checkpoint.require_causal_lm()
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = checkpoint.tokenizer(**flags)
         checkpoint.check("lm")
         positions = min(num_positions(checkpoint.config) or MAX_SEQ_LEN, MAX_SEQ_LEN)
         ends = stop_ids(tokenizer)

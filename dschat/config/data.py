@@ -4,7 +4,7 @@ Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
 from dschat.config.errors import require
@@ -19,6 +19,8 @@ from dschat.config.fields import (
     speed_flag,
 )
 
+# What chat templates get from a program, and so are no variables of a user's.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 
 
@@ -34,8 +36,41 @@ def columns_by_role(columns: Optional[list[str]], roles: Sequence[str] = ROLES) 
     return found
 
 
+def template_variables(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` if all their names can be variables of a chat template; else ``UserError``."""
+    for name in values:
+        require(
+            name.isidentifier() and name not in (*_RESERVED, "chat_template", "tokenize"),
+            f"chat_template_kwargs: {name:.40} is no variable of a chat template; leave it out",
+        )
+    return values
+
+
 @dataclass
-class DataConfig:
+class TemplateConfig:
+    """Chat template."""
+
+    chat_template: Optional[str] = flag(
+        None, "File with a Jinja chat template; default: the tokenizer's.", reads="files"
+    )
+    chat_template_kwargs: Optional[dict[str, Any]] = flag(
+        None,
+        "Variables for the chat template as JSON, e.g. '{\"enable_thinking\": false}'; a trained "
+        "model's template has them as defaults.",
+    )
+    system_message: Literal["merge", "refuse"] = flag(
+        "merge",
+        "System messages where the chat template has no place for them. merge: put their text in "
+        "front of the first user turn. refuse: such a chat is an error.",
+    )
+
+    @property
+    def template_flags(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(TemplateConfig)}
+
+
+@dataclass
+class DataConfig(TemplateConfig):
     """Data."""
 
     data_path: list[str] = flag(
@@ -67,6 +102,12 @@ class DataConfig:
         "chosen and rejected: answers; messages: a chat; answers: a list of ranked answers, e.g. "
         "completions.*.response; ranks or scores: a number for each, the lowest rank or the "
         "highest score is best.",
+    )
+    reasoning: Literal["auto", "keep", "inline", "drop"] = flag(
+        "auto",
+        "Thoughts of assistant turns (reasoning_content, reasoning, thinking). keep: as fields, "
+        "which the chat template must render. inline: <think>...</think> in front of the answer. "
+        "drop: leave them out. auto: inline where the template reads only that, else keep.",
     )
     seed: int = flag(
         1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1

@@ -152,7 +152,7 @@ def type_problem(value: Any, hint: Any) -> str:
         return "" if known else f"is not one of {', '.join(map(str, choices))}"
     if kind in (list, tuple):
         return _list_problem(value, choices[0], may_be_empty=kind is tuple)
-    if kind is dict:
+    if dict in (kind, hint):
         return "" if isinstance(value, dict) else "is not of the form {key: value}"
     if hint is bool:
         return "" if isinstance(value, bool) else "is neither true nor false"

@@ -3,6 +3,7 @@
 The completed tokenizer is saved with the model, so that other programs use what training used.
 """
 
+import re
 import traceback
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from dschat.config import UserError
+from dschat.config.data import template_variables
 from dschat.config.errors import first_line
 from dschat.config.fields import read_text
 from dschat.models import hub
@@ -23,23 +25,15 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_tokenizer(
-    name_or_path: str,
-    flag: str,
-    trust_remote_code: bool = False,
-    eot_token: str | None = None,
-    chat_template: str | None = None,
+    name_or_path: str, flag: str, trust_remote_code: bool = False, **flags: Any
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint, with an EOS, a pad token and a chat template.
-
-    Args:
-        eot_token: replaces EOS as the end of an answer; added to the vocabulary if new.
-        chat_template: a file that replaces the tokenizer's own template.
+    """The tokenizer of a checkpoint, completed by ``flags``; see `complete_tokenizer`.
 
     Raises:
         UserError: naming ``flag``: no tokenizer, or one without EOS.
     """
     files = CheckpointFiles(name_or_path, flag, trust_remote_code)
-    return complete_tokenizer(files, read_tokenizer(files), eot_token, chat_template)
+    return complete_tokenizer(files, read_tokenizer(files), **flags)
 
 
 def complete_tokenizer(
@@ -47,8 +41,21 @@ def complete_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     eot_token: str | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    system_message: str = "merge",
 ) -> PreTrainedTokenizerBase:
-    """The ``tokenizer`` of ``files``, changed in place; see `load_tokenizer`."""
+    """The ``tokenizer`` of ``files``, changed in place: with an EOS, a pad token and a template.
+
+    Args:
+        eot_token: replaces EOS as the end of an answer; added to the vocabulary if new.
+        chat_template: a file that replaces the tokenizer's own template.
+        chat_template_kwargs: become defaults of the template's variables.
+        system_message: "merge" lets a template without a place for a system message put its text
+            in front of the first user turn.
+
+    Raises:
+        UserError: no EOS; or a template that is empty, or does not read one of the variables.
+    """
     if eot_token is not None and eot_token != tokenizer.eos_token:
         # Everything reads EOS as the end of an answer; a template may contain the old one.
         former, template = tokenizer.eos_token, tokenizer.chat_template
@@ -70,6 +77,12 @@ def complete_tokenizer(
         origin = f"--chat_template {chat_template}"
         origin = origin if chat_template else f"{files.flag} {files.name}"
         raise UserError(f"{origin}: the chat template is empty; restore it, or name another one")
+    if system_message == "merge" and not _shows_system(tokenizer):
+        plain, prefixed = tokenizer.chat_template, _prefixed(tokenizer.chat_template, MERGE_SYSTEM)
+        tokenizer.chat_template = prefixed
+        if not _shows_system(tokenizer):
+            tokenizer.chat_template = plain
+    set_template_defaults(tokenizer, chat_template_kwargs or {})
     tokenizer.generation_config = read_generation_config(files)  # for `stop_ids`
     return tokenizer
 
@@ -203,6 +216,57 @@ _TURNS = (
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 _MARK = "an-answer"  # no template has it
+# Put in front of a template, so that every program that loads the tokenizer renders alike.
+MERGE_SYSTEM = (
+    "{% if messages|length > 1 and messages[0]['role'] == 'system' "
+    "and messages[1]['role'] == 'user' and messages[1]['content'] is string %}"
+    "{% set messages = [{'role': 'user', 'content': "
+    "messages[0]['content'] + '\\n\\n' + messages[1]['content']}] + messages[2:] %}"
+    "{% endif %}"
+)
+_PREFIX = re.compile(
+    rf"(?:{re.escape(MERGE_SYSTEM)}|{{% set (\w+) = \1 if \1 is defined else .*? %}})*", re.DOTALL
+)
+
+
+def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: dict[str, Any]) -> None:
+    """Give variables of the tokenizer's chat template other defaults: they are saved with it.
+
+    Raises:
+        UserError: the template does not read one of them.
+    """
+    for name, value in template_variables(values).items():
+        if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
+            raise UserError(
+                f"chat_template_kwargs: the chat template reads no {name:.40}; check the name"
+            )
+        default = f"{{% set {name} = {name} if {name} is defined else {value!r} %}}"
+        tokenizer.chat_template = _prefixed(tokenizer.chat_template, default)
+
+
+def bare_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's template without what `complete_tokenizer` put in front of it."""
+    return _PREFIX.sub("", str(tokenizer.chat_template), count=1)
+
+
+def merges_system(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template puts a system message in front of the first user turn."""
+    return MERGE_SYSTEM in str(tokenizer.chat_template)
+
+
+def _prefixed(template: Any, text: str) -> Any:
+    """``template``, or each of named ones, behind ``text``; unchanged where it begins with it."""
+    if isinstance(template, dict):
+        return {name: _prefixed(each, text) for name, each in template.items()}
+    return template if template.startswith(text) else text + template
+
+
+def _shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
+    turns = [{"role": "system", "content": _MARK}, {"role": "user", "content": "?"}]
+    try:
+        return _MARK in tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template is a program: it may raise anything
+        return False
 
 
 def default_template(tokenizer: PreTrainedTokenizerBase) -> str:

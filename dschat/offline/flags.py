@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Optional
 
-from dschat.config.data import DataConfig, columns_by_role
+from dschat.config.data import DataConfig, TemplateConfig, columns_by_role
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, place_flag, require_bounds, require_types
 from dschat.config.reward import RewardSourcesConfig
@@ -20,7 +20,7 @@ NO_DATA = "--data_path is missing; name a file of prompts, or several"
 
 
 @dataclass
-class PromptsConfig(RewardSourcesConfig):
+class PromptsConfig(RewardSourcesConfig, TemplateConfig):
     """Prompts, sampling and the model's precision."""
 
     reward_model_name_or_path: str = flag(

@@ -14,12 +14,15 @@ from dschat.config import UserError
 from dschat.data.sources.known_datasets import ColumnAdapter, listed
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
+    CHAT_COLUMNS,
     Content,
     Turn,
     Unusable,
     chat_in_cell,
     from_cell,
+    is_turn,
     read_content,
+    read_template_kwargs,
     read_tools,
     split_text,
     storable,
@@ -50,6 +53,7 @@ class Example:
     others: Optional[list[Content]] = None  # further ranked answers; None for a pair
     ranks: Optional[list[int]] = None  # of chosen, rejected and others, 0 the best; None for a pair
     tools: Optional[list[dict[str, Any]]] = None  # JSON schemas that the chat template shows
+    template_kwargs: Optional[dict[str, Any]] = None  # further variables of the chat template
     columns: Optional[dict[str, Any]] = None  # in step 3 the row's others, for reward functions
 
     def to_row(self) -> dict[str, str]:
@@ -60,6 +64,11 @@ class Example:
         """The answers in ``fields``, in their order; "others" has any number of them."""
         given = [(name, getattr(self, name)) for name in fields]
         return [a for name, v in given if v for a in (v if name == "others" else [v])]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        return {"tools": self.tools, **(self.template_kwargs or {})}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
@@ -101,8 +110,8 @@ def normalize(
     try:
         ranked = _ranked(row, adapter)
         prompt, answers = _read_row(row, adapter, ranked)
-        prompt, tools = _whole_prompt(row, adapter, purpose, prompt)
-        example, key = Example(prompt, tools=tools), _opening(prompt)
+        prompt, inputs = _whole_prompt(row, adapter, purpose, prompt)
+        example, key = Example(prompt, **inputs), _opening(prompt)
         if purpose == "rlhf":
             example.columns = {name: v for name, v in raw.items() if name != adapter.prompt}
         else:
@@ -117,7 +126,7 @@ def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[s
     if form == "json":
         return row
     meant = chat_in_cell if form == "csv" else without_nulls
-    columns = {column.partition(".")[0] for column in (*adapter.columns, "tools", "functions")}
+    columns = {column.partition(".")[0] for column in (*adapter.columns, *CHAT_COLUMNS)}
     return {**row, **{column: meant(row[column]) for column in columns & row.keys()}}
 
 
@@ -239,7 +248,8 @@ def _read_row(
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
     if adapter.messages:
-        prompt, answer = _split_answer(read_content(from_cell(look_up(row, adapter.messages))))
+        chat = from_cell(look_up(row, adapter.messages))
+        prompt, answer = _split_answer(read_content(_masked(chat, row.get("loss_mask"))))
         return prompt, [answer, None, None]
     columns = (adapter.chosen, adapter.rejected, adapter.sft)
     found = [look_up(row, column) for column in columns]
@@ -260,6 +270,17 @@ def _read_row(
         return prompt, [_filled(answer) for answer in answers]
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
     return _same_prompt((*prompts, prompt), parts)
+
+
+def _masked(chat: Any, mask: Any) -> Any:
+    """A chat whose turns have the weights of its row's ``loss_mask``, a list."""
+    mask = from_cell(mask)
+    if not isinstance(mask, list) or not isinstance(chat, list):
+        return chat
+    if len(mask) != len(chat):
+        return Unusable(f"a loss_mask of {len(mask)} numbers for {len(chat)} turns")
+    pairs = zip(chat, mask, strict=True)
+    return [{**turn, "loss_mask": m} if is_turn(turn) else turn for turn, m in pairs]
 
 
 def _same_prompt(
@@ -284,24 +305,26 @@ def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optio
 
 def _whole_prompt(
     row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose, prompt: Parsed
-) -> tuple[Content, Optional[list[dict[str, Any]]]]:
-    """The prompt, a chat behind the system message and the history of its row; and its tools.
+) -> tuple[Content, dict[str, Any]]:
+    """The prompt, a chat behind the system message and the history of its row; and what else its
+    template gets.
 
     Raises:
         Unusable: there is none.
     """
-    tools = None
+    inputs: dict[str, Any] = {}
     if isinstance(prompt, list) and purpose == "rlhf":
         prompt = _asked(row, adapter, prompt)
     if isinstance(prompt, list) and prompt:
         try:
             prompt = _opening_turns(row, adapter, prompt) + prompt
-            tools = read_tools(row.get("tools"), row.get("functions"))
+            inputs["tools"] = read_tools(row.get("tools"), row.get("functions"))
+            inputs["template_kwargs"] = read_template_kwargs(row.get("chat_template_kwargs"))
         except Unusable as unusable:
             prompt = unusable
     if isinstance(prompt, Unusable) or not prompt or not _opening(prompt):
         raise Unusable("no usable prompt" + _because(prompt))
-    return prompt, tools
+    return prompt, inputs
 
 
 def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:

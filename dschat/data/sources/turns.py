@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Optional, Union
 
+from dschat.config import UserError
+from dschat.config.data import template_variables
+
 # {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates show of
 # `SHOWN` and "tool_calls", in OpenAI's form with arguments as an object; "weight": `weight_of`
 Turn = dict[str, Any]
@@ -37,6 +40,9 @@ LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 UNSUPPORTED = ("refusal", "prefix", "image", "images", "video", "videos", "audio", "train_detail")
 _READ = {"role", "from", "content", "value", "tool_calls", "function_call"}
 _READ |= {*SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
+
+# Columns of chats, whatever the data set.
+CHAT_COLUMNS = ("tools", "functions", "chat_template_kwargs")
 
 # Marks before an assistant's turn in a dialogue that is one text.
 ASSISTANT_MARKS = ("\n\nAssistant:", "### Assistant:", "### Response:", "ASSISTANT:")
@@ -175,6 +181,23 @@ def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("tools that are no list of JSON schemas")
     return tools
+
+
+def read_template_kwargs(value: Any) -> Optional[dict[str, Any]]:
+    """A row's variables for the chat template, an object or its JSON text; None without any.
+
+    Raises:
+        Unusable: it is neither.
+    """
+    if isinstance(value, str) and value.strip():
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value and not isinstance(value, dict):
+        raise Unusable("chat_template_kwargs that are no JSON object")
+    try:
+        return template_variables(value) if value else None
+    except UserError as error:
+        raise Unusable(str(error)) from None
 
 
 def without_nulls(value: Any) -> Any:
