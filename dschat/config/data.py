@@ -93,8 +93,9 @@ class DataConfig(TemplateConfig):
         500, "Maximum number of held-out examples; 0: no evaluation.", ge=0
     )
     data_split: str = flag(
-        "2,4,4",
-        "Proportions of the training data for steps 1, 2 and 3; the parts are disjoint.",
+        AUTO,
+        "Proportions of the training data for steps 1, 2 and 3, such as 2,4,4; the parts are "
+        "disjoint. auto: 2,4,4 for data with rejected answers, all rows for every step for others.",
     )
     columns: Optional[list[str]] = flag(
         None,
@@ -132,7 +133,8 @@ class DataConfig(TemplateConfig):
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        parts = tuple(float(p) for p in self.data_split.split(","))
+        split = "2,4,4" if self.data_split == AUTO else self.data_split
+        parts = tuple(float(p) for p in split.split(","))
         return parts  # type: ignore[return-value]
 
     def validate_data(self) -> None:

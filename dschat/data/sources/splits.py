@@ -24,6 +24,7 @@ from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig
+from dschat.config.fields import AUTO
 from dschat.data.sources.adapters import (
     PURPOSES,
     Example,
@@ -69,6 +70,10 @@ class DataSource:
     splits: Splits
     adapter: ColumnAdapter
     flag: str
+
+    def is_split(self, config: DataConfig) -> bool:
+        """Whether its rows are split between the steps; else every step has all of them."""
+        return config.data_split != AUTO or bool(self.adapter.rejected or self.adapter.answers)
 
     def placed(self, rows: RawRows, config: DataConfig, purpose: Purpose) -> "PlacedRows":
         """The rows with a usable prompt, normalized for ``purpose``.
@@ -126,16 +131,21 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
     sources = [load_source(spec, config, purpose) for spec in config.data_path]
     rows = [source.placed(source.splits.train, config, purpose) for source in sources]
     held, held_keys = _hold_out(config, sources, rows, purpose)
-    blend = _joined([_weighted(s, r, held_keys, seed) for s, r in zip(sources, rows, strict=True)])
-    parts = cut(blend.places["split"], config.split_weights)
-    step = PURPOSES.index(purpose)
+    weighted = [_weighted(s, r, held_keys, seed) for s, r in zip(sources, rows, strict=True)]
+    blend, step = _joined(weighted), PURPOSES.index(purpose)
+    is_split = np.repeat([s.is_split(config) for s in sources], [len(w.places) for w in weighted])
+    parts = np.full(len(blend.places), step)
+    parts[is_split] = cut(blend.places["split"][is_split], config.split_weights)
     train, held_out = blend.take(np.flatnonzero(parts == step)).usable(), held.usable()
     if not len(train):
         raise no_rows(config.data_split, step, f"the {len(parts)}")
+    others = int((parts != step).sum())
     sample = np.random.default_rng(seed).permutation(len(held_out))[: config.max_eval_samples]
     logger.info(
-        "data for step %d: %d of %d training rows, %d of %d held-out rows",
-        *(step + 1, len(train), len(parts), len(sample), len(held_out)),
+        "data for step %d: %d of %d training rows%s, %d of %d held-out rows",
+        *(step + 1, len(train), len(parts)),
+        f" ({others} are for the other steps; see --data_split)" if others else "",
+        *(len(sample), len(held_out)),
     )
     return train, held_out.select(sorted(sample.tolist()))
 
