@@ -3,11 +3,12 @@
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
 
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
-from dschat.config.errors import require
+from dschat.config.columns import columns_by_role
+from dschat.config.errors import UserError, require
 from dschat.config.fields import (
     AUTO,
     IntOrAuto,
@@ -21,19 +22,14 @@ from dschat.config.fields import (
 
 # What chat templates get from a program, and so are no variables of a user's.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 
 
-def columns_by_role(columns: Optional[list[str]], roles: Sequence[str] = ROLES) -> dict[str, Any]:
-    """The items ROLE=COLUMN of ``--columns``; ``UserError`` for one of another form."""
-    found: dict[str, Any] = {}
-    for item in columns or ():
-        role, _, column = item.partition("=")
-        require(bool(column), f"--columns {item}: write ROLE=COLUMN, such as prompt=question")
-        require(role in roles, f"--columns {item}: no such role; choose from {', '.join(roles)}")
-        require(role not in found, f"--columns names two columns for {role}; leave one out")
-        found[role] = column
-    return found
+def require_encoding(name: str) -> None:
+    """``UserError`` for an encoding that Python does not know."""
+    with suppress(LookupError, ValueError):
+        "".encode(name)
+        return
+    raise UserError(f"--encoding {name}: Python knows no such encoding of text; check its name")
 
 
 def template_variables(values: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +66,19 @@ class TemplateConfig:
 
 
 @dataclass
-class DataConfig(TemplateConfig):
+class ReadConfig(TemplateConfig):
+    """Reading data."""
+
+    encoding: str = flag("utf-8", "Encoding of JSON, CSV and TSV files, such as cp1252.")
+    text_as: Optional[Literal["chat", "raw"]] = flag(
+        None,
+        "Prompts that are text. chat: a user's turn, rendered by the chat template. raw: as they "
+        "are. default: chat for columns of questions and instructions, else raw with a warning.",
+    )
+
+
+@dataclass
+class DataConfig(ReadConfig):
     """Data."""
 
     data_path: list[str] = flag(
@@ -142,6 +150,7 @@ class DataConfig(TemplateConfig):
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
         )
+        require_encoding(self.encoding)
         roles = columns_by_role(self.columns).keys()
         require(
             ("answers" in roles) == (("ranks" in roles) != ("scores" in roles)),

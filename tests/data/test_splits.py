@@ -101,7 +101,7 @@ def test_answers_to_different_prompts_are_not_a_pair(write, caplog):
 
 def test_answers_that_are_not_text_are_dropped(write):
     rows = pairs(4)
-    rows[0]["rejected"], rows[2]["rejected"] = 7, {"text": "x"}
+    rows[0]["rejected"], rows[2]["rejected"] = float("inf"), {"text": "x"}
     assert [e.prompt for e in load(write(rows), "reward")] == ["p1", "p3"]
     assert len(load(write(rows), "sft")) == 4
 

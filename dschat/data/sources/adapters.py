@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config import UserError
+from dschat.config.columns import look_up
 from dschat.data.sources.known_datasets import ColumnAdapter, listed
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
@@ -20,6 +21,7 @@ from dschat.data.sources.turns import (
     Unusable,
     chat_in_cell,
     from_cell,
+    is_plain,
     is_turn,
     read_content,
     read_template_kwargs,
@@ -118,7 +120,8 @@ def normalize(
             example = _answered(example, answers, ranked, purpose, adapter.unpaired)
     except Unusable as unusable:
         problem = str(unusable)
-    return {**example.to_row(), "key": key, "problem": problem}
+    plain = "plain" if is_plain(example.prompt) else ""
+    return {**example.to_row(), "key": key, "problem": problem, "plain": plain}
 
 
 def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[str, Any]:
@@ -128,32 +131,6 @@ def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[s
     meant = chat_in_cell if form == "csv" else without_nulls
     columns = {column.partition(".")[0] for column in (*adapter.columns, *CHAT_COLUMNS)}
     return {**row, **{column: meant(row[column]) for column in columns & row.keys()}}
-
-
-def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
-    """The value at a column, or at a path into it such as ``answers.0.text``; None if absent.
-
-    ``answers.*.text`` is the list of all texts.
-    """
-    if path is None:
-        return None
-    if path in row:
-        return row[path]
-    value: Any = row
-    steps = path.split(".")
-    for number, step in enumerate(steps):
-        if step == "*" and isinstance(value, list):
-            rest = ".".join(steps[number + 1 :])
-            return [look_up(item, rest) if isinstance(item, dict) else None for item in value]
-        if isinstance(value, dict) and step == "*":
-            continue  # an object of lists, such as a Sequence of `datasets`
-        if isinstance(value, dict):
-            value = value.get(step)
-        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return None
-    return value
 
 
 def _because(content: Parsed) -> str:
@@ -255,6 +232,7 @@ def _read_row(
     found = [look_up(row, column) for column in columns]
     if isinstance(ranked, tuple):
         found = ranked[0]
+    found = [_as_text(value) for value in found]
     prompt, *answers = map(read_content, (look_up(row, adapter.prompt), *found))
     if isinstance(prompt, Unusable):
         return prompt, [None] * len(answers)
@@ -262,14 +240,22 @@ def _read_row(
         prompts, parts = zip(*(_split_answer(answer) for answer in answers), strict=True)
         return _same_prompt(prompts, parts)
     turns = any(isinstance(answer, list) for answer in answers)
-    if isinstance(prompt, str) and (adapter.as_chat or turns):
-        prompt = _as_turns(row, adapter, prompt)
+    if isinstance(prompt, str):
+        prompt = _with_context(row, adapter, prompt)
+        if prompt and (adapter.as_chat or turns):
+            prompt = [{"role": "user", "content": prompt}]
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
         return prompt, [_filled(answer) for answer in answers]
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
     return _same_prompt((*prompts, prompt), parts)
+
+
+def _as_text(answer: Any) -> Any:
+    """A number or a boolean as text, as a chat template writes it; other values unchanged."""
+    is_number = isinstance(answer, (bool, int, float)) and math.isfinite(answer)
+    return str(answer) if is_number else answer
 
 
 def _masked(chat: Any, mask: Any) -> Any:
@@ -293,14 +279,13 @@ def _same_prompt(
     return prompt, [other if _is_answer(a) and p != prompt else a for p, a in pairs]
 
 
-def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
-    """A text prompt as a chat's turn, with the context of its row."""
+def _with_context(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[str]:
+    """A text prompt with the context of its row; None if it is blank."""
     if not prompt.strip():
         return None
     context = look_up(row, adapter.context)
-    if isinstance(context, str) and context.strip():
-        prompt = f"{prompt}\n\n{read_content(context)}"
-    return [{"role": "user", "content": prompt}]
+    has_context = isinstance(context, str) and context.strip()
+    return f"{prompt}\n\n{read_content(context)}" if has_context else prompt
 
 
 def _whole_prompt(

@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
+from dschat.config.columns import look_up
 from dschat.config.data import DataConfig
 from dschat.config.fields import AUTO
 from dschat.data.sources.adapters import (
     PURPOSES,
     Example,
     Purpose,
-    look_up,
     normalize,
     require_answers,
 )
@@ -42,8 +42,9 @@ from dschat.memory import available_memory
 logger = logging.getLogger("dschat")
 
 # `problem`: why the step cannot use the row; `fault`: why it could not be read; `where`: its place
-# in the source, for rows with a problem or a fault; `unread`: keys of turns that nothing reads.
-NOTES = ("key", "problem", "unread", "fault", "where")
+# in the source, for rows with a problem or a fault; `plain`: not empty for a prompt that is text
+# without a chat's marks; `unread`: keys of turns that nothing reads.
+NOTES = ("key", "problem", "plain", "unread", "fault", "where")
 EXAMPLES = Features({"example": Value("string")})  # `Example.to_row`
 SCHEMA = Features({name: Value("string") for name in (*EXAMPLES, *NOTES)})
 NUM_LISTED = 10  # bad rows that the log lists individually
@@ -89,6 +90,15 @@ class DataSource:
         hint = "" if named else "; name it with --columns prompt=COLUMN"
         hint += f" (it has: {listed(rows.columns)})"
         report_bad_rows(self.name, table, config.on_bad_row, self.flag, hint)
+        if config.text_as is None and rows is self.splits.train:
+            num_plain = sum(bool(row["plain"]) for row in iterate(table, ("plain",)))
+            if num_plain:
+                logger.warning(
+                    "%s: %d of %d prompts are text without a chat's marks, and are trained without "
+                    "the chat template, in which dschat chat and serve ask; --text_as chat makes "
+                    "them chats, --text_as raw keeps them as they are",
+                    *(self.name, num_plain, len(table)),
+                )
         salts = f"eval:{config.seed}", f"split:{config.seed}"
         places = (
             (*(key_hash(row["key"], salt) for salt in salts), row["key"] != "", not row["problem"])
@@ -193,8 +203,11 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
             streaming=config.streaming,
             eval_split=known.eval_split if known else None,
             skip_broken=config.on_bad_row == "skip",
+            encoding=config.encoding,
         )
     adapter = choose_adapter(name, splits.train.columns, config, flag)
+    if config.text_as:
+        adapter = replace(adapter, as_chat=config.text_as == "chat")
     return DataSource(name, weight, splits, adapter, flag)
 
 
@@ -304,7 +317,7 @@ def normalized_rows(
 
     The row of an unreadable line has no content and no key.
     """
-    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
+    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN, "plain": ""}
     for line in rows:
         raw = line.row or {}
         row = normalize(raw, adapter, purpose, line.form) if line.row is not None else unreadable

@@ -71,14 +71,15 @@ def is_turn(value: Any) -> bool:
 
 
 def chat_in_cell(value: Any) -> Any:
-    """The chat that a CSV cell holds as JSON; other values unchanged."""
+    """The chat or turn that a CSV cell holds as JSON; other values unchanged."""
     found = from_cell(value)
-    return found if found and isinstance(found, list) and all(map(is_turn, found)) else value
+    turns = found if isinstance(found, list) else [found]
+    return found if turns and all(map(is_turn, turns)) else value
 
 
 def from_cell(value: Any) -> Any:
-    """The list in a text of JSON, as in a CSV cell; other values unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """The list or object in a text of JSON, as in a CSV cell; other values unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
@@ -91,6 +92,12 @@ def split_text(dialogue: str) -> Optional[tuple[str, str]]:
     if start < 0:
         return None
     return dialogue[: start + length], dialogue[start + length :]
+
+
+def is_plain(prompt: Content) -> bool:
+    """Whether a prompt is text at whose end no assistant is named."""
+    ends = tuple(mark.strip() for mark in ASSISTANT_MARKS)
+    return isinstance(prompt, str) and bool(prompt) and not prompt.rstrip().endswith(ends)
 
 
 def vicuna_turns(prompt: Any) -> Union[list[Turn], Any]:
