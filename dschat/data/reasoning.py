@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import THOUGHTS, Turn
+from dschat.models.chat_template import MARK, attempt
 
 THINK = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
-_MARK = "a-thought"  # no template has it
 
 
 def thought_of(turn: Turn) -> str:
@@ -22,24 +22,30 @@ def thought_of(turn: Turn) -> str:
 
 
 def resolved(tokenizer: PreTrainedTokenizerBase, reasoning: str) -> str:
-    """``--reasoning`` for a tokenizer: "auto" is "inline" where its template reads only the tag."""
-    if reasoning != "auto":
-        return reasoning
-    template = str(tokenizer.chat_template)
-    return "inline" if "</think>" in template and not _shows(tokenizer, template) else "keep"
+    """``--reasoning`` for a tokenizer: "field" where its template renders the field, unless another
+    way is asked for; "auto" is "inline" where it reads only the tag.
+    """
+    if reasoning in ("auto", "keep") and _shows(tokenizer, str(tokenizer.chat_template)):
+        return "field"
+    if reasoning == "auto":
+        return "inline" if "</think>" in str(tokenizer.chat_template) else "keep"
+    return reasoning
 
 
 def with_reasoning(content: Content, how: str) -> Content:
-    """A chat with its thoughts kept as they are, in front of the content ("inline"), or dropped."""
+    """A chat with its thoughts as fields, in front of the content ("inline"), dropped or kept."""
     if isinstance(content, str) or how == "keep":
         return content
     return [_changed(turn, how) if turn["role"] == "assistant" else turn for turn in content]
 
 
 def _changed(turn: Turn, how: str) -> Turn:
-    thought, said = thought_of(turn), THINK.sub("", turn["content"], count=1)
-    if not thought or (how == "inline" and THOUGHTS[0] not in turn):
+    thought, is_field = thought_of(turn), THOUGHTS[0] in turn
+    if not thought or (how == "inline" and not is_field) or (how == "field" and is_field):
         return turn
+    said = THINK.sub("", turn["content"], count=1)
+    if how == "field":
+        return {**turn, **dict.fromkeys(THOUGHTS, thought), "content": said}
     block = f"<think>\n{thought}\n</think>\n\n" if how == "inline" else ""
     return {k: v for k, v in turn.items() if k not in THOUGHTS} | {"content": block + said}
 
@@ -47,9 +53,5 @@ def _changed(turn: Turn, how: str) -> Turn:
 @lru_cache(maxsize=16)
 def _shows(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether the template renders a last answer's thought; ``template`` tells templates apart."""
-    answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, _MARK)}
-    try:
-        turns = [{"role": "user", "content": "?"}, answer]
-        return _MARK in tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template is a program: it may raise anything
-        return False
+    answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, MARK)}
+    return MARK in attempt(tokenizer, [{"role": "user", "content": "?"}, answer])

@@ -22,8 +22,15 @@ from dschat.config import UserError
 from dschat.data.reasoning import THINK, resolved, thought_of, with_reasoning
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
+from dschat.models.chat_template import (
+    default_template,
+    failure,
+    merges_system,
+    rendered,
+    turn_ends,
+)
 from dschat.models.continued_text import continued_ids
-from dschat.models.tokenizer import default_template, failure, merges_system, stop_ids, turn_ends
+from dschat.models.tokenizer import stop_ids
 
 logger = logging.getLogger("dschat")
 
@@ -31,7 +38,7 @@ _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its an
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 EARLIER = "are earlier answers: the chat template rewrites earlier turns, so each is a row"
 MERGED = "had the system message put in front of the first user turn (see --system_message)"
-_THOUGHT_END = re.compile(r"\s*(</think>|\[/THINK\])\s*")
+_TAG = re.compile(r"\s*([<\[][^<>\[\]\s]+[>\]])?\s*")
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 
@@ -170,15 +177,26 @@ def prompt_segments(
 
 
 def answer_segment(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, answer: Content, **inputs: Any
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Content,
+    answer: Content,
+    closes: bool = True,
+    **inputs: Any,
 ) -> Segment:
-    """The answer's segment: its text, or the text that the template adds to the prompt for it."""
+    """The answer's segment: its text, or the text that the template adds to the prompt for it.
+
+    ``closes``: where the prompt opens a thought and the answer has none, it begins with the end of
+    the thought.
+    """
     if isinstance(answer, str):
         return Segment(answer, 1.0, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
     answered = render_chat(tokenizer, [*prompt, *answer], **inputs)
-    if not answered.startswith(asked):
+    opened = _LAST_TAG.search(asked)
+    if opened and not answered.startswith(asked) and answered.startswith(asked[: opened.start()]):
+        answered = asked + answered[opened.start() :]  # without the thought that the prompt opens
+    elif not answered.startswith(asked):
         _warn_once(
             "the chat template does not render an answer as a continuation of its generation "
             "prompt: answers are trained as plain text"
@@ -196,7 +214,7 @@ def answer_segment(
         block = inline[0].strip()
         after = inline[0].lstrip().removeprefix(block)
         answered = asked + block + after + answered[len(asked) :].removeprefix(after)
-    text = _continuing(asked, answered)
+    text = _continuing(asked, answered, closes)
     return Segment(text, weight_of(answer[-1]), before=asked, thought=thought)
 
 
@@ -204,14 +222,11 @@ def _parted(segment: Segment) -> list[Segment]:
     """An answer's segment, its thought apart and without loss."""
     if not segment.thought:
         return [segment]
-    start = segment.text.index(segment.thought) + len(segment.thought)
-    end = _THOUGHT_END.match(segment.text, start)
-    thought, said = (
-        segment.text[: end.end() if end else start],
-        segment.text[end.end() if end else start :],
-    )
-    apart = replace(segment, text=thought, weight=None)
-    return [apart, replace(segment, text=said, before=segment.before + thought)]
+    end = segment.text.index(segment.thought) + len(segment.thought)
+    split = _TAG.match(segment.text, end).end()  # type: ignore[union-attr]  # it may be empty
+    apart = replace(segment, text=segment.text[:split], weight=None)
+    said = replace(segment, text=segment.text[split:], before=segment.before + apart.text)
+    return [apart, said]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
@@ -340,10 +355,10 @@ def render_chat(
     """
     template = None if tokenizer.chat_template else default_template(tokenizer)
     try:
-        return tokenizer.apply_chat_template(
+        return rendered(
+            tokenizer,
             messages,
             chat_template=template,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **inputs,
         )
@@ -363,11 +378,16 @@ def _require_calls(turn: Turn, text: str) -> None:
         raise RefusedChat("calls of tools, which the chat template does not render")
 
 
-def _continuing(asked: str, answered: str) -> str:
-    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already."""
+def _continuing(asked: str, answered: str, closes: bool = True) -> str:
+    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already.
+
+    ``closes``: behind the end of an opened thought, if the answer has none.
+    """
     answer, opened = answered[len(asked) :], _LAST_TAG.search(asked)
     if opened and answer.lstrip().startswith(opened[1]):
-        return answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
+        answer = answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
+    if closes and opened and opened[1] == "<think>" and "</think>" not in answer:
+        answer = f"</think>\n\n{answer}"
     return answer
 
 

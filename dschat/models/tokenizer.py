@@ -3,20 +3,23 @@
 The completed tokenizer is saved with the model, so that other programs use what training used.
 """
 
-import re
-import traceback
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.config.data import template_variables
 from dschat.config.errors import first_line
 from dschat.config.fields import read_text
 from dschat.models import hub
+from dschat.models.chat_template import (
+    default_template,
+    failure,
+    merge_system,
+    rendered,
+    set_template_defaults,
+    turn_ends,
+)
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.config_files import read_generation_config
 
@@ -77,11 +80,8 @@ def complete_tokenizer(
         origin = f"--chat_template {chat_template}"
         origin = origin if chat_template else f"{files.flag} {files.name}"
         raise UserError(f"{origin}: the chat template is empty; restore it, or name another one")
-    if system_message == "merge" and not _shows_system(tokenizer):
-        plain, prefixed = tokenizer.chat_template, _prefixed(tokenizer.chat_template, MERGE_SYSTEM)
-        tokenizer.chat_template = prefixed
-        if not _shows_system(tokenizer):
-            tokenizer.chat_template = plain
+    if system_message == "merge":
+        merge_system(tokenizer)
     set_template_defaults(tokenizer, chat_template_kwargs or {})
     tokenizer.generation_config = read_generation_config(files)  # for `stop_ids`
     return tokenizer
@@ -166,9 +166,7 @@ def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:
             f"--chat_template {file} cannot be read ({reason}); name a file with a Jinja template"
         ) from error
     try:
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}], chat_template=template, tokenize=False
-        )
+        rendered(tokenizer, [{"role": "user", "content": "?"}], chat_template=template)
     except Exception as error:  # a template is a program: it may raise anything
         raise UserError(
             f"--chat_template {file} cannot render a chat ({failure(error)}); fix it"
@@ -200,121 +198,3 @@ def stop_ids(
         ids = getattr(config, "eos_token_id", None)
         found |= {*ids} if isinstance(ids, (list, tuple)) else {ids}
     return tuple(sorted(found - {None}))
-
-
-# -- chat template ---------------------------------------------------------------------------------
-#
-# Supplies a chat template for tokenizers without one; describes errors in a template.
-
-# Every message is rendered independently. Each answer ends with EOS.
-_TURNS = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '\\n\\nHuman: ' + m['content'] }}"
-    "{% elif m['role'] == 'assistant' %}{{ '\\n\\nAssistant: ' + m['content'] + eos_token }}"
-    "{% else %}{{ '\\n\\nSystem: ' + m['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
-)
-_MARK = "an-answer"  # no template has it
-# Put in front of a template, so that every program that loads the tokenizer renders alike.
-MERGE_SYSTEM = (
-    "{% if messages|length > 1 and messages[0]['role'] == 'system' "
-    "and messages[1]['role'] == 'user' and messages[1]['content'] is string %}"
-    "{% set messages = [{'role': 'user', 'content': "
-    "messages[0]['content'] + '\\n\\n' + messages[1]['content']}] + messages[2:] %}"
-    "{% endif %}"
-)
-_PREFIX = re.compile(
-    rf"(?:{re.escape(MERGE_SYSTEM)}|{{% set (\w+) = \1 if \1 is defined else .*? %}})*", re.DOTALL
-)
-
-
-def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: dict[str, Any]) -> None:
-    """Give variables of the tokenizer's chat template other defaults: they are saved with it.
-
-    Raises:
-        UserError: the template does not read one of them.
-    """
-    for name, value in template_variables(values).items():
-        if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
-            raise UserError(
-                f"chat_template_kwargs: the chat template reads no {name:.40}; check the name"
-            )
-        default = f"{{% set {name} = {name} if {name} is defined else {value!r} %}}"
-        tokenizer.chat_template = _prefixed(tokenizer.chat_template, default)
-
-
-def bare_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's template without what `complete_tokenizer` put in front of it."""
-    return _PREFIX.sub("", str(tokenizer.chat_template), count=1)
-
-
-def merges_system(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template puts a system message in front of the first user turn."""
-    return MERGE_SYSTEM in str(tokenizer.chat_template)
-
-
-def _prefixed(template: Any, text: str) -> Any:
-    """``template``, or each of named ones, behind ``text``; unchanged where it begins with it."""
-    if isinstance(template, dict):
-        return {name: _prefixed(each, text) for name, each in template.items()}
-    return template if template.startswith(text) else text + template
-
-
-def _shows_system(tokenizer: PreTrainedTokenizerBase) -> bool:
-    turns = [{"role": "system", "content": _MARK}, {"role": "user", "content": "?"}]
-    try:
-        return _MARK in tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template is a program: it may raise anything
-        return False
-
-
-def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Human and Assistant turns, with a leading BOS if this tokenizer adds one to text.
-
-    Rendered chats are tokenized with ``add_special_tokens=False``, also by other programs that load
-    the saved template, so the template itself must contain the BOS.
-    """
-    bos = tokenizer.bos_token_id
-    ids = tokenizer("a")["input_ids"]
-    starts_with_bos = bos is not None and len(ids) > 1 and ids[0] == bos
-    return ("{{ bos_token }}" if starts_with_bos else "") + _TURNS
-
-
-@lru_cache(maxsize=16)
-def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | None, int | None]:
-    """The ids with which the tokenizer's template ends an assistant's turn; None: it writes none.
-
-    The first ends an answer: the first added token after its content. It comes from a dialogue's
-    last turn: gpt-oss ends thoughts with a token that must not stop the answer after them. The
-    second ends a turn with calls of tools (gpt-oss: <|call|>): its last added token, unless it
-    stands between two calls too. ``template`` tells templates apart.
-    """
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-
-    def after_marks(**answer: Any) -> list[list[int]]:
-        """The added tokens after each mark in a rendered turn."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]
-        try:
-            parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_MARK)[1:]
-        except Exception:  # a template is a program: it may raise anything
-            parts = []
-        encoded = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-        return [[i for i in ids if i in added] for ids in encoded] or [[]]
-
-    function = {"name": "f", "arguments": {"x": _MARK}}
-    calls = [{"type": "function", "id": f"call{i:05d}", "function": function} for i in range(2)]
-    *between, last = after_marks(content="", tool_calls=calls)
-    of_calls = [i for i in last if not any(i in ids for ids in between)]
-    of_answer = after_marks(content=_MARK)[-1]
-    return next(iter(of_answer), None), next(reversed(of_calls), None)
-
-
-def failure(error: Exception) -> str:
-    """A template's error as one line with its line number: "line 3: TypeError: ..."."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)  # syntax errors have it
-    kind = "" if isinstance(error, TemplateError) else type(error).__name__
-    parts = (f"line {line}" if line else "", kind, str(error).strip().partition("\n")[0])
-    return ": ".join(filter(None, parts))

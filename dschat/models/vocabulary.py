@@ -9,7 +9,7 @@ import logging
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat.models.tokenizer import bare_template
+from dschat.models.chat_template import bare_template
 
 logger = logging.getLogger("dschat")
 
