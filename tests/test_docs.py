@@ -184,7 +184,7 @@ def test_flags_exist(name):
 
 @each_page
 def test_links_and_paths_resolve(name):
-    page, here = text_of(name), ROOT / "docs" if name in PAGES else ROOT
+    page, here = text_of(name), (ROOT / "docs" / name).parent if name in PAGES else ROOT
     links = [link for link in re.findall(r"\]\(([^)#]+)", page) if "://" not in link]
     assert [link for link in links if not (here / link).exists()] == []
     folders = r"(dschat|tests|training|docs|step[123]_\w+)/[\w./-]*"
@@ -215,7 +215,7 @@ OTHERS = {"DSCHAT_LAUNCHED_BY", "DSCHAT_API_KEYS"}  # of the launcher, and of `d
 
 
 def test_environment_variables_are_those_of_the_code():
-    named = set(re.findall(r"^\| (DSCHAT_\w+)", PAGES["gpu.md"], re.M))
+    named = set(re.findall(r"^\| (DSCHAT_\w+)", PAGES["lab/gpu.md"], re.M))
     code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
     assert named == set(re.findall(r"DSCHAT_[A-Z_]+", code)) - OTHERS
 
