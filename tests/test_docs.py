@@ -194,6 +194,21 @@ def test_links_and_paths_resolve(name):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def anchors(page: str) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_to_headings_resolve(name):
+    here = (ROOT / "docs" / name).parent if name in PAGES else ROOT
+    links = re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", text_of(name))
+    own = (here / Path(name).name) if name in PAGES else ROOT / name
+    targets = [((here / page) if page else own, anchor) for page, anchor in links]
+    assert [at for at in targets if at[1] not in anchors(at[0].read_text())] == []
+
+
 @each_page
 def test_recipes_exist(name):
     text = text_of(name)
