@@ -2,54 +2,16 @@
 
 import pytest
 import torch
+from others_rewards import scores_of
 
 from dschat.config import UserError
 
-FILE = """
-import torch
-
-
-def accuracy(completions, solution, **kwargs):  # TRL, on chats
-    contents = [completion[0]["content"] for completion in completions]
-    assert all(prompt[-1]["role"] == "user" for prompt in kwargs["prompts"])
-    assert len(kwargs["completion_ids"]) == len(contents)
-    return [1.0 if content == right else 0.0 for content, right in zip(contents, solution)]
-
-
-def shortness(prompts, completions, log_metric=None, trainer_state=None):  # TRL, on text
-    return [-float(len(completion)) for completion in completions]
-
-
-def reward_func(queries, prompts, labels):  # OpenRLHF
-    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
-    scores = torch.tensor([float(q.endswith(str(a))) for q, a in zip(queries, labels)])
-    return {"rewards": scores, "scores": scores, "extra_logs": {"n": scores}}
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):  # verl
-    assert data_source in ("", "math")
-    found = float(solution_str == ground_truth) + bonus
-    return {"score": found, "acc": found} if extra_info else found
-"""
-
-
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "others.py").write_text(FILE)
-    return "others.py"
-
-
-def scores_of(functions, given):
-    functions.check_columns(given.columns)
-    return [source.scores.tolist() for source in functions.score(given).result()]
-
 
 @pytest.mark.parametrize("pool", ["none", pytest.param("process", marks=pytest.mark.slow)])
-def test_each_is_called_as_its_trainer_does(rewards, samples, file, pool):
+def test_each_is_called_as_its_trainer_does(rewards, samples, others, pool):
     names = ("reward_func", "compute_score")
     made = rewards(
-        reward_fn=[f"{file}:{name}" for name in names],
+        reward_fn=[f"{others}:{name}" for name in names],
         reward_args=["compute_score.bonus=0.5"],
         reward_pool=pool,
         reward_workers=1,
@@ -64,24 +26,24 @@ def test_each_is_called_as_its_trainer_does(rewards, samples, file, pool):
     assert scores_of(made, verl)[1] == [1.5, 0.5]
 
 
-def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples, file, caplog):
-    made = rewards(reward_fn=[f"{file}:accuracy"])
+def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples, others, caplog):
+    made = rewards(reward_fn=[f"{others}:accuracy"])
     chats = samples(2, solution=["a0", "x"])
     chats.chats = [[{"role": "user", "content": prompt}] for prompt in chats.prompts]
     assert scores_of(made, chats) == [[1, 0]]
     assert chats.part(1, 2).completions == [[{"role": "assistant", "content": "a1"}]]
-    assert scores_of(rewards(reward_fn=[f"{file}:shortness"]), samples(2)) == [[-2, -2]]
+    assert scores_of(rewards(reward_fn=[f"{others}:shortness"]), samples(2)) == [[-2, -2]]
 
 
-def test_which_convention_it_is_is_said(rewards, file, caplog):
+def test_which_convention_it_is_is_said(rewards, others, caplog):
     with caplog.at_level("INFO", logger="dschat"):
-        rewards(reward_fn=[f"{file}:compute_score"], reward_pool="none")
-    assert f"--reward_fn {file}:compute_score is called as verl calls it" in caplog.text
+        rewards(reward_fn=[f"{others}:compute_score"], reward_pool="none")
+    assert f"--reward_fn {others}:compute_score is called as verl calls it" in caplog.text
 
 
-def test_a_wrong_argument_is_named(rewards, file):
+def test_a_wrong_argument_is_named(rewards, others):
     with pytest.raises(UserError, match=r"compute_score.bonu: it takes no bonu; it takes: .*bonus"):
-        rewards(reward_fn=[f"{file}:compute_score"], reward_args=["compute_score.bonu=1"])
+        rewards(reward_fn=[f"{others}:compute_score"], reward_args=["compute_score.bonu=1"])
 
 
 def test_tensors_of_any_device_type_are_read(rewards, samples):
