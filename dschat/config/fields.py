@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -92,6 +92,14 @@ def flag(
 speed_flag = functools.partial(flag, affects="speed")
 log_flag = functools.partial(flag, affects="log")
 place_flag = functools.partial(flag, affects="place")
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    factories = {f.name: f.default_factory for f in fields(config)}
+    defaults = {f.name: f.default for f in fields(config)}
+    defaults |= {name: make() for name, make in factories.items() if make is not MISSING}
+    return {name: v for name, v in asdict(config).items() if v != defaults[name]}
 
 
 def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:
