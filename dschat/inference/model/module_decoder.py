@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
 from dschat.distributed import RankGroup
@@ -29,6 +30,7 @@ from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
+from dschat.models.packing import attention as packing
 from dschat.models.packing.model import WINDOW_IN_MASK
 from dschat.models.row_length import num_positions
 
@@ -41,7 +43,7 @@ _UNKNOWN = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Query, key and value (1, H or K, T, D) and how their scores are used -> (T, H, D of the value)
 Step = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
-_step: ContextVar[Step] = ContextVar("step")
+_step: ContextVar[Step | None] = ContextVar("step", default=None)
 
 
 def _attention(
@@ -56,15 +58,21 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, in a step: (1, T, H, D)."""
+    """transformers' attention interface: (1, T, H, D). Outside steps it is that of training."""
+    step = _step.get()
+    if step is None:
+        how = {"scaling": scaling, "sliding_window": sliding_window}
+        how |= {"softcap": softcap, "s_aux": s_aux}
+        return packing.attention(module, query, key, value, attention_mask, **how, **others)
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} uses {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _step.get()(query, key, value, Scores(scale, sliding_window, softcap, s_aux))[None], None
+    return step(query, key, value, Scores(scale, sliding_window, softcap, s_aux))[None], None
 
 
 AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @dataclass
