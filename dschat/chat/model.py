@@ -14,7 +14,6 @@ from dschat.chat.load import FLAG, present
 from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.inference.model.module_decoder import page
 from dschat.inference.module_engine import module_engine
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.row_length import num_positions
@@ -91,7 +90,7 @@ class Model:
         except UnsupportedModel:
             config = EngineConfig(**sizes)
             engine = module_engine(self.module, self.module.config, self.dtype, device, config)
-        page(self.module)
+        engine.weights.in_use().__enter__()  # for good
         return engine
 
     @cached_property

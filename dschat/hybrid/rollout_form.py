@@ -29,7 +29,6 @@ from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, mo
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
-from dschat.inference.model.module_decoder import page, paged
 from dschat.inference.module_engine import module_engine
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
@@ -270,6 +269,7 @@ class ModuleRollout:
     _version: int | None = None
     _batching: Batching | None = None
     _engine: InferenceEngine | None = None
+    _engine_version: int | None = None
     _scope: ExitStack = field(default_factory=ExitStack)
 
     def describe(self) -> str:
@@ -281,7 +281,7 @@ class ModuleRollout:
         """Collective. A generator on the module, or on its copy with this version's weights."""
         self.last_refresh = Refresh()
         if not self.settings.sharded:
-            return self._generator(self.module)
+            return self._generator(self.module, version)
         span, buckets = DeviceSpan(dist.device()), Buckets()
         if self._copy is None:
             self._copy = self._empty_copy()
@@ -289,7 +289,7 @@ class ModuleRollout:
             fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
             self._version = version
             self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
-        return self._generator(self._copy)
+        return self._generator(self._copy, version)
 
     def leave(self) -> None:
         self._scope.close()
@@ -305,19 +305,22 @@ class ModuleRollout:
         engine = self._engine_on(copy)
         if engine is None:
             return self._plain(copy)
-        page(copy)
+        engine.weights.in_use().__enter__()  # for good
         return engine
 
     def _empty_copy(self) -> nn.Module:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
-    def _generator(self, module: nn.Module) -> Generator:
+    def _generator(self, module: nn.Module, version: int) -> Generator:
         if self._engine is None or self._engine.module is not module:
             self._engine = self._engine_on(module)
-        if self._engine is None:
-            return self._plain(module)
-        self._scope.enter_context(paged(module))
+            if self._engine is None:
+                return self._plain(module)
+        elif version != self._engine_version:
+            self._engine.weights.refresh()
+        self._engine_version = version
         self._engine.forget_prefixes()
+        self._scope.enter_context(self._engine.weights.in_use())
         return self._engine
 
     def _engine_on(self, module: nn.Module) -> InferenceEngine | None:

@@ -57,8 +57,8 @@ class InferenceEngine:
         sizes: see `EngineConfig`.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
-        module: a causal LM of transformers with weights, `paged` while this generates: it runs in
-            place of the architecture table's decoder.
+        module: a causal LM of transformers with weights, which runs in place of the architecture
+            table's decoder, while they are `ModuleWeights.in_use`.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
@@ -81,9 +81,11 @@ class InferenceEngine:
         self.lock = threading.RLock()  # held by `generate`, and for each step of others
         self.group = group or RankGroup()
         self.spec = model_spec(config) if module is None else module_spec(module)
-        self.weights: Any = ModuleWeights(module, self.spec.num_kv_heads, self.group)
-        if module is None:
-            self.weights = Weights(self.spec, dtype, device, self.group)
+        self.weights: Any = (
+            Weights(self.spec, dtype, device, self.group)
+            if module is None
+            else ModuleWeights(module, self.spec, self.group)
+        )
         self._sizes = sizes = sizes or EngineConfig()
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)

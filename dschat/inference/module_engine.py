@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.engine_config import EngineConfig
 from dschat.inference.model.architectures import UnsupportedModel
-from dschat.inference.model.module_decoder import paged
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.stats import GenerationStats
 from dschat.losses import token_logprobs
@@ -37,7 +36,7 @@ def module_engine(
     device: torch.device,
     sizes: EngineConfig,
 ) -> InferenceEngine:
-    """An engine on ``module``, which must be `paged` while the engine runs.
+    """An engine on ``module``, whose weights must be `ModuleWeights.in_use` while the engine runs.
 
     Raises:
         UnsupportedModel: the module cannot run so, or its log-probs differ from its own.
@@ -64,7 +63,7 @@ def _gap(engine: InferenceEngine, module: "PreTrainedModel | PeftModel") -> floa
     shape = (longest,), (min(_SHORT, longest),)
     prompts = [torch.randint(engine.num_tokens, size, generator=draw).tolist() for size in shape]
     sampling = SamplingParams(new, n=2, ignore_eos=True)
-    with paged(module):
+    with engine.weights.in_use():
         rollout = engine.generate(prompts, sampling)
     gaps, training = [], module.training
     module.eval()

@@ -9,8 +9,8 @@ from tiny_models import IDS, SMALL, causal_lm, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
-from dschat.inference.model.module_decoder import module_spec, page, paged
+from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
+from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.module_engine import module_engine
 
 GAP = 5e-5
@@ -95,7 +95,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
         sizes = sizes | {"kv_cache_gib": 34 * 4 * spec.token_bytes(1, 4) / 2**30}
     sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True, temperature=0.8)
     made = engine_on(module, **sizes)
-    with paged(module):
+    with made.weights.in_use():
         rollout = made.generate(PROMPTS, sampling)
     assert [len(ids) for ids in rollout.token_ids] == [16] * 2 * len(PROMPTS)
     assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
@@ -108,8 +108,9 @@ def test_greedy_answers_with_shared_prefixes_drafts_and_streams(name, module_of)
     prompts = [PROMPTS[-1] + [7], PROMPTS[-1] + [9], PROMPTS[-1] + [7]]
     plain = engine_on(module)
     drafting = engine_on(module, page_size=4, speculate="history")
-    with paged(module):
+    with plain.weights.in_use():
         expected = plain.generate(prompts, greedy).token_ids
+    with drafting.weights.in_use():
         for _ in range(2):  # then with pages of the first call
             assert drafting.generate(prompts, greedy).token_ids == expected
         assert list(drafting.stream(prompts[1], greedy)) == expected[1]
@@ -123,7 +124,7 @@ def test_the_module_trains_on_as_it_was(module_of):
     module = module_of("gemma2").train()
     name = module.config._attn_implementation
     made = engine_on(module)
-    with paged(module):
+    with made.weights.in_use():
         made.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4))
     assert module.training
     assert module.config._attn_implementation == name
@@ -152,17 +153,3 @@ def test_wrong_log_probs_are_found_before_the_first_rollout(module_of, monkeypat
         monkeypatch.setattr(layer.self_attn, "sliding_window", None)
     with pytest.raises(UnsupportedModel, match="log-probs differ by"):
         engine_on(module)
-
-
-def test_a_module_stays_paged(module_of):
-    module = module_of("gptj")
-    before = module.config._attn_implementation
-    page(module)
-    try:
-        sizes = EngineConfig(max_num_seqs=2, max_seq_len=POSITIONS)
-        made = InferenceEngine(
-            module.config, torch.float32, torch.device("cpu"), sizes, module=module
-        )
-        assert made.generate([[3, 4]], SamplingParams(max_new_tokens=3)).token_ids
-    finally:
-        module.set_attn_implementation(before)

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.linear import Linear, fastest_backends
+from dschat.inference.model.weights import DECODE_ROWS
+from dschat.models.linear import OneDnnLinear
 from dschat.models.packing import attention as packing
 from dschat.models.packing.model import WINDOW_IN_MASK
 from dschat.models.row_length import num_positions
@@ -61,7 +64,7 @@ def _attention(
     """transformers' attention interface: (1, T, H, D). Outside steps it is that of training."""
     step = _step.get()
     if step is None:
-        how = {"scaling": scaling, "sliding_window": sliding_window}
+        how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
         how |= {"softcap": softcap, "s_aux": s_aux}
         return packing.attention(module, query, key, value, attention_mask, **how, **others)
     for name in _UNKNOWN:
@@ -75,22 +78,61 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-@dataclass
 class ModuleWeights:
-    """What an engine asks of weights, for those of ``module``, which it does not hold."""
+    """What an engine asks of weights, for those of ``module``; on a CPU with packed copies of its
+    linear layers, as the products of the architecture table's decoder are.
+    """
 
-    module: "PreTrainedModel | PeftModel"
-    num_kv_heads: int
-    group: RankGroup
-    version: int = 0  # changes when tensors are replaced
-    loads: int = 0  # changes with every value that is loaded
+    version = 0  # changes when tensors are replaced
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+    def __init__(
+        self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
+    ) -> None:
+        self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
+        self.loads = 0  # changes with every value that is loaded
+        weight = next(module.parameters())
+        self.device = weight.device
+        layers = [m for m in module.modules() if type(m) in (nn.Linear, OneDnnLinear)]
+        shapes = {m: (m.out_features, m.in_features) for m in layers}
+        backends = fastest_backends(set(shapes.values()), DECODE_ROWS, weight.dtype, self.device)
+        self._linears = {
+            m: Linear(shape, False, weight.dtype, self.device, backends[shape])
+            for m, shape in shapes.items()
+            if backends[shape] != "plain"
+        }
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the module's present values."""
+        for layer, linear in self._linears.items():
+            linear.pack(layer.weight.detach())
+            linear.bias = None if layer.bias is None else layer.bias.detach()
+        self.loads += 1
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Runs the module in eval mode, with the attention of steps and these products."""
+        given = {layer: layer.forward for layer in self._linears}
+        own = {layer: f for layer, f in given.items() if "forward" in vars(layer)}
+        with paged(self.module):
+            for layer, linear in self._linears.items():
+                vars(layer)["forward"] = partial(_product, linear, given[layer])
+            try:
+                yield
+            finally:
+                for layer in self._linears:
+                    del vars(layer)["forward"]
+                    vars(layer).update({"forward": own[layer]} if layer in own else {})
 
     def drop(self) -> None:
         pass
+
+
+def _product(linear: Linear, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+    """The packed product; ``forward`` where training calls a head for more than its product."""
+    if others or torch.is_grad_enabled() or not x.numel():
+        return forward(x, *others)
+    return linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 class ModuleDecoder:
@@ -193,18 +235,13 @@ def module_problem(module: "PreTrainedModel | PeftModel") -> str:
     return ""
 
 
-def page(module: "PreTrainedModel | PeftModel") -> None:
-    """Let ``module`` run in eval mode with the attention of steps, for good."""
-    _base(module).set_attn_implementation(NAME)
-    module.eval()
-
-
 @contextmanager
 def paged(module: "PreTrainedModel | PeftModel") -> Iterator[None]:
     """Runs ``module`` in eval mode with the attention of steps."""
     base, training = _base(module), module.training
     name = base.config._attn_implementation
-    page(module)
+    base.set_attn_implementation(NAME)
+    module.eval()
     try:
         yield
     finally:

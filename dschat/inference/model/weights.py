@@ -21,7 +21,7 @@ from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
-_DECODE_ROWS = 16  # of the products that are timed
+DECODE_ROWS = 16  # of the products that are timed
 LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
 
 
@@ -142,7 +142,7 @@ class Weights:
     def backends(self) -> dict[Shape, Backend]:
         """Backend of the linear layers of each shape (out, in)."""
         shapes = (self._linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
-        return fastest_backends(filter(None, shapes), _DECODE_ROWS, self.dtype, self.device)
+        return fastest_backends(filter(None, shapes), DECODE_ROWS, self.dtype, self.device)
 
     # -- this rank's share -------------------------------------------------------------------------
 
