@@ -204,6 +204,18 @@ class SavingConfig:
     )
     # logging
     logging_steps: int = log_flag(1, "Log metrics every N steps.", ge=1)
+    push_to_hub: Optional[str] = place_flag(
+        None,
+        "Push the saved models to this repository of the Hugging Face hub, NAME or OWNER/NAME.",
+    )
+    hub_strategy: Literal["end", "every_save"] = place_flag(
+        "end", "Push at the end, or also after every checkpoint.", needs="push_to_hub"
+    )
+    hub_private_repo: Optional[bool] = place_flag(
+        None,
+        "Make --push_to_hub's repository private, or public; default: as its owner has it set.",
+        needs="push_to_hub",
+    )
     enable_tensorboard: bool = log_flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
     enable_wandb: bool = log_flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")

@@ -46,6 +46,7 @@ from dschat.runtime.deepspeed_engine import (
     unwrap,
     zero_settings,
 )
+from dschat.runtime.model_card import write_card
 from dschat.runtime.output_dir import check_room
 
 logger = logging.getLogger("dschat")
@@ -324,6 +325,7 @@ class DeepSpeedRLHFEngine:
             probe_values(self.critic, base_of(self.critic).config),
         )
         self._save_adapter(output_dir / "critic", critic)
+        write_card(output_dir / "critic", self.args)
 
     def _saved_bytes(self) -> list[int]:
         """Bytes of each model folder that the run writes."""
@@ -344,6 +346,7 @@ class DeepSpeedRLHFEngine:
         )
         if not ema:
             self._save_adapter(Path(folder), unwrap(self.actor))
+        write_card(Path(folder), self.args)
 
     def _save_adapter(self, folder: Path, module: nn.Module) -> None:
         """Collective. Write the LoRA adapter beside the merged weights, where the base was frozen:

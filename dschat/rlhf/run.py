@@ -20,6 +20,7 @@ from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
+from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
 from dschat.runtime.start import start_step
 
@@ -113,4 +114,5 @@ def train(
     call("on_end", trainer)
     report.close()
     mark_complete(output_dir)
+    publish(args)
     return trainer

@@ -19,6 +19,7 @@ from dschat.checkpoint.snapshot import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
 from dschat.rewards.scoring import RewardError
+from dschat.runtime.hub import is_pushing, publish
 
 logger = logging.getLogger("dschat")
 
@@ -72,9 +73,16 @@ class TrainingCheckpointer:
         logger.info("resuming after step %d, from %s", checkpoint.step, checkpoint.folder)
         return values
 
-    def after(self, step: int, state: Callable[[], RunState], is_last: bool = False) -> None:
+    def after(
+        self,
+        step: int,
+        state: Callable[[], RunState],
+        is_last: bool = False,
+        save_models: Callable[[], None] = lambda: None,
+    ) -> None:
         """Collective. Save after every ``save_steps`` steps, except the last one, which only
         `save_last` saves. Called before evaluation, so that a failing one does not lose the step.
+        Where each save is pushed to the hub, ``save_models``, unless an earlier push goes on.
 
         Raises ``TrainingStopped`` after saving where any rank received a stop signal.
         """
@@ -86,7 +94,8 @@ class TrainingCheckpointer:
         if is_last:
             return
         stop = self._request is not None and self._request.agreed()
-        if stop or (self._config.save_steps and step % self._config.save_steps == 0):
+        is_due = self._config.save_steps and step % self._config.save_steps == 0
+        if stop or is_due:
             self._checkpoints.save(*self._last)
         if stop:
             self._checkpoints.wait()
@@ -94,6 +103,10 @@ class TrainingCheckpointer:
             if dist.is_main_process() and (last is None or last.name != step_name(step)):
                 logger.warning("step %d could not be saved", step)
             raise stop_signals.TrainingStopped(step, last)
+        pushes = self._config.push_to_hub and self._config.hub_strategy == "every_save"
+        if is_due and pushes and not is_pushing(self._config):
+            save_models()
+            publish(self._config, waits=False)
 
     def leave(self) -> None:
         """The next step has changed weights: the state after the last one is lost."""

@@ -9,6 +9,7 @@ from dschat.checkpoint.compatibility import check_start, contents_of
 from dschat.config import CommonConfig
 from dschat.observability import console
 from dschat.observability.metrics_log import check_sinks
+from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
 
 
@@ -19,7 +20,7 @@ def start_step(config: CommonConfig, default_output_dir: str) -> str:
     lines wait for `console.release`, so that a mistake found until then stands alone on the screen.
 
     Raises ``UserError`` where ranks have other settings or files, the step cannot write or resume
-    there, or a metrics sink is missing.
+    there, a metrics sink is missing, or the hub takes no push.
     """
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -31,4 +32,5 @@ def start_step(config: CommonConfig, default_output_dir: str) -> str:
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
     check_sinks(config)
+    check_hub(config)
     return config.output_dir

@@ -154,7 +154,7 @@ def train(
                 logger.info(format_line(done, total, metrics, columns))
             if config.eval_steps and done % config.eval_steps == 0 and done < total:
                 evaluated(done)
-            checkpointer.after(done, state, is_last=done == total)
+            checkpointer.after(done, state, done == total, save)
         bar.close()
         skipped.require_some(any_applied=skipped.in_a_row < total)
         save()  # before an evaluation that may fail, or run out of memory

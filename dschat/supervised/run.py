@@ -12,6 +12,7 @@ from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import num_ids
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import GoldEvaluation
+from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import mark_complete
 from dschat.runtime.start import start_step
 from dschat.supervised import loop, preference, setup, tasks
@@ -51,6 +52,7 @@ def train_sft(config: SFTConfig) -> Any:
     gold.log(metrics_log, num_steps)
     metrics_log.close()
     mark_complete(output_dir)
+    publish(config)
     return engine
 
 
@@ -72,6 +74,7 @@ def train_on_preferences(config: RewardConfig) -> Any:
     train = _train_policy if config.trains_policy else _train_reward_model
     engine = train(config, zero, base, tables)
     mark_complete(output_dir)
+    publish(config)
     return engine
 
 
