@@ -216,7 +216,10 @@ class SavingConfig:
         "Make --push_to_hub's repository private, or public; default: as its owner has it set.",
         needs="push_to_hub",
     )
-    enable_tensorboard: bool = log_flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
-    enable_wandb: bool = log_flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
+    report_to: list[Literal["tensorboard", "wandb", "none"]] = log_flag(
+        ["tensorboard"],
+        "Log to TensorBoard events in OUTPUT_DIR/tensorboard, to Weights & Biases (needs the "
+        "[wandb] extra), or to neither, beside metrics.jsonl.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
     disable_tqdm: bool = log_flag(False, "Disable progress bars.")

@@ -124,7 +124,8 @@ class Reporter:
         if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
             self._show_samples(experience)
         collapse = self._warn(self._trainer.metrics)
-        self._checkpointer.after(done, self._state, done == self._num_iters, self._save_models)
+        is_last = done == self._num_iters
+        self._checkpointer.after(done, self._state, is_last=is_last, save_models=self._save_models)
         if collapse and args.stop_on == "collapse":
             raise FloatingPointError(f"stopped by --stop_on collapse: {collapse}")
         self._evaluate_if_due()

@@ -37,8 +37,9 @@ def values_for(hint):
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is list:
-        item = {str: words, float: st.floats(0, 1)}[get_args(hint)[0]]
-        return st.lists(item, min_size=1, max_size=3)
+        item = get_args(hint)[0]
+        kinds = {str: words, float: st.floats(0, 1)}
+        return st.lists(kinds[item] if item in kinds else values_for(item), min_size=1, max_size=3)
     return scalars[hint]
 
 

@@ -87,7 +87,7 @@ def reported(models_folder, tmp_path):
     """``reported(**options)``: the rows of metrics.jsonl after six iterations."""
 
     def run(**options):
-        options |= {"output_dir": str(tmp_path), "enable_tensorboard": False}
+        options |= {"output_dir": str(tmp_path), "report_to": ["none"]}
         trainer = trainer_of(models_folder, **options)
         report = Reporter(trainer, held_out(), 6)
         report.begin(checkpoints())
@@ -152,7 +152,7 @@ def test_the_same_draws_every_time(models_folder):
 @pytest.fixture
 def keeper(models_folder, monkeypatch, tmp_path):
     """A trainer that keeps the best actor, what evaluations find, and the actors it has kept."""
-    options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "enable_tensorboard": False}
+    options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "report_to": ["none"]}
     trainer, found, saved = trainer_of(models_folder, **options, sample_steps=0), {}, []
     monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
     monkeypatch.setattr(trainer.engine, "save_actor", saved.append)
