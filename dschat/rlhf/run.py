@@ -14,6 +14,7 @@ from dschat.rlhf.callbacks import Callbacks
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
+from dschat.rlhf.formulas import group_estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
@@ -46,6 +47,8 @@ def train(
     """
     output_dir = start_step(args, "output/step3_rlhf")
     call = Callbacks(args.callback or (), callbacks, args.on_callback_error)
+    group_estimator(args.advantage_estimator)  # raises for a function that does not fit
+    policy_loss(args.policy_loss)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # raises for a wrong DeepSpeed file
 

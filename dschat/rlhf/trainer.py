@@ -19,7 +19,6 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import (
-    POLICY_LOSSES,
     AdaptiveKL,
     aggregation_count,
     aggregation_weights,
@@ -33,6 +32,7 @@ from dschat.rlhf.batching import micro_batches, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
+from dschat.rlhf.formulas import policy_loss
 from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite
 from dschat.rlhf.metrics import (
     experience_metrics,
@@ -333,7 +333,7 @@ class DeepSpeedPPOTrainer:
         if logprobs.dim() == 3:  # with those of the teacher's candidates
             logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
         weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
-        loss, metrics = POLICY_LOSSES[args.policy_loss](
+        loss, metrics = policy_loss(args.policy_loss)(
             logprobs,
             logprobs.detach() if self._is_on_policy else batch.logprobs,
             batch.advantages,

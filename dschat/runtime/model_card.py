@@ -87,7 +87,7 @@ def _recipe(config: CommonConfig) -> tuple[str, str, str]:
         command, method = "reward", config.loss if config.trains_policy else "reward model"
     if isinstance(config, RLHFConfig):
         command, base = "rlhf", config.actor_model_name_or_path
-        method = "ppo" if config.has_critic else config.advantage_estimator
+        method = "ppo" if config.has_critic else config.advantage_estimator.rpartition(":")[2]
     return " \\\n    ".join([f"dschat {command}", *flags]), method, base
 
 
