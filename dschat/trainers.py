@@ -22,6 +22,7 @@ class _Trainer:
         data: data sets, as ``--data_path`` takes them: a file, folder or hub name, or a list;
             None: as ``args`` say.
         args: the step's config, of which keywords override fields.
+        callbacks: classes or objects with hooks; see `dschat.runtime.callbacks`.
         flags: fields of the config.
 
     Attributes:
@@ -36,8 +37,15 @@ class _Trainer:
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(
-        self, model: str, data: str | Sequence[str] | None = None, args: Any = None, **flags: Any
+        self,
+        model: str,
+        data: str | Sequence[str] | None = None,
+        args: Any = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        **flags: Any,
     ) -> None:
+        self._callbacks = callbacks
         known = {f.name for f in fields(self.config_class)}
         for name in flags:
             if name not in known:
@@ -73,7 +81,7 @@ class SFTTrainer(_Trainer):
     def train(self) -> Any:
         from dschat.supervised.run import train_sft
 
-        return train_sft(self.config)
+        return train_sft(self.config, self._callbacks)
 
 
 class RewardTrainer(_Trainer):
@@ -86,7 +94,7 @@ class RewardTrainer(_Trainer):
     def train(self) -> Any:
         from dschat.supervised.run import train_on_preferences
 
-        return train_on_preferences(self.config)
+        return train_on_preferences(self.config, self._callbacks)
 
 
 class DPOTrainer(RewardTrainer):
@@ -102,7 +110,6 @@ class PPOTrainer(_Trainer):
         reward_model: a folder or a hub name; a critic starts from it.
         reward_fns: functions in addition, or alone: a critic then starts from the actor.
         environment, tools: a class or function, and functions; see `dschat.environments`.
-        callbacks: classes or objects with hooks; see `dschat.rlhf.callbacks`.
     """
 
     config_class = RLHFConfig
@@ -118,10 +125,9 @@ class PPOTrainer(_Trainer):
         reward_fns: Sequence[Callable[..., Any] | Any] = (),
         environment: Any = None,
         tools: Sequence[Any] = (),
-        callbacks: Sequence[Any] = (),
         **flags: Any,
     ) -> None:
-        self._objects = reward_fns, environment, tools, callbacks
+        self._objects = reward_fns, environment, tools
         if reward_model is not None:
             flags["reward_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)
@@ -135,7 +141,7 @@ class PPOTrainer(_Trainer):
     def train(self) -> Any:
         from dschat.rlhf.run import train
 
-        return train(self.config, *self._objects)
+        return train(self.config, *self._objects, self._callbacks)
 
 
 class GRPOTrainer(PPOTrainer):

@@ -180,7 +180,7 @@ class ShowConfig(DataConfig):
 
 @dataclass
 class SavingConfig:
-    """Checkpoints, failures and logging."""
+    """Checkpoints, failures, hooks and logging."""
 
     # checkpoints
     save_steps: int = log_flag(
@@ -201,6 +201,16 @@ class SavingConfig:
     # failures
     max_bad_steps: int = log_flag(
         20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1
+    )
+    # hooks
+    callback: Optional[list[str]] = flag(
+        None,
+        "Your hooks, file.py:CLASS or pkg.mod:CLASS with methods on_rollout (step 3), on_step, "
+        "on_evaluate, on_save, on_end.",
+        reads="files",
+    )
+    on_callback_error: Literal["error", "log"] = flag(
+        "error", "A hook that raises ends the run, or is logged.", needs="callback"
     )
     # logging
     logging_steps: int = log_flag(1, "Log metrics every N steps.", ge=1)

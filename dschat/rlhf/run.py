@@ -10,7 +10,6 @@ from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
-from dschat.rlhf.callbacks import Callbacks
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
@@ -19,6 +18,7 @@ from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
+from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
 from dschat.runtime.hub import publish
@@ -38,7 +38,7 @@ def train(
     Args:
         reward_fns, environment, tools: Python objects beside those that ``args`` name; see
             `DeepSpeedPPOTrainer`.
-        callbacks: likewise; see `dschat.rlhf.callbacks`.
+        callbacks: likewise; see `dschat.runtime.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.

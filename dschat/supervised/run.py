@@ -1,5 +1,6 @@
 """Whole runs of steps 1 and 2: checks, model, loop, checkpoints, evaluation, the saved model."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from dschat.data.tokenize import preference_dataset, sft_dataset
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import num_ids
+from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import GoldEvaluation
 from dschat.runtime.hub import publish
@@ -18,15 +20,16 @@ from dschat.runtime.start import start_step
 from dschat.supervised import loop, preference, setup, tasks
 
 
-def train_sft(config: SFTConfig) -> Any:
+def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Fine-tune a language model on demonstrations as ``config`` says, and save it;
-    returns DeepSpeed's engine.
+    returns DeepSpeed's engine. ``callbacks``: see `dschat.runtime.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.
         TrainingStopped: after a checkpoint, where the run was asked to stop.
     """
     output_dir = start_step(config, "output/step1_sft")
+    call = Callbacks(config.callback or (), callbacks, config.on_callback_error)
     zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
@@ -48,21 +51,23 @@ def train_sft(config: SFTConfig) -> Any:
     )
     gold.log(metrics_log, 0)
     save = partial(setup.save, engine, config, files)
-    loop.train(engine, task, config, *batches, metrics_log, save)
+    loop.train(engine, task, config, *batches, metrics_log, save, call)
     gold.log(metrics_log, num_steps)
+    call("on_end", engine)
     metrics_log.close()
     mark_complete(output_dir)
     publish(config)
     return engine
 
 
-def train_on_preferences(config: RewardConfig) -> Any:
+def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Train a reward model, or with a policy loss a policy, on answers that were
     compared, and save it; returns DeepSpeed's engine. Raises as `train_sft` does.
     """
     output_dir = start_step(
         config, "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
     )
+    call = Callbacks(config.callback or (), callbacks, config.on_callback_error)
     zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
@@ -72,15 +77,17 @@ def train_on_preferences(config: RewardConfig) -> Any:
 
     # Weights, loop and save, by what is trained.
     train = _train_policy if config.trains_policy else _train_reward_model
-    engine = train(config, zero, base, tables)
+    engine = train(config, zero, base, tables, call)
+    call("on_end", engine)
     mark_complete(output_dir)
     publish(config)
     return engine
 
 
-def _train_reward_model(config: RewardConfig, zero: Any, base: Any, tables: Any) -> Any:
+def _train_reward_model(
+    config: RewardConfig, zero: Any, base: Any, tables: Any, call: Callbacks
+) -> Any:
     """Put a score head on the language model and train it on the pairs, for step 3."""
-
     ensure_distinct_pad(base.tokenizer)
     batches = setup.step_batches(config, *tables)
     num_steps = loop.num_total_steps(config, batches[0])
@@ -103,14 +110,13 @@ def _train_reward_model(config: RewardConfig, zero: Any, base: Any, tables: Any)
     # Loop, and save.
     metrics_log = setup.claim_output(config)
     save = partial(setup.save, engine, config, files)
-    loop.train(engine, task, config, *batches, metrics_log, save)
+    loop.train(engine, task, config, *batches, metrics_log, save, call)
     metrics_log.close()
     return engine
 
 
-def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any) -> Any:
+def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call: Callbacks) -> Any:
     """Train the policy on the pairs against a frozen reference; saved where step 3 would save."""
-
     tables = preference.as_pairs(config, *tables)
     batches = setup.step_batches(config, *tables)
     num_steps = loop.num_total_steps(config, batches[0])
@@ -132,7 +138,7 @@ def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any) -> An
     )
     gold.log(metrics_log, 0)
     save = partial(setup.save, engine, config, files, subfolder="actor")
-    loop.train(engine, task, config, *batches, metrics_log, save)
+    loop.train(engine, task, config, *batches, metrics_log, save, call)
     gold.log(metrics_log, num_steps)
     metrics_log.close()
     return engine
