@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import LONGEST_CALL_S, Functions, MissingColumn, Values, call, call_async
+from dschat.rewards.conventions import Logs
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.samples import Samples
@@ -41,6 +43,7 @@ class RewardFunctions:
         self._closing: list[Callable[[], None]] = []
         self._stateful = self._stateful_functions()
         self._states: dict[str, Any] = {}  # the last good ones of this rank
+        self.logs = Logs()
         self._problem = ""
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
@@ -77,6 +80,7 @@ class RewardFunctions:
             RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
         self._raise_problem()
+        self.logs.clear()
         return Scoring(self.sources, self._config, prompts, num_certain)
 
     def score(self, samples: Samples) -> Scoring:
@@ -87,6 +91,17 @@ class RewardFunctions:
         scoring.add(0, samples)
         scoring.start()
         return scoring
+
+    def logged(self) -> dict[str, float]:
+        """Collective where a function may log. The mean of each metric over the calls of all
+        ranks.
+        """
+        values = defaultdict[str, list[float]](list)
+        can_log = any("log_metric" in reward.of_the_run for reward in self._functions)
+        for metrics in dist.gather_objects(dict(self.logs.metrics)) if can_log else ():
+            for name, of_rank in metrics.items():
+                values[name] += of_rank
+        return {name: sum(of) / len(of) for name, of in values.items()}
 
     def close(self) -> None:
         """Stop threads and processes."""
@@ -163,6 +178,7 @@ class RewardFunctions:
         for reward in self._functions:
             function = _on_own_device(reward.function)
             place: tuple[Any, ...] = submit, num_parts
+            of_the_run = reward.of_the_run
             run: Callable[..., Values] = functools.partial(_in_thread, function)
             if reward.is_async:
                 run = functools.partial(_in_loop, self._closed_later(Loop()), function)
@@ -170,9 +186,17 @@ class RewardFunctions:
             elif pool == "process":
                 run = functools.partial(workers.call, plain.index(reward))
                 place = background, num_parts, workers.prepare
+                for name in set(of_the_run).intersection(reward.accepted) - {"trainer_state"}:
+                    raise UserError(
+                        f"{reward.label} takes {name}, which it cannot call from another process; "
+                        "pass --reward_pool thread"
+                    )
+                of_the_run = list({"trainer_state"}.intersection(of_the_run))
                 if reward.spec:  # a function that they unpickle is kept
                     reward.function = reward.target = None
-            sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
+            source = FunctionSource(reward, run, config.reward_timeout_s, retries, *place)
+            source.given = {name: getattr(self.logs, name) for name in of_the_run}
+            sources.append(source)
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
         return sources
@@ -200,6 +224,7 @@ class FunctionSource:
         self.name, self.label, self.weight = reward.name, reward.label, reward.weight
         self.overlaps = self.submit is not at_once
         self.takes_parts = self.num_parts > 1
+        self.given: dict[str, Any] = {}  # further arguments, the same ones for every call
 
     def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
         cuts = samples.cuts(1 if in_one_call else self.num_parts)
@@ -244,7 +269,7 @@ class FunctionSource:
         except UserError as error:
             raise MissingColumn(str(error)) from None
         # A copy: a function may change its arguments, and a retry needs the original ones.
-        kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
+        kwargs = self.reward.bound | self.given | samples.part(0, len(samples)).arguments(sources)
         own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
         return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))

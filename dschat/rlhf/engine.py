@@ -111,7 +111,7 @@ class DeepSpeedRLHFEngine:
         self.checkpoints = checkpoints or find_checkpoints(
             names[0], names[1] or None, self.args, tokenizer
         )
-        self._num_iters = num_total_iters
+        self.num_iters = num_total_iters
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
         self.stop_ids = self.checkpoints.stop_ids
@@ -152,7 +152,7 @@ class DeepSpeedRLHFEngine:
         wrap: type[PackedModel],
     ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
-        args, iterations = self.args, self._num_iters
+        args, iterations = self.args, self.num_iters
         if name == "actor":  # no schedule steps while the critic trains alone
             iterations -= args.critic_warmup_steps
         num_steps = max(1, iterations * args.ppo_epochs * args.num_mini_batches)

@@ -101,6 +101,7 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
+        self.reward_functions.logs.trainer_state.max_steps = engine.num_iters
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)
         self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
@@ -188,6 +189,7 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
+        self.reward_functions.logs.trainer_state.global_step = self.iteration
         rollout = self.collector.collect(PromptTable.of(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:

@@ -6,6 +6,8 @@ import torch
 from dschat.config import UserError
 
 FILE = """
+import asyncio
+
 import torch
 
 
@@ -16,8 +18,33 @@ def accuracy(completions, solution, **kwargs):  # TRL, on chats
     return [1.0 if content == right else 0.0 for content, right in zip(contents, solution)]
 
 
-def shortness(prompts, completions, log_metric=None, trainer_state=None):  # TRL, on text
-    return [-float(len(completion)) for completion in completions]
+def shortness(prompts, completions, log_metric, log_extra, trainer_state):  # TRL, on text
+    assert trainer_state.max_steps == 0
+    lengths = [len(completion) for completion in completions]
+    log_metric("mean_length", torch.tensor(lengths).float().mean())
+    log_extra("length", lengths)
+    return [-float(length) - trainer_state.global_step for length in lengths]
+
+
+def any_arguments(completions, **kwargs):  # TRL
+    kwargs["log_metric"]("calls", 3)
+    return [float(kwargs["trainer_state"].global_step)] * len(completions)
+
+
+def own(answers, **kwargs):  # dschat
+    assert not {"log_metric", "trainer_state"} & {*kwargs}
+    return [0.0] * len(answers)
+
+
+async def later_reward(queries, prompts, labels):  # OpenRLHF
+    await asyncio.sleep(0)
+    return {"rewards": reward_func(queries, prompts, labels)["rewards"]}
+
+
+class Later:  # verl
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        await asyncio.sleep(0)
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
 
 
 def reward_func(queries, prompts, labels):  # OpenRLHF
@@ -71,6 +98,34 @@ def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples,
     assert scores_of(made, chats) == [[1, 0]]
     assert chats.part(1, 2).completions == [[{"role": "assistant", "content": "a1"}]]
     assert scores_of(rewards(reward_fn=[f"{file}:shortness"]), samples(2)) == [[-2, -2]]
+
+
+@pytest.mark.parametrize(("pool", "calls"), [("none", 1), ("thread", 2)])
+def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, file, pool, calls):
+    made = rewards(
+        reward_fn=[f"{file}:{name}" for name in ("shortness", "any_arguments", "own")],
+        reward_pool=pool,
+        reward_workers=calls,
+    )
+    given = samples(2)
+    given.answers = ["four", "be"]
+    for step in (0, 5):
+        made.logs.trainer_state.global_step = step
+        assert scores_of(made, given) == [[-4 - step, -2 - step], [step, step], [0, 0]]
+        assert made.logged() == {"mean_length": 3.0, "calls": 3.0}
+        assert made.logs.extra == {"length": [4, 2]}
+
+
+def test_worker_processes_cannot_log(rewards, file):
+    with pytest.raises(UserError, match="shortness takes log_.*pass --reward_pool thread"):
+        rewards(reward_fn=[f"{file}:shortness"], reward_pool="process")
+
+
+def test_coroutines_of_any_convention_are_awaited(rewards, samples, file):
+    made = rewards(reward_fn=[f"{file}:later_reward", f"{file}:Later"])
+    assert made.overlaps
+    given = samples(2, answer=["a0", "b"], extra_info=[{}, {"split": "train"}])
+    assert scores_of(made, given) == [[1, 0], [1, 0]]
 
 
 def test_which_convention_it_is_is_said(rewards, file, caplog):

@@ -114,6 +114,21 @@ def test_samples_are_recorded_at_the_first_iteration_and_every_n(reported, tmp_p
     assert caplog.text.count("sample answers") == 3
 
 
+def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
+    def lengths(completions, log_metric, log_extra, trainer_state):
+        known = [len(completion) for completion in completions]
+        log_metric("longest", max(known))
+        log_extra("known", known)
+        return [float(trainer_state.max_steps)] * len(known)
+
+    rows = reported(reward_fns=[lengths], sample_steps=1)
+    assert all(row["eval/longest"] > 0 for row in rows if "eval/score" in row)
+    assert all(row["longest"] > 0 for row in rows if "objective/scores" in row)
+    assert rows[1]["objective/scores"] == 3  # iterations that the trainer is made for
+    row = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert len(row["extra"]["known"]) == len(row["scores"])
+
+
 def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
     """In nats an answer, log-probs of what was sampled less the reference's: in float64."""
     trainer = trainer_of(models_folder, eval_num_samples=2, temperature=0.8)
