@@ -1,84 +1,75 @@
 """Finds the formulas that flags name: those of `dschat.losses`, and the user's, file.py:NAME.
 
-A user's function has the signature of those, and is tried on a few zeros before weights load.
+A user's function is tried on a few zeros before weights load.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dschat import losses
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.losses import (
-    POLICY_LOSSES,
-    dr_grpo_advantages,
-    group_stats,
-    grpo_advantages,
-    rloo_advantages,
-)
 from dschat.user_code.calls import raised
 from dschat.user_code.imports import load
 
 _GROUP_ESTIMATORS = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
+    "grpo": losses.grpo_advantages,
+    "dr_grpo": losses.dr_grpo_advantages,
+    "rloo": losses.rloo_advantages,
 }
 
 
 @cache
 def group_estimator(name: str) -> Callable[..., Tensor] | None:
-    """The function of ``--advantage_estimator`` that takes scores, as `grpo_advantages` does; None
-    for an estimator that takes rewards of actions.
+    """The function of ``--advantage_estimator`` that takes scores, as `losses.grpo_advantages`
+    does; None for an estimator that takes rewards of actions.
 
     Raises:
         UserError: the user's cannot be found, or does not fit.
     """
     if ":" not in name:
         return _GROUP_ESTIMATORS.get(name)
-    zeros, groups = torch.zeros(4), torch.tensor([0, 0, 1, 1])
-    given = {"scores": zeros, "group_ids": groups, "stats": group_stats(zeros, groups, 2)}
-    label = f"--advantage_estimator {name}"
-    function, advantages = _tried(name, label, given)
-    fits = isinstance(advantages, Tensor) and advantages.shape == zeros.shape
-    require(fits, f"{label} must return a tensor with an advantage for each of the scores")
-    return function
+    scores, groups = torch.zeros(4), torch.tensor([0, 0, 1, 1])
+    stats = losses.group_stats(scores, groups, 2)
+    return _own("advantage_estimator", name, losses.grpo_advantages, scores, groups, stats)
 
 
 @cache
 def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     """The function of ``--policy_loss``; raises as `group_estimator` does."""
     if ":" not in name:
-        return POLICY_LOSSES[name]
+        return losses.POLICY_LOSSES[name]
     zeros = torch.zeros(2, 3)
-    given = {"logprobs": zeros.clone().requires_grad_(), "old_logprobs": zeros}
-    given |= {"advantages": zeros, "answer_mask": zeros == 0}
-    label = f"--policy_loss {name}"
-    function, result = _tried(name, label, given | {"cliprange": (0.2, 0.2)}, {"weights": zeros})
-    fits = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-    is_scalar = fits and isinstance(result[0], Tensor) and result[0].shape == ()
-    require(
-        is_scalar and result[0].requires_grad,
-        f"{label} must return the sum of the losses, a tensor with a gradient, and a dict of sums",
-    )
+    given = (zeros.clone().requires_grad_(), zeros, zeros, zeros == 0, (0.2, 0.2))
+    return _own("policy_loss", name, losses.policy_loss, *given, weights=zeros)
+
+
+def _own(flag: str, spec: str, like: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function ``spec``, which takes and returns for these arguments what ``like`` does."""
+    label = f"--{flag} {spec}"
+    function = load(spec, label)
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        names = ", ".join([*list(inspect.signature(like).parameters)[: len(args)], *kwargs])
+        raise UserError(f"{label} must be a function of ({names})") from None
+    try:
+        found = function(*args, **kwargs)
+    except Exception as error:
+        raise UserError(f"{label} {raised(error)}; fix it") from None
+    wanted = _form(like(*args, **kwargs))
+    require(_form(found) == wanted, f"{label} must return {wanted}; see {like.__name__}")
     return function
 
 
-def _tried(
-    spec: str, label: str, given: Mapping[str, Any], named: Mapping[str, Any] | None = None
-) -> tuple[Callable[..., Any], Any]:
-    """The function ``spec``, and what it returns for ``given`` by position and ``named``."""
-    function, named = load(spec, label), named or {}
-    try:
-        inspect.signature(function).bind(*given.values(), **named)
-    except (TypeError, ValueError):
-        form = ", ".join([*given, *(f"*, {name}" for name in named)])
-        raise UserError(f"{label} must be a function of ({form})") from None
-    try:
-        return function, function(*given.values(), **named)
-    except Exception as error:
-        raise UserError(f"{label} {raised(error)}; fix it") from None
+def _form(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " and ".join(map(_form, value))
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {[*value.shape]}{' with a gradient' * value.requires_grad}"

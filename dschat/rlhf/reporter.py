@@ -125,8 +125,7 @@ class Reporter:
         if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
             self._show_samples(experience)
         collapse = self._warn(self._trainer.metrics)
-        is_last = done == self._num_iters
-        self._checkpointer.after(done, self._state, is_last=is_last, save_models=self._save_models)
+        self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
         if collapse and args.stop_on == "collapse":
             raise FloatingPointError(f"stopped by --stop_on collapse: {collapse}")
         self._evaluate_if_due()
@@ -137,9 +136,6 @@ class Reporter:
         for finding in found:
             logger.warning("%s", finding)
         return next((str(finding) for finding in found if finding.is_collapse), "")
-
-    def _save_models(self) -> None:
-        self._engine.save(str(self._args.output_dir))
 
     def _evaluate_if_due(self) -> None:
         done, every = self._trainer.iteration, self._args.eval_steps

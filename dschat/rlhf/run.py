@@ -1,6 +1,7 @@
 """A whole run of step 3: checks, models, the loop, checkpoints, evaluation, the saved models."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import dschat.distributed as dist
@@ -99,7 +100,7 @@ def train(
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows, call)
-    with training_checkpointer(args) as checkpointer:
+    with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         report.begin(checkpointer)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))

@@ -19,7 +19,7 @@ from dschat.checkpoint.snapshot import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
 from dschat.rewards.scoring import RewardError
-from dschat.runtime.hub import is_pushing, publish
+from dschat.runtime.hub import publish
 
 logger = logging.getLogger("dschat")
 
@@ -32,10 +32,12 @@ class TrainingCheckpointer:
         config: CommonConfig,
         checkpoints: CheckpointManager | None,
         request: stop_signals.StopRequest | None,
+        save_models: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._checkpoints = checkpoints
         self._request = request
+        self._save_models = save_models
         self._last: tuple[int, RunState] | None = None  # after the last step
 
     def begin(
@@ -73,16 +75,9 @@ class TrainingCheckpointer:
         logger.info("resuming after step %d, from %s", checkpoint.step, checkpoint.folder)
         return values
 
-    def after(
-        self,
-        step: int,
-        state: Callable[[], RunState],
-        is_last: bool = False,
-        save_models: Callable[[], None] = lambda: None,
-    ) -> None:
+    def after(self, step: int, state: Callable[[], RunState], is_last: bool = False) -> None:
         """Collective. Save after every ``save_steps`` steps, except the last one, which only
         `save_last` saves. Called before evaluation, so that a failing one does not lose the step.
-        Where each save is pushed to the hub, ``save_models``, unless an earlier push goes on.
 
         Raises ``TrainingStopped`` after saving where any rank received a stop signal.
         """
@@ -103,9 +98,8 @@ class TrainingCheckpointer:
             if dist.is_main_process() and (last is None or last.name != step_name(step)):
                 logger.warning("step %d could not be saved", step)
             raise stop_signals.TrainingStopped(step, last)
-        pushes = self._config.push_to_hub and self._config.hub_strategy == "every_save"
-        if is_due and pushes and not is_pushing(self._config):
-            save_models()
+        if is_due and self._config.push_to_hub and self._config.hub_strategy == "every_save":
+            self._save_models()
             publish(self._config, waits=False)
 
     def leave(self) -> None:
@@ -129,8 +123,11 @@ class TrainingCheckpointer:
 
 
 @contextmanager
-def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer]:
-    """Collective. A scope for one loop; on exit it completes the current write.
+def training_checkpointer(
+    config: CommonConfig, save_models: Callable[[], None] = lambda: None
+) -> Iterator[TrainingCheckpointer]:
+    """Collective. A scope for one loop; on exit it completes the current write. ``save_models``:
+    called with each checkpoint that is also pushed to the hub.
 
     Without ``output_dir``, or with ``save_steps`` 0, nothing is saved and signals end the process.
     """
@@ -143,7 +140,7 @@ def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer
         stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
     )
     with listening as request:
-        checkpointer = TrainingCheckpointer(config, checkpoints, request)
+        checkpointer = TrainingCheckpointer(config, checkpoints, request, save_models)
         try:
             yield checkpointer
         except RewardError:  # raised on all ranks; other errors may be of one rank only

@@ -4,7 +4,6 @@ warning: the models are on disk.
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -24,7 +23,6 @@ logger = logging.getLogger("dschat")
 _FILES = [f"*{end}" for end in (*OF_MODEL, CARD, CHECKSUMS)]
 _OTHERS = ["checkpoints/*", "tensorboard/*", "wandb/*"]  # in a folder that is also a run's
 _api = HfApi()
-_running: dict[str, "Future[None]"] = {}  # pushes by output folder, on rank 0
 
 
 def check_hub(config: CommonConfig) -> None:
@@ -45,38 +43,28 @@ def check_hub(config: CommonConfig) -> None:
             "out and push the saved model later: hf upload"
         ) from None
     owners = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
-    role = user.get("auth", {}).get("accessToken", {}).get("role")
+    can_write = user.get("auth", {}).get("accessToken", {}).get("role") != "read"
     require(
-        owner in ("", *owners) and role != "read",
-        f"{where}: a token of {user['name']} that can {'only read' if role == 'read' else 'not'} "
-        f"write there; use one that can, or a repository of {' or '.join(owners)}",
+        owner in ("", *owners) and can_write,
+        f"{where}: the token of {user['name']} cannot write there; use one with write access, or a "
+        f"repository of {' or '.join(owners)}",
     )
 
 
-def is_pushing(config: CommonConfig) -> bool:
-    """Collective. Whether an earlier push is still under way."""
-    push = _running.get(str(config.output_dir))
-    return bool(dist.max_int(push is not None and not push.done()))
-
-
 def publish(config: CommonConfig, waits: bool = True) -> None:
-    """On rank 0, write the cards of the saved models and push them where ``push_to_hub`` is set.
-
-    ``waits``: for this push and an earlier one; else it goes on in the background.
+    """On rank 0, write the cards of the saved models and push them where ``push_to_hub`` is set, in
+    the background unless it ``waits``. Pushes follow each other.
     """
     if not dist.is_main_process():
         return
-    folder = str(config.output_dir)
-    models = [Path(folder, name) for name in ("", *PRODUCTS) if Path(folder, name, CONFIG).exists()]
+    places = [Path(str(config.output_dir), name) for name in ("", *PRODUCTS)]
+    models = [folder for folder in places if (folder / CONFIG).exists()]
     for model in models:
         write_card(model, config)
-    if not config.push_to_hub:
-        return
-    if earlier := _running.pop(folder, None):
-        earlier.result()
-    push = _running[folder] = _api.run_as_future(_push, config, models)
-    if waits:
-        push.result()
+    if config.push_to_hub:
+        push = _api.run_as_future(_push, config, models)
+        if waits:
+            push.result()
 
 
 def _push(config: CommonConfig, models: Sequence[Path]) -> None:

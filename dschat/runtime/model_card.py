@@ -24,93 +24,83 @@ from dschat.startup.files import replace_file
 
 CARD = "README.md"
 _MARK = "<!-- Written by dschat, with every save; without this line it is yours, and stays. -->"
-_NO_CLASS = """
-The usual form, a backbone and a linear `score` of its last hidden state, for a family of which
-transformers has no such class. dschat loads it (`--reward-model`, or
-`dschat.models.load.load_score_backbone`). Anywhere else: the backbone by `AutoModel`, and
-`score.weight` of `model.safetensors`; a text's score is that of its last token.
-"""
+_NO_CLASS = (
+    "",
+    "A backbone and a linear `score` of its last hidden state, the usual form, for a family of",
+    "which transformers has no such class: dschat loads it (`--reward-model`). Anywhere else: the",
+    "backbone by `AutoModel`, and `score.weight` of `model.safetensors`; a text's score is that of",
+    "its last token.",
+)
 
 
 def write_card(folder: Path, config: CommonConfig) -> None:
     """Write the cards of the model in ``folder`` and of its adapter, on rank 0."""
-    if not dist.is_main_process():
-        return
-    for place in (folder, folder / "adapter"):
-        path = place / CARD
-        is_users = path.exists() and _MARK not in path.read_text("utf-8", "replace")
-        if place.is_dir() and not is_users:
-            replace_file(path, str(_card(place, config)))
+    for place in (folder, folder / "adapter") if dist.is_main_process() else ():
+        card = place / CARD
+        if place.is_dir() and (not card.exists() or _MARK in card.read_text("utf-8", "replace")):
+            replace_file(card, _text(place, config))
 
 
-def _card(folder: Path, config: CommonConfig) -> ModelCard:
+def _text(folder: Path, config: CommonConfig) -> str:
     is_adapter = folder.name == "adapter"
-    command, method, base = _recipe(config)
     part = (folder.parent if is_adapter else folder).name
-    if part not in ("critic", "actor_best", "actor_ema") or not isinstance(config, RLHFConfig):
+    command, method, base = "sft", "sft", getattr(config, "model_name_or_path", "")
+    if isinstance(config, RewardConfig):
+        command, method = "reward", config.loss if config.trains_policy else "reward-model"
+    if isinstance(config, RLHFConfig):
+        command, base = "rlhf", config.actor_model_name_or_path
+        method = "ppo" if config.has_critic else config.advantage_estimator.rpartition(":")[2]
+    if not isinstance(config, RLHFConfig) or part not in ("critic", "actor_best", "actor_ema"):
         part = "model"
     elif part == "critic":
         base = config.critic_model_name_or_path
-    is_score = part == "critic" or method == "reward model"
-    datasets = [name.partition(":")[0] for name in config.data_path]
+    is_score = part == "critic" or method == "reward-model"
+    datasets = [_on_hub(name.partition(":")[0]) for name in config.data_path]
     data = ModelCardData(
-        base_model=_hub_base(base),
+        base_model=_on_hub(base),
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if is_score else "text-generation",
-        tags=["dschat", method.replace(" ", "-"), *(["lora"] if is_adapter else [])],
-        datasets=list(filter(_is_on_hub, datasets)) or None,
+        tags=["dschat", method, *(["lora"] if is_adapter else [])],
+        datasets=[name for name in datasets if name] or None,
     )
     lines = [
         *("---", data.to_yaml().rstrip(), "---", _MARK, "", f"# {Path(base).name}, {method}", ""),
         f"The {'adapter of the ' if is_adapter else ''}{part} of {method}, trained from {base} on "
         f"{', '.join(config.data_path)} by dschat {__version__}.",
-        *(_no_class(folder).splitlines()),
-        *("", "## Command", "", "```sh", command, "```", ""),
+        *(_NO_CLASS if _lacks_class(folder) else ""),
+        *("", "## Command", "", "```sh", f"dschat {command}{_flags(config)}", "```", ""),
         *(_metrics(config) if part == "model" else ()),
         *("## Versions", "", ", ".join(f"{k} {v}" for k, v in versions().items()), ""),
     ]
-    return ModelCard("\n".join(lines))
+    return "\n".join(lines)
 
 
-def _recipe(config: CommonConfig) -> tuple[str, str, str]:
-    """The command, with the flags that are not at their defaults; the method; the base model."""
-    default = dataclasses.asdict(type(config)())
-    given = {
-        f.name: value
-        for f in dataclasses.fields(config)
-        if f.metadata.get("affects") not in ("log", "place")
-        and (value := getattr(config, f.name)) != default[f.name]
-    }
-    flags = [shlex.join(parser.to_flags({name: value})) for name, value in given.items()]
-    command, method, base = "sft", "sft", getattr(config, "model_name_or_path", "")
-    if isinstance(config, RewardConfig):
-        command, method = "reward", config.loss if config.trains_policy else "reward model"
-    if isinstance(config, RLHFConfig):
-        command, base = "rlhf", config.actor_model_name_or_path
-        method = "ppo" if config.has_critic else config.advantage_estimator.rpartition(":")[2]
-    return " \\\n    ".join([f"dschat {command}", *flags]), method, base
+def _flags(config: CommonConfig) -> str:
+    """The flags of the result that are not at their defaults, each on a line."""
+    default, text = type(config)(), ""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        counts = f.metadata.get("affects") not in ("log", "place")
+        if counts and value != getattr(default, f.name):
+            text += " \\\n    " + shlex.join(parser.to_flags({f.name: value}))
+    return text
 
 
-def _is_on_hub(name: str) -> bool:
-    return bool(name) and not looks_like_file(name) and not name.startswith("builtin/")
+def _on_hub(name: str) -> Any:
+    """The hub's name of a model or data set, for a local folder that of its card; None without."""
+    if os.path.isfile(card := os.path.join(name, CARD)):
+        return ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
+    is_local = not name or looks_like_file(name) or name.startswith("builtin/")
+    return None if is_local else name
 
 
-def _hub_base(name: str) -> Any:
-    """The hub's model that ``name`` is, or that the card in a local folder goes back to."""
-    card = Path(name, CARD)
-    if os.path.isfile(card):
-        text = card.read_text("utf-8", "replace")
-        return ModelCard(text, ignore_metadata_errors=True).data.get("base_model")
-    return name if _is_on_hub(name) else None
-
-
-def _no_class(folder: Path) -> str:
-    """A note where transformers has no class for the model, as `score_class` made it."""
+def _lacks_class(folder: Path) -> bool:
+    """Whether transformers has no class for the model, so that `score_class` made it."""
     path = folder / CONFIG
     saved = json.loads(path.read_text("utf-8")) if path.exists() else {}
     name = (saved.get("architectures") or [""])[0]
-    is_made = name.endswith("ForSequenceClassification") and not hasattr(transformers, name)
-    return _NO_CLASS if is_made and "auto_map" not in saved else ""
+    is_score = name.endswith("ForSequenceClassification") and "auto_map" not in saved
+    return is_score and not hasattr(transformers, name)
 
 
 def _metrics(config: CommonConfig) -> list[str]:

@@ -126,7 +126,7 @@ def train(
     def restore(values: dict[str, Any]) -> None:
         steps.position, skipped.in_a_row = values["step"], values["bad"]
 
-    with training_checkpointer(config) as checkpointer:
+    with training_checkpointer(config, save) as checkpointer:
         values = checkpointer.begin(state(), total, restore)
         if values is None:
             metrics_log.begin()
@@ -158,7 +158,7 @@ def train(
                 logger.info(format_line(done, total, metrics, columns))
             if config.eval_steps and done % config.eval_steps == 0 and done < total:
                 evaluated(done)
-            checkpointer.after(done, state, done == total, save)
+            checkpointer.after(done, state, is_last=done == total)
         bar.close()
         skipped.require_some(any_applied=skipped.in_a_row < total)
         save()  # before an evaluation that may fail, or run out of memory

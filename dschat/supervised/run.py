@@ -1,11 +1,12 @@
 """Whole runs of steps 1 and 2: checks, model, loop, checkpoints, evaluation, the saved model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig, SFTConfig
+from dschat.data.batches import StepBatches
 from dschat.data.preference_rows import most_answers
 from dschat.data.tokenize import preference_dataset, sft_dataset
 from dschat.models.score_model import ScoreModel
@@ -28,7 +29,7 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
         UserError: before weights load, for a mistake in settings, names or data.
         TrainingStopped: after a checkpoint, where the run was asked to stop.
     """
-    output_dir = start_step(config, "output/step1_sft")
+    start_step(config, "output/step1_sft")
     call = Callbacks(config.callback or (), callbacks, config.on_callback_error)
     zero = zero_settings(config)
 
@@ -39,34 +40,17 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     batches = setup.step_batches(config, *tables)
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)
-    num_steps = loop.num_total_steps(config, batches[0])
-    engine = setup.build_engine(model, config, zero, num_steps)
+    engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
     task = tasks.SFTTask()
     setup.settle_micro_batches(config, engine, task, *batches)
-
-    # Loop, and save.
-    metrics_log = setup.claim_output(config)
-    gold = GoldEvaluation(
-        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
-    )
-    gold.log(metrics_log, 0)
-    save = partial(setup.save, engine, config, files)
-    loop.train(engine, task, config, *batches, metrics_log, save, call)
-    gold.log(metrics_log, num_steps)
-    call("on_end", engine)
-    metrics_log.close()
-    mark_complete(output_dir)
-    publish(config)
-    return engine
+    return _trained(config, engine, task, batches, files, call, not zero.shards_parameters)
 
 
 def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Train a reward model, or with a policy loss a policy, on answers that were
     compared, and save it; returns DeepSpeed's engine. Raises as `train_sft` does.
     """
-    output_dir = start_step(
-        config, "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
-    )
+    start_step(config, "output/step3_rlhf" if config.trains_policy else "output/step2_reward")
     call = Callbacks(config.callback or (), callbacks, config.on_callback_error)
     zero = zero_settings(config)
 
@@ -77,11 +61,7 @@ def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) ->
 
     # Weights, loop and save, by what is trained.
     train = _train_policy if config.trains_policy else _train_reward_model
-    engine = train(config, zero, base, tables, call)
-    call("on_end", engine)
-    mark_complete(output_dir)
-    publish(config)
-    return engine
+    return train(config, zero, base, tables, call)
 
 
 def _train_reward_model(
@@ -106,39 +86,55 @@ def _train_reward_model(
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
     task = tasks.RewardTask(most_answers(*tables))
     setup.settle_micro_batches(config, engine, task, *batches)
-
-    # Loop, and save.
-    metrics_log = setup.claim_output(config)
-    save = partial(setup.save, engine, config, files)
-    loop.train(engine, task, config, *batches, metrics_log, save, call)
-    metrics_log.close()
-    return engine
+    return _trained(config, engine, task, batches, files, call)
 
 
 def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call: Callbacks) -> Any:
     """Train the policy on the pairs against a frozen reference; saved where step 3 would save."""
     tables = preference.as_pairs(config, *tables)
     batches = setup.step_batches(config, *tables)
-    num_steps = loop.num_total_steps(config, batches[0])
     load = partial(setup.load_policy, config, base)
     model = load(zero, config.dropout or 0.0)
     files = setup.policy_files(config, base, model)
-    engine = setup.build_engine(model, config, zero, num_steps)
+    engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
     setup.settle_micro_batches(config, engine, task, *batches)
 
-    # Loop, and save.
-    metrics_log = setup.claim_output(config)
-    if config.precompute_ref_logprobs:
-        for table in tables:
+    def precompute() -> None:
+        for table in tables if config.precompute_ref_logprobs else ():
             task.precompute(engine, table, batches[1].size)
-    gold = GoldEvaluation(
-        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
-    )
+
+    is_whole = not zero.shards_parameters
+    return _trained(config, engine, task, batches, files, call, is_whole, precompute)
+
+
+def _trained(
+    config: SFTConfig | RewardConfig,
+    engine: Any,
+    task: tasks.Task,
+    batches: tuple[StepBatches, StepBatches],
+    files: setup.HubFiles,
+    call: Callbacks,
+    generates: bool = False,
+    before: Callable[[], None] = lambda: None,
+) -> Any:
+    """Collective. Run the loop, save the model and finish the step; returns ``engine``.
+
+    ``generates``: the model can, for the gold score. ``before``: called once the output folder is
+    claimed.
+    """
+    metrics_log = setup.claim_output(config)
+    before()
+    gold = GoldEvaluation(unwrap(engine), files.tokenizer, files.stop_ids, config, not generates)
     gold.log(metrics_log, 0)
-    save = partial(setup.save, engine, config, files, subfolder="actor")
+    subfolder = "actor" if isinstance(task, preference.PreferenceTask) else ""
+    save = partial(setup.save, engine, config, files, subfolder)
     loop.train(engine, task, config, *batches, metrics_log, save, call)
-    gold.log(metrics_log, num_steps)
+    gold.log(metrics_log, loop.num_total_steps(config, batches[0]))
+    call("on_end", engine)
     metrics_log.close()
+    assert config.output_dir is not None
+    mark_complete(config.output_dir)
+    publish(config)
     return engine

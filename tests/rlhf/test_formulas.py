@@ -88,12 +88,16 @@ def test_an_iteration_by_functions_of_a_file(mine, models_folder):
     ("find", "name", "words"),
     [
         (group_estimator, "few", r"a function of \(scores, group_ids, stats\)$"),
-        (group_estimator, "one", "must return a tensor with an advantage for each of the scores"),
+        (group_estimator, "one", r"must return a tensor of shape \[4\]; see grpo_advantages"),
         (group_estimator, "broken", "raised AttributeError: .*; fix it$"),
         (group_estimator, "absent", "not found: mine.py has no absent"),
-        (policy_loss, "without_weights", r"\(logprobs, .*, answer_mask, cliprange, \*, weights\)$"),
-        (policy_loss, "mean_alone", "must return the sum of the losses"),
-        (policy_loss, "without_gradient", "a tensor with a gradient"),
+        (policy_loss, "without_weights", r"\(logprobs, .*, answer_mask, cliprange, weights\)$"),
+        (
+            policy_loss,
+            "mean_alone",
+            r"must return a tensor of shape \[\] with a gradient and a dict; ",
+        ),
+        (policy_loss, "without_gradient", "must return a tensor .* with a gradient"),
     ],
 )
 def test_what_does_not_fit_is_refused(mine, find, name, words):
