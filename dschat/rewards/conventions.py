@@ -14,7 +14,6 @@ from typing import Any
 
 _VERL = {"data_source", "solution_str", "ground_truth"}
 _OPENRLHF = ["queries", "prompts", "labels"]
-OF_THE_RUN = ("trainer_state", "log_metric", "log_extra")  # TRL's
 
 Column = Sequence[Any] | None
 Calls = list[dict[str, Any]]  # the arguments of each call
@@ -115,6 +114,15 @@ class Logs:
     def __init__(self) -> None:
         self.trainer_state = SimpleNamespace(global_step=0, max_steps=0)
         self.clear()
+
+    def arguments(self, accepted: Mapping[str, inspect.Parameter], can_log: bool) -> dict[str, Any]:
+        """Those that a function with these parameters takes; one of TRL's takes all as
+        ``**kwargs``. ``can_log``: it does not run in another process.
+        """
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        takes_all = takes_any and "completions" in accepted
+        names = ("trainer_state", *(("log_metric", "log_extra") if can_log else ()))
+        return {name: getattr(self, name) for name in names if takes_all or name in accepted}
 
     def clear(self) -> None:
         self.metrics = defaultdict[str, list[float]](list)

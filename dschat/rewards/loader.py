@@ -15,7 +15,7 @@ import yaml
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
-from dschat.rewards.conventions import OF_THE_RUN, adapted, is_async
+from dschat.rewards.conventions import adapted, is_async
 from dschat.rewards.samples import GIVEN
 from dschat.user_code.calls import raised
 from dschat.user_code.imports import Recipe, load, portable
@@ -46,13 +46,6 @@ class RewardFunction:
     def is_async(self) -> bool:
         return is_async(self.function)
 
-    @property
-    def of_the_run(self) -> list[str]:
-        """Its parameters that TRL fills in; a function of TRL gets all of them in ``**kwargs``."""
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.accepted.values())
-        takes_all = takes_any and "completions" in self.accepted
-        return [name for name in OF_THE_RUN if takes_all or name in self.accepted]
-
     def recipe(self) -> tuple[Recipe, dict[str, Any]]:
         """What a worker process makes it of.
 
@@ -71,8 +64,7 @@ class RewardFunction:
         """
         chosen: dict[str, str] = {}
         for name, parameter in self.accepted.items():
-            is_unfilled = parameter.kind is parameter.VAR_POSITIONAL or name in self.bound
-            if is_unfilled or name in OF_THE_RUN:
+            if parameter.kind is parameter.VAR_POSITIONAL or name in self.bound:
                 continue
             if parameter.kind is parameter.VAR_KEYWORD:
                 rest = [c for c in (*GIVEN, *columns) if c not in chosen and c not in self.bound]

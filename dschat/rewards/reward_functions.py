@@ -44,6 +44,9 @@ class RewardFunctions:
         self._stateful = self._stateful_functions()
         self._states: dict[str, Any] = {}  # the last good ones of this rank
         self.logs = Logs()
+        for reward in self._functions:
+            can_log = reward.is_async or config.reward_pool != "process"
+            reward.bound = self.logs.arguments(reward.accepted, can_log) | reward.bound
         self._problem = ""
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
@@ -97,8 +100,8 @@ class RewardFunctions:
         ranks.
         """
         values = defaultdict[str, list[float]](list)
-        can_log = any("log_metric" in reward.of_the_run for reward in self._functions)
-        for metrics in dist.gather_objects(dict(self.logs.metrics)) if can_log else ():
+        can_log = any("log_metric" in reward.bound for reward in self._functions)
+        for metrics in dist.gather_objects(self.logs.metrics) if can_log else ():
             for name, of_rank in metrics.items():
                 values[name] += of_rank
         return {name: sum(of) / len(of) for name, of in values.items()}
@@ -178,7 +181,6 @@ class RewardFunctions:
         for reward in self._functions:
             function = _on_own_device(reward.function)
             place: tuple[Any, ...] = submit, num_parts
-            of_the_run = reward.of_the_run
             run: Callable[..., Values] = functools.partial(_in_thread, function)
             if reward.is_async:
                 run = functools.partial(_in_loop, self._closed_later(Loop()), function)
@@ -186,17 +188,9 @@ class RewardFunctions:
             elif pool == "process":
                 run = functools.partial(workers.call, plain.index(reward))
                 place = background, num_parts, workers.prepare
-                for name in set(of_the_run).intersection(reward.accepted) - {"trainer_state"}:
-                    raise UserError(
-                        f"{reward.label} takes {name}, which it cannot call from another process; "
-                        "pass --reward_pool thread"
-                    )
-                of_the_run = list({"trainer_state"}.intersection(of_the_run))
                 if reward.spec:  # a function that they unpickle is kept
                     reward.function = reward.target = None
-            source = FunctionSource(reward, run, config.reward_timeout_s, retries, *place)
-            source.given = {name: getattr(self.logs, name) for name in of_the_run}
-            sources.append(source)
+            sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
         return sources
@@ -224,7 +218,6 @@ class FunctionSource:
         self.name, self.label, self.weight = reward.name, reward.label, reward.weight
         self.overlaps = self.submit is not at_once
         self.takes_parts = self.num_parts > 1
-        self.given: dict[str, Any] = {}  # further arguments, the same ones for every call
 
     def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
         cuts = samples.cuts(1 if in_one_call else self.num_parts)
@@ -269,7 +262,7 @@ class FunctionSource:
         except UserError as error:
             raise MissingColumn(str(error)) from None
         # A copy: a function may change its arguments, and a retry needs the original ones.
-        kwargs = self.reward.bound | self.given | samples.part(0, len(samples)).arguments(sources)
+        kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
         own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
         return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))

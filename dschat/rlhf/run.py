@@ -19,7 +19,6 @@ from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
-from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
 from dschat.runtime.hub import publish
@@ -46,8 +45,8 @@ def train(
         TrainingStopped: after a checkpoint, where the run was asked to stop.
         FloatingPointError: see `DeepSpeedPPOTrainer.train_rlhf`.
     """
-    output_dir = start_step(args, "output/step3_rlhf")
-    call = Callbacks(args.callback or (), callbacks, args.on_callback_error)
+    call = start_step(args, "output/step3_rlhf", callbacks)
+    output_dir = str(args.output_dir)
     group_estimator(args.advantage_estimator)  # raises for a function that does not fit
     policy_loss(args.policy_loss)
     for model in args.deepspeed_models:

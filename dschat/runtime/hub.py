@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 import dschat.distributed as dist
@@ -35,12 +34,10 @@ def check_hub(config: CommonConfig) -> None:
     try:
         validate_repo_id(config.push_to_hub)
         user = _api.whoami()
-    except HFValidationError as error:
-        raise UserError(f"{where} is no name of a repository: {first_line(error)}") from None
     except Exception as error:
         raise UserError(
-            f"{where}: {first_line(error)}; run `hf auth login` or set HF_TOKEN, or leave the flag "
-            "out and push the saved model later: hf upload"
+            f"{where}: {first_line(error)}; name a repository as OWNER/NAME and log in by `hf auth "
+            "login`, or leave the flag out and push the saved model later: hf upload"
         ) from None
     owners = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
     can_write = user.get("auth", {}).get("accessToken", {}).get("role") != "read"

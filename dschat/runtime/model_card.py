@@ -76,12 +76,14 @@ def _text(folder: Path, config: CommonConfig) -> str:
 
 
 def _flags(config: CommonConfig) -> str:
-    """The flags of the result that are not at their defaults, each on a line."""
+    """The flags of the result that are not at their defaults, each on a line; no URL, which may
+    have a password.
+    """
     default, text = type(config)(), ""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         counts = f.metadata.get("affects") not in ("log", "place")
-        if counts and value != getattr(default, f.name):
+        if counts and f.name != "reward_url" and value != getattr(default, f.name):
             text += " \\\n    " + shlex.join(parser.to_flags({f.name: value}))
     return text
 

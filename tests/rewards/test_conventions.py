@@ -117,8 +117,9 @@ def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, file, poo
 
 
 def test_worker_processes_cannot_log(rewards, file):
-    with pytest.raises(UserError, match="shortness takes log_.*pass --reward_pool thread"):
-        rewards(reward_fn=[f"{file}:shortness"], reward_pool="process")
+    made = rewards(reward_fn=[f"{file}:shortness"], reward_pool="process", reward_workers=1)
+    with pytest.raises(UserError, match="needs the column log_metric, .*give log_metric a default"):
+        made.check_columns([])
 
 
 def test_coroutines_of_any_convention_are_awaited(rewards, samples, file):

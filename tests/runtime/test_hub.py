@@ -89,6 +89,7 @@ def test_a_step_is_pushed_with_cards(server, tmp_path):
         hub_private_repo=True,
         data_path=["Dahoas/rm-static:0.5", str(tmp_path / "mine.jsonl"), "builtin/chat"],
         seed=7,
+        reward_url="http://me:secret@host",
     )
     step_of(tmp_path / "out", config, actor=1, critic=1)
     hub.check_hub(config)
@@ -109,7 +110,7 @@ def test_a_step_is_pushed_with_cards(server, tmp_path):
     assert "| kl |" not in card.text
     for words in ("dschat rlhf \\\n", "--seed 7", "deepspeed 0."):
         assert words in card.text
-    for words in ("push_to_hub", "output_dir"):
+    for words in ("push_to_hub", "output_dir", "secret"):
         assert words not in card.text
     critic = ModelCard(server.files["critic/README.md"].decode())
     assert critic.data.base_model == "lab/reward"
@@ -142,7 +143,11 @@ def test_a_push_that_fails_is_a_warning(server, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("repo", "user", "words"),
     [
-        ("ann/ch at", USER, "--push_to_hub ann/ch at is no name of a repository: "),
+        (
+            "ann/ch at",
+            USER,
+            "--push_to_hub ann/ch at: Repo id must .*; name a repository as OWNER/",
+        ),
         ("bob/chat", USER, "the token of ann cannot write there; .* of ann or lab"),
         (
             "ann/chat",
