@@ -11,25 +11,20 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
 import dschat.distributed as dist
 from dschat import __version__
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, parser
 from dschat.data.sources.resolve import looks_like_file
-from dschat.models.checkpoint_files import CONFIG
 from dschat.observability.metrics_log import METRICS, versions
 from dschat.startup.files import replace_file
 
 CARD = "README.md"
 _MARK = "<!-- Written by dschat, with every save; without this line it is yours, and stays. -->"
-_NO_CLASS = (
-    "",
-    "A backbone and a linear `score` of its last hidden state, the usual form, for a family of",
-    "which transformers has no such class: dschat loads it (`--reward-model`). Anywhere else: the",
-    "backbone by `AutoModel`, and `score.weight` of `model.safetensors`; a text's score is that of",
-    "its last token.",
+_OF_A_SCORE = (
+    " The score of a text is that of its last token. Where transformers has no class for the family"
+    ": `AutoModel` loads the backbone, `score.weight` of `model.safetensors` is the linear head."
 )
 
 
@@ -66,8 +61,7 @@ def _text(folder: Path, config: CommonConfig) -> str:
     lines = [
         *("---", data.to_yaml().rstrip(), "---", _MARK, "", f"# {Path(base).name}, {method}", ""),
         f"The {'adapter of the ' if is_adapter else ''}{part} of {method}, trained from {base} on "
-        f"{', '.join(config.data_path)} by dschat {__version__}.",
-        *(_NO_CLASS if _lacks_class(folder) else ""),
+        f"{', '.join(config.data_path)} by dschat {__version__}.{_OF_A_SCORE * is_score}",
         *("", "## Command", "", "```sh", f"dschat {command}{_flags(config)}", "```", ""),
         *(_metrics(config) if part == "model" else ()),
         *("## Versions", "", ", ".join(f"{k} {v}" for k, v in versions().items()), ""),
@@ -94,15 +88,6 @@ def _on_hub(name: str) -> Any:
         return ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
     is_local = not name or looks_like_file(name) or name.startswith("builtin/")
     return None if is_local else name
-
-
-def _lacks_class(folder: Path) -> bool:
-    """Whether transformers has no class for the model, so that `score_class` made it."""
-    path = folder / CONFIG
-    saved = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    name = (saved.get("architectures") or [""])[0]
-    is_score = name.endswith("ForSequenceClassification") and "auto_map" not in saved
-    return is_score and not hasattr(transformers, name)
 
 
 def _metrics(config: CommonConfig) -> list[str]:

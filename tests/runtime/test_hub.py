@@ -116,6 +116,8 @@ def test_a_step_is_pushed_with_cards(server, tmp_path):
     assert critic.data.base_model == "lab/reward"
     assert critic.data.pipeline_tag == "text-classification"
     assert "score |" not in critic.text
+    assert "`AutoModel` loads the backbone" in critic.text
+    assert "AutoModel" not in card.text
 
 
 def test_a_run_s_other_files_are_not_pushed(server, tmp_path):
@@ -188,18 +190,6 @@ def test_the_hub_s_base_is_found_through_local_folders(tmp_path):
     write_card(tmp_path / "dpo" / "actor", config)
     card = ModelCard((tmp_path / "dpo" / "actor" / "README.md").read_text())
     assert (card.data.base_model, card.data.tags) == ("facebook/opt-125m", ["dschat", "dpo"])
-
-
-def test_a_family_without_a_class_is_explained(tmp_path):
-    config = step_of(tmp_path, RewardConfig(), root=1)
-    for name, is_known in (("LlamaForSequenceClassification", True), ("BloFor", True)):
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-        write_card(tmp_path, config)
-        assert ("no such class" not in (tmp_path / "README.md").read_text()) == is_known
-    made = {"architectures": ["NewForSequenceClassification"]}
-    (tmp_path / "config.json").write_text(json.dumps(made))
-    write_card(tmp_path, config)
-    assert "transformers has no such class" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("strategy", "saves"), [("end", 0), ("every_save", 2)])
