@@ -8,6 +8,7 @@ evaluation and saved models. Settings are the flags of the step, as keywords or 
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from importlib import import_module
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
@@ -34,7 +35,9 @@ class _Trainer:
 
     config_class: ClassVar[type[CommonConfig]]
     model_flag: ClassVar[str] = "model_name_or_path"
+    runs: ClassVar[str]  # the function, imported when it is called
     defaults: ClassVar[dict[str, Any]] = {}
+    _objects: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -70,18 +73,15 @@ class _Trainer:
             UserError: before weights load, for a mistake in settings, names or data.
             TrainingStopped: after a checkpoint, where the run was asked to stop.
         """
-        raise NotImplementedError
+        module, _, name = self.runs.partition(":")
+        return getattr(import_module(module), name)(self.config, *self._objects, self._callbacks)
 
 
 class SFTTrainer(_Trainer):
     """Step 1: fine-tunes ``model`` on demonstrations."""
 
     config_class = SFTConfig
-
-    def train(self) -> Any:
-        from dschat.supervised.run import train_sft
-
-        return train_sft(self.config, self._callbacks)
+    runs = "dschat.supervised.run:train_sft"
 
 
 class RewardTrainer(_Trainer):
@@ -90,11 +90,7 @@ class RewardTrainer(_Trainer):
     """
 
     config_class = RewardConfig
-
-    def train(self) -> Any:
-        from dschat.supervised.run import train_on_preferences
-
-        return train_on_preferences(self.config, self._callbacks)
+    runs = "dschat.supervised.run:train_on_preferences"
 
 
 class DPOTrainer(RewardTrainer):
@@ -113,6 +109,7 @@ class PPOTrainer(_Trainer):
     """
 
     config_class = RLHFConfig
+    runs = "dschat.rlhf.run:train"
     model_flag = "actor_model_name_or_path"
 
     def __init__(
@@ -137,11 +134,6 @@ class PPOTrainer(_Trainer):
             scores_with_objects = bool(len(self._objects[0]) or self._objects[1] is not None)
 
         return (Config if Config.scores_with_objects else RLHFConfig)(**values)
-
-    def train(self) -> Any:
-        from dschat.rlhf.run import train
-
-        return train(self.config, *self._objects, self._callbacks)
 
 
 class GRPOTrainer(PPOTrainer):
