@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def _flags(config: CommonConfig) -> str:
 def _on_hub(name: str) -> Any:
     """The hub's name of a model or data set, for a local folder that of its card; None without."""
     if os.path.isfile(card := os.path.join(name, CARD)):
-        return ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
+        with suppress(Exception):  # a user's card may be anything
+            return ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
+        return None
     is_local = not name or looks_like_file(name) or name.startswith("builtin/")
     return None if is_local else name
 
@@ -94,7 +97,7 @@ def _metrics(config: CommonConfig) -> list[str]:
     """A table of the first and the last evaluation of the run."""
     log = Path(config.output_dir or "", METRICS)
     values = defaultdict[str, list[float]](list)
-    for line in log.read_text("utf-8").splitlines() if log.exists() else ():
+    for line in log.read_text("utf-8").splitlines() if config.output_dir and log.exists() else ():
         for name, value in json.loads(line).items():
             if name.startswith("eval/") and value is not None:
                 values[name.removeprefix("eval/")].append(value)

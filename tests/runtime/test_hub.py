@@ -190,6 +190,18 @@ def test_the_hub_s_base_is_found_through_local_folders(tmp_path):
     write_card(tmp_path / "dpo" / "actor", config)
     card = ModelCard((tmp_path / "dpo" / "actor" / "README.md").read_text())
     assert (card.data.base_model, card.data.tags) == ("facebook/opt-125m", ["dschat", "dpo"])
+    (tmp_path / "sft" / "README.md").write_text("---\na: [\n---\nmine")
+    write_card(tmp_path / "dpo" / "actor", config)
+    card = ModelCard((tmp_path / "dpo" / "actor" / "README.md").read_text())
+    assert card.data.base_model is None
+
+
+def test_a_notebook_s_card_has_no_metrics_of_others(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    step_of(tmp_path, config := SFTConfig(), root=1)
+    config.output_dir = None
+    write_card(tmp_path, config)
+    assert "Metrics" not in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("strategy", "saves"), [("end", 0), ("every_save", 2)])
