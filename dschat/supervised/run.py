@@ -40,9 +40,8 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
-    task = tasks.SFTTask()
-    setup.settle_micro_batches(config, engine, task, *batches)
-    return _trained(config, engine, task, batches, files, call, not zero.shards_parameters)
+    is_whole = not zero.shards_parameters
+    return _trained(config, engine, tasks.SFTTask(), batches, files, call, is_whole)
 
 
 def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) -> Any:
@@ -84,7 +83,6 @@ def _train_reward_model(
     files = setup.HubFiles(model.config, base.tokenizer, ends)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
     task = tasks.RewardTask(most_answers(*tables))
-    setup.settle_micro_batches(config, engine, task, *batches)
     return _trained(config, engine, task, batches, files, call)
 
 
@@ -98,7 +96,6 @@ def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call:
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
-    setup.settle_micro_batches(config, engine, task, *batches)
 
     def precompute() -> None:
         for table in tables if config.precompute_ref_logprobs else ():
@@ -123,6 +120,7 @@ def _trained(
     ``generates``: the model can, for the gold score. ``before``: called once the output folder is
     claimed.
     """
+    setup.settle_micro_batches(config, engine, task, *batches)
     metrics_log = setup.claim_output(config)
     before()
     gold = GoldEvaluation(unwrap(engine), files.tokenizer, files.stop_ids, config, not generates)
