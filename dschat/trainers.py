@@ -7,12 +7,12 @@ evaluation and saved models. Settings are the flags of the step, as keywords or 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
-from dschat.config.fields import require_types
+from dschat.config.fields import changed, require_types
 
 
 class _Trainer:
@@ -54,7 +54,8 @@ class _Trainer:
             if name not in known:
                 hint = renamed.hint(name, known)
                 raise UserError(f"{type(self).__name__}: no setting is called {name}{hint}")
-        given = {} if args is None else asdict(self.config_class.from_namespace(args))
+        config = None if args is None else self.config_class.from_namespace(args)
+        given = {} if config is None else changed(config)
         values = self.defaults | given | flags | {self.model_flag: str(model)}
         if data is not None:
             values["data_path"] = [data] if isinstance(data, str) else [str(d) for d in data]

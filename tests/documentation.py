@@ -12,7 +12,10 @@ from dschat.offline.flags import EvalConfig, GenerateConfig
 from dschat.serving.flags import ServeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {
+    path.relative_to(ROOT / "docs").as_posix(): path.read_text()
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+}
 CONFIGS = {n: step.config_class for n, step in recipe.STEPS.items()}
 FLAGS = {n: parser.flag_names(config) for n, config in CONFIGS.items()}
 COMMANDS = {

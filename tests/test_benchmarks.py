@@ -92,7 +92,7 @@ def test_kernels_by_hand(monkeypatch, capsys):
     ],
 )
 def test_the_floors_of_the_page(name, rows, expected, per_token):
-    """Of docs/gpu.md: bytes of weights a step, and floors at 4.3 and at 3.0 TB/s."""
+    """Of docs/lab/gpu.md: bytes of weights a step, and floors at 4.3 and at 3.0 TB/s."""
     from gpu_cases import CASES
     from gpu_floor import Rates, floor_ms, kv_bytes_per_token, weight_bytes
     from rollout_workloads import MODELS
@@ -101,7 +101,7 @@ def test_the_floors_of_the_page(name, rows, expected, per_token):
     assert case.prompts == rows
     assert weight_bytes(config, rows, torch.bfloat16) == expected
     assert kv_bytes_per_token(config, torch.bfloat16) == per_token
-    lines = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "lab" / "gpu.md").read_text().splitlines()
     (row,) = (x for x in lines if re.match(rf"\| `{name}` .* [\d.,]+ ms \|$", x) and " GB " in x)
     gigabytes, *cells = [cell.strip() for cell in row.strip("|").split("|")][-3:]
     assert gigabytes == f"{expected / 1e9:.3g} GB"

@@ -31,7 +31,7 @@ from test_from_deepspeed_chat import DS_CHAT_FLAGS
 
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
-from dschat.config import parser
+from dschat.config import RLHFConfig, parser
 from dschat.data import __main__
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
@@ -66,6 +66,8 @@ def workplace(tmp_path, own_cache, monkeypatch):
     Path("my_preferences.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     questions = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(12)]
     Path("my_questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    verbs = [{"question": f"What of {i}?", "answer": "a", "accepted": ["a"]} for i in range(12)]
+    Path("verbs.jsonl").write_text("\n".join(map(json.dumps, verbs)))
     lines = ["prompt,chosen,rejected", *(",".join(row.values()) for row in pairs)]
     Path("more.csv").write_text("\n".join(lines))
     lines = ["question.text,best,worst", *lines[1:]]
@@ -184,12 +186,27 @@ def test_flags_exist(name):
 
 @each_page
 def test_links_and_paths_resolve(name):
-    page, here = text_of(name), ROOT / "docs" if name in PAGES else ROOT
+    page, here = text_of(name), (ROOT / "docs" / name).parent if name in PAGES else ROOT
     links = [link for link in re.findall(r"\]\(([^)#]+)", page) if "://" not in link]
     assert [link for link in links if not (here / link).exists()] == []
     folders = r"(dschat|tests|training|docs|step[123]_\w+)/[\w./-]*"
     paths = [code for code in inline(page) if re.fullmatch(folders, code)]
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def anchors(page: str) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_to_headings_resolve(name):
+    here = (ROOT / "docs" / name).parent if name in PAGES else ROOT
+    links = re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", text_of(name))
+    own = (here / Path(name).name) if name in PAGES else ROOT / name
+    targets = [((here / page) if page else own, anchor) for page, anchor in links]
+    assert [at for at in targets if at[1] not in anchors(at[0].read_text())] == []
 
 
 @each_page
@@ -215,7 +232,7 @@ OTHERS = {"DSCHAT_LAUNCHED_BY", "DSCHAT_API_KEYS"}  # of the launcher, and of `d
 
 
 def test_environment_variables_are_those_of_the_code():
-    named = set(re.findall(r"^\| (DSCHAT_\w+)", PAGES["gpu.md"], re.M))
+    named = set(re.findall(r"^\| (DSCHAT_\w+)", PAGES["lab/gpu.md"], re.M))
     code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
     assert named == set(re.findall(r"DSCHAT_[A-Z_]+", code)) - OTHERS
 
@@ -228,6 +245,67 @@ def test_pages_are_wrapped_and_their_tables_whole():
         assert [line for line in prose if len(line) > 120] == [], name
         for table in re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE):
             assert re.fullmatch(r"(\|---)+\|", table.splitlines()[1]), f"{name}: {table}"
+
+
+# -- the README's picture
+
+
+def test_the_picture_shows_what_was_measured():
+    """docs/gold.svg, against the row of its seed in lab/measured.md."""
+    svg = (ROOT / "docs" / "gold.svg").read_text()
+    (row,) = (
+        cells
+        for cells in tables(PAGES["lab/measured.md"], "PPO, labels shuffled")
+        if cells[0] == "1234"
+    )
+    sft, ppo, average, control = (float(row[i].strip("*")) for i in (3, 4, 5, 7))
+    for label, measured in (
+        ("SFT alone", sft),
+        ("PPO", ppo),
+        ("its moving average", average),
+        ("control", control),
+    ):
+        assert f">{label}: {measured:.3f}<" in svg
+    curve = re.search(r'class="ppo" d="M(.*?)"', svg)[1].split(" L")
+    first, last = (1 - 0.6 * (float(curve[i].split()[1]) - 62) / 200 for i in (0, -1))
+    assert (first, last) == pytest.approx((sft, ppo), abs=0.002)
+
+
+# -- grpo-on-your-data.md
+
+
+def test_its_reward_function_and_its_call_work(tmp_path, monkeypatch):
+    """On the rows that it shows; the settings of the call are those of its command."""
+    page = PAGES["grpo-on-your-data.md"]
+    _, reward, call = blocks(page, "python")
+    (tmp_path / "my_reward.py").write_text(reward)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [json.loads(line) for block in blocks(page, "json") for line in block.splitlines()]
+    accepted_form = import_module("my_reward").accepted_form
+    accepted = [row["accepted"] for row in rows]
+    assert accepted_form(["golfed ", "lighted"], accepted) == [1, 1]
+    assert accepted_form(["golf", ""], accepted) == [0, 0]
+    made = {}
+    exec(
+        call.replace("GRPOTrainer(\n", "made['trainer'] = GRPOTrainer(\n").replace(
+            ").train()", ")"
+        ),
+        {"made": made},
+    )
+    command = next(words for words in commands() if "my_reward.py:accepted_form" in words)
+    wanted = parser.parse(RLHFConfig, command[2:])
+    for flag in (
+        "actor_model_name_or_path",
+        "data_path",
+        "data_split",
+        "advantage_estimator",
+        "actor_learning_rate",
+        "kl_coef",
+        "max_answer_seq_len",
+        "max_steps",
+        "num_samples_per_prompt",
+    ):
+        assert getattr(made["trainer"].config, flag) == getattr(wanted, flag), flag
 
 
 # -- data.md

@@ -9,7 +9,15 @@ import pytest
 from forked import ROOT
 from safetensors.numpy import load_file
 
-from dschat import DPOTrainer, GRPOTrainer, PPOTrainer, SFTConfig, SFTTrainer, UserError
+from dschat import (
+    DPOTrainer,
+    GRPOTrainer,
+    PPOTrainer,
+    RLHFConfig,
+    SFTConfig,
+    SFTTrainer,
+    UserError,
+)
 
 REWARD = '''
 class Log:
@@ -93,6 +101,15 @@ def test_the_same_as_the_command(name, tmp_path):
     iteration = ["on_rollout", "on_step"] if name == "GRPOTrainer" else ["on_step"]
     events = ["on_evaluate", *iteration, *iteration, "on_save", "on_evaluate", "on_end"]
     assert (tmp_path / "events").read_text().split() == events
+
+
+def test_defaults_of_args_are_no_settings():
+    def estimator(**changed):
+        config = GRPOTrainer("m", reward_fns=[len], args=RLHFConfig(**changed)).config
+        return config.advantage_estimator, config.num_samples_per_prompt, config.seed
+
+    assert estimator(seed=5) == ("grpo", 8, 5)
+    assert estimator(advantage_estimator="rloo", num_samples_per_prompt=4) == ("rloo", 4, 1234)
 
 
 def test_settings():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.config.data import TemplateConfig
 from dschat.config.fields import flag, require_types
 from dschat.inference.protocol import SamplingParams
 
@@ -27,7 +28,7 @@ PAGE_SIZE = 16  # the next turn computes at most one page of the conversation ag
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(TemplateConfig):
     """Talk to a trained model: turn by turn on a terminal, one prompt per line through a pipe."""
 
     path: str = flag(
@@ -88,7 +89,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     from dschat.chat.model import Model
     from dschat.chat.session import Chat, check_system
 
-    model = Model.find(config.path, config.dtype, config.trust_remote_code)
+    model = Model.find(config.path, config.dtype, config.trust_remote_code, **config.template_flags)
     # The bytes as typed: in an ASCII locale Python decodes other characters to lone surrogates.
     system = config.system and os.fsencode(config.system).decode("utf-8", "replace")
     check_system(model.tokenizer, system)

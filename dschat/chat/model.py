@@ -2,17 +2,20 @@
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import FLAG, present
 from dschat.config import UserError
-from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel
 from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.model.module_decoder import page
+from dschat.inference.module_engine import module_engine
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.row_length import num_positions
 from dschat.models.tokenizer import stop_ids
@@ -39,15 +42,17 @@ class Model:
     dtype: torch.dtype
 
     @classmethod
-    def find(cls, path: str, dtype: str, trust_remote_code: bool = False) -> "Model":
+    def find(cls, path: str, dtype: str, trust_remote_code: bool = False, **flags: Any) -> "Model":
         """Check ``path`` by its configuration, tokenizer and list of weights.
+
+        ``flags``: of its tokenizer, see `complete_tokenizer`.
 
         Raises:
             UserError: not a causal LM with a tokenizer.
         """
         checkpoint = Checkpoint(resolve_model(present(path)), FLAG, trust_remote_code)
         checkpoint.require_causal_lm()
-        tokenizer = checkpoint.tokenizer()
+        tokenizer = checkpoint.tokenizer(**flags)
         checkpoint.check("lm")
         positions = min(num_positions(checkpoint.config) or MAX_SEQ_LEN, MAX_SEQ_LEN)
         ends = stop_ids(tokenizer)
@@ -77,16 +82,22 @@ class Model:
         Raises:
             UnsupportedModel: the engine cannot run the family.
         """
-        spec = model_spec(self.checkpoint.config)
-        return InferenceEngine.from_pretrained(
-            self.checkpoint,
-            str(self.dtype).removeprefix("torch."),
-            str(dist.device()),
-            stop_ids=self.stop_ids,
-            num_tokens=num_ids(self.tokenizer),
-            max_seq_len=min(spec.max_positions or max_seq_len, max_seq_len),
-            **sizes,
-        )
+        checkpoint, device = self.checkpoint, dist.device()
+        sizes |= {"stop_ids": self.stop_ids, "num_tokens": num_ids(self.tokenizer)}
+        sizes["max_seq_len"] = min(num_positions(checkpoint.config) or max_seq_len, max_seq_len)
+        try:
+            dtype = str(self.dtype).removeprefix("torch.")
+            return InferenceEngine.from_pretrained(checkpoint, dtype, str(device), **sizes)
+        except UnsupportedModel:
+            config = EngineConfig(**sizes)
+            engine = module_engine(self.module, self.module.config, self.dtype, device, config)
+        page(self.module)
+        return engine
+
+    @cached_property
+    def module(self) -> PreTrainedModel:
+        """transformers' module with the weights."""
+        return self.checkpoint.language_model(self.dtype).to(dist.device())
 
     def generator(
         self,
@@ -94,7 +105,7 @@ class Model:
         max_seq_len: int = MAX_SEQ_LEN,
         page_size: int | None = None,
     ) -> InferenceEngine | HuggingFaceGenerator:
-        """Load the weights into the inference engine if it knows the family, else into the Hugging
+        """Load the weights into the inference engine if it runs the family, else into the Hugging
         Face module.
         """
         try:
@@ -102,7 +113,7 @@ class Model:
         except UnsupportedModel as reason:
             logger.warning("NO FAST GENERATION: %s; using the slower Hugging Face module", reason)
         return HuggingFaceGenerator(
-            self.checkpoint.language_model(self.dtype).to(dist.device()),
+            self.module,
             self.stop_ids,
             self.tokenizer.pad_token_id,
             max_num_seqs,

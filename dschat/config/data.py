@@ -3,11 +3,12 @@
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
-from dschat.config.errors import require
+from dschat.config.columns import columns_by_role
+from dschat.config.errors import UserError, require
 from dschat.config.fields import (
     AUTO,
     IntOrAuto,
@@ -19,23 +20,65 @@ from dschat.config.fields import (
     speed_flag,
 )
 
-ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
+# What chat templates get from a program, and so are no variables of a user's.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
-def columns_by_role(columns: Optional[list[str]], roles: Sequence[str] = ROLES) -> dict[str, Any]:
-    """The items ROLE=COLUMN of ``--columns``; ``UserError`` for one of another form."""
-    found: dict[str, Any] = {}
-    for item in columns or ():
-        role, _, column = item.partition("=")
-        require(bool(column), f"--columns {item}: write ROLE=COLUMN, such as prompt=question")
-        require(role in roles, f"--columns {item}: no such role; choose from {', '.join(roles)}")
-        require(role not in found, f"--columns names two columns for {role}; leave one out")
-        found[role] = column
-    return found
+def require_encoding(name: str) -> None:
+    """``UserError`` for an encoding that Python does not know."""
+    with suppress(LookupError, ValueError):
+        "".encode(name)
+        return
+    raise UserError(f"--encoding {name}: Python knows no such encoding of text; check its name")
+
+
+def template_variables(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` if all their names can be variables of a chat template; else ``UserError``."""
+    for name in values:
+        require(
+            name.isidentifier() and name not in (*_RESERVED, "chat_template", "tokenize"),
+            f"chat_template_kwargs: {name:.40} is no variable of a chat template; leave it out",
+        )
+    return values
 
 
 @dataclass
-class DataConfig:
+class TemplateConfig:
+    """Chat template."""
+
+    chat_template: Optional[str] = flag(
+        None, "File with a Jinja chat template; default: the tokenizer's.", reads="files"
+    )
+    chat_template_kwargs: Optional[dict[str, Any]] = flag(
+        None,
+        "Variables for the chat template as JSON, e.g. '{\"enable_thinking\": false}'; a trained "
+        "model's template has them as defaults.",
+    )
+    system_message: Literal["merge", "refuse"] = flag(
+        "merge",
+        "System messages where the chat template has no place for them. merge: put their text in "
+        "front of the first user turn. refuse: such a chat is an error.",
+    )
+
+    @property
+    def template_flags(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(TemplateConfig)}
+
+
+@dataclass
+class ReadConfig(TemplateConfig):
+    """Reading data."""
+
+    encoding: str = flag("utf-8", "Encoding of JSON, CSV and TSV files, such as cp1252.")
+    text_as: Optional[Literal["chat", "raw"]] = flag(
+        None,
+        "Prompts that are text. chat: a user's turn, rendered by the chat template. raw: as they "
+        "are. default: chat for columns of questions and instructions, else raw with a warning.",
+    )
+
+
+@dataclass
+class DataConfig(ReadConfig):
     """Data."""
 
     data_path: list[str] = flag(
@@ -58,8 +101,9 @@ class DataConfig:
         500, "Maximum number of held-out examples; 0: no evaluation.", ge=0
     )
     data_split: str = flag(
-        "2,4,4",
-        "Proportions of the training data for steps 1, 2 and 3; the parts are disjoint.",
+        AUTO,
+        "Proportions of the training data for steps 1, 2 and 3, such as 2,4,4; the parts are "
+        "disjoint. auto: 2,4,4 for data with rejected answers, all rows for every step for others.",
     )
     columns: Optional[list[str]] = flag(
         None,
@@ -67,6 +111,12 @@ class DataConfig:
         "chosen and rejected: answers; messages: a chat; answers: a list of ranked answers, e.g. "
         "completions.*.response; ranks or scores: a number for each, the lowest rank or the "
         "highest score is best.",
+    )
+    reasoning: Literal["auto", "keep", "inline", "drop"] = flag(
+        "auto",
+        "Thoughts of assistant turns (reasoning_content, reasoning, thinking). keep: as fields, "
+        "which the chat template must render. inline: <think>...</think> in front of the answer. "
+        "drop: leave them out. auto: inline where the template reads only that, else keep.",
     )
     seed: int = flag(
         1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1
@@ -91,7 +141,8 @@ class DataConfig:
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        parts = tuple(float(p) for p in self.data_split.split(","))
+        split = "2,4,4" if self.data_split == AUTO else self.data_split
+        parts = tuple(float(p) for p in split.split(","))
         return parts  # type: ignore[return-value]
 
     def validate_data(self) -> None:
@@ -99,6 +150,7 @@ class DataConfig:
             bool(self.data_path),
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
         )
+        require_encoding(self.encoding)
         roles = columns_by_role(self.columns).keys()
         require(
             ("answers" in roles) == (("ranks" in roles) != ("scores" in roles)),

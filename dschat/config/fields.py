@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -94,6 +94,14 @@ log_flag = functools.partial(flag, affects="log")
 place_flag = functools.partial(flag, affects="place")
 
 
+def changed(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    factories = {f.name: f.default_factory for f in fields(config)}
+    defaults = {f.name: f.default for f in fields(config)}
+    defaults |= {name: make() for name, make in factories.items() if make is not MISSING}
+    return {name: v for name, v in asdict(config).items() if v != defaults[name]}
+
+
 def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:
     """Names of the flags that the result of a command depends on, but for rounding; with
     ``settings`` those that one of them uses.
@@ -154,7 +162,7 @@ def type_problem(value: Any, hint: Any) -> str:
         return "" if known else f"is not one of {', '.join(map(str, choices))}"
     if kind in (list, tuple):
         return _list_problem(value, choices[0], may_be_empty=kind is tuple)
-    if kind is dict:
+    if dict in (kind, hint):
         return "" if isinstance(value, dict) else "is not of the form {key: value}"
     if hint is bool:
         return "" if isinstance(value, bool) else "is neither true nor false"

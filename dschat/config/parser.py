@@ -4,6 +4,7 @@ Neither torch nor transformers here: ``--help`` and mistyped flags must answer a
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -85,9 +86,9 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
     for key, value in values.items():
         if key not in names:
             raise UserError(f"{where}: unknown key {key}{renamed.hint(key, names)}")
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not _takes(config_class, key, "dict["):
             raise UserError(f"{where}: {key} takes a value, not a mapping")
-        if isinstance(value, list) and not _takes_list(config_class, key):
+        if isinstance(value, list) and not _takes(config_class, key, "list["):
             raise UserError(f"{where}: {key} takes one value, not a list")
     try:
         return _Parser(config_class).values(to_flags(values))
@@ -95,8 +96,8 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
         raise UserError(f"{where}: {error}") from None
 
 
-def _takes_list(config_class: type, name: str) -> bool:
-    return "list[" in str(get_type_hints(config_class)[name])
+def _takes(config_class: type, name: str, kind: str) -> bool:
+    return kind in str(get_type_hints(config_class)[name])
 
 
 def to_flags(values: Mapping[str, Any]) -> list[str]:
@@ -105,6 +106,8 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         if value is None:
             continue
+        if isinstance(value, Mapping):
+            value = json.dumps(value)
         if value is True:
             argv.append(f"--{name}")
         elif isinstance(value, (list, tuple)):
@@ -262,6 +265,8 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
         options.setdefault("nargs", "+")
     if get_origin(hint) is Literal:
         return options | {"choices": get_args(hint)}
+    if get_origin(hint) is dict:
+        return options | {"type": partial(_read, dict), "metavar": "JSON"}
     options["type"] = partial(_read, hint)
     if hint is bool:
         return options | {"nargs": "?", "const": True, "metavar": "true|false"}
@@ -276,8 +281,10 @@ def _read(kind: Any, text: str) -> Any:
             return _TRUTHS[text.lower()]
         if kind == IntOrAuto:
             return text if text == AUTO else int(text)
+        if kind is dict:
+            return dict(json.loads(text))
         return kind(text)
-    except (ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, RecursionError):
         raise argparse.ArgumentTypeError(f"{text!r} {type_problem(text, kind)}") from None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dschat.config.algorithm import CLIPRANGES
-from dschat.config.data import ROLES
+from dschat.config.columns import ROLES
 from dschat.config.errors import did_you_mean
 
 # Old flag -> its flag of today, and the value there.

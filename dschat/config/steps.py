@@ -67,9 +67,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
         None,
         "End answers with this token, added to tokenizer and embedding if missing; default: EOS.",
     )
-    chat_template: Optional[str] = flag(
-        None, "File with a Jinja chat template; default: the tokenizer's.", reads="files"
-    )
 
     def validate(self) -> None:
         require_types(self)
@@ -96,6 +93,10 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             f"--report_to {' '.join(self.report_to)}: leave out none, or the others",
         )
         self.validate_deepspeed()
+
+    @property
+    def tokenizer_flags(self) -> dict[str, Any]:
+        return {"eot_token": self.eot_token, **self.template_flags}
 
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
@@ -173,7 +174,11 @@ class SupervisedConfig(CommonConfig):
 class SFTConfig(SupervisedConfig):
     """Step 1: supervised fine-tuning."""
 
+    train_on: Literal["all", "last"] = flag(
+        "all", "Assistant turns of a dialogue with loss: all of them, or the last."
+    )
     train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
+    train_on_reasoning: bool = flag(True, "Compute the loss on the thoughts of answers.")
 
     def validate(self) -> None:
         super().validate()

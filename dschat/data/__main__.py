@@ -23,7 +23,9 @@ def main() -> None:
     from dschat.observability import console
 
     console.setup("error")
-    tokenizer = load_tokenizer(resolve_model(config.model), "--model", config.trust_remote_code)
+    tokenizer = load_tokenizer(
+        resolve_model(config.model), "--model", config.trust_remote_code, **config.template_flags
+    )
     report = console.printable("\n".join(show(config, tokenizer)))  # raises before any output
     console.write_output(report + "\n")
 

@@ -43,7 +43,9 @@ def text_dataset(
     """
     config = config or DataConfig()
     skip = config.on_bad_row == "skip"
-    rows = read_source(name, _FLAG, True, config.streaming, skip_broken=skip).train
+    rows = read_source(
+        name, _FLAG, True, config.streaming, skip_broken=skip, encoding=config.encoding
+    ).train
     if column not in rows.columns:
         raise UserError(
             f"--unsup_column {column!r} is not in {name}; it has: {', '.join(rows.columns)}"

@@ -9,8 +9,8 @@ the chat template adds for this turn to the rendered generation prompt.
 
 import logging
 import re
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from os.path import commonprefix
 from typing import Any
@@ -19,15 +19,26 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
+from dschat.data.reasoning import THINK, resolved, thought_of, with_reasoning
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
+from dschat.models.chat_template import (
+    default_template,
+    failure,
+    merges_system,
+    rendered,
+    turn_ends,
+)
 from dschat.models.continued_text import continued_ids
-from dschat.models.tokenizer import default_template, failure, stop_ids, turn_ends
+from dschat.models.tokenizer import stop_ids
 
 logger = logging.getLogger("dschat")
 
 _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
+EARLIER = "are earlier answers: the chat template rewrites earlier turns, so each is a row"
+MERGED = "had the system message put in front of the first user turn (see --system_message)"
+_TAG = re.compile(r"\s*([<\[][^<>\[\]\s]+[>\]])?\s*")
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 
@@ -43,6 +54,7 @@ class Segment:
     weight: float | None = None  # of an assistant's turn in the loss; None: of other text
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
+    thought: str = ""  # what of it is the assistant's reasoning
 
 
 @dataclass
@@ -62,96 +74,159 @@ Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template s
 
 
 def prompt_text_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, tools: Tools = None
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, **inputs: Any
 ) -> list[int]:
     """The ids of a prompt (text or messages) for generation, identical to those in training.
+
+    ``inputs``: what the chat template gets beside the messages: ``tools``, and its variables.
 
     Raises:
         UserError: the tokenizer's chat template refuses these messages, or fails.
     """
-    segments = prompt_segments(tokenizer, prompt, tools)
+    segments = prompt_segments(tokenizer, prompt, **inputs)
     return [token for ids in encode(tokenizer, segments) for token in ids]
 
 
 def encode_examples(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], fields: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Iterable[Example],
+    fields: Sequence[str],
+    reasoning: str = "auto",
+    train_on_reasoning: bool = True,
+    every_answer: bool = False,
 ) -> list[Encoded]:
     """Tokenize prompts and the answers in ``fields`` ("chosen", "rejected", "others") as one batch.
+
+    Args:
+        reasoning: what becomes of the assistant's thoughts, see `DataConfig.reasoning`.
+        train_on_reasoning: False takes the thought of a single answer as a part of the prompt.
+        every_answer: in front of a dialogue whose earlier turns the template rewrites as it grows,
+            return one more for each earlier answer, with the prompt that the model sees there.
 
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
     """
     require_eos(tokenizer)
-    split: list[tuple[list[Segment], int, str]] = []  # with the number of answers, or a problem
+    how = resolved(tokenizer, reasoning)
+    made: list[tuple[list[Segment], int, str]] = []  # with the number of answers, and a note
+    rows: list[Encoded | None] = []  # None: of the next in `made`
+
+    def add(
+        prompt: Content, answers: list[Content], inputs: dict[str, Any], note: str = ""
+    ) -> None:
+        segments = prompt_segments(tokenizer, prompt, **inputs)
+        if every_answer and len(segments) == 1 and isinstance(prompt, list):
+            for i, turn in enumerate(prompt):
+                if i and weight_of(turn):
+                    add(prompt[:i], [[turn]], inputs, EARLIER)
+        segments += [answer_segment(tokenizer, prompt, answer, **inputs) for answer in answers]
+        if not train_on_reasoning:
+            segments = [part for segment in segments for part in _parted(segment)]
+        if merges_system(tokenizer) and isinstance(prompt, list) and prompt[0]["role"] == "system":
+            note = "; ".join(filter(None, [note, MERGED]))
+        made.append((segments, len(answers), note))
+        rows.append(None)
+
     for example in examples:
-        prompt, tools, answers = example.prompt, example.tools, example.answers(fields)
+        answers = [with_reasoning(answer, how) for answer in example.answers(fields)]
         try:
-            segments = prompt_segments(tokenizer, prompt, tools)
-            segments += [answer_segment(tokenizer, prompt, answer, tools) for answer in answers]
-            split.append((segments, len(answers), ""))
+            add(with_reasoning(example.prompt, how), answers, example.inputs)
         except RefusedChat as error:
-            split.append(([], 0, str(error)))
-    ids = iter(encode(tokenizer, [segment for segments, _, _ in split for segment in segments]))
-    return [
-        Encoded([], [], [], problem=problem)
-        if problem
-        else _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers)
-        for segments, num_answers, problem in split
-    ]
+            rows.append(Encoded([], [], [], problem=str(error)))
+    ids = iter(encode(tokenizer, [segment for segments, _, _ in made for segment in segments]))
+    assembled = (
+        _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers, note)
+        for segments, num_answers, note in made
+    )
+    return [next(assembled) if row is None else row for row in rows]
 
 
 def prompt_segments(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, tools: Tools = None
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, **inputs: Any
 ) -> list[Segment]:
-    """A prompt's segments: its assistant turns, and the text that the template puts around them."""
+    """A prompt's segments: its assistant turns, and the text that the template puts around them.
+
+    All of it is one segment where the template rewrites earlier turns as the dialogue grows.
+    """
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
     pieces: list[tuple[str, str, float | None]] = []
-    rendered = ""
+    rendered, thoughts, rewrites = "", [], False
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
-            asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True, tools=tools)
-            answered = render_chat(tokenizer, prompt[: i + 1], tools=tools)
+            asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True, **inputs)
+            answered = render_chat(tokenizer, prompt[: i + 1], **inputs)
             _require_calls(turn, answered[len(commonprefix([asked, answered])) :])
             pieces += [(asked, rendered, None), (answered, asked, weight_of(turn))]
             rendered = answered
-    whole = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+            rewrites |= thought_of(turn) not in answered[len(asked) :]
+            thoughts += ["", thought_of(turn)]
+    whole = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
     pieces.append((whole, rendered, None))
-    if not all(text.startswith(before) for text, before, _ in pieces):
-        _warn_once(
-            "the chat template rewrites earlier turns of a dialogue as it grows: "
-            "only the last answer of each dialogue is trained"
-        )
-        pieces = [(pieces[-1][0], "", None)]
+    if rewrites or not all(text.startswith(before) for text, before, _ in pieces):
+        return [Segment(whole)]
     return [
         Segment(
             text[len(before) :] if weight is None else _continuing(before, text),
             weight,
             before=before,
+            thought=thought,
         )
-        for text, before, weight in pieces
+        for (text, before, weight), thought in zip(pieces, [*thoughts, ""], strict=True)
     ]
 
 
 def answer_segment(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, answer: Content, tools: Tools = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Content,
+    answer: Content,
+    closes: bool = True,
+    **inputs: Any,
 ) -> Segment:
-    """The answer's segment: its text, or the text that the template adds to the prompt for it."""
+    """The answer's segment: its text, or the text that the template adds to the prompt for it.
+
+    ``closes``: where the prompt opens a thought and the answer has none, it begins with the end of
+    the thought.
+    """
     if isinstance(answer, str):
         return Segment(answer, 1.0, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
-    asked = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
-    answered = render_chat(tokenizer, [*prompt, *answer], tools=tools)
-    if not answered.startswith(asked):
+    asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
+    answered = render_chat(tokenizer, [*prompt, *answer], **inputs)
+    opened = _LAST_TAG.search(asked)
+    if opened and not answered.startswith(asked) and answered.startswith(asked[: opened.start()]):
+        answered = asked + answered[opened.start() :]  # without the thought that the prompt opens
+    elif not answered.startswith(asked):
         _warn_once(
             "the chat template does not render an answer as a continuation of its generation "
             "prompt: answers are trained as plain text"
         )
         answered = asked + answer[-1]["content"]
     _require_calls(answer[-1], answered[len(asked) :])
-    if answer[-1].get(THOUGHTS[0], "").strip() not in answered[len(asked) :]:
-        raise RefusedChat(f"thoughts ({THOUGHTS[0]}), which the chat template does not render")
-    return Segment(_continuing(asked, answered), weight_of(answer[-1]), before=asked)
+    thought, inline = thought_of(answer[-1]), THINK.match(answer[-1]["content"])
+    if thought not in answered[len(asked) :]:
+        if not inline:
+            raise RefusedChat(
+                f"thoughts ({THOUGHTS[0]}), which the chat template does not "
+                "render; see --reasoning"
+            )
+        # the template cuts it off, as from earlier turns; some leave the line breaks behind it
+        block = inline[0].strip()
+        after = inline[0].lstrip().removeprefix(block)
+        answered = asked + block + after + answered[len(asked) :].removeprefix(after)
+    text = _continuing(asked, answered, closes)
+    return Segment(text, weight_of(answer[-1]), before=asked, thought=thought)
+
+
+def _parted(segment: Segment) -> list[Segment]:
+    """An answer's segment, its thought apart and without loss."""
+    if not segment.thought:
+        return [segment]
+    end = segment.text.index(segment.thought) + len(segment.thought)
+    split = _TAG.match(segment.text, end).end()  # type: ignore[union-attr]  # it may be empty
+    apart = replace(segment, text=segment.text[:split], weight=None)
+    said = replace(segment, text=segment.text[split:], before=segment.before + apart.text)
+    return [apart, said]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
@@ -191,7 +266,10 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _assemble(
-    tokenizer: PreTrainedTokenizerBase, pieces: list[tuple[Segment, list[int]]], num_answers: int
+    tokenizer: PreTrainedTokenizerBase,
+    pieces: list[tuple[Segment, list[int]]],
+    num_answers: int,
+    note: str = "",
 ) -> Encoded:
     ends, end = stop_ids(tokenizer), end_of(tokenizer, is_chat=not pieces[0][0].add_special)
     prompt_ids: list[int] = []
@@ -213,7 +291,7 @@ def _assemble(
         return Encoded([], [], [], problem="an answer without tokens")
     tails += [ids[len(answer) :] for ids, answer in zip(texts, answers, strict=True)]
     is_cut = any(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tails)
-    cut = "lost what follows an end token in an answer" if is_cut else ""
+    cut = "; ".join(filter(None, [note, "lost what follows an end token in an answer" * is_cut]))
     return Encoded(prompt_ids, weights, answers, [s.weight or 0.0 for s, _ in own], cut=cut)
 
 
@@ -265,7 +343,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Turn],
     add_generation_prompt: bool = False,
-    tools: Tools = None,
+    **inputs: Any,
 ) -> str:
     """``messages`` as text, rendered by the tokenizer's chat template or else the default one.
 
@@ -277,12 +355,12 @@ def render_chat(
     """
     template = None if tokenizer.chat_template else default_template(tokenizer)
     try:
-        return tokenizer.apply_chat_template(
+        return rendered(
+            tokenizer,
             messages,
             chat_template=template,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            tools=tools,
+            **inputs,
         )
     except (TemplateError, ValueError) as error:  # ValueError: named templates without a default
         raise RefusedChat(f"a chat that the tokenizer's template refuses ({error})") from error
@@ -300,11 +378,16 @@ def _require_calls(turn: Turn, text: str) -> None:
         raise RefusedChat("calls of tools, which the chat template does not render")
 
 
-def _continuing(asked: str, answered: str) -> str:
-    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already."""
+def _continuing(asked: str, answered: str, closes: bool = True) -> str:
+    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already.
+
+    ``closes``: behind the end of an opened thought, if the answer has none.
+    """
     answer, opened = answered[len(asked) :], _LAST_TAG.search(asked)
     if opened and answer.lstrip().startswith(opened[1]):
-        return answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
+        answer = answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
+    if closes and opened and opened[1] == "<think>" and "</think>" not in answer:
+        answer = f"</think>\n\n{answer}"
     return answer
 
 

@@ -29,7 +29,7 @@ from dschat.config import UserError
 
 CODE = Path(__file__).parents[1]  # the package
 # reads, normalizes, renders, tokenizes
-_MADE_BY = ("data/**/*.py", "models/c*_text.py", "models/tokenizer.py")
+_MADE_BY = ("data/**/*.py", "models/c*_te*.py", "models/tokenizer.py")
 _LIBRARIES = ("transformers", "tokenizers")  # called by these modules
 
 

@@ -62,6 +62,9 @@ def sft_dataset(
         tokenizer=tokenizer,
         max_len=config.max_seq_len,
         train_on_prompt=config.train_on_prompt,
+        train_on_reasoning=config.train_on_reasoning,
+        every_answer=config.train_on == "all",
+        reasoning=config.reasoning,
     )
     columns = {"input_ids": _IDS, "loss_mask": _MASK, "weights": _WEIGHTS}
     return _tables(config, "sft", split, make, columns)
@@ -91,6 +94,7 @@ def preference_dataset(
         tokenizer=tokenizer,
         max_len=config.max_seq_len,
         best_and_worst=config.trains_policy,
+        reasoning=config.reasoning,
     )
     columns = {"chosen_ids": _IDS, "rejected_ids": _IDS, "prompt_length": Value("int32")}
     if not config.trains_policy:
@@ -121,7 +125,14 @@ def prompt_dataset(
     Returns and raises like ``sft_dataset``.
     """
     limit = config.max_prompt_seq_len
-    make = partial(_prompt_rows, tokenizer=tokenizer, max_len=limit, tools=tools)
+    make = partial(
+        _prompt_rows,
+        tokenizer=tokenizer,
+        max_len=limit,
+        tools=tools,
+        several_turns=bool(tools or config.environment or config.tools),
+        reasoning=config.reasoning,
+    )
     columns = {"prompt_ids": _IDS, "index": Value("int64")}
     columns |= dict.fromkeys(("prompt", "prompt_text", "columns"), Value("string"))
     return _tables(config, "rlhf", split, make, columns)
@@ -143,17 +154,21 @@ def _tables(
     elif split != "eval":
         tables.append(_stream(f"{purpose} train data", train, make_rows))
     if split != "train":
-        tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns))
+        tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns, True))
     return tables[0] if len(tables) == 1 else tuple(tables)
 
 
 def _tokenized(
-    name: str, examples: Dataset, make_rows: MakeRows, columns: dict[str, Any]
+    name: str,
+    examples: Dataset,
+    make_rows: MakeRows,
+    columns: dict[str, Any],
+    held_out: bool = False,
 ) -> Dataset:
     """A table of ``columns``, made by ``make_rows`` from examples; its report goes to the log.
 
     Raises:
-        UserError: no rows are left.
+        UserError: no rows are left, unless they are held out.
     """
     features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
     numbered = enumerate(iterate(examples, tuple(examples.column_names)))
@@ -161,11 +176,14 @@ def _tokenized(
     rows = (row for batch in batches for row in _rows_of(batch, make_rows))
     table = made_table(features, rows, derived_content(examples, make_rows))
     report, kept = read_report(name, table, next(iter(columns)))
-    if not len(kept) and len(table):
+    if len(kept) or not len(table):
+        logger.info("%s", report)
+    elif held_out:
+        logger.warning("no held-out rows are left of the %s: there is no evaluation", report)
+    else:
         raise UserError(
             f"no rows are left of the {report}; check the data or allow longer sequences"
         )
-    logger.info("%s", report)
     rows_kept = table.remove_columns(["problem", "cut"])
     return rows_kept if len(kept) == len(table) else rows_kept.select(kept)
 
@@ -211,8 +229,16 @@ def _sft_rows(
     tokenizer: PreTrainedTokenizerBase,
     max_len: int,
     train_on_prompt: bool,
+    train_on_reasoning: bool,
+    every_answer: bool,
+    reasoning: str,
 ) -> Iterator[dict[str, Any]]:
-    for encoded in encode_examples(tokenizer, examples, ("chosen",)):
+    encoded_examples = encode_examples(
+        tokenizer, examples, ("chosen",), reasoning, train_on_reasoning, every_answer
+    )
+    for encoded in encoded_examples:
+        if not every_answer:
+            encoded.prompt_weights = [None] * len(encoded.prompt_ids)
         prompt, given, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
         weights = [float(train_on_prompt) if weight is None else weight for weight in given]
@@ -234,21 +260,26 @@ def _prompt_rows(
     tokenizer: PreTrainedTokenizerBase,
     max_len: int,
     tools: Tools,
+    several_turns: bool,
+    reasoning: str,
 ) -> Iterator[dict[str, Any]]:
     if tools:
         examples = [replace(e, prompt=_as_chat(e.prompt), tools=list(tools)) for e in examples]
-    encoded_examples = encode_examples(tokenizer, examples, ())
+    encoded_examples = encode_examples(tokenizer, examples, (), reasoning)
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
-        too_long = len(encoded.prompt_ids) > max_len
+        problem = encoded.problem
+        if len(encoded.prompt_ids) > max_len:
+            problem = f"longer than --max_prompt_seq_len {max_len}"
+        if several_turns and example.template_kwargs:
+            problem = "chat_template_kwargs, which later turns would lack; set them for the run"
         yield {
             "prompt_ids": encoded.prompt_ids,
             "prompt": json.dumps(example.prompt),
             "prompt_text": question_text(example.prompt),
             "index": index,
             "columns": json.dumps(example.columns),
-            "problem": encoded.problem
-            or (f"longer than --max_prompt_seq_len {max_len}" if too_long else ""),
-            "cut": "",
+            "problem": problem,
+            "cut": encoded.cut,
         }
 
 

@@ -4,7 +4,7 @@ A pass takes its model FLOPs over an achieved share of the peak. A decode step t
 (weights and KV cache) over an achieved share of the memory bandwidth, or its FLOPs where those take
 longer. Communication takes its bytes over the slowest link on the way; a part of it runs behind
 matrix products. The shares are few and fitted: ``benchmarks/plan_against_published.py --fit``
-repeats the fit, docs/cost.md has its table. None was measured with dschat on a GPU.
+repeats the fit, docs/lab/cost.md has its table. None was measured with dschat on a GPU.
 """
 
 from dataclasses import astuple, dataclass, replace

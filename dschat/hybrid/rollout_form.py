@@ -7,6 +7,7 @@ does not know.
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, mo
 from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
+from dschat.inference.model.module_decoder import page, paged
+from dschat.inference.module_engine import module_engine
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.observability.device_span import DeviceSpan
@@ -125,12 +128,8 @@ def rollout_form(
         return ModuleRollout(module, config, settings)
     try:
         return EngineRollout(module, config, settings)
-    except UnsupportedModel as reason:
-        logger.warning(
-            "NO FAST GENERATION: %s; rollouts use the Hugging Face module, several times slower",
-            reason,
-        )
-        return ModuleRollout(module, config, settings)
+    except UnsupportedModel:
+        return ModuleRollout(module, config, settings, in_engine=True)
 
 
 class EngineRollout:
@@ -257,21 +256,28 @@ class EngineRollout:
 
 @dataclass
 class ModuleRollout:
-    """Rollouts with the Hugging Face module: the one in training, or a whole copy under ZeRO-3."""
+    """Rollouts with the Hugging Face module: the one in training, or a whole copy under ZeRO-3.
+
+    ``in_engine``: as the inference engine's decoder, where it can be.
+    """
 
     module: nn.Module
     config: PretrainedConfig
     settings: RolloutSettings
+    in_engine: bool = False
     last_refresh: Refresh = field(default_factory=Refresh)
     _copy: nn.Module | None = None
     _version: int | None = None
     _batching: Batching | None = None
+    _engine: InferenceEngine | None = None
+    _scope: ExitStack = field(default_factory=ExitStack)
 
     def describe(self) -> str:
         weights = "a whole copy" if self.settings.sharded else "training's own weights"
-        return f"Hugging Face generate loop on {weights}"
+        how = "inference engine" if self.in_engine else "Hugging Face generate loop"
+        return f"{how} with the Hugging Face module on {weights}"
 
-    def enter(self, version: int) -> HuggingFaceGenerator:
+    def enter(self, version: int) -> Generator:
         """Collective. A generator on the module, or on its copy with this version's weights."""
         self.last_refresh = Refresh()
         if not self.settings.sharded:
@@ -286,19 +292,50 @@ class ModuleRollout:
         return self._generator(self._copy)
 
     def leave(self) -> None:
+        self._scope.close()
+        if self._engine is not None and self.settings.release_cache:
+            self._engine.release_cache()
         if self.settings.release_weights and self._copy is not None:
-            self._copy = self._version = None
+            self._copy = self._version = self._engine = None
 
-    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> HuggingFaceGenerator:
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
         """Collective. A generator on a new copy with these weights."""
         copy = self._empty_copy()
         fill(copy, stream)
-        return self._generator(copy)
+        engine = self._engine_on(copy)
+        if engine is None:
+            return self._plain(copy)
+        page(copy)
+        return engine
 
     def _empty_copy(self) -> nn.Module:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
-    def _generator(self, module: nn.Module) -> HuggingFaceGenerator:
+    def _generator(self, module: nn.Module) -> Generator:
+        if self._engine is None or self._engine.module is not module:
+            self._engine = self._engine_on(module)
+        if self._engine is None:
+            return self._plain(module)
+        self._scope.enter_context(paged(module))
+        self._engine.forget_prefixes()
+        return self._engine
+
+    def _engine_on(self, module: nn.Module) -> InferenceEngine | None:
+        s = self.settings
+        if not self.in_engine:
+            return None
+        try:
+            return module_engine(module, self.config, s.dtype, dist.device(), s.engine)
+        except UnsupportedModel as reason:
+            self.in_engine = False
+            logger.warning(
+                "NO FAST GENERATION: %s; rollouts use the Hugging Face generate loop, several "
+                "times slower",
+                reason,
+            )
+            return None
+
+    def _plain(self, module: nn.Module) -> HuggingFaceGenerator:
         s = self.settings
         generator = HuggingFaceGenerator(
             module, s.engine.stop_ids, s.pad_id, num_tokens=s.engine.num_tokens, self_check=True

@@ -20,8 +20,8 @@ from dschat.config.errors import UserError, first_line
 from dschat.inference.decode_state import DecodeState, DeviceQueue
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Decodes
-from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.module_decoder import AnyDecoder
 from dschat.inference.sampler import SamplingKind
 
 logger = logging.getLogger("dschat")
@@ -164,7 +164,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         cache: KVCache,
         max_num_seqs: int,
         max_seq_len: int,
@@ -194,7 +194,7 @@ class DecodeGraphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def fits(self, decoder: Decoder, cache: KVCache) -> bool:
+    def fits(self, decoder: AnyDecoder, cache: KVCache) -> bool:
         """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
         same = decoder is self._decoder and cache is self._cache
         return same and self._version == decoder.weights.version
@@ -266,11 +266,7 @@ class DecodeGraphs:
         longest = pages * cache.page_size
         decodes = Decodes(size, rows.lengths, longest, rows.table, ragged=True)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
-        attend: Attend = attention
-        if kernels is not None and kernels.runs("attention"):
-            attend = kernels.attention(attention, decoder.rotary, decoder.weights.tensors)
-        hidden = decoder.hidden(rows.tokens, rows.positions, attend, kernels)
-        logits = decoder.logits(hidden, kernels)
+        logits = decoder.step(rows.tokens, rows.positions, attention, kernels=kernels)
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, kernels)
@@ -285,7 +281,6 @@ class DecodeGraphs:
         decodes = Decodes(len(lengths), lengths, longest, rows.table, ragged=True, width=width)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
         kernels = self._draft_kernels
-        hidden = decoder.hidden(rows.tokens, rows.positions, attention, kernels)
-        logits = decoder.logits(hidden, kernels)
+        logits = decoder.step(rows.tokens, rows.positions, attention, kernels=kernels)
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, None, kernels, width)
         state.advance_drafted(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)

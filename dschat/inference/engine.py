@@ -27,6 +27,12 @@ from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.checkpoint_reader import names_on_disk, sound_weights
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.module_decoder import (
+    AnyDecoder,
+    ModuleDecoder,
+    ModuleWeights,
+    module_spec,
+)
 from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
@@ -51,6 +57,8 @@ class InferenceEngine:
         sizes: see `EngineConfig`.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
+        module: a causal LM of transformers with weights, `paged` while this generates: it runs in
+            place of the architecture table's decoder.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.
@@ -64,15 +72,18 @@ class InferenceEngine:
         device: torch.device,
         sizes: EngineConfig | None = None,
         group: RankGroup | None = None,
+        module: Any = None,
     ) -> None:
         require_current(device)
         limit_spinning_late()
         avoid_cudnn_attention()
         self.config, self.dtype, self.device = config, dtype, device
         self.lock = threading.RLock()  # held by `generate`, and for each step of others
-        self.spec = model_spec(config)
         self.group = group or RankGroup()
-        self.weights = Weights(self.spec, dtype, device, self.group)
+        self.spec = model_spec(config) if module is None else module_spec(module)
+        self.weights: Any = ModuleWeights(module, self.spec.num_kv_heads, self.group)
+        if module is None:
+            self.weights = Weights(self.spec, dtype, device, self.group)
         self._sizes = sizes = sizes or EngineConfig()
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
@@ -88,8 +99,11 @@ class InferenceEngine:
         self._cached_loads = 0  # `Weights.loads` of the weights that filled it
         # The same after every `release_cache`. A cache too small is refused before weights load.
         self._cache_pages = None if sizes.kv_cache_gib is None else self._num_pages()
-        self._decoder: Decoder | None = None
+        self.module = module
+        self._decoder: AnyDecoder | None = None
         self._kernels = None if self._capture is None else dispatch.choose(device)
+        if module is not None and self._kernels is not None:
+            self._kernels = self._kernels.without("attention")
         self._separate_prefill = device.type == "cuda"
         self._samples_apart = False  # where nothing is captured; benchmarks compare both
         self._runner: StepRunner | None = None
@@ -326,7 +340,9 @@ class InferenceEngine:
         if self._cached_loads != self.weights.loads:
             self.cache.forget()
             self._cached_loads = self.weights.loads
-        if self._decoder is None:
+        if self._decoder is None and self.module is not None:
+            self._decoder = ModuleDecoder(self.module, self.spec, self.weights)
+        elif self._decoder is None:
             self._decoder = Decoder(self.spec, self.config, self.weights, self.max_seq_len)
         if self._runner is None:
             sizes = self.max_num_seqs, self.max_seq_len

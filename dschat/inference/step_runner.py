@@ -11,8 +11,8 @@ from torch import Tensor
 from dschat.inference.cuda_graphs import Capture, DecodeGraphs
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Chunk, Decodes
-from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.module_decoder import AnyDecoder
 from dschat.inference.sequence import Sequence, StepSchedule
 
 logger = logging.getLogger("dschat")
@@ -27,7 +27,7 @@ class StepRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         cache: KVCache,
         max_num_seqs: int,
         max_seq_len: int,
@@ -76,11 +76,8 @@ class StepRunner:
             chunks,
             self._decoder.slopes,
         )
-        hidden = self._decoder.hidden(tokens_T, positions_T, attention)
-        if chunks:
-            ready_R = torch.tensor(ready, dtype=torch.int64)
-            hidden = hidden.index_select(0, ready_R.to(self.device))
-        return self._decoder.logits(hidden)
+        ready_R = torch.tensor(ready, dtype=torch.int64).to(self.device) if chunks else None
+        return self._decoder.step(tokens_T, positions_T, attention, ready_R)
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `CapturedCore`; captured again if weights or cache were reallocated."""

@@ -64,7 +64,7 @@ def _check_base(config: SupervisedConfig, request: PlanRequest) -> None:
     base.check("lm" if is_policy else "score", None, *lora)
     base.check_positions(config.max_seq_len, "--max_seq_len", "lower it")
     if config.tokenizer_name_or_path is None:
-        base.tokenizer(config.eot_token, config.chat_template)
+        base.tokenizer(**config.tokenizer_flags)
 
 
 def _check_rlhf(config: RLHFConfig) -> None:

@@ -135,11 +135,9 @@ class Checkpoint(CheckpointFiles):
         """
         return read_tokenizer(self)
 
-    def tokenizer(
-        self, eot_token: str | None = None, chat_template: str | None = None
-    ) -> PreTrainedTokenizerBase:
-        """Its tokenizer, completed; see `load_tokenizer`."""
-        return complete_tokenizer(self, copy.deepcopy(self.own_tokenizer), eot_token, chat_template)
+    def tokenizer(self, **flags: Any) -> PreTrainedTokenizerBase:
+        """Its tokenizer, completed by ``flags``; see `complete_tokenizer`."""
+        return complete_tokenizer(self, copy.deepcopy(self.own_tokenizer), **flags)
 
     # -- checks ------------------------------------------------------------------------------------
 

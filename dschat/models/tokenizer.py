@@ -3,18 +3,23 @@
 The completed tokenizer is saved with the model, so that other programs use what training used.
 """
 
-import traceback
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.config.fields import read_text
 from dschat.models import hub
+from dschat.models.chat_template import (
+    default_template,
+    failure,
+    merge_system,
+    rendered,
+    set_template_defaults,
+    turn_ends,
+)
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.config_files import read_generation_config
 
@@ -23,23 +28,15 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def load_tokenizer(
-    name_or_path: str,
-    flag: str,
-    trust_remote_code: bool = False,
-    eot_token: str | None = None,
-    chat_template: str | None = None,
+    name_or_path: str, flag: str, trust_remote_code: bool = False, **flags: Any
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint, with an EOS, a pad token and a chat template.
-
-    Args:
-        eot_token: replaces EOS as the end of an answer; added to the vocabulary if new.
-        chat_template: a file that replaces the tokenizer's own template.
+    """The tokenizer of a checkpoint, completed by ``flags``; see `complete_tokenizer`.
 
     Raises:
         UserError: naming ``flag``: no tokenizer, or one without EOS.
     """
     files = CheckpointFiles(name_or_path, flag, trust_remote_code)
-    return complete_tokenizer(files, read_tokenizer(files), eot_token, chat_template)
+    return complete_tokenizer(files, read_tokenizer(files), **flags)
 
 
 def complete_tokenizer(
@@ -47,8 +44,21 @@ def complete_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     eot_token: str | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    system_message: str = "merge",
 ) -> PreTrainedTokenizerBase:
-    """The ``tokenizer`` of ``files``, changed in place; see `load_tokenizer`."""
+    """The ``tokenizer`` of ``files``, changed in place: with an EOS, a pad token and a template.
+
+    Args:
+        eot_token: replaces EOS as the end of an answer; added to the vocabulary if new.
+        chat_template: a file that replaces the tokenizer's own template.
+        chat_template_kwargs: become defaults of the template's variables.
+        system_message: "merge" lets a template without a place for a system message put its text
+            in front of the first user turn.
+
+    Raises:
+        UserError: no EOS; or a template that is empty, or does not read one of the variables.
+    """
     if eot_token is not None and eot_token != tokenizer.eos_token:
         # Everything reads EOS as the end of an answer; a template may contain the old one.
         former, template = tokenizer.eos_token, tokenizer.chat_template
@@ -70,6 +80,9 @@ def complete_tokenizer(
         origin = f"--chat_template {chat_template}"
         origin = origin if chat_template else f"{files.flag} {files.name}"
         raise UserError(f"{origin}: the chat template is empty; restore it, or name another one")
+    if system_message == "merge":
+        merge_system(tokenizer)
+    set_template_defaults(tokenizer, chat_template_kwargs or {})
     tokenizer.generation_config = read_generation_config(files)  # for `stop_ids`
     return tokenizer
 
@@ -153,9 +166,7 @@ def _read_template(file: str, tokenizer: PreTrainedTokenizerBase) -> str:
             f"--chat_template {file} cannot be read ({reason}); name a file with a Jinja template"
         ) from error
     try:
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}], chat_template=template, tokenize=False
-        )
+        rendered(tokenizer, [{"role": "user", "content": "?"}], chat_template=template)
     except Exception as error:  # a template is a program: it may raise anything
         raise UserError(
             f"--chat_template {file} cannot render a chat ({failure(error)}); fix it"
@@ -187,70 +198,3 @@ def stop_ids(
         ids = getattr(config, "eos_token_id", None)
         found |= {*ids} if isinstance(ids, (list, tuple)) else {ids}
     return tuple(sorted(found - {None}))
-
-
-# -- chat template ---------------------------------------------------------------------------------
-#
-# Supplies a chat template for tokenizers without one; describes errors in a template.
-
-# Every message is rendered independently. Each answer ends with EOS.
-_TURNS = (
-    "{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '\\n\\nHuman: ' + m['content'] }}"
-    "{% elif m['role'] == 'assistant' %}{{ '\\n\\nAssistant: ' + m['content'] + eos_token }}"
-    "{% else %}{{ '\\n\\nSystem: ' + m['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
-)
-_MARK = "an-answer"  # no template has it
-
-
-def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Human and Assistant turns, with a leading BOS if this tokenizer adds one to text.
-
-    Rendered chats are tokenized with ``add_special_tokens=False``, also by other programs that load
-    the saved template, so the template itself must contain the BOS.
-    """
-    bos = tokenizer.bos_token_id
-    ids = tokenizer("a")["input_ids"]
-    starts_with_bos = bos is not None and len(ids) > 1 and ids[0] == bos
-    return ("{{ bos_token }}" if starts_with_bos else "") + _TURNS
-
-
-@lru_cache(maxsize=16)
-def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | None, int | None]:
-    """The ids with which the tokenizer's template ends an assistant's turn; None: it writes none.
-
-    The first ends an answer: the first added token after its content. It comes from a dialogue's
-    last turn: gpt-oss ends thoughts with a token that must not stop the answer after them. The
-    second ends a turn with calls of tools (gpt-oss: <|call|>): its last added token, unless it
-    stands between two calls too. ``template`` tells templates apart.
-    """
-    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
-
-    def after_marks(**answer: Any) -> list[list[int]]:
-        """The added tokens after each mark in a rendered turn."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]
-        try:
-            parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_MARK)[1:]
-        except Exception:  # a template is a program: it may raise anything
-            parts = []
-        encoded = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-        return [[i for i in ids if i in added] for ids in encoded] or [[]]
-
-    function = {"name": "f", "arguments": {"x": _MARK}}
-    calls = [{"type": "function", "id": f"call{i:05d}", "function": function} for i in range(2)]
-    *between, last = after_marks(content="", tool_calls=calls)
-    of_calls = [i for i in last if not any(i in ids for ids in between)]
-    of_answer = after_marks(content=_MARK)[-1]
-    return next(iter(of_answer), None), next(reversed(of_calls), None)
-
-
-def failure(error: Exception) -> str:
-    """A template's error as one line with its line number: "line 3: TypeError: ..."."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)  # syntax errors have it
-    kind = "" if isinstance(error, TemplateError) else type(error).__name__
-    parts = (f"line {line}" if line else "", kind, str(error).strip().partition("\n")[0])
-    return ": ".join(filter(None, parts))

@@ -40,7 +40,10 @@ def evaluate(config: EvalConfig) -> Results:
     """
     check_out(config.out)
     paths, files, tasks = config.path or [], config.answers or [], config.own_tasks
-    models = [Model.find(path, config.dtype, config.trust_remote_code) for path in paths]
+    models = [
+        Model.find(path, config.dtype, config.trust_remote_code, **config.template_flags)
+        for path in paths
+    ]
     harness = None
     if config.harness_tasks:
         from dschat.offline.harness import Harness

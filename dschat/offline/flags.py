@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Optional
 
-from dschat.config.data import DataConfig, columns_by_role
+from dschat.config.columns import columns_by_role
+from dschat.config.data import DataConfig, ReadConfig, require_encoding
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, place_flag, require_bounds, require_types
 from dschat.config.reward import RewardSourcesConfig
@@ -20,7 +21,7 @@ NO_DATA = "--data_path is missing; name a file of prompts, or several"
 
 
 @dataclass
-class PromptsConfig(RewardSourcesConfig):
+class PromptsConfig(RewardSourcesConfig, ReadConfig):
     """Prompts, sampling and the model's precision."""
 
     reward_model_name_or_path: str = flag(
@@ -80,6 +81,8 @@ class PromptsConfig(RewardSourcesConfig):
             data_path=self.data_path or [],
             columns=self.columns,
             on_bad_row=self.on_bad_row,
+            encoding=self.encoding,
+            text_as=self.text_as,
         )
 
     def sampling(self, n: int) -> SamplingParams:
@@ -102,6 +105,7 @@ class PromptsConfig(RewardSourcesConfig):
         require_types(self)
         require_bounds(self)
         columns_by_role(self.columns, ("prompt", "messages"))
+        require_encoding(self.encoding)
         self.validate_rewards()
         try:
             self.sampling(1)

@@ -35,7 +35,7 @@ def generate(config: GenerateConfig) -> None:
         UserError: a wrong flag, model, reward source, data or output file, before weights load.
     """
     check_out(config)
-    model = Model.find(config.path, config.dtype, config.trust_remote_code)
+    model = Model.find(config.path, config.dtype, config.trust_remote_code, **config.template_flags)
     rows = Rows(config)
     lines = AnswerLines(config, rows, model.tokenizer)
     scorer = None

@@ -32,6 +32,7 @@ class Row:
     where: str
     columns: dict[str, Any]
     prompt: Content
+    inputs: dict[str, Any] = field(default_factory=dict)  # what the template gets beside it
     ids: list[int] = field(default_factory=list)  # of the prompt, once tokenized
 
     @property
@@ -74,8 +75,9 @@ class Rows:
                 if parts["problem"]:
                     bad = {"where": line.where, "fault": line.fault, "problem": parts["problem"]}
                     check_allowed(bad, self.config.on_bad_row, FLAG)
-                prompt = "" if parts["problem"] else Example.from_row(parts).prompt
-                yield Row(line.where, line.row or {}, prompt), parts["problem"]
+                example = Example("") if parts["problem"] else Example.from_row(parts)
+                row = Row(line.where, line.row or {}, example.prompt, example.inputs)
+                yield row, parts["problem"]
 
 
 class Prompts:
@@ -117,7 +119,7 @@ class Prompts:
     def _encode(self, row: Row) -> str:
         """Fill in the row's ids; returns why it cannot be used, or ""."""
         try:
-            row.ids = prompt_text_ids(self._tokenizer, row.prompt)
+            row.ids = prompt_text_ids(self._tokenizer, row.prompt, **row.inputs)
         except RefusedChat as error:
             return str(error)
         except UserError as error:

@@ -73,7 +73,8 @@ class RewardFunction:
             candidates = list(REFERENCE) if name == "reference" else [name]
             if name in self.mapped:
                 candidates = [self.mapped[name]]
-            source = next((c for c in candidates if c in columns or c in GIVEN), None)
+            known = {*columns, *GIVEN}
+            source = next((c for c in candidates if {c, c.partition(".")[0]} & known), None)
             if source is not None:
                 chosen[name] = source
             elif name in self.mapped or parameter.default is parameter.empty:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dschat.config.columns import look_up
+
 # Parameter of a reward function -> attribute of `Samples`. TRL's names work too.
 GIVEN = {
     "prompts": "prompts",
@@ -58,9 +60,16 @@ class Samples:
     def arguments(self, sources: Mapping[str, str]) -> dict[str, list[Any]]:
         """Arguments of a call, of the column or name in `GIVEN` that each parameter gets."""
         return {
-            name: getattr(self, GIVEN[source]) if source in GIVEN else self.columns[source]
+            name: getattr(self, GIVEN[source]) if source in GIVEN else self._column(source)
             for name, source in sources.items()
         }
+
+    def _column(self, path: str) -> list[Any]:
+        """A column, or a path into the values of one, such as ``reward_model.ground_truth``."""
+        if path in self.columns:
+            return self.columns[path]
+        name = path.partition(".")[0]
+        return [look_up({name: value}, path) for value in self.columns[name]]
 
     def pick(self, rows: Sequence[int]) -> "Samples":
         """A copy of samples ``rows``."""

@@ -126,7 +126,7 @@ class EpisodeCollector(Collector):
         source = _with_text(prompts.sources[row], text)
         limit = self.scorer.args.max_prompt_seq_len
         try:
-            ids = prompt_text_ids(self._engine.tokenizer, source, self._source.schemas)
+            ids = prompt_text_ids(self._engine.tokenizer, source, tools=self._source.schemas)
         except RefusedChat as error:
             raise Fault(str(error)) from None
         if len(ids) > limit:

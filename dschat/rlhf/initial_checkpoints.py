@@ -135,7 +135,7 @@ def find_checkpoints(
     trust = args.trust_remote_code
     start = Checkpoint(actor, ACTOR, trust)
     start.require_causal_lm()
-    tokenizer = tokenizer or start.tokenizer(args.eot_token, args.chat_template)
+    tokenizer = tokenizer or start.tokenizer(**args.tokenizer_flags)
     found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     start.check("lm", args.attn_implementation, *lora, args.packing)

@@ -134,7 +134,9 @@ def _segments(
 ) -> list[Segment]:
     # NOTE: searching for the answer would not find its end: "A" is in "Answer: " too.
     last, marked = (
-        segments.answer_segment(tokenizer, chat, [{"role": "assistant", "content": text}])
+        segments.answer_segment(
+            tokenizer, chat, [{"role": "assistant", "content": text}], closes=False
+        )
         for text in (answer, _MARK)
     )
     after = "" if finished else marked.text.rpartition(_MARK)[2]

@@ -274,14 +274,14 @@ class _Stream(StreamingResponse):
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
-    turns = turns_of(body.messages)
+    turns, inputs = turns_of(body.messages), body.chat_template_kwargs
     if not body.tools or body.tool_choice == "none":
-        return [prompt_text_ids(encoder, turns)], None
+        return [prompt_text_ids(encoder, turns, **inputs)], None
     try:
         parse = CallParser(encoder, body.schemas)
     except UserError as error:
         raise UserError(str(error).removeprefix("--")) from None
-    return [prompt_text_ids(encoder, turns, body.schemas)], parse
+    return [prompt_text_ids(encoder, turns, tools=body.schemas, **inputs)], parse
 
 
 def _encoded(encoder: Any, body: CompletionRequest) -> _Encoded:

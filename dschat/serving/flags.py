@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from dschat.config import UserError
+from dschat.config.data import TemplateConfig
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_bounds, require_types
 
@@ -15,7 +16,7 @@ _COMMON_NAMES = ("actor", "actor_ema", "actor_best")
 
 
 @dataclass
-class ServeConfig:
+class ServeConfig(TemplateConfig):
     """Serve models with OpenAI's HTTP interface, and a web chat that compares them."""
 
     path: Optional[list[str]] = flag(

@@ -22,8 +22,8 @@ def load_models(config: ServeConfig) -> dict[str, ServedModel]:
         UserError: one is not a causal LM with a tokenizer, or of a family that the engine does not
             run.
     """
-    trust = config.trust_remote_code
-    found = {name: Model.find(path, config.dtype, trust) for name, path in config.models}
+    trust, flags = config.trust_remote_code, config.template_flags
+    found = {name: Model.find(path, config.dtype, trust, **flags) for name, path in config.models}
     return {name: _load(name, model, config) for name, model in found.items()}
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from dschat.config import UserError
+from dschat.config.data import template_variables
 from dschat.data.sources.turns import Turn, read_content, storable
 from dschat.inference.protocol import SamplingParams
 
@@ -18,7 +19,6 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "annotations": ([],),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -166,6 +166,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] = {}
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -71,7 +71,7 @@ def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
     source = checkpoint
     if config.tokenizer_name_or_path:
         source = Checkpoint(config.tokenizer_name_or_path, "--tokenizer_name_or_path", trust)
-    return Base(checkpoint, source.tokenizer(config.eot_token, config.chat_template))
+    return Base(checkpoint, source.tokenizer(**config.tokenizer_flags))
 
 
 def load_policy(

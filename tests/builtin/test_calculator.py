@@ -67,7 +67,9 @@ def test_sft_learns_what_step_3_samples(tmp_path):
     text = tokenizer.decode(row["input_ids"])
     question = re.search(r"<\|user\|>([\d*]+=)", text)[1]
     result = re.search(r"(\d+)<\|end\|>$", text)[1]
-    asked = prompt_text_ids(tokenizer, [{"role": "user", "content": question}], source.schemas)
+    asked = prompt_text_ids(
+        tokenizer, [{"role": "user", "content": question}], tools=source.schemas
+    )
     ids = row["input_ids"]
     assert ids[: len(asked)] == asked
     told = observations(Observation(results=(ToolResult("calculator", result),)))

@@ -36,6 +36,8 @@ def values_for(hint):
         return st.none() | values_for(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
+    if get_origin(hint) is dict:
+        return st.dictionaries(words, st.none() | st.booleans() | words, max_size=2)
     if get_origin(hint) is list:
         item = get_args(hint)[0]
         kinds = {str: words, float: st.floats(0, 1)}

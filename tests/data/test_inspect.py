@@ -39,7 +39,8 @@ def test_columns_splits_lengths_and_examples():
     text = report(write("x.jsonl", pairs(40)), max_seq_len=9)
     assert "uses prompt <- prompt, chosen <- chosen, rejected <- rejected" in text
     for step, rows in ((1, 8), (2, 15), (3, 15)):
-        assert f"data for step {step}: {rows} of 38 training rows, 2 of 2 held-out rows" in text
+        left = f"({38 - rows} are for the other steps; see --data_split)"
+        assert f"data for step {step}: {rows} of 38 training rows {left}, 2 of 2" in text
     assert "(100.0%) lost the beginning of the prompt" in text
     first = text.partition("  example 1: ")[2].splitlines()
     num_answer = len(TOKENIZER("yes\nyes")["input_ids"]) + 1

@@ -17,8 +17,8 @@ from dschat.data.segments import (
 )
 from dschat.environments.contract import Observation
 from dschat.environments.observations import ObservationTokens
+from dschat.models.chat_template import default_template
 from dschat.models.continued_text import StreamDecoder, continued_texts
-from dschat.models.tokenizer import default_template
 
 
 def made(kind, template):

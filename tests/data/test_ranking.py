@@ -60,7 +60,7 @@ def test_scores_and_ranks_order_the_answers():
         (["a", "b"], 3, "no list of ranks or scores"),
         (["a", "b"], "[1,", "no list of ranks or scores"),
         (["a", " "], [1, 2], "an empty or unreadable ranked answer"),
-        (["a", 5], [1, 2], "neither text nor a list of turns"),
+        (["a", {"b": 5}], [1, 2], "neither text nor a list of turns"),
     ],
 )
 def test_a_row_that_cannot_be_ranked_says_why_and_still_has_its_prompt_and_columns(

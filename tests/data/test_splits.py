@@ -1,5 +1,6 @@
 """Reading, adapting, blending and splitting data sets; errors for unusable data."""
 
+import logging
 from collections import Counter
 from hashlib import blake2b
 
@@ -100,7 +101,7 @@ def test_answers_to_different_prompts_are_not_a_pair(write, caplog):
 
 def test_answers_that_are_not_text_are_dropped(write):
     rows = pairs(4)
-    rows[0]["rejected"], rows[2]["rejected"] = 7, {"text": "x"}
+    rows[0]["rejected"], rows[2]["rejected"] = float("inf"), {"text": "x"}
     assert [e.prompt for e in load(write(rows), "reward")] == ["p1", "p3"]
     assert len(load(write(rows), "sft")) == 4
 
@@ -238,6 +239,27 @@ def test_a_bad_answer_does_not_move_other_rows_between_parts(write):
     path = write(rows, "bad.jsonl")
     assert [e.prompt for e in load(path, "rlhf", data_split="2,4,4")] == before
     assert not set(before) & {e.prompt for e in load(path, "reward", data_split="2,4,4")}
+
+
+def test_auto_splits_only_data_with_rejected_answers(write, caplog):
+    chats = [{"messages": [USER(f"p{i}"), REPLY("hello")]} for i in range(60)]
+    ranked = [{"prompt": f"r{i}", "answers": ["a", "b"], "scores": [1, 2]} for i in range(60)]
+    whole, paired = write(chats, "chats.jsonl"), [write(pairs(60)), write(ranked, "ranked.jsonl")]
+    for purpose in ("sft", "rlhf"):
+        assert len(load(whole, purpose, data_split="auto")) == 60
+        for path in paired:
+            examples = load(path, purpose, data_split="auto")
+            assert examples == load(path, purpose, data_split="2,4,4")
+            assert 0 < len(examples) < 30
+    split = load(paired, "sft", data_split="2,4,4")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "dschat"):
+        mixed = load([paired[0], whole, paired[1]], "sft", data_split="auto")
+    texts = [e for e in mixed if isinstance(e.prompt, str)]
+    assert texts == split
+    assert len(mixed) - len(texts) == 60
+    left = 120 - len(texts)
+    assert f"({left} are for the other steps; see --data_split)" in caplog.text
 
 
 # -- evaluation

@@ -9,6 +9,7 @@ from itertools import islice
 
 import datasets
 import pytest
+from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +150,17 @@ def test_bad_rows_are_logged_once_and_follow_the_flag(write, caplog):
     assert caplog.text.count("data.jsonl:31: no usable prompt") == 1
     with pytest.raises(UserError, match=r"data.jsonl:31: no usable prompt; .*--on_bad_row skip"):
         prompts(stream_of(write(rows), data_split="1,0,0", on_bad_row="error"), 100)
+
+
+def test_auto_splits_only_data_with_rejected_answers(write):
+    chats = [{"messages": [USER(f"p{i}"), REPLY("hello")]} for i in range(200)]
+    paths = [write(chats, "chats.jsonl"), write(pairs(200))]
+    knobs = {"data_split": "auto", "eval_fraction": 0.0}
+    for purpose, share in (("sft", 0.2), ("rlhf", 0.4)):
+        seen = prompts(stream_of(paths, purpose, **knobs), 4000)
+        texts = {prompt for prompt in seen if isinstance(prompt, str)}
+        assert len({p[0]["content"] for p in seen if not isinstance(p, str)}) == 200
+        assert abs(len(texts) - 200 * share) < 30
 
 
 def test_a_step_without_rows_is_an_error(write):

@@ -175,7 +175,9 @@ def test_prompts_show_tools(knobs):
     for rows, tools in (([{"prompt": "hi"}], own), ([row], own), ([row], None)):
         config = RLHFConfig(**knobs(rows, step=3), max_prompt_seq_len=2000)
         (made,) = prompt_dataset(config, tokenizer, tools=tools)
-        assert made["prompt_ids"] == prompt_text_ids(tokenizer, [USER("hi")], tools or SCHEMAS)
+        assert made["prompt_ids"] == prompt_text_ids(
+            tokenizer, [USER("hi")], tools=tools or SCHEMAS
+        )
 
 
 def test_calls_of_tools_are_trained(knobs):
@@ -199,17 +201,26 @@ def test_train_on_prompt_trains_all_but_the_first_token(knobs):
         assert made["loss_mask"] == [False] + [True] * (len(made["input_ids"]) - 1)
 
 
-def test_a_template_that_rewrites_history_is_trained_on_the_last_answer(knobs, caplog):
+def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(knobs, caplog):
     tokenizer = byte_tokenizer("</s>", FORGETFUL)
     dialogue = [USER("hi"), REPLY("hmm;hello"), USER("and?"), REPLY("aha;bye")]
-    with caplog.at_level(logging.WARNING, "dschat"):
-        (row,) = sft_dataset(SFTConfig(**knobs([{"messages": dialogue}])), tokenizer)
-        prompt_text_ids(tokenizer, dialogue[:3])
-    assert caplog.text.count("rewrites earlier turns") == 1
+    seen = {
+        "hmm;hello</s>": "<user>hi</s><assistant>hmm;hello</s>",
+        "aha;bye</s>": "<user>hi</s><assistant>hello</s><user>and?</s><assistant>aha;bye</s>",
+    }
+    rows = knobs([{"messages": dialogue}])
+    with caplog.at_level(logging.INFO, "dschat"):
+        made = sft_dataset(SFTConfig(**rows), tokenizer)
+    assert "2 rows" in caplog.text
+    assert "1 are earlier answers" in caplog.text
+    assert [(trained(tokenizer, row), tokenizer.decode(row["input_ids"])) for row in made] == [
+        ([answer], text) for answer, text in seen.items()
+    ]
+    (row,) = sft_dataset(SFTConfig(**rows, train_on="last"), tokenizer)
     assert trained(tokenizer, row) == ["aha;bye</s>"]
-    assert tokenizer.decode(row["input_ids"]) == (
-        "<user>hi</s><assistant>hello</s><user>and?</s><assistant>aha;bye</s>"
-    )
+    dialogue[1]["weight"] = 0
+    (row,) = sft_dataset(SFTConfig(**knobs([{"messages": dialogue}])), tokenizer)
+    assert trained(tokenizer, row) == ["aha;bye</s>"]
 
 
 def test_chats_that_the_template_refuses_are_dropped_and_counted(knobs, caplog):

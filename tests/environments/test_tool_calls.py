@@ -144,7 +144,7 @@ def test_an_episode_is_the_rendered_chat(form):
         texts = texts[:1] if form == "json" else texts
         results = tuple(ToolResult("search", text) for text in texts)
         turn = called(*[{"query": "a"}] * len(texts))
-        ids = prompt_text_ids(tokenizer, ASKED, SCHEMAS)
+        ids = prompt_text_ids(tokenizer, ASKED, tools=SCHEMAS)
         ids += tokenizer.encode(written(tokenizer, turn)) + [tokenizer.eos_token_id]
         ids += observations(Observation(results=results))
         turns = [

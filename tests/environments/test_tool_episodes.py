@@ -75,7 +75,7 @@ def call_text(tokenizer, arguments):
 
 
 def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING):
-    prompt = prompt_text_ids(tokenizer, ASKED, source.schemas)
+    prompt = prompt_text_ids(tokenizer, ASKED, tools=source.schemas)
     engine = ScriptedEngine(script)
     observations = ObservationTokens(tokenizer, is_chat=True)
 
@@ -83,7 +83,7 @@ def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING):
         if len(text) > 20:
             raise Fault("too long")
         chat = [{**ASKED[0], "content": ASKED[0]["content"] + text}]
-        return prompt_text_ids(tokenizer, chat, source.schemas)
+        return prompt_text_ids(tokenizer, chat, tools=source.schemas)
 
     make = source.maker(tokenizer)
     runner = EpisodeRunner(engine, tokenizer, make, observations, limits, appended)

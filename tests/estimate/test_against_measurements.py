@@ -75,4 +75,4 @@ def test_largest_model_of_a_gpu(opt, gpu):
         found[size] = done.peak.total / GIB
         fits.append(done.peak.total <= done.device.memory)  # ignores this machine's host memory
     assert fits == [True, False]
-    assert found == pytest.approx(planned, rel=0.03)  # docs/cost.md
+    assert found == pytest.approx(planned, rel=0.03)  # docs/lab/cost.md

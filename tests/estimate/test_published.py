@@ -3,7 +3,7 @@
 import plan_against_published as published
 import pytest
 
-# Held-out rows that the model misses by more than a third; docs/cost.md says why.
+# Held-out rows that the model misses by more than a third; docs/lab/cost.md says why.
 MISSED = {
     "table 1: step 3, opt-30b, 8 x A100-40",
     "table 5: step 2, opt-350m, 64 x A100-80",

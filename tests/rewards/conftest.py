@@ -6,6 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from others_rewards import FILE
 
 from dschat.config import RLHFConfig
 from dschat.rewards import endpoint
@@ -42,6 +43,14 @@ def rewards():
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def others(tmp_path, monkeypatch):
+    """A file of reward functions of other trainers, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "others.py").write_text(FILE)
+    return "others.py"
 
 
 class Server:

@@ -2,81 +2,16 @@
 
 import pytest
 import torch
+from others_rewards import scores_of
 
 from dschat.config import UserError
 
-FILE = """
-import asyncio
-
-import torch
-
-
-def accuracy(completions, solution, **kwargs):  # TRL, on chats
-    contents = [completion[0]["content"] for completion in completions]
-    assert all(prompt[-1]["role"] == "user" for prompt in kwargs["prompts"])
-    assert len(kwargs["completion_ids"]) == len(contents)
-    return [1.0 if content == right else 0.0 for content, right in zip(contents, solution)]
-
-
-def shortness(prompts, completions, log_metric, log_extra, trainer_state):  # TRL, on text
-    assert trainer_state.max_steps == 0
-    lengths = [len(completion) for completion in completions]
-    log_metric("mean_length", torch.tensor(lengths).float().mean())
-    log_extra("length", lengths)
-    return [-float(length) - trainer_state.global_step for length in lengths]
-
-
-def any_arguments(completions, **kwargs):  # TRL
-    kwargs["log_metric"]("calls", 3)
-    return [float(kwargs["trainer_state"].global_step)] * len(completions)
-
-
-def own(answers, **kwargs):  # dschat
-    assert not {"log_metric", "trainer_state"} & {*kwargs}
-    return [0.0] * len(answers)
-
-
-async def later_reward(queries, prompts, labels):  # OpenRLHF
-    await asyncio.sleep(0)
-    return {"rewards": reward_func(queries, prompts, labels)["rewards"]}
-
-
-class Later:  # verl
-    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
-        await asyncio.sleep(0)
-        return compute_score(data_source, solution_str, ground_truth, extra_info)
-
-
-def reward_func(queries, prompts, labels):  # OpenRLHF
-    assert all(query.startswith(prompt) for query, prompt in zip(queries, prompts))
-    scores = torch.tensor([float(q.endswith(str(a))) for q, a in zip(queries, labels)])
-    return {"rewards": scores, "scores": scores, "extra_logs": {"n": scores}}
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):  # verl
-    assert data_source in ("", "math")
-    found = float(solution_str == ground_truth) + bonus
-    return {"score": found, "acc": found} if extra_info else found
-"""
-
-
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "others.py").write_text(FILE)
-    return "others.py"
-
-
-def scores_of(functions, given):
-    functions.check_columns(given.columns)
-    return [source.scores.tolist() for source in functions.score(given).result()]
-
 
 @pytest.mark.parametrize("pool", ["none", pytest.param("process", marks=pytest.mark.slow)])
-def test_each_is_called_as_its_trainer_does(rewards, samples, file, pool):
+def test_each_is_called_as_its_trainer_does(rewards, samples, others, pool):
     names = ("reward_func", "compute_score")
     made = rewards(
-        reward_fn=[f"{file}:{name}" for name in names],
+        reward_fn=[f"{others}:{name}" for name in names],
         reward_args=["compute_score.bonus=0.5"],
         reward_pool=pool,
         reward_workers=1,
@@ -91,19 +26,19 @@ def test_each_is_called_as_its_trainer_does(rewards, samples, file, pool):
     assert scores_of(made, verl)[1] == [1.5, 0.5]
 
 
-def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples, file, caplog):
-    made = rewards(reward_fn=[f"{file}:accuracy"])
+def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples, others, caplog):
+    made = rewards(reward_fn=[f"{others}:accuracy"])
     chats = samples(2, solution=["a0", "x"])
     chats.chats = [[{"role": "user", "content": prompt}] for prompt in chats.prompts]
     assert scores_of(made, chats) == [[1, 0]]
     assert chats.part(1, 2).completions == [[{"role": "assistant", "content": "a1"}]]
-    assert scores_of(rewards(reward_fn=[f"{file}:shortness"]), samples(2)) == [[-2, -2]]
+    assert scores_of(rewards(reward_fn=[f"{others}:shortness"]), samples(2)) == [[-2, -2]]
 
 
 @pytest.mark.parametrize(("pool", "calls"), [("none", 1), ("thread", 2)])
-def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, file, pool, calls):
+def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, others, pool, calls):
     made = rewards(
-        reward_fn=[f"{file}:{name}" for name in ("shortness", "any_arguments", "own")],
+        reward_fn=[f"{others}:{name}" for name in ("shortness", "any_arguments", "own")],
         reward_pool=pool,
         reward_workers=calls,
     )
@@ -116,28 +51,28 @@ def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, file, poo
         assert made.logs.extra == {"length": [4, 2]}
 
 
-def test_worker_processes_cannot_log(rewards, file):
-    made = rewards(reward_fn=[f"{file}:shortness"], reward_pool="process", reward_workers=1)
+def test_worker_processes_cannot_log(rewards, others):
+    made = rewards(reward_fn=[f"{others}:shortness"], reward_pool="process", reward_workers=1)
     with pytest.raises(UserError, match="needs the column log_metric, .*give log_metric a default"):
         made.check_columns([])
 
 
-def test_coroutines_of_any_convention_are_awaited(rewards, samples, file):
-    made = rewards(reward_fn=[f"{file}:later_reward", f"{file}:Later"])
+def test_coroutines_of_any_convention_are_awaited(rewards, samples, others):
+    made = rewards(reward_fn=[f"{others}:later_reward", f"{others}:Later"])
     assert made.overlaps
     given = samples(2, answer=["a0", "b"], extra_info=[{}, {"split": "train"}])
     assert scores_of(made, given) == [[1, 0], [1, 0]]
 
 
-def test_which_convention_it_is_is_said(rewards, file, caplog):
+def test_which_convention_it_is_is_said(rewards, others, caplog):
     with caplog.at_level("INFO", logger="dschat"):
-        rewards(reward_fn=[f"{file}:compute_score"], reward_pool="none")
-    assert f"--reward_fn {file}:compute_score is called as verl calls it" in caplog.text
+        rewards(reward_fn=[f"{others}:compute_score"], reward_pool="none")
+    assert f"--reward_fn {others}:compute_score is called as verl calls it" in caplog.text
 
 
-def test_a_wrong_argument_is_named(rewards, file):
+def test_a_wrong_argument_is_named(rewards, others):
     with pytest.raises(UserError, match=r"compute_score.bonu: it takes no bonu; it takes: .*bonus"):
-        rewards(reward_fn=[f"{file}:compute_score"], reward_args=["compute_score.bonu=1"])
+        rewards(reward_fn=[f"{others}:compute_score"], reward_args=["compute_score.bonu=1"])
 
 
 def test_tensors_of_any_device_type_are_read(rewards, samples):

@@ -10,6 +10,7 @@ from dschat.config import UserError
 from dschat.rewards.call import rebuilt_function
 from dschat.rewards.library import ExactMatch, JsonSchema
 from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.samples import Samples
 
 SCORES = """
 from dataclasses import dataclass
@@ -125,6 +126,19 @@ def test_arguments_from_columns():
     assert reward.sources(["gold", "reference"]) == {"answers": "answers", "reference": "gold"}
     with pytest.raises(UserError, match="needs the column gold, which the data lacks .*other"):
         reward.sources(["other"])
+
+
+def test_arguments_from_paths_into_columns():
+    """As `--columns` takes them: verl's ground truth, for a function that is not verl's."""
+    (reward,) = load("exact_match", args=["exact_match.reference=@reward_model.ground_truth"])
+    sources = reward.sources(["reward_model"])
+    assert sources == {"answers": "answers", "reference": "reward_model.ground_truth"}
+    rules = [{"ground_truth": "1", "style": "rule"}, {"ground_truth": None}, None]
+    samples = Samples(["p"] * 3, list("123"), [[1]] * 3, [[1]] * 3, ["stop"] * 3)
+    samples.columns = {"reward_model": rules}
+    assert samples.arguments(sources)["reference"] == ["1", None, None]
+    samples.columns["reward_model.ground_truth"] = list("abc")  # a column of this very name
+    assert samples.arguments(sources)["reference"] == ["a", "b", "c"]
 
 
 def ours(prompts, answers, prompt_ids, answer_ids, finish_reasons, tests, level=1): ...

@@ -53,7 +53,7 @@ WRONG = [
     (*completion(something_new=False), "something_new "),
     (CHAT, {"messages": []}, "messages: "),
     (CHAT, {"messages": [{"role": "user"}]}, "content"),
-    (*conversation(chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs "),
+    (*conversation(chat_template_kwargs={"tools": []}), "tools is no variable of a chat"),
     (*conversation(add_generation_prompt=False), "add_generation_prompt "),
     (*conversation(continue_final_message=True), "continue_final_message "),
     (*conversation(functions=[{}]), "functions "),

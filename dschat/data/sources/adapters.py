@@ -11,15 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config import UserError
+from dschat.config.columns import look_up
 from dschat.data.sources.known_datasets import ColumnAdapter, listed
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
+    CHAT_COLUMNS,
     Content,
     Turn,
     Unusable,
     chat_in_cell,
     from_cell,
+    is_plain,
+    is_turn,
     read_content,
+    read_template_kwargs,
     read_tools,
     split_text,
     storable,
@@ -50,6 +55,7 @@ class Example:
     others: Optional[list[Content]] = None  # further ranked answers; None for a pair
     ranks: Optional[list[int]] = None  # of chosen, rejected and others, 0 the best; None for a pair
     tools: Optional[list[dict[str, Any]]] = None  # JSON schemas that the chat template shows
+    template_kwargs: Optional[dict[str, Any]] = None  # further variables of the chat template
     columns: Optional[dict[str, Any]] = None  # in step 3 the row's others, for reward functions
 
     def to_row(self) -> dict[str, str]:
@@ -60,6 +66,11 @@ class Example:
         """The answers in ``fields``, in their order; "others" has any number of them."""
         given = [(name, getattr(self, name)) for name in fields]
         return [a for name, v in given if v for a in (v if name == "others" else [v])]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        return {"tools": self.tools, **(self.template_kwargs or {})}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
@@ -101,15 +112,16 @@ def normalize(
     try:
         ranked = _ranked(row, adapter)
         prompt, answers = _read_row(row, adapter, ranked)
-        prompt, tools = _whole_prompt(row, adapter, purpose, prompt)
-        example, key = Example(prompt, tools=tools), _opening(prompt)
+        prompt, inputs = _whole_prompt(row, adapter, purpose, prompt)
+        example, key = Example(prompt, **inputs), _opening(prompt)
         if purpose == "rlhf":
             example.columns = {name: v for name, v in raw.items() if name != adapter.prompt}
         else:
             example = _answered(example, answers, ranked, purpose, adapter.unpaired)
     except Unusable as unusable:
         problem = str(unusable)
-    return {**example.to_row(), "key": key, "problem": problem}
+    plain = "plain" if is_plain(example.prompt) else ""
+    return {**example.to_row(), "key": key, "problem": problem, "plain": plain}
 
 
 def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[str, Any]:
@@ -117,34 +129,8 @@ def _as_meant(row: dict[str, Any], adapter: ColumnAdapter, form: Form) -> dict[s
     if form == "json":
         return row
     meant = chat_in_cell if form == "csv" else without_nulls
-    columns = {column.partition(".")[0] for column in (*adapter.columns, "tools", "functions")}
+    columns = {column.partition(".")[0] for column in (*adapter.columns, *CHAT_COLUMNS)}
     return {**row, **{column: meant(row[column]) for column in columns & row.keys()}}
-
-
-def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
-    """The value at a column, or at a path into it such as ``answers.0.text``; None if absent.
-
-    ``answers.*.text`` is the list of all texts.
-    """
-    if path is None:
-        return None
-    if path in row:
-        return row[path]
-    value: Any = row
-    steps = path.split(".")
-    for number, step in enumerate(steps):
-        if step == "*" and isinstance(value, list):
-            rest = ".".join(steps[number + 1 :])
-            return [look_up(item, rest) if isinstance(item, dict) else None for item in value]
-        if isinstance(value, dict) and step == "*":
-            continue  # an object of lists, such as a Sequence of `datasets`
-        if isinstance(value, dict):
-            value = value.get(step)
-        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return None
-    return value
 
 
 def _because(content: Parsed) -> str:
@@ -239,12 +225,14 @@ def _read_row(
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
     if adapter.messages:
-        prompt, answer = _split_answer(read_content(from_cell(look_up(row, adapter.messages))))
+        chat = from_cell(look_up(row, adapter.messages))
+        prompt, answer = _split_answer(read_content(_masked(chat, row.get("loss_mask"))))
         return prompt, [answer, None, None]
     columns = (adapter.chosen, adapter.rejected, adapter.sft)
     found = [look_up(row, column) for column in columns]
     if isinstance(ranked, tuple):
         found = ranked[0]
+    found = [_as_text(value) for value in found]
     prompt, *answers = map(read_content, (look_up(row, adapter.prompt), *found))
     if isinstance(prompt, Unusable):
         return prompt, [None] * len(answers)
@@ -252,14 +240,33 @@ def _read_row(
         prompts, parts = zip(*(_split_answer(answer) for answer in answers), strict=True)
         return _same_prompt(prompts, parts)
     turns = any(isinstance(answer, list) for answer in answers)
-    if isinstance(prompt, str) and (adapter.as_chat or turns):
-        prompt = _as_turns(row, adapter, prompt)
+    if isinstance(prompt, str):
+        prompt = _with_context(row, adapter, prompt)
+        if prompt and (adapter.as_chat or turns):
+            prompt = [{"role": "user", "content": prompt}]
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
         return prompt, [_filled(answer) for answer in answers]
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
     return _same_prompt((*prompts, prompt), parts)
+
+
+def _as_text(answer: Any) -> Any:
+    """A number or a boolean as text, as a chat template writes it; other values unchanged."""
+    is_number = isinstance(answer, (bool, int, float)) and math.isfinite(answer)
+    return str(answer) if is_number else answer
+
+
+def _masked(chat: Any, mask: Any) -> Any:
+    """A chat whose turns have the weights of its row's ``loss_mask``, a list."""
+    mask = from_cell(mask)
+    if not isinstance(mask, list) or not isinstance(chat, list):
+        return chat
+    if len(mask) != len(chat):
+        return Unusable(f"a loss_mask of {len(mask)} numbers for {len(chat)} turns")
+    pairs = zip(chat, mask, strict=True)
+    return [{**turn, "loss_mask": m} if is_turn(turn) else turn for turn, m in pairs]
 
 
 def _same_prompt(
@@ -272,36 +279,37 @@ def _same_prompt(
     return prompt, [other if _is_answer(a) and p != prompt else a for p, a in pairs]
 
 
-def _as_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[list[Turn]]:
-    """A text prompt as a chat's turn, with the context of its row."""
+def _with_context(row: dict[str, Any], adapter: ColumnAdapter, prompt: str) -> Optional[str]:
+    """A text prompt with the context of its row; None if it is blank."""
     if not prompt.strip():
         return None
     context = look_up(row, adapter.context)
-    if isinstance(context, str) and context.strip():
-        prompt = f"{prompt}\n\n{read_content(context)}"
-    return [{"role": "user", "content": prompt}]
+    has_context = isinstance(context, str) and context.strip()
+    return f"{prompt}\n\n{read_content(context)}" if has_context else prompt
 
 
 def _whole_prompt(
     row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose, prompt: Parsed
-) -> tuple[Content, Optional[list[dict[str, Any]]]]:
-    """The prompt, a chat behind the system message and the history of its row; and its tools.
+) -> tuple[Content, dict[str, Any]]:
+    """The prompt, a chat behind the system message and the history of its row; and what else its
+    template gets.
 
     Raises:
         Unusable: there is none.
     """
-    tools = None
+    inputs: dict[str, Any] = {}
     if isinstance(prompt, list) and purpose == "rlhf":
         prompt = _asked(row, adapter, prompt)
     if isinstance(prompt, list) and prompt:
         try:
             prompt = _opening_turns(row, adapter, prompt) + prompt
-            tools = read_tools(row.get("tools"), row.get("functions"))
+            inputs["tools"] = read_tools(row.get("tools"), row.get("functions"))
+            inputs["template_kwargs"] = read_template_kwargs(row.get("chat_template_kwargs"))
         except Unusable as unusable:
             prompt = unusable
     if isinstance(prompt, Unusable) or not prompt or not _opening(prompt):
         raise Unusable("no usable prompt" + _because(prompt))
-    return prompt, tools
+    return prompt, inputs
 
 
 def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader, RawIOBase, TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
 _BOM = b"\xef\xbb\xbf"
 _VISIBLE = re.compile(r"\S")
 _MAX_LINE = 1 << 28  # bytes; of a JSON value or a CSV field, characters
-_NOT_UTF8 = "not UTF-8 text; save the file as UTF-8"
+_NOT_UTF8 = "not UTF-8 text; save the file as UTF-8, or name its encoding (--encoding)"
 
 
 # How a row is stored: CSV has texts alone, tables of one schema ("arrow") fill in nulls.
@@ -51,7 +51,31 @@ def kind_of(path: str) -> str:
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
-def read_lines(path: str) -> Iterator[Line]:
+class _AsUtf8(RawIOBase):
+    """A file of another encoding, as UTF-8; bytes that it does not have stay as they are."""
+
+    def __init__(self, file: Any, encoding: str) -> None:
+        self._text = TextIOWrapper(file, encoding, "surrogateescape", newline="")
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._rest = b""
+        return self._text.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or self._text.read(_CHUNK).encode("utf-8", "surrogateescape")
+        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def read_lines(path: str, encoding: str = "utf-8") -> Iterator[Line]:
     """The rows of a file, one by one.
 
     A .txt file gives one row per paragraph (separated by blank lines), in the column ``text``.
@@ -61,7 +85,9 @@ def read_lines(path: str) -> Iterator[Line]:
     if kind == PARQUET_SUFFIX:
         yield from _parquet(path)
         return
-    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as raw:
+        same = codecs.lookup(encoding).name == "utf-8"
+        file = raw if same else BufferedReader(_AsUtf8(raw, encoding))
         try:
             if kind in TABLE_SUFFIXES:
                 yield from _table(file, path, "\t" if kind == ".tsv" else None)

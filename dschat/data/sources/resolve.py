@@ -78,6 +78,7 @@ def read_source(
     streaming: bool = False,
     eval_split: Optional[str] = None,
     skip_broken: bool = False,
+    encoding: str = "utf-8",
 ) -> Splits:
     """The splits of a source; a hub name may be NAME:CONFIG. ``allow_text``: accept .txt files.
 
@@ -98,10 +99,8 @@ def read_source(
         return _table_splits(name, _load_saved(name, path, flag), flag, eval_split)
     kinds = (*SUFFIXES, TEXT_SUFFIX) if allow_text else SUFFIXES
     train, held_out = _find_files(name, path, flag, kinds, eval_split)
-    return Splits(
-        _file_rows(name, train, flag, skip_broken),
-        _file_rows(name, held_out, flag, skip_broken) if held_out else None,
-    )
+    rows = partial(_file_rows, name, flag=flag, skip_broken=skip_broken, encoding=encoding)
+    return Splits(rows(train), rows(held_out) if held_out else None)
 
 
 def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
@@ -211,7 +210,7 @@ def _folder_parts(path: str, kinds: tuple[str, ...]) -> dict[str, list[str]]:
     return parts
 
 
-def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> RawRows:
+def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool, encoding: str) -> RawRows:
     """Files as one ``RawRows``, with the columns of the first ``_NUM_PEEKED`` rows.
 
     Raises:
@@ -221,7 +220,7 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Raw
     def lines() -> Iterator[Line]:
         for path in paths:
             try:
-                yield from read_lines(path)
+                yield from read_lines(path, encoding)
             except OSError as error:
                 why = error.strerror or str(error)
                 raise UserError(f"{flag}: {path} cannot be read: {why}; check the file") from error
@@ -239,7 +238,7 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool) -> Raw
     if not columns:
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
-    stamp = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+    stamp = repr([encoding, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)])
     return RawRows(name, list(columns), stamp, lines, num_rows=known_rows(paths))
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -23,12 +23,13 @@ from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
+from dschat.config.columns import look_up
 from dschat.config.data import DataConfig
+from dschat.config.fields import AUTO
 from dschat.data.sources.adapters import (
     PURPOSES,
     Example,
     Purpose,
-    look_up,
     normalize,
     require_answers,
 )
@@ -41,8 +42,9 @@ from dschat.memory import available_memory
 logger = logging.getLogger("dschat")
 
 # `problem`: why the step cannot use the row; `fault`: why it could not be read; `where`: its place
-# in the source, for rows with a problem or a fault; `unread`: keys of turns that nothing reads.
-NOTES = ("key", "problem", "unread", "fault", "where")
+# in the source, for rows with a problem or a fault; `plain`: not empty for a prompt that is text
+# without a chat's marks; `unread`: keys of turns that nothing reads.
+NOTES = ("key", "problem", "plain", "unread", "fault", "where")
 EXAMPLES = Features({"example": Value("string")})  # `Example.to_row`
 SCHEMA = Features({name: Value("string") for name in (*EXAMPLES, *NOTES)})
 NUM_LISTED = 10  # bad rows that the log lists individually
@@ -70,6 +72,10 @@ class DataSource:
     adapter: ColumnAdapter
     flag: str
 
+    def is_split(self, config: DataConfig) -> bool:
+        """Whether its rows are split between the steps; else every step has all of them."""
+        return config.data_split != AUTO or bool(self.adapter.rejected or self.adapter.answers)
+
     def placed(self, rows: RawRows, config: DataConfig, purpose: Purpose) -> "PlacedRows":
         """The rows with a usable prompt, normalized for ``purpose``.
 
@@ -84,6 +90,15 @@ class DataSource:
         hint = "" if named else "; name it with --columns prompt=COLUMN"
         hint += f" (it has: {listed(rows.columns)})"
         report_bad_rows(self.name, table, config.on_bad_row, self.flag, hint)
+        if config.text_as is None and rows is self.splits.train:
+            num_plain = sum(bool(row["plain"]) for row in iterate(table, ("plain",)))
+            if num_plain:
+                logger.warning(
+                    "%s: %d of %d prompts are text without a chat's marks, and are trained without "
+                    "the chat template, in which dschat chat and serve ask; --text_as chat makes "
+                    "them chats, --text_as raw keeps them as they are",
+                    *(self.name, num_plain, len(table)),
+                )
         salts = f"eval:{config.seed}", f"split:{config.seed}"
         places = (
             (*(key_hash(row["key"], salt) for salt in salts), row["key"] != "", not row["problem"])
@@ -126,16 +141,21 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
     sources = [load_source(spec, config, purpose) for spec in config.data_path]
     rows = [source.placed(source.splits.train, config, purpose) for source in sources]
     held, held_keys = _hold_out(config, sources, rows, purpose)
-    blend = _joined([_weighted(s, r, held_keys, seed) for s, r in zip(sources, rows, strict=True)])
-    parts = cut(blend.places["split"], config.split_weights)
-    step = PURPOSES.index(purpose)
+    weighted = [_weighted(s, r, held_keys, seed) for s, r in zip(sources, rows, strict=True)]
+    blend, step = _joined(weighted), PURPOSES.index(purpose)
+    is_split = np.repeat([s.is_split(config) for s in sources], [len(w.places) for w in weighted])
+    parts = np.full(len(blend.places), step)
+    parts[is_split] = cut(blend.places["split"][is_split], config.split_weights)
     train, held_out = blend.take(np.flatnonzero(parts == step)).usable(), held.usable()
     if not len(train):
         raise no_rows(config.data_split, step, f"the {len(parts)}")
+    others = int((parts != step).sum())
     sample = np.random.default_rng(seed).permutation(len(held_out))[: config.max_eval_samples]
     logger.info(
-        "data for step %d: %d of %d training rows, %d of %d held-out rows",
-        *(step + 1, len(train), len(parts), len(sample), len(held_out)),
+        "data for step %d: %d of %d training rows%s, %d of %d held-out rows",
+        *(step + 1, len(train), len(parts)),
+        f" ({others} are for the other steps; see --data_split)" if others else "",
+        *(len(sample), len(held_out)),
     )
     return train, held_out.select(sorted(sample.tolist()))
 
@@ -183,8 +203,11 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
             streaming=config.streaming,
             eval_split=known.eval_split if known else None,
             skip_broken=config.on_bad_row == "skip",
+            encoding=config.encoding,
         )
     adapter = choose_adapter(name, splits.train.columns, config, flag)
+    if config.text_as:
+        adapter = replace(adapter, as_chat=config.text_as == "chat")
     return DataSource(name, weight, splits, adapter, flag)
 
 
@@ -294,7 +317,7 @@ def normalized_rows(
 
     The row of an unreadable line has no content and no key.
     """
-    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN}
+    unreadable = {**Example("").to_row(), "key": "", "problem": BROKEN, "plain": ""}
     for line in rows:
         raw = line.row or {}
         row = normalize(raw, adapter, purpose, line.form) if line.row is not None else unreadable

@@ -149,13 +149,15 @@ class ExampleStream:
                 check_allowed(row, self._config.on_bad_row, source.flag)
                 if tally:
                     tally.add(row["fault"].removesuffix("; fix it") or row["problem"], row["where"])
-            elif part is None or self._place(row["key"]) == part:
+            elif part is None or self._place(row["key"], source) == part:
                 yield {"example": row["example"]}
 
-    def _place(self, key: str) -> int:
+    def _place(self, key: str, source: DataSource) -> int:
         is_held = self._hold_out and _unit(key, f"eval:{self._seed}") < self._config.eval_fraction
         if is_held:
             return _HELD_OUT
+        if not source.is_split(self._config):
+            return PURPOSES.index(self._purpose)
         return int(np.searchsorted(self._splits, _unit(key, f"split:{self._seed}"), "right"))
 
 

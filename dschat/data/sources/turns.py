@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Optional, Union
 
+from dschat.config import UserError
+from dschat.config.data import template_variables
+
 # {"role": "system" | "user" | "assistant" | "tool", "content": text}, and what templates show of
 # `SHOWN` and "tool_calls", in OpenAI's form with arguments as an object; "weight": `weight_of`
 Turn = dict[str, Any]
@@ -38,6 +41,9 @@ UNSUPPORTED = ("refusal", "prefix", "image", "images", "video", "videos", "audio
 _READ = {"role", "from", "content", "value", "tool_calls", "function_call"}
 _READ |= {*SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
 
+# Columns of chats, whatever the data set.
+CHAT_COLUMNS = ("tools", "functions", "chat_template_kwargs")
+
 # Marks before an assistant's turn in a dialogue that is one text.
 ASSISTANT_MARKS = ("\n\nAssistant:", "### Assistant:", "### Response:", "ASSISTANT:")
 
@@ -65,14 +71,15 @@ def is_turn(value: Any) -> bool:
 
 
 def chat_in_cell(value: Any) -> Any:
-    """The chat that a CSV cell holds as JSON; other values unchanged."""
+    """The chat or turn that a CSV cell holds as JSON; other values unchanged."""
     found = from_cell(value)
-    return found if found and isinstance(found, list) and all(map(is_turn, found)) else value
+    turns = found if isinstance(found, list) else [found]
+    return found if turns and all(map(is_turn, turns)) else value
 
 
 def from_cell(value: Any) -> Any:
-    """The list in a text of JSON, as in a CSV cell; other values unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """The list or object in a text of JSON, as in a CSV cell; other values unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
@@ -85,6 +92,12 @@ def split_text(dialogue: str) -> Optional[tuple[str, str]]:
     if start < 0:
         return None
     return dialogue[: start + length], dialogue[start + length :]
+
+
+def is_plain(prompt: Content) -> bool:
+    """Whether a prompt is text at whose end no assistant is named."""
+    ends = tuple(mark.strip() for mark in ASSISTANT_MARKS)
+    return isinstance(prompt, str) and bool(prompt) and not prompt.rstrip().endswith(ends)
 
 
 def vicuna_turns(prompt: Any) -> Union[list[Turn], Any]:
@@ -175,6 +188,23 @@ def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("tools that are no list of JSON schemas")
     return tools
+
+
+def read_template_kwargs(value: Any) -> Optional[dict[str, Any]]:
+    """A row's variables for the chat template, an object or its JSON text; None without any.
+
+    Raises:
+        Unusable: it is neither.
+    """
+    if isinstance(value, str) and value.strip():
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value and not isinstance(value, dict):
+        raise Unusable("chat_template_kwargs that are no JSON object")
+    try:
+        return template_variables(value) if value else None
+    except UserError as error:
+        raise Unusable(str(error)) from None
 
 
 def without_nulls(value: Any) -> Any:

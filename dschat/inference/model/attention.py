@@ -9,6 +9,7 @@ keys.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,15 @@ class Chunk:
     length: int
     prefix: int
     pages: list[int]
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys in a layer."""
+
+    scale: float
+    window: int | None = None  # keys that a query attends to; None: all
+    softcap: float | None = None  # c: c * tanh(score / c)
+    sinks: Tensor | None = None  # (H,): a further score of each head, whose value is zero
 
 
 @dataclass
@@ -110,30 +120,37 @@ class Attention:
             and (not chunk.prefix or tokens <= _GATHERED_TOKENS)
         )
 
-    def __call__(self, layer: int, heads_THD: Tensor, layout: HeadLayout) -> Tensor:
-        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D)."""
+    def __call__(
+        self, layer: int, heads_THD: Tensor, layout: HeadLayout, scores: Scores | None = None
+    ) -> Tensor:
+        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D).
+
+        ``scores``: default, those of the spec.
+        """
         rows, keys, values = self.cache.layers[layer]
         decodes = self.decodes
-        kernel = self._kernel if layout.in_order else None
+        how = scores or Scores(self.spec.attention_scale(layer), self.spec.window(layer))
+        is_plain = how.softcap is None and how.sinks is None
+        kernel = self._kernel if layout.in_order and is_plain else None
         if kernel is not None and not self.chunks:
-            return self._decode_by_kernel(kernel, layer, heads_THD, rows)
+            return kernel(heads_THD, rows, how.window, how.scale)
         self._store(rows, heads_THD, layout)
         q_THD = heads_THD[:, layout.q]
         if decodes is not None and not self.chunks:
-            return self._decode(decodes, layer, q_THD, keys, values)
+            return self._decode(decodes, how, q_THD, keys, values)
         k_TKD, v_TKD = heads_THD[:, layout.k], heads_THD[:, layout.v]
         outputs = []
         if kernel is not None:
-            outputs.append(self._decode_by_kernel(kernel, layer, heads_THD, rows))
+            outputs.append(kernel(heads_THD, rows, how.window, how.scale))
         elif decodes is not None:
-            outputs.append(self._decode(decodes, layer, q_THD[: decodes.count], keys, values))
+            outputs.append(self._decode(decodes, how, q_THD[: decodes.count], keys, values))
         for dense in self._dense:
             end = dense.first + dense.num_tokens
             part = slice(dense.first, end)
             if dense.pages is None:
-                outputs.append(self._fresh(layer, dense, q_THD[part], k_TKD[part], v_TKD[part]))
+                outputs.append(self._fresh(how, dense, q_THD[part], k_TKD[part], v_TKD[part]))
             else:
-                outputs.append(self._continued(layer, dense, q_THD[part], keys, values))
+                outputs.append(self._continued(how, dense, q_THD[part], keys, values))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _store(self, rows: Tensor, heads_THD: Tensor, layout: HeadLayout) -> None:
@@ -174,14 +191,8 @@ class Attention:
             d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
         )
 
-    def _decode_by_kernel(
-        self, kernel: cpu.DecodeAttention, layer: int, heads_THD: Tensor, rows: Tensor
-    ) -> Tensor:
-        spec = self.spec
-        return kernel(heads_THD, rows, spec.window(layer), spec.attention_scale(layer))
-
     def _decode(
-        self, d: Decodes, layer: int, q_BHD: Tensor, keys: Tensor, values: Tensor
+        self, d: Decodes, how: Scores, q_BHD: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         k, v = (self._history(x, d) for x in (keys, values))
         num_kv_heads = k.shape[2]
@@ -190,14 +201,10 @@ class Attention:
         q = q_BHD.unflatten(1, (num_kv_heads, -1))
         if d.width > 1:
             q = q.unflatten(0, (-1, d.width)).transpose(1, 2).flatten(2, 3)
-        bias = self._decode_bias(d, layer, q, k.shape[1])
-        out = F.scaled_dot_product_attention(
-            q,
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=bias,
-            scale=self.spec.attention_scale(layer),
-        )
+        bias = self._decode_bias(d, how.window, q, k.shape[1])
+        if how.sinks is not None:  # of each query, as they are arranged
+            how = how._replace(sinks=how.sinks.view(num_kv_heads, -1).repeat(1, d.width))
+        out = _attended(q, k.transpose(1, 2), v.transpose(1, 2), how, bias)
         if d.width > 1:
             out = out.unflatten(2, (d.width, -1)).transpose(1, 2)
         return out.reshape(d.count, -1)
@@ -211,12 +218,13 @@ class Attention:
             return cached[:, : d.max_length].index_select(0, d.block_table[:, 0])
         return cached[d.block_table].flatten(1, 2)
 
-    def _decode_bias(self, d: Decodes, layer: int, q: Tensor, num_keys: int) -> Tensor | None:
+    def _decode_bias(
+        self, d: Decodes, window: int | None, q: Tensor, num_keys: int
+    ) -> Tensor | None:
         """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window.
 
         With a width, (B / width, 1 or K, width x H / K, L).
         """
-        window = self.spec.window(layer)
         if window is not None and window >= num_keys:
             window = None
         if not d.ragged and window is None and self.slopes is None and num_keys == d.max_length:
@@ -265,19 +273,19 @@ class Attention:
         rows = [(c.pages + c.pages[:1] * width)[:width] for c in group]
         return torch.tensor(rows, device=self.slot_mapping.device)
 
-    def _fresh(self, layer: int, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _fresh(self, how: Scores, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of whole prompts: no token attends to the padding on its right."""
         q, k, v = (self._rows(dense, x) for x in (q, k, v))
-        return self._packed(dense, self._attend(layer, dense, q, k, v))
+        return self._packed(dense, self._attend(how, dense, q, k, v))
 
     def _continued(
-        self, layer: int, dense: _Dense, q: Tensor, keys: Tensor, values: Tensor
+        self, how: Scores, dense: _Dense, q: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Attention of chunks over the cache, which already holds them after their prefixes."""
         assert dense.pages is not None
         total = dense.prefix + dense.longest
         k, v = (x[dense.pages].flatten(1, 2)[:, :total].transpose(1, 2) for x in (keys, values))
-        return self._packed(dense, self._attend(layer, dense, self._rows(dense, q), k, v))
+        return self._packed(dense, self._attend(how, dense, self._rows(dense, q), k, v))
 
     @staticmethod
     def _rows(dense: _Dense, packed: Tensor) -> Tensor:
@@ -292,26 +300,19 @@ class Attention:
         out = rows.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
         return out if dense.packed is None else out.index_select(0, dense.packed)
 
-    def _attend(self, layer: int, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, how: Scores, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of (rows, heads, tokens, D)."""
-        bias = self._prompt_bias(layer, q, dense.prefix, dense.prefix + dense.longest)
+        bias = self._prompt_bias(how.window, q, dense.prefix, dense.prefix + dense.longest)
         shared = k.shape[1] != q.shape[1]
         in_place = shared and _reads_shared_heads(q, bias)
         if shared and not in_place:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bias,
-            is_causal=bias is None,
-            scale=self.spec.attention_scale(layer),
-            enable_gqa=in_place,
-        )
+        if how.sinks is not None:
+            how = how._replace(sinks=how.sinks.unsqueeze(1))
+        return _attended(q, k, v, how, bias, is_causal=bias is None, enable_gqa=in_place)
 
-    def _prompt_bias(self, layer: int, q: Tensor, prefix: int, total: int) -> Tensor | None:
+    def _prompt_bias(self, window: int | None, q: Tensor, prefix: int, total: int) -> Tensor | None:
         """Bias of the scores, (1 or H, tokens, total); None if a causal mask is enough."""
-        window = self.spec.window(layer)
         if window is not None and window >= total:
             window = None
         if prefix == 0 and window is None and self.slopes is None:
@@ -330,6 +331,36 @@ class Attention:
                 bias = bias + (self.slopes.view(-1, 1, 1) * distance).to(q.dtype)
             self._biases[key] = bias
         return self._biases[key]
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    how: Scores,
+    bias: Tensor | None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of (..., heads, queries, D); ``how.sinks`` is (heads, queries or 1)."""
+    if how.softcap is None and how.sinks is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, bias, is_causal=is_causal, scale=how.scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    if bias is not None:
+        scores = scores + bias
+    elif is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if how.sinks is not None:
+        sinks = how.sinks.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype), v)
 
 
 def _reads_shared_heads(q: Tensor, bias: Tensor | None) -> bool:

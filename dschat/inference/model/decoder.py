@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.rotary import Rotary, alibi_slopes
 from dschat.inference.model.weights import AnyLinear, Weights
@@ -68,6 +69,25 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
+
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        ready: Tensor | None = None,
+        kernels: StepKernels | None = None,
+    ) -> Tensor:
+        """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all.
+        Collective in the tensor-parallel group.
+
+        ``kernels``: of a captured step; those for the attention run it.
+        """
+        attend: Attend = attention
+        if kernels is not None and kernels.runs("attention"):
+            attend = kernels.attention(attention, self.rotary, self.weights.tensors)
+        hidden = self.hidden(tokens, positions, attend, kernels)
+        return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
     @torch.inference_mode()
     def hidden(

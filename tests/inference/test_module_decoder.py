@@ -1,0 +1,168 @@
+"""Families without a row in the architecture table: transformers' module runs in the engine, and
+computes what a plain forward of each sequence computes.
+"""
+
+import pytest
+import torch
+from families import EOS, POSITIONS, PROMPTS, logprob_gap
+from tiny_models import IDS, SMALL, causal_lm, randomized
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
+from dschat.inference.model.module_decoder import module_spec, page, paged
+from dschat.inference.module_engine import module_engine
+
+GAP = 5e-5
+_SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "rotary_dim": 8},
+    "gemma2": {"sliding_window": 6, "layer_types": _LAYERS, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 6, "layer_types": _LAYERS, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"sliding_window": 6, "layer_types": _LAYERS, **_MOE},
+    "qwen3_moe": {"moe_intermediate_size": 16, **_MOE},
+    "olmo2": {},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "cohere2": {"sliding_window": 6, "layer_types": _LAYERS, "logit_scale": 0.25},
+    "deepseek_v3": {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 10,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [*_LAYERS, *_LAYERS],
+        "sliding_window": 6,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [48] * 4,
+    },
+}
+QUICK = ("gptj", "gemma2", "gpt_oss", "deepseek_v3")
+every_family = pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
+LAYOUTS = {
+    "whole": {},
+    "paged": {"page_size": 4, "max_num_batched_tokens": 11, "max_num_seqs": 5},
+    "preempted": {"page_size": 4, "max_num_seqs": 6, "kv_cache_gib": 0.0},  # filled in
+}
+
+
+@pytest.fixture(scope="module")
+def module_of():
+    made = {}
+
+    def build(name):
+        if name not in made:
+            config = CONFIG_MAPPING[name](**_SIZES | FAMILIES[name])
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                made[name] = randomized(module).eval()
+        return made[name]
+
+    return build
+
+
+def engine_on(module, **sizes):
+    sizes = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS} | sizes
+    config = EngineConfig(**sizes)
+    return module_engine(module, module.config, torch.float32, torch.device("cpu"), config)
+
+
+@every_family
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
+    module, sizes = module_of(name), LAYOUTS[layout]
+    if layout == "preempted":  # room for about two of six sequences
+        spec = module_spec(module)
+        sizes = sizes | {"kv_cache_gib": 34 * 4 * spec.token_bytes(1, 4) / 2**30}
+    sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True, temperature=0.8)
+    made = engine_on(module, **sizes)
+    with paged(module):
+        rollout = made.generate(PROMPTS, sampling)
+    assert [len(ids) for ids in rollout.token_ids] == [16] * 2 * len(PROMPTS)
+    assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
+
+
+@every_family
+def test_greedy_answers_with_shared_prefixes_drafts_and_streams(name, module_of):
+    module = module_of(name)
+    greedy = SamplingParams(max_new_tokens=14, temperature=0)
+    prompts = [PROMPTS[-1] + [7], PROMPTS[-1] + [9], PROMPTS[-1] + [7]]
+    plain = engine_on(module)
+    drafting = engine_on(module, page_size=4, speculate="history")
+    with paged(module):
+        expected = plain.generate(prompts, greedy).token_ids
+        for _ in range(2):  # then with pages of the first call
+            assert drafting.generate(prompts, greedy).token_ids == expected
+        assert list(drafting.stream(prompts[1], greedy)) == expected[1]
+    with torch.no_grad():
+        ids = torch.tensor([prompts[0] + expected[0]])
+        best = module(input_ids=ids).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)
+    assert best.tolist() == expected[0]
+
+
+def test_the_module_trains_on_as_it_was(module_of):
+    module = module_of("gemma2").train()
+    name = module.config._attn_implementation
+    made = engine_on(module)
+    with paged(module):
+        made.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4))
+    assert module.training
+    assert module.config._attn_implementation == name
+    module(input_ids=torch.tensor([[2, 3, 4]])).logits.sum().backward()
+    module.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3_5", "recurrent state"),
+        ("gpt_neo", "cannot be followed"),
+        ("recurrent_gemma", "recurrent state|differ by"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(name, reason):
+    module = causal_lm(name)
+    with pytest.raises(UnsupportedModel, match=f"{type(module).__name__}.*({reason})"):
+        engine_on(module)
+
+
+def test_wrong_log_probs_are_found_before_the_first_rollout(module_of, monkeypatch):
+    """A layer's window that attention is not told."""
+    module = module_of("gemma3_text")
+    for layer in module.model.layers:
+        monkeypatch.setattr(layer.self_attn, "sliding_window", None)
+    with pytest.raises(UnsupportedModel, match="log-probs differ by"):
+        engine_on(module)
+
+
+def test_a_module_stays_paged(module_of):
+    module = module_of("gptj")
+    before = module.config._attn_implementation
+    page(module)
+    try:
+        sizes = EngineConfig(max_num_seqs=2, max_seq_len=POSITIONS)
+        made = InferenceEngine(
+            module.config, torch.float32, torch.device("cpu"), sizes, module=module
+        )
+        assert made.generate([[3, 4]], SamplingParams(max_new_tokens=3)).token_ids
+    finally:
+        module.set_attn_implementation(before)

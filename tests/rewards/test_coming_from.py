@@ -1,0 +1,175 @@
+"""docs/coming-from.md, "What you bring": each row of its table, tried."""
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from documentation import PAGES, tables
+from others_rewards import scores_of
+
+from dschat import GRPOTrainer
+from dschat.config import UserError
+from dschat.data import __main__
+
+TABLE = dict(tables(PAGES["coming-from.md"], "you bring", "what happens"))
+QUESTION = "What is {}?"
+
+
+def turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def rows(make) -> list[dict]:
+    """Twelve rows of question, right answer and wrong answer."""
+    texts = [(QUESTION.format(i), f"It is {i}.", "No idea.") for i in range(12)]
+    return [make(*map(turn, ("user", "assistant", "assistant"), row)) for row in texts]
+
+
+@pytest.fixture
+def read(tmp_path, own_cache, monkeypatch, capsys):
+    """``read(rows, flag, ...)``: what ``python -m dschat.data`` says of them."""
+
+    def report(found: list[dict], *flags: str, parquet: bool = False) -> str:
+        path = Path("rows.parquet" if parquet else "rows.jsonl")
+        if parquet:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(found), path)
+        else:
+            path.write_text("\n".join(map(json.dumps, found)))
+        monkeypatch.setattr(sys, "argv", ["dschat.data", str(path), *flags])
+        __main__.main()
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dschat.observability.console.setup", lambda *_: None)
+    return report
+
+
+CHAT = "<|user|>What is "
+
+
+def trl_prompts(read):
+    said = read(rows(lambda ask, right, _: {"prompt": [ask], "truth": right["content"]}))
+    assert CHAT in said
+    assert "for reward functions: truth" in said
+
+
+def trl_pairs(read):
+    explicit = rows(lambda ask, *two: {"prompt": [ask], "chosen": [two[0]], "rejected": [two[1]]})
+    implicit = rows(lambda ask, good, bad: {"chosen": [ask, good], "rejected": [ask, bad]})
+    for pairs in (explicit, implicit):
+        said = read(pairs)
+        assert CHAT in said
+        assert "cannot use" not in said
+
+
+def trl_kto(read):
+    single = rows(lambda ask, good, _: {"prompt": [ask], "completion": [good], "label": True})
+    assert "chosen <- completion.good" in read(single)
+
+
+def sharegpt(read):
+    def row(ask, good, _):
+        turns = (("human", ask), ("gpt", good))
+        return {"conversations": [{"from": who, "value": t["content"]} for who, t in turns]}
+
+    said = read(rows(row))
+    assert "messages <- conversations" in said
+    assert CHAT in said
+
+
+def verl_rows(read, rewards, samples, others):
+    truth = {"style": "rule", "ground_truth": "a0"}
+    row = {"data_source": "math", "reward_model": truth, "extra_info": {"split": "train"}}
+    found = rows(lambda ask, *_: {"prompt": [ask], **row})
+    said = read(found, "--step", "3", parquet=True)
+    assert CHAT in said
+    assert "data_source, extra_info, reward_model" in said
+    given = samples(2, **{name: [value] * 2 for name, value in row.items()})
+    assert scores_of(rewards(reward_fn=[f"{others}:compute_score"]), given) == [[1, 0]]
+
+
+def openrlhf_rows(read):
+    found = rows(lambda ask, *_: {"context_messages": [ask], "label": "a"})
+    with pytest.raises(UserError, match="--columns prompt=COLUMN"):
+        read(found, "--step", "3")
+    assert CHAT in read(found, "--step", "3", "--columns", "prompt=context_messages")
+
+
+def trl_on_chats(rewards, samples, others):
+    chats = samples(2, solution=["a0", "x"])
+    chats.chats = [[turn("user", prompt)] for prompt in chats.prompts]
+    assert scores_of(rewards(reward_fn=[f"{others}:accuracy"]), chats) == [[1, 0]]
+
+
+def trl_on_text(rewards, samples, others):
+    assert scores_of(rewards(reward_fn=[f"{others}:shortness"]), samples(2)) == [[-2, -2]]
+
+
+def trainer_state(rewards, samples):
+    def score(completions, trainer_state):
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    made = rewards([score])
+    vars(made.logs.trainer_state).update(global_step=3, max_steps=4)
+    assert scores_of(made, samples(2)) == [[0.75, 0.75]]
+
+
+def reward_func(rewards, samples, others):
+    def as_tensor(queries, prompts, labels):
+        whole = map(str.__add__, prompts, labels)
+        return torch.tensor([float(q == w) for q, w in zip(queries, whole, strict=True)])
+
+    for functions, files in (((as_tensor,), []), ((), [f"{others}:reward_func"])):
+        made = rewards(functions, reward_fn=files)
+        assert scores_of(made, samples(2, label=["a0", "b"])) == [[1, 0]]
+
+
+def compute_score(rewards, samples, others):
+    def number(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth)
+
+    for functions, files in (((number,), []), ((), [f"{others}:compute_score"])):
+        made = rewards(functions, reward_fn=files)
+        extra = {"extra_info": [{"split": "train"}] * 2}  # its result is a dict then
+        assert scores_of(made, samples(2, answer=["a0", "b"], **extra)) == [[1, 0]]
+
+
+def names_of_trl():
+    names = {"num_generations": "num_samples_per_prompt", "beta": "kl_coef"}
+    for name, here in {**names, "reward_funcs": "reward_fn"}.items():
+        with pytest.raises(UserError, match=f"no setting is called {name}; here it is {here}"):
+            GRPOTrainer("model", "data", reward_fns=[len], **{name: 1})
+
+
+TRIED = (
+    (trl_prompts, "TRL's rows for GRPO"),
+    (trl_pairs, "TRL's pairs"),
+    (trl_kto, "TRL's rows for KTO"),
+    (sharegpt, "ShareGPT's `conversations`"),
+    (verl_rows, "verl's Parquet rows"),
+    (openrlhf_rows, "OpenRLHF's `context_messages`"),
+    (trl_on_chats, "a reward function of TRL, and chats"),
+    (trl_on_text, "a reward function of TRL, and text"),
+    (trainer_state, "one that needs `trainer_state`"),
+    (reward_func, "`reward_func` of OpenRLHF"),
+    (compute_score, "`compute_score` of verl"),
+    (names_of_trl, "arguments by TRL's names"),
+)
+
+
+@pytest.mark.parametrize(
+    ("example", "begins"), TRIED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_it_happens(example, begins, request):
+    names = example.__code__.co_varnames[: example.__code__.co_argcount]
+    example(**{name: request.getfixturevalue(name) for name in names})
+
+
+def test_every_row_is_tried():
+    """In the order of the table."""
+    assert len(TRIED) == len(TABLE)
+    assert all(row.startswith(begins) for row, (_, begins) in zip(TABLE, TRIED, strict=True))
