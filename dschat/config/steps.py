@@ -88,10 +88,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             self.eot_token is None or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
-        require(
-            "none" not in self.report_to or len(self.report_to) == 1,
-            f"--report_to {' '.join(self.report_to)}: leave out none, or the others",
-        )
         self.validate_deepspeed()
 
     @property

@@ -3,7 +3,6 @@
 A card without `_MARK` is a user's and stays as it is.
 """
 
-import dataclasses
 import json
 import os
 import shlex
@@ -17,6 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 import dschat.distributed as dist
 from dschat import __version__
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, parser
+from dschat.config.fields import changed, of_result
 from dschat.data.sources.resolve import looks_like_file
 from dschat.observability.metrics_log import METRICS, versions
 from dschat.startup.files import replace_file
@@ -74,13 +74,9 @@ def _flags(config: CommonConfig) -> str:
     """The flags of the result that are not at their defaults, each on a line; no URL, which may
     have a password.
     """
-    default, text = type(config)(), ""
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        counts = f.metadata.get("affects") not in ("log", "place")
-        if counts and f.name != "reward_url" and value != getattr(default, f.name):
-            text += " \\\n    " + shlex.join(parser.to_flags({f.name: value}))
-    return text
+    names = of_result(type(config)) - {"reward_url"}
+    given = [{name: value} for name, value in changed(config).items() if name in names]
+    return "".join(f" \\\n    {shlex.join(parser.to_flags(one))}" for one in given)
 
 
 def _on_hub(name: str) -> Any:
