@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
     "max_steps": 2,
     "save_steps": 0,
     "max_eval_samples": 2,
-    "enable_tensorboard": False,
+    "report_to": ["none"],
     "disable_tqdm": True,
     "overwrite_output_dir": True,
     "log_level": "warning",

@@ -91,7 +91,7 @@ STEP3 = {
     "eval_batch_size": 4,
     "enable_ema": True,
 }
-COMMON = {"max_eval_samples": 4, "enable_tensorboard": False, "disable_tqdm": True}
+COMMON = {"max_eval_samples": 4, "report_to": ["none"], "disable_tqdm": True}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ evaluation and saved models. Settings are the flags of the step, as keywords or 
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
@@ -22,6 +23,7 @@ class _Trainer:
         data: data sets, as ``--data_path`` takes them: a file, folder or hub name, or a list;
             None: as ``args`` say.
         args: the step's config, of which keywords override fields.
+        callbacks: classes or objects with hooks; see `dschat.runtime.callbacks`.
         flags: fields of the config.
 
     Attributes:
@@ -33,11 +35,20 @@ class _Trainer:
 
     config_class: ClassVar[type[CommonConfig]]
     model_flag: ClassVar[str] = "model_name_or_path"
+    runs: ClassVar[str]  # the function, imported when it is called
     defaults: ClassVar[dict[str, Any]] = {}
+    _objects: tuple[Any, ...] = ()
 
     def __init__(
-        self, model: str, data: str | Sequence[str] | None = None, args: Any = None, **flags: Any
+        self,
+        model: str,
+        data: str | Sequence[str] | None = None,
+        args: Any = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        **flags: Any,
     ) -> None:
+        self._callbacks = callbacks
         known = {f.name for f in fields(self.config_class)}
         for name in flags:
             if name not in known:
@@ -63,18 +74,15 @@ class _Trainer:
             UserError: before weights load, for a mistake in settings, names or data.
             TrainingStopped: after a checkpoint, where the run was asked to stop.
         """
-        raise NotImplementedError
+        module, _, name = self.runs.partition(":")
+        return getattr(import_module(module), name)(self.config, *self._objects, self._callbacks)
 
 
 class SFTTrainer(_Trainer):
     """Step 1: fine-tunes ``model`` on demonstrations."""
 
     config_class = SFTConfig
-
-    def train(self) -> Any:
-        from dschat.supervised.run import train_sft
-
-        return train_sft(self.config)
+    runs = "dschat.supervised.run:train_sft"
 
 
 class RewardTrainer(_Trainer):
@@ -83,11 +91,7 @@ class RewardTrainer(_Trainer):
     """
 
     config_class = RewardConfig
-
-    def train(self) -> Any:
-        from dschat.supervised.run import train_on_preferences
-
-        return train_on_preferences(self.config)
+    runs = "dschat.supervised.run:train_on_preferences"
 
 
 class DPOTrainer(RewardTrainer):
@@ -103,10 +107,10 @@ class PPOTrainer(_Trainer):
         reward_model: a folder or a hub name; a critic starts from it.
         reward_fns: functions in addition, or alone: a critic then starts from the actor.
         environment, tools: a class or function, and functions; see `dschat.environments`.
-        callbacks: classes or objects with hooks; see `dschat.rlhf.callbacks`.
     """
 
     config_class = RLHFConfig
+    runs = "dschat.rlhf.run:train"
     model_flag = "actor_model_name_or_path"
 
     def __init__(
@@ -119,10 +123,9 @@ class PPOTrainer(_Trainer):
         reward_fns: Sequence[Callable[..., Any] | Any] = (),
         environment: Any = None,
         tools: Sequence[Any] = (),
-        callbacks: Sequence[Any] = (),
         **flags: Any,
     ) -> None:
-        self._objects = reward_fns, environment, tools, callbacks
+        self._objects = reward_fns, environment, tools
         if reward_model is not None:
             flags["reward_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)
@@ -132,11 +135,6 @@ class PPOTrainer(_Trainer):
             scores_with_objects = bool(len(self._objects[0]) or self._objects[1] is not None)
 
         return (Config if Config.scores_with_objects else RLHFConfig)(**values)
-
-    def train(self) -> Any:
-        from dschat.rlhf.run import train
-
-        return train(self.config, *self._objects)
 
 
 class GRPOTrainer(PPOTrainer):

@@ -1,6 +1,8 @@
 """Reward functions as TRL, OpenRLHF and verl document them, and a call of what is loaded."""
 
 FILE = """
+import asyncio
+
 import torch
 
 
@@ -11,8 +13,32 @@ def accuracy(completions, solution, **kwargs):  # TRL, on chats
     return [1.0 if content == right else 0.0 for content, right in zip(contents, solution)]
 
 
-def shortness(prompts, completions, log_metric=None, trainer_state=None):  # TRL, on text
-    return [-float(len(completion)) for completion in completions]
+def shortness(prompts, completions, log_metric, log_extra, trainer_state):  # TRL, on text
+    lengths = [len(completion) for completion in completions]
+    log_metric("mean_length", torch.tensor(lengths).float().mean())
+    log_extra("length", lengths)
+    return [-float(length) - trainer_state.global_step for length in lengths]
+
+
+def any_arguments(completions, **kwargs):  # TRL
+    kwargs["log_metric"]("calls", 3)
+    return [float(kwargs["trainer_state"].global_step)] * len(completions)
+
+
+def own(answers, **kwargs):  # dschat
+    assert not {"log_metric", "trainer_state"} & {*kwargs}
+    return [0.0] * len(answers)
+
+
+async def later_reward(queries, prompts, labels):  # OpenRLHF
+    await asyncio.sleep(0)
+    return {"rewards": reward_func(queries, prompts, labels)["rewards"]}
+
+
+class Later:  # verl
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        await asyncio.sleep(0)
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
 
 
 def reward_func(queries, prompts, labels):  # OpenRLHF

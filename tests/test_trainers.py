@@ -58,13 +58,13 @@ RUNS = {
         "actor",
     ),
     "SFTTrainer": (
-        "data='q.jsonl'",
+        "data='q.jsonl', callbacks=[r.Log]",
         "step1_sft/main.py --model_name_or_path builtin/tiny --data_path q.jsonl",
         {"max_steps": 2, "max_seq_len": 64, "per_device_train_batch_size": 2},
         "",
     ),
     "DPOTrainer": (
-        "data=['p.jsonl']",
+        "data=['p.jsonl'], callbacks=[r.Log]",
         "step2_reward/main.py --model_name_or_path builtin/tiny --loss dpo --data_path p.jsonl",
         {"max_steps": 2, "max_seq_len": 64, "per_device_train_batch_size": 2},
         "actor",
@@ -98,10 +98,9 @@ def test_the_same_as_the_command(name, tmp_path):
     )
     assert api.keys() == by_command.keys()
     assert all(np.array_equal(api[key], by_command[key]) for key in api)
-    if name == "GRPOTrainer":
-        iteration = ["on_rollout", "on_step"]
-        events = ["on_evaluate", *iteration, *iteration, "on_save", "on_evaluate", "on_end"]
-        assert (tmp_path / "events").read_text().split() == events
+    iteration = ["on_rollout", "on_step"] if name == "GRPOTrainer" else ["on_step"]
+    events = ["on_evaluate", *iteration, *iteration, "on_save", "on_evaluate", "on_end"]
+    assert (tmp_path / "events").read_text().split() == events
 
 
 def test_defaults_of_args_are_no_settings():

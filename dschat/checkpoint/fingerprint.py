@@ -11,7 +11,7 @@ from dschat.checkpoint.manifest import COMPLETE
 # Files of a data folder: its own, those of its train splits, and those of a hub clone.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
 _OF_DATA = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
-_OF_MODEL = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")
+OF_MODEL = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")
 _CACHE_PREFIX = "cache-"  # files that the datasets library writes beside its shards
 _BLOCK = 1 << 16  # bytes
 _NUM_BLOCKS = 256  # of all files together, at least 2 each: 16 MiB for up to 128 files
@@ -37,7 +37,7 @@ def model_fingerprint(name: str) -> Optional[str]:
     if os.path.isfile(mark):
         return _digest([mark])
     files = sorted(glob.glob(os.path.join(glob.escape(folder), "*")))
-    return _digest([path for path in files if path.endswith(_OF_MODEL) and os.path.isfile(path)])
+    return _digest([path for path in files if path.endswith(OF_MODEL) and os.path.isfile(path)])
 
 
 def _digest(files: list[str]) -> Optional[str]:

@@ -33,7 +33,6 @@ from dschat.config import UserError
 from dschat.distributed.machine import is_full, needed_and_free
 from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD, Rest
-from dschat.models.load import IS_MADE
 from dschat.models.row_length import restore_rotary
 from dschat.startup.files import sha256_of, sync_file
 
@@ -43,14 +42,6 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PROCESSOR_FILES = (  # of models that see and hear
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
-
-_CARD = """# {name}
-
-A reward model in the usual form, a backbone and a linear `score` of its last hidden state, for a
-family of which transformers has no such class. dschat loads it (`--reward-model`, or
-`dschat.models.load.load_score_backbone`). Anywhere else: the backbone by `AutoModel`, and
-`score.weight` of `model.safetensors`; a text's score is that of its last token.
-"""
 
 
 def export_hf(
@@ -200,8 +191,6 @@ def _write_hub_files(
     if getattr(model, "_auto_class", None) is not None:  # the checkpoint's own Python code
         custom_object_save(model, staging, config=saved)
     saved.save_pretrained(staging)
-    if getattr(type(model), IS_MADE, False):
-        (staging / "README.md").write_text(_CARD.format(name=type(model).__name__))
     _restore_whole(staging, model, saved)
     tokenizer.save_pretrained(staging)
     if stop_ids:

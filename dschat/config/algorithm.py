@@ -5,11 +5,14 @@ Parts of `dschat.config.RLHFConfig`; `PreferenceConfig` of `dschat.config.Reward
 """
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, Optional, Union
 
 from dschat.config.errors import require
 from dschat.config.fields import flag, speed_flag
 
+Estimator = Literal[
+    "gae", "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
+]
 # Estimators whose papers put the KL penalty in the loss; the others put it in the reward.
 _KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")
 # Estimators that compare several answers to the same prompt.
@@ -22,13 +25,13 @@ CLIPRANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 class AlgorithmConfig:
     """Algorithm: how the rewards of a rollout become a loss."""
 
-    advantage_estimator: Literal[
-        "gae", "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
-    ] = flag(
+    advantage_estimator: Union[Estimator, str] = flag(
         "gae",
         "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt (grpo, "
-        "dr_grpo, rloo, reinforce_pp_baseline), the batch (reinforce_pp), or none (reinforce).",
+        "dr_grpo, rloo, reinforce_pp_baseline), the batch (reinforce_pp), or none (reinforce); or "
+        "a function of yours, file.py:NAME.",
         short=True,
+        reads="files",
     )
     ppo_epochs: int = flag(1, "Passes over each rollout.", ge=1)
     gamma: float = flag(1.0, "Discount factor (gae, reinforce, reinforce_pp*).", ge=0, le=1)
@@ -70,8 +73,11 @@ class AlgorithmConfig:
         needs="kl_target",
     )
     # policy and value loss
-    policy_loss: Literal["ppo", "gspo", "cispo"] = flag(
-        "ppo", "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo)."
+    policy_loss: Union[Literal["ppo", "gspo", "cispo"], str] = flag(
+        "ppo",
+        "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo); or a "
+        "function of yours, file.py:NAME.",
+        reads="files",
     )
     cliprange: Optional[list[float]] = flag(
         None,
@@ -157,7 +163,7 @@ class AlgorithmConfig:
     @property
     def cliprange_sides(self) -> tuple[float, float]:
         """Clip range of the ratio (below 1, above 1)."""
-        given = self.cliprange or CLIPRANGES[self.policy_loss]
+        given = self.cliprange or CLIPRANGES.get(self.policy_loss, CLIPRANGES["ppo"])
         return given[0], given[-1]
 
     @property

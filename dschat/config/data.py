@@ -232,7 +232,7 @@ class ShowConfig(DataConfig):
 
 @dataclass
 class SavingConfig:
-    """Checkpoints, failures and logging."""
+    """Checkpoints, failures, hooks and logging."""
 
     # checkpoints
     save_steps: int = log_flag(
@@ -254,9 +254,34 @@ class SavingConfig:
     max_bad_steps: int = log_flag(
         20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1
     )
+    # hooks
+    callback: Optional[list[str]] = flag(
+        None,
+        "Your hooks, file.py:CLASS or pkg.mod:CLASS with methods on_rollout (step 3), on_step, "
+        "on_evaluate, on_save, on_end.",
+        reads="files",
+    )
+    on_callback_error: Literal["error", "log"] = flag(
+        "error", "A hook that raises ends the run, or is logged.", needs="callback"
+    )
     # logging
     logging_steps: int = log_flag(1, "Log metrics every N steps.", ge=1)
-    enable_tensorboard: bool = log_flag(True, "Write TensorBoard events to OUTPUT_DIR/tensorboard.")
-    enable_wandb: bool = log_flag(False, "Log to Weights & Biases; needs the [wandb] extra.")
+    push_to_hub: Optional[str] = place_flag(
+        None,
+        "Push the saved models to this repository of the Hugging Face hub, NAME or OWNER/NAME.",
+    )
+    hub_strategy: Literal["end", "every_save"] = place_flag(
+        "end", "Push at the end, or also after every checkpoint.", needs="push_to_hub"
+    )
+    hub_private_repo: Optional[bool] = place_flag(
+        None,
+        "Make --push_to_hub's repository private, or public; default: as its owner has it set.",
+        needs="push_to_hub",
+    )
+    report_to: list[Literal["tensorboard", "wandb", "none"]] = log_flag(
+        ["tensorboard"],
+        "Log to TensorBoard events in OUTPUT_DIR/tensorboard, to Weights & Biases (needs the "
+        "[wandb] extra), or to neither, beside metrics.jsonl.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
     disable_tqdm: bool = log_flag(False, "Disable progress bars.")

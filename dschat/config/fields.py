@@ -153,8 +153,10 @@ def type_problem(value: Any, hint: Any) -> str:
     if hint == IntOrAuto:
         is_int = isinstance(value, Integral) and not isinstance(value, bool)
         return "" if value == AUTO else type_problem(value, int) if is_int else _NOT_INT_OR_AUTO
-    if kind is Union:
-        return "" if value is None else type_problem(value, choices[0])
+    if kind is Union:  # of a type and None, or of names and the user's code
+        is_code = str in choices and isinstance(value, str) and ":" in value
+        is_none = type(None) in choices and value is None
+        return "" if is_none or is_code else type_problem(value, choices[0])
     if kind is Literal:
         known = isinstance(value, str) and value in choices
         return "" if known else f"is not one of {', '.join(map(str, choices))}"

@@ -256,7 +256,9 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
     given = ("action", "nargs", "const")
     options = {key: f.metadata[key] for key in given if key in f.metadata}
     options["help"] = help
-    if get_origin(hint) is Union and hint != IntOrAuto:  # Optional
+    if get_origin(hint) is Union and hint != IntOrAuto:  # Optional, or names and file.py:NAME
+        if str in get_args(hint)[1:]:
+            return options | {"metavar": "NAME"}
         hint = get_args(hint)[0]
     if get_origin(hint) is list:
         hint = get_args(hint)[0]

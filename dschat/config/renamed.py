@@ -32,11 +32,13 @@ RENAMED = {
     "initial_scale_power": ("deepspeed_config", "FILE, with fp16.initial_scale_power"),
     "loss_scale_window": ("deepspeed_config", "FILE, with fp16.loss_scale_window"),
     "deepspeed": ("deepspeed_config", "FILE"),
+    "enable_tensorboard": ("report_to", "tensorboard"),
+    "enable_wandb": ("report_to", "wandb"),
     # without effect
     "print_answers": ("sample_steps", "N"),
     "num_padding_at_beginning": ("deepspeed_config", "FILE"),
     "local_rank": ("deepspeed_config", "FILE"),  # set by launchers
-    "tensorboard_path": ("enable_tensorboard", "true"),  # the output folder has the events
+    "tensorboard_path": ("report_to", "tensorboard"),  # the output folder has the events
     "enable_mixed_precision_lora": ("actor_lora_dim", "N"),
 }
 # Names that TRL, transformers and others have for flags: the first that a step has is meant.
@@ -61,8 +63,8 @@ ELSEWHERE = {
     "sft_only_data_path": ("data_path",),
     "train_file": ("data_path",),
     "validation_file": ("eval_data_path",),
-    "report_to": ("enable_wandb",),
-    "use_wandb": ("enable_wandb",),
+    "use_wandb": ("report_to wandb",),
+    "hub_model_id": ("push_to_hub",),
     "eval_iters": ("max_eval_samples",),
     "print_loss": ("logging_steps",),
     "warmup_steps": ("num_warmup_steps",),
@@ -90,7 +92,7 @@ ELSEWHERE = {
 _ACCEPTED = {
     bool: (
         *("offload_reference_model", "add_eot_token", "print_answers"),
-        "enable_mixed_precision_lora",
+        *("enable_mixed_precision_lora", "enable_tensorboard", "enable_wandb"),
     ),
     str: ("unsupervised_dataset_config_name", "deepspeed", "tensorboard_path"),
     int: ("num_padding_at_beginning", "local_rank"),
@@ -128,6 +130,11 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
         new["cliprange"] = [low or sides[0], high or sides[1]]
     elif isinstance(both, float):
         new["cliprange"] = [both]
+    sinks = {name: old(f"enable_{name}") for name in ("tensorboard", "wandb")}
+    if any(given is not None for given in sinks.values()):
+        known = old("report_to") or ["tensorboard"]
+        on = [name for name, given in sinks.items() if (name in known if given is None else given)]
+        new["report_to"] = on or ["none"]
     low, high = values.get("rollout_is_min", 0.5), old("rollout_is_max")
     if low != 0.5 or high:
         new["rollout_is_range"] = [low, high or (5.0 if old("rollout_is") == "icepop" else 2.0)]

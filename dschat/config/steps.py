@@ -320,15 +320,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         nargs="?",
         const="eval/score",
     )
-    callback: Optional[list[str]] = flag(
-        None,
-        "Your hooks, file.py:CLASS or pkg.mod:CLASS with methods on_rollout, on_step, on_evaluate, "
-        "on_save, on_end.",
-        reads="files",
-    )
-    on_callback_error: Literal["error", "log"] = flag(
-        "error", "A hook that raises ends the run, or is logged.", needs="callback"
-    )
     stop_on: Literal["never", "collapse"] = log_flag(
         "never",
         "End the run, after a checkpoint, where metrics say that the policy has collapsed; a "

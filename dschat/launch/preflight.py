@@ -1,9 +1,9 @@
 """Checks data and models of all steps before the first one trains.
 
-Looks at local files only: first rows, configurations and names of weights. Nothing is loaded,
-downloaded or written. ``python -m dschat.launch.preflight`` reads a request as JSON on stdin,
-checks it, and prints the log lines of the memory estimate; exit code 2 and one line on stderr if a
-step cannot run.
+Looks at local files only: first rows, configurations and names of weights; and asks the hub that
+models are pushed to. Nothing is loaded, downloaded or written. ``python -m
+dschat.launch.preflight`` reads a request as JSON on stdin, checks it, and prints the log lines of
+the memory estimate; exit code 2 and one line on stderr if a step cannot run.
 """
 
 import os
@@ -19,7 +19,9 @@ from dschat.distributed import entrypoint
 from dschat.estimate import PlanRequest
 from dschat.estimate.report import log_lines
 from dschat.models.checkpoint import Checkpoint
+from dschat.rlhf.formulas import group_estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
+from dschat.runtime.hub import check_hub
 
 BASE = "--model_name_or_path"
 
@@ -30,6 +32,7 @@ def check(request: PlanRequest) -> None:
         config = request.config(number)
         try:
             _check_data(config, number)
+            check_hub(config)
             if isinstance(config, RLHFConfig):
                 _check_rlhf(config)
             else:
@@ -65,7 +68,9 @@ def _check_base(config: SupervisedConfig, request: PlanRequest) -> None:
 
 
 def _check_rlhf(config: RLHFConfig) -> None:
-    """Check that step 3's models fit each other, if all exist on this machine."""
+    """Check the user's formulas, and that step 3's models fit each other, if all exist here."""
+    group_estimator(config.advantage_estimator)
+    policy_loss(config.policy_loss)
     names = (
         config.actor_model_name_or_path,
         config.critic_model_name_or_path,

@@ -279,6 +279,8 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
             raise UserError(f"{typed} is a flag of step {steps}; add the step to --step")
         for n in takers:
             argv[n] += [f"--{name}{equals}{value}", *group[1:]]
+            if name == "push_to_hub" and not prefix and (value or group[1:]):
+                argv[n][-1] += f"-{STEPS[n].name}"  # each step has a repository of its own
     return argv
 
 

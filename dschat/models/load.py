@@ -253,7 +253,6 @@ def _unused_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
 
 # In transformers' table of causal LMs, but their logits depend on later tokens.
 _NOT_CAUSAL = ("bert-generation", "cpmant", "prophetnet", "reformer", "xlm", "xlnet")
-IS_MADE = "made_by_dschat"  # attribute of classes that `score_class` makes
 
 RewardForm = Literal["score", "v_head", "base"]
 
@@ -298,7 +297,7 @@ def score_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     family = next(base for base in causal_lm.__mro__[1:] if issubclass(base, PreTrainedModel))
     name = re.sub(r"(For\w+|LMHeadModel)$", "ForSequenceClassification", causal_lm.__name__)
     # NOTE: transformers takes a class of another module for custom code, with names of its own.
-    fields = {"__module__": causal_lm.__module__, "config_class": type(config), IS_MADE: True}
+    fields = {"__module__": causal_lm.__module__, "config_class": type(config)}
     fields["base_model_prefix"] = family.base_model_prefix or "model"
     made = type(name, (GenericForSequenceClassification, family), fields)
     AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)

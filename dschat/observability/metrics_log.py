@@ -30,10 +30,10 @@ SETTINGS = "training_config.yaml"
 
 def check_sinks(config: CommonConfig) -> None:
     """Raise ``UserError`` if a sink that ``config`` enables is not installed."""
-    if config.enable_wandb and importlib.util.find_spec("wandb") is None:
+    if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "--enable_wandb needs wandb; install it with `pip install dschat[wandb]`, or leave the "
-            "flag out"
+            "--report_to wandb needs wandb; install it with `pip install dschat[wandb]`, or leave "
+            "it out"
         )
 
 
@@ -63,10 +63,10 @@ class MetricsLog:
         self._rows = RowFile(folder / METRICS, keeps_rows)
         if has_samples:
             self._samples = RowFile(folder / SAMPLES, keeps_rows)
-        self._uses_tensorboard = config.enable_tensorboard
-        if config.enable_tensorboard and not config.resume:
+        self._uses_tensorboard = "tensorboard" in config.report_to
+        if self._uses_tensorboard and not config.resume:
             self._start_tensorboard()
-        if config.enable_wandb:
+        if "wandb" in config.report_to:
             self._start_wandb(config)
 
     def _start_wandb(self, config: CommonConfig) -> None:

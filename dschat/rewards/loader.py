@@ -15,7 +15,7 @@ import yaml
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
-from dschat.rewards.conventions import adapted
+from dschat.rewards.conventions import adapted, is_async
 from dschat.rewards.samples import GIVEN
 from dschat.user_code.calls import raised
 from dschat.user_code.imports import Recipe, load, portable
@@ -108,15 +108,6 @@ def load_reward_functions(
     for reward in rewards:
         _bind(reward, args.get(reward.name, {}))
     return rewards
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether it is declared with ``async def``."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 an instance may define an async one
-    )
 
 
 # -- one entry ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import LONGEST_CALL_S, Functions, MissingColumn, Values, call, call_async
+from dschat.rewards.conventions import Logs
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.samples import Samples
@@ -41,6 +43,10 @@ class RewardFunctions:
         self._closing: list[Callable[[], None]] = []
         self._stateful = self._stateful_functions()
         self._states: dict[str, Any] = {}  # the last good ones of this rank
+        self.logs = Logs()
+        for reward in self._functions:
+            can_log = reward.is_async or config.reward_pool != "process"
+            reward.bound = self.logs.arguments(reward.accepted, can_log) | reward.bound
         self._problem = ""
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
@@ -77,6 +83,7 @@ class RewardFunctions:
             RewardError: on all ranks, where the last `state_dict` lacks a state.
         """
         self._raise_problem()
+        self.logs.clear()
         return Scoring(self.sources, self._config, prompts, num_certain)
 
     def score(self, samples: Samples) -> Scoring:
@@ -87,6 +94,17 @@ class RewardFunctions:
         scoring.add(0, samples)
         scoring.start()
         return scoring
+
+    def logged(self) -> dict[str, float]:
+        """Collective where a function may log. The mean of each metric over the calls of all
+        ranks.
+        """
+        values = defaultdict[str, list[float]](list)
+        can_log = any("log_metric" in reward.bound for reward in self._functions)
+        for metrics in dist.gather_objects(self.logs.metrics) if can_log else ():
+            for name, of_rank in metrics.items():
+                values[name] += of_rank
+        return {name: sum(of) / len(of) for name, of in values.items()}
 
     def close(self) -> None:
         """Stop threads and processes."""

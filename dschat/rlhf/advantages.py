@@ -16,23 +16,16 @@ from dschat.losses import (
     dr_grpo_advantages,
     gae,
     group_stats,
-    grpo_advantages,
     kl_penalty,
     masked_whiten_stats,
     overlong_penalty,
     returns_to_go,
-    rloo_advantages,
     rollout_weights,
     shape_rewards,
     whiten,
 )
 from dschat.rlhf.experience import Experience
-
-_GROUP_ESTIMATORS = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-}
+from dschat.rlhf.formulas import group_estimator
 
 
 def fill_in_advantages(
@@ -55,10 +48,10 @@ def fill_in_advantages(
         e.advantages, e.returns = gae(rewards, e.values, e.answer_mask, args.gamma, args.lam)
         if args.whiten_advantages:
             e.advantages = _whitened(e.advantages, e.scored_mask)
-    elif args.advantage_estimator in _GROUP_ESTIMATORS:
+    elif estimate := group_estimator(args.advantage_estimator):
         sequence_rewards = rewards.sum(dim=1)
         stats = _global_group_stats(sequence_rewards, e.scored, groups, num_groups)
-        advantages = _GROUP_ESTIMATORS[args.advantage_estimator](sequence_rewards, groups, stats)
+        advantages = estimate(sequence_rewards, groups, stats)
         e.advantages = advantages.unsqueeze(1).expand_as(rewards)
     else:
         baselined = rewards

@@ -46,6 +46,7 @@ from dschat.runtime.deepspeed_engine import (
     unwrap,
     zero_settings,
 )
+from dschat.runtime.model_card import write_card
 from dschat.runtime.output_dir import check_room
 
 logger = logging.getLogger("dschat")
@@ -110,7 +111,7 @@ class DeepSpeedRLHFEngine:
         self.checkpoints = checkpoints or find_checkpoints(
             names[0], names[1] or None, self.args, tokenizer
         )
-        self._num_iters = num_total_iters
+        self.num_iters = num_total_iters
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
         self.stop_ids = self.checkpoints.stop_ids
@@ -151,7 +152,7 @@ class DeepSpeedRLHFEngine:
         wrap: type[PackedModel],
     ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
-        args, iterations = self.args, self._num_iters
+        args, iterations = self.args, self.num_iters
         if name == "actor":  # no schedule steps while the critic trains alone
             iterations -= args.critic_warmup_steps
         num_steps = max(1, iterations * args.ppo_epochs * args.num_mini_batches)
@@ -311,19 +312,10 @@ class DeepSpeedRLHFEngine:
         self.save_actor(output_dir / "actor")
         if self.ema is not None:
             self.save_actor(output_dir / "actor_ema", ema=True)
-        if self.critic is None:
-            return
-        critic = unwrap(self.critic)
-        export_hf(
-            output_dir / "critic",
-            weight_stream(critic, dist.device()),
-            critic,
-            base_of(self.critic).config,
-            self.checkpoints.critic_tokenizer,
-            self.stop_ids,
-            probe_values(self.critic, base_of(self.critic).config),
-        )
-        self._save_adapter(output_dir / "critic", critic)
+        if self.critic is not None:
+            stream = weight_stream(unwrap(self.critic), dist.device())
+            tokenizer = self.checkpoints.critic_tokenizer
+            self._export(output_dir / "critic", self.critic, stream, tokenizer)
 
     def _saved_bytes(self) -> list[int]:
         """Bytes of each model folder that the run writes."""
@@ -333,24 +325,26 @@ class DeepSpeedRLHFEngine:
 
     def save_actor(self, folder: str | Path, ema: bool = False) -> None:
         """Collective. Write the actor, or its moving average, as a Hugging Face folder."""
-        export_hf(
-            Path(folder),
-            self._actor_stream(ema),
-            unwrap(self.actor),
-            self.actor_config,
-            self.tokenizer,
-            self.stop_ids,
-            None if ema else probe_values(self.actor, self.actor_config),
-        )
-        if not ema:
-            self._save_adapter(Path(folder), unwrap(self.actor))
+        self._export(Path(folder), self.actor, self._actor_stream(ema), self.tokenizer, ema)
 
-    def _save_adapter(self, folder: Path, module: nn.Module) -> None:
-        """Collective. Write the LoRA adapter beside the merged weights, where the base was frozen:
-        an adapter fits no other weights.
+    def _export(
+        self,
+        folder: Path,
+        model: TrainingEngine,
+        stream: Iterator[tuple[str, Tensor]],
+        tokenizer: PreTrainedTokenizerBase,
+        is_average: bool = False,
+    ) -> None:
+        """Collective. Write the weights of ``stream``, those of ``model`` or their average, and the
+        LoRA adapter beside them where the base was frozen: it fits no other weights.
         """
-        if hasattr(module, "peft_config") and self.args.only_optimize_lora:
+        module, config = unwrap(model), base_of(model).config
+        values = None if is_average else probe_values(model, config)
+        export_hf(folder, stream, module, config, tokenizer, self.stop_ids, values)
+        is_lora = hasattr(module, "peft_config") and self.args.only_optimize_lora
+        if is_lora and not is_average:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
+        write_card(folder, self.args)
 
 
 def base_of(model: ModelOrEngine) -> PreTrainedModel:

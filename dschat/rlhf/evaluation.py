@@ -73,6 +73,7 @@ def evaluate_policy(
     e = rollout.experience
     sources = rollout.sources(args.eval_batch_size)
     by_source = source_means("eval/scores", sources)
+    logged = collector.scorer.functions.logged()
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
     if sources:
         scores[~any_applies(sources)] = math.nan
@@ -106,6 +107,7 @@ def evaluate_policy(
             metrics["eval/rlhf_reward"] = metrics["eval/score"] - penalty
     # of episodes: turns and the environment's tokens
     metrics |= {n.replace("rollout/", "eval/"): value for n, value in rollout.metrics.items()}
+    metrics |= {f"eval/{name}": value for name, value in logged.items()}
     return metrics | (by_source if len(sources) > 1 else {})
 
 

@@ -4,6 +4,7 @@ Also saves and resumes it at iteration boundaries. Sample answers of an experien
 CPU, read nothing from the device.
 """
 
+import json
 import logging
 import math
 import shutil
@@ -196,6 +197,8 @@ class Reporter:
             self._args.num_samples_per_prompt,
             self._engine.has_reference,
         )
+        if extra := self._trainer.reward_functions.logs.extra:
+            row["extra"] = json.loads(json.dumps(extra, default=str))
         table = answer_table(row)
         self._log.write_samples(self._trainer.iteration, row, table)
         logger.info("sample answers\n%s", format_answers(table))

@@ -87,6 +87,7 @@ class RolloutScorer:
         if not sources:
             return e, {}
         metrics = source_means("objective/scores", sources, with_std=True)
+        metrics |= self.functions.logged()
         scores, token_scores = combine(sources, self.args, self.scale)
         e.scores = scores.float()
         for row, values in enumerate(token_scores or ()):

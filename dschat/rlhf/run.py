@@ -1,6 +1,7 @@
 """A whole run of step 3: checks, models, the loop, checkpoints, evaluation, the saved models."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import dschat.distributed as dist
@@ -10,16 +11,17 @@ from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
-from dschat.rlhf.callbacks import Callbacks
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
+from dschat.rlhf.formulas import group_estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
+from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
 from dschat.runtime.start import start_step
 
@@ -36,15 +38,17 @@ def train(
     Args:
         reward_fns, environment, tools: Python objects beside those that ``args`` name; see
             `DeepSpeedPPOTrainer`.
-        callbacks: likewise; see `dschat.rlhf.callbacks`.
+        callbacks: likewise; see `dschat.runtime.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.
         TrainingStopped: after a checkpoint, where the run was asked to stop.
         FloatingPointError: see `DeepSpeedPPOTrainer.train_rlhf`.
     """
-    output_dir = start_step(args, "output/step3_rlhf")
-    call = Callbacks(args.callback or (), callbacks, args.on_callback_error)
+    call = start_step(args, "output/step3_rlhf", callbacks)
+    output_dir = str(args.output_dir)
+    group_estimator(args.advantage_estimator)  # raises for a function that does not fit
+    policy_loss(args.policy_loss)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # raises for a wrong DeepSpeed file
 
@@ -95,7 +99,7 @@ def train(
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows, call)
-    with training_checkpointer(args) as checkpointer:
+    with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         report.begin(checkpointer)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
@@ -113,4 +117,5 @@ def train(
     call("on_end", trainer)
     report.close()
     mark_complete(output_dir)
+    publish(args)
     return trainer

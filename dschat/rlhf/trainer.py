@@ -19,7 +19,6 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import (
-    POLICY_LOSSES,
     AdaptiveKL,
     aggregation_count,
     aggregation_weights,
@@ -33,6 +32,7 @@ from dschat.rlhf.batching import micro_batches, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
+from dschat.rlhf.formulas import policy_loss
 from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite
 from dschat.rlhf.metrics import (
     experience_metrics,
@@ -101,6 +101,7 @@ class DeepSpeedPPOTrainer:
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
+        self.reward_functions.logs.trainer_state.max_steps = engine.num_iters
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)
         self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
@@ -188,6 +189,7 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
+        self.reward_functions.logs.trainer_state.global_step = self.iteration
         rollout = self.collector.collect(PromptTable.of(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
@@ -333,7 +335,7 @@ class DeepSpeedPPOTrainer:
         if logprobs.dim() == 3:  # with those of the teacher's candidates
             logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
         weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
-        loss, metrics = POLICY_LOSSES[args.policy_loss](
+        loss, metrics = policy_loss(args.policy_loss)(
             logprobs,
             logprobs.detach() if self._is_on_policy else batch.logprobs,
             batch.advantages,

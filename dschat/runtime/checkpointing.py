@@ -19,6 +19,7 @@ from dschat.checkpoint.snapshot import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
 from dschat.rewards.scoring import RewardError
+from dschat.runtime.hub import publish
 
 logger = logging.getLogger("dschat")
 
@@ -31,10 +32,12 @@ class TrainingCheckpointer:
         config: CommonConfig,
         checkpoints: CheckpointManager | None,
         request: stop_signals.StopRequest | None,
+        save_models: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._checkpoints = checkpoints
         self._request = request
+        self._save_models = save_models
         self._last: tuple[int, RunState] | None = None  # after the last step
 
     def begin(
@@ -86,7 +89,8 @@ class TrainingCheckpointer:
         if is_last:
             return
         stop = self._request is not None and self._request.agreed()
-        if stop or (self._config.save_steps and step % self._config.save_steps == 0):
+        is_due = self._config.save_steps and step % self._config.save_steps == 0
+        if stop or is_due:
             self._checkpoints.save(*self._last)
         if stop:
             self._checkpoints.wait()
@@ -94,6 +98,9 @@ class TrainingCheckpointer:
             if dist.is_main_process() and (last is None or last.name != step_name(step)):
                 logger.warning("step %d could not be saved", step)
             raise stop_signals.TrainingStopped(step, last)
+        if is_due and self._config.push_to_hub and self._config.hub_strategy == "every_save":
+            self._save_models()
+            publish(self._config, waits=False)
 
     def leave(self) -> None:
         """The next step has changed weights: the state after the last one is lost."""
@@ -116,8 +123,11 @@ class TrainingCheckpointer:
 
 
 @contextmanager
-def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer]:
-    """Collective. A scope for one loop; on exit it completes the current write.
+def training_checkpointer(
+    config: CommonConfig, save_models: Callable[[], None] = lambda: None
+) -> Iterator[TrainingCheckpointer]:
+    """Collective. A scope for one loop; on exit it completes the current write. ``save_models``:
+    called with each checkpoint that is also pushed to the hub.
 
     Without ``output_dir``, or with ``save_steps`` 0, nothing is saved and signals end the process.
     """
@@ -130,7 +140,7 @@ def training_checkpointer(config: CommonConfig) -> Iterator[TrainingCheckpointer
         stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
     )
     with listening as request:
-        checkpointer = TrainingCheckpointer(config, checkpoints, request)
+        checkpointer = TrainingCheckpointer(config, checkpoints, request, save_models)
         try:
             yield checkpointer
         except RewardError:  # raised on all ranks; other errors may be of one rank only

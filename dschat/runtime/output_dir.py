@@ -27,7 +27,7 @@ from dschat.startup.files import no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
 _LOCK = ".lock"
-_PRODUCTS = ("actor", "actor_best", "actor_ema", "adapter", "critic")  # subfolders a step writes
+PRODUCTS = ("actor", "actor_best", "actor_ema", "adapter", "critic")  # subfolders a step writes
 _DATA = ("data_path", "eval_data_path", "unsupervised_dataset_name")
 _WEIGHT = re.compile(r":[0-9.]+(e[+-]?\d+)?$")  # PATH:WEIGHT
 _claims: dict[str, IO[str]] = {}  # by folder
@@ -58,7 +58,7 @@ def check_apart(output_dir: str | Path, fields: Mapping[str, Any]) -> None:
     ``fields``; or where an input model is one that the step would overwrite.
     """
     output = Path(os.path.realpath(output_dir))
-    written = {output / name for name in _PRODUCTS}
+    written = {output / name for name in PRODUCTS}
     for key, given in fields.items():
         is_model = key.endswith("name_or_path")
         if not given or not (is_model or key in _DATA):
@@ -160,7 +160,7 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
             shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
         if (folder / COMPLETE).exists():
             (folder / COMPLETE).unlink()
-            for name in _PRODUCTS:
+            for name in PRODUCTS:
                 shutil.rmtree(folder / name, ignore_errors=True)
         _records[str(folder)] = record
     dist.barrier()

@@ -1,6 +1,8 @@
 """Starts the process of a step: console, ranks, seed, and the checks that need nothing loaded."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from transformers import set_seed
 
@@ -9,17 +11,22 @@ from dschat.checkpoint.compatibility import check_start, contents_of
 from dschat.config import CommonConfig
 from dschat.observability import console
 from dschat.observability.metrics_log import check_sinks
+from dschat.runtime.callbacks import Callbacks
+from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
 
 
-def start_step(config: CommonConfig, default_output_dir: str) -> str:
+def start_step(
+    config: CommonConfig, default_output_dir: str, callbacks: Sequence[Any] = ()
+) -> Callbacks:
     """Collective. Set up the console, join the process group, seed, check the output folder.
 
-    ``config.output_dir`` becomes ``default_output_dir`` where it is not set; it is returned. Log
-    lines wait for `console.release`, so that a mistake found until then stands alone on the screen.
+    ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
+    `console.release`, so that a mistake found until then stands alone on the screen. Returns the
+    hooks of ``config`` and ``callbacks``.
 
     Raises ``UserError`` where ranks have other settings or files, the step cannot write or resume
-    there, or a metrics sink is missing.
+    there, a metrics sink is missing, or the hub takes no push.
     """
     console.setup(config.log_level, hold=True)
     dist.init()
@@ -31,4 +38,5 @@ def start_step(config: CommonConfig, default_output_dir: str) -> str:
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
     check_sinks(config)
-    return config.output_dir
+    check_hub(config)
+    return Callbacks(config.callback or (), callbacks, config.on_callback_error)

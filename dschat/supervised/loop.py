@@ -89,8 +89,10 @@ def train(
     eval_batches: StepBatches,
     metrics_log: MetricsLog,
     save: Callable[[], None] = lambda: None,
+    call: Callable[..., None] = lambda *_: None,
 ) -> dict[str, float]:
     """Collective. Evaluate, train, ``save``, evaluate; returns the last evaluation's metrics.
+    ``call``: `Callbacks`.
 
     With ``--resume`` it continues from a checkpoint with the same results as without a break.
 
@@ -116,6 +118,7 @@ def train(
         if len(eval_batches) == 0:
             return {}
         metrics = evaluate(engine, task, eval_batches)
+        call("on_evaluate", engine, metrics)
         metrics_log.write(done, metrics)
         logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
         return metrics
@@ -123,7 +126,7 @@ def train(
     def restore(values: dict[str, Any]) -> None:
         steps.position, skipped.in_a_row = values["step"], values["bad"]
 
-    with training_checkpointer(config) as checkpointer:
+    with training_checkpointer(config, save) as checkpointer:
         values = checkpointer.begin(state(), total, restore)
         if values is None:
             metrics_log.begin()
@@ -148,6 +151,7 @@ def train(
             }
             if engine.fp16_enabled():
                 metrics["loss_scale"] = loss_scale(engine)
+            call("on_step", engine, metrics)
             if done % config.logging_steps == 0:
                 metrics_log.write(done, metrics)
                 columns = (*task.columns, "grad_norm", "learning_rate", "time/step_s")
@@ -158,4 +162,5 @@ def train(
         bar.close()
         skipped.require_some(any_applied=skipped.in_a_row < total)
         save()  # before an evaluation that may fail, or run out of memory
+        call("on_save", engine, config.output_dir)
         return evaluated(total)

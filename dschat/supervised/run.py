@@ -1,31 +1,35 @@
 """Whole runs of steps 1 and 2: checks, model, loop, checkpoints, evaluation, the saved model."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig, SFTConfig
+from dschat.data.batches import StepBatches
 from dschat.data.preference_rows import most_answers
 from dschat.data.tokenize import preference_dataset, sft_dataset
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import num_ids
+from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import GoldEvaluation
+from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import mark_complete
 from dschat.runtime.start import start_step
 from dschat.supervised import loop, preference, setup, tasks
 
 
-def train_sft(config: SFTConfig) -> Any:
+def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Fine-tune a language model on demonstrations as ``config`` says, and save it;
-    returns DeepSpeed's engine.
+    returns DeepSpeed's engine. ``callbacks``: see `dschat.runtime.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.
         TrainingStopped: after a checkpoint, where the run was asked to stop.
     """
-    output_dir = start_step(config, "output/step1_sft")
+    call = start_step(config, "output/step1_sft", callbacks)
     zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
@@ -35,32 +39,17 @@ def train_sft(config: SFTConfig) -> Any:
     batches = setup.step_batches(config, *tables)
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)
-    num_steps = loop.num_total_steps(config, batches[0])
-    engine = setup.build_engine(model, config, zero, num_steps)
-    task = tasks.SFTTask()
-    setup.settle_micro_batches(config, engine, task, *batches)
-
-    # Loop, and save.
-    metrics_log = setup.claim_output(config)
-    gold = GoldEvaluation(
-        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
-    )
-    gold.log(metrics_log, 0)
-    save = partial(setup.save, engine, config, files)
-    loop.train(engine, task, config, *batches, metrics_log, save)
-    gold.log(metrics_log, num_steps)
-    metrics_log.close()
-    mark_complete(output_dir)
-    return engine
+    engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
+    is_whole = not zero.shards_parameters
+    return _trained(config, engine, tasks.SFTTask(), batches, files, call, is_whole)
 
 
-def train_on_preferences(config: RewardConfig) -> Any:
+def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Train a reward model, or with a policy loss a policy, on answers that were
     compared, and save it; returns DeepSpeed's engine. Raises as `train_sft` does.
     """
-    output_dir = start_step(
-        config, "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
-    )
+    folder = "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
+    call = start_step(config, folder, callbacks)
     zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
@@ -70,14 +59,13 @@ def train_on_preferences(config: RewardConfig) -> Any:
 
     # Weights, loop and save, by what is trained.
     train = _train_policy if config.trains_policy else _train_reward_model
-    engine = train(config, zero, base, tables)
-    mark_complete(output_dir)
-    return engine
+    return train(config, zero, base, tables, call)
 
 
-def _train_reward_model(config: RewardConfig, zero: Any, base: Any, tables: Any) -> Any:
+def _train_reward_model(
+    config: RewardConfig, zero: Any, base: Any, tables: Any, call: Callbacks
+) -> Any:
     """Put a score head on the language model and train it on the pairs, for step 3."""
-
     ensure_distinct_pad(base.tokenizer)
     batches = setup.step_batches(config, *tables)
     num_steps = loop.num_total_steps(config, batches[0])
@@ -95,41 +83,55 @@ def _train_reward_model(config: RewardConfig, zero: Any, base: Any, tables: Any)
     files = setup.HubFiles(model.config, base.tokenizer, ends)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
     task = tasks.RewardTask(most_answers(*tables))
-    setup.settle_micro_batches(config, engine, task, *batches)
-
-    # Loop, and save.
-    metrics_log = setup.claim_output(config)
-    save = partial(setup.save, engine, config, files)
-    loop.train(engine, task, config, *batches, metrics_log, save)
-    metrics_log.close()
-    return engine
+    return _trained(config, engine, task, batches, files, call)
 
 
-def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any) -> Any:
+def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call: Callbacks) -> Any:
     """Train the policy on the pairs against a frozen reference; saved where step 3 would save."""
-
     tables = preference.as_pairs(config, *tables)
     batches = setup.step_batches(config, *tables)
-    num_steps = loop.num_total_steps(config, batches[0])
     load = partial(setup.load_policy, config, base)
     model = load(zero, config.dropout or 0.0)
     files = setup.policy_files(config, base, model)
-    engine = setup.build_engine(model, config, zero, num_steps)
+    engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
     reference = preference.load_reference(config, zero, load)
     task = preference.PreferenceTask(config, reference)
-    setup.settle_micro_batches(config, engine, task, *batches)
 
-    # Loop, and save.
-    metrics_log = setup.claim_output(config)
-    if config.precompute_ref_logprobs:
-        for table in tables:
+    def precompute() -> None:
+        for table in tables if config.precompute_ref_logprobs else ():
             task.precompute(engine, table, batches[1].size)
-    gold = GoldEvaluation(
-        unwrap(engine), base.tokenizer, files.stop_ids, config, zero.shards_parameters
-    )
+
+    is_whole = not zero.shards_parameters
+    return _trained(config, engine, task, batches, files, call, is_whole, precompute)
+
+
+def _trained(
+    config: SFTConfig | RewardConfig,
+    engine: Any,
+    task: tasks.Task,
+    batches: tuple[StepBatches, StepBatches],
+    files: setup.HubFiles,
+    call: Callbacks,
+    generates: bool = False,
+    before: Callable[[], None] = lambda: None,
+) -> Any:
+    """Collective. Run the loop, save the model and finish the step; returns ``engine``.
+
+    ``generates``: the model can, for the gold score. ``before``: called once the output folder is
+    claimed.
+    """
+    setup.settle_micro_batches(config, engine, task, *batches)
+    metrics_log = setup.claim_output(config)
+    before()
+    gold = GoldEvaluation(unwrap(engine), files.tokenizer, files.stop_ids, config, not generates)
     gold.log(metrics_log, 0)
-    save = partial(setup.save, engine, config, files, subfolder="actor")
-    loop.train(engine, task, config, *batches, metrics_log, save)
-    gold.log(metrics_log, num_steps)
+    subfolder = "actor" if isinstance(task, preference.PreferenceTask) else ""
+    save = partial(setup.save, engine, config, files, subfolder)
+    loop.train(engine, task, config, *batches, metrics_log, save, call)
+    gold.log(metrics_log, loop.num_total_steps(config, batches[0]))
+    call("on_end", engine)
     metrics_log.close()
+    assert config.output_dir is not None
+    mark_complete(config.output_dir)
+    publish(config)
     return engine

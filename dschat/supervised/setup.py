@@ -29,6 +29,7 @@ from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
+from dschat.runtime.model_card import write_card
 from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
@@ -189,4 +190,5 @@ def save(
         export_hf(folder, stream, module, *files, values)
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
+    write_card(folder, config)
     logger.info("saved %s", config.output_dir)

@@ -39,8 +39,9 @@ def values_for(hint):
     if get_origin(hint) is dict:
         return st.dictionaries(words, st.none() | st.booleans() | words, max_size=2)
     if get_origin(hint) is list:
-        item = {str: words, float: st.floats(0, 1)}[get_args(hint)[0]]
-        return st.lists(item, min_size=1, max_size=3)
+        item = get_args(hint)[0]
+        kinds = {str: words, float: st.floats(0, 1)}
+        return st.lists(kinds[item] if item in kinds else values_for(item), min_size=1, max_size=3)
     return scalars[hint]
 
 

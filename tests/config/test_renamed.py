@@ -55,6 +55,12 @@ OLD["columns"] = (
     {"columns": ["prompt=q", "chosen=a=b"]},
 )
 OLD["a file"] = ({"deepspeed": "ds.json"}, {"deepspeed_config": "ds.json"})
+OLD["sinks"] = (
+    {"enable_tensorboard": False, "enable_wandb": True},
+    {"report_to": ["wandb"]},
+)
+OLD["one more sink"] = ({"enable_wandb": True}, {"report_to": ["tensorboard", "wandb"]})
+OLD["no sink"] = ({"enable_tensorboard": False}, {"report_to": ["none"]})
 older = pytest.mark.parametrize(("old", "now"), OLD.values(), ids=OLD)
 
 

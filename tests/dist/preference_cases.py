@@ -37,7 +37,7 @@ def build_preference(case: Case, models: Path, out: Path):
         num_train_epochs=1,
         per_device_train_batch_size=case.micro,
         per_device_eval_batch_size=3,
-        enable_tensorboard=False,
+        report_to=["none"],
         **_batch_sizes(case),
     )
     case.apply_options(config)

@@ -187,7 +187,7 @@ def build_supervised(case: Case, models: Path, out: Path):
         max_seq_len=20,
         per_device_train_batch_size=case.micro,
         per_device_eval_batch_size=3,
-        enable_tensorboard=False,
+        report_to=["none"],
         dropout=0.0,
         **_batch_sizes(case),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runs import ROOT, check_same, finish, kill, processes_of, start
 
-_COMMON = "--data-path builtin/chat --max_eval_samples 8 --no_enable_tensorboard"
+_COMMON = "--data-path builtin/chat --max_eval_samples 8 --report_to none"
 _STEP1 = "--step1.max_steps 60 --step1.per_device_train_batch_size 4 --step1.max_seq_len 64"
 _STEP1 += " --step1.save_steps 5"
 _STEP3 = (

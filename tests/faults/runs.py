@@ -36,7 +36,7 @@ NOT_COMPARED = ("time/", "throughput/", "memory/")
 WRITING, RENAMING = "a checkpoint's files", "a checkpoint's rename"
 KINDS = (*PHASES, WRITING, RENAMING)
 
-_COMMON = "--max_eval_samples 8 --no_enable_tensorboard --save_steps 2"
+_COMMON = "--max_eval_samples 8 --report_to none --save_steps 2"
 _SUPERVISED = (
     "--max_steps 7 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
     "--per_device_eval_batch_size 8 --max_seq_len 64 --eval_steps 3 --learning_rate 1e-3"

@@ -21,6 +21,15 @@ def test_flags_reach_the_steps_that_have_them(tree):
     assert fields[3]["whiten_advantages"] is False
 
 
+@pytest.mark.parametrize("flag", [["--push-to-hub", "me/x"], ["--push_to_hub=me/x"]])
+def test_each_step_has_a_repository_of_its_own(tree, flag):
+    fields = planned(tree, "--recipe=quiet", *flag)
+    repositories = [fields[n]["push_to_hub"] for n in (1, 2, 3)]
+    assert repositories == ["me/x-step1_sft", "me/x-step2_reward", "me/x-step3_rlhf"]
+    fields = planned(tree, "--recipe=quiet", "--step3.push_to_hub", "me/x")
+    assert [fields[n].get("push_to_hub") for n in (1, 2, 3)] == [None, None, "me/x"]
+
+
 def test_recipe_file_placeholder_and_launch(tree):
     Path("mine.yaml").write_text(
         "model: {actor_model: hub/a}\nstep2: {model_name_or_path: '{step1}'}\n"

@@ -17,7 +17,9 @@ from dschat.observability.row_file import RowFile
 
 
 def log_of(folder, resume=None, tensorboard=False):
-    return MetricsLog(str(folder), SFTConfig(resume=resume, enable_tensorboard=tensorboard))
+    return MetricsLog(
+        str(folder), SFTConfig(resume=resume, report_to=["tensorboard" if tensorboard else "none"])
+    )
 
 
 def steps(folder):
@@ -117,7 +119,7 @@ def test_a_file_that_was_cut_keeps_its_whole_rows(tmp_path, caplog):
 
 
 def sampling_log(folder, resume=None):
-    config = SFTConfig(resume=resume, enable_tensorboard=False)
+    config = SFTConfig(resume=resume, report_to=["none"])
     return MetricsLog(str(folder), config, has_samples=True)
 
 
@@ -153,7 +155,7 @@ def test_other_sinks_get_samples_as_text_and_table(tmp_path, monkeypatch):
         "wandb": SimpleNamespace(init=lambda **_: run, Table=lambda columns, data: (columns, data)),
     }.items():
         monkeypatch.setitem(sys.modules, name, fake)
-    log = MetricsLog(str(tmp_path), SFTConfig(enable_tensorboard=True, enable_wandb=True))
+    log = MetricsLog(str(tmp_path), SFTConfig(report_to=["tensorboard", "wandb"]))
     log.write_samples(3, {}, [{"answer": "<b>|\n", "score": 0.25}])
     log.close()
     assert texts == [
@@ -194,7 +196,7 @@ def test_weights_and_biases_continues_its_run(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for resume in (None, "latest", None):
-        config = SFTConfig(resume=resume, enable_tensorboard=False, enable_wandb=True)
+        config = SFTConfig(resume=resume, report_to=["wandb"])
         MetricsLog(str(tmp_path), config).close()
     first, second, third = begun
     assert {"id": "abc", "resume": "allow"}.items() <= second.items()

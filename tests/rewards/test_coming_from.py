@@ -111,10 +111,11 @@ def trl_on_text(rewards, samples, others):
 
 def trainer_state(rewards, samples):
     def score(completions, trainer_state):
-        return [0.0] * len(completions)
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
 
-    with pytest.raises(UserError, match="score needs the column trainer_state"):
-        rewards([score]).check_columns(["answer"])
+    made = rewards([score])
+    vars(made.logs.trainer_state).update(global_step=3, max_steps=4)
+    assert scores_of(made, samples(2)) == [[0.75, 0.75]]
 
 
 def reward_func(rewards, samples, others):

@@ -35,6 +35,35 @@ def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples,
     assert scores_of(rewards(reward_fn=[f"{others}:shortness"]), samples(2)) == [[-2, -2]]
 
 
+@pytest.mark.parametrize(("pool", "calls"), [("none", 1), ("thread", 2)])
+def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, others, pool, calls):
+    made = rewards(
+        reward_fn=[f"{others}:{name}" for name in ("shortness", "any_arguments", "own")],
+        reward_pool=pool,
+        reward_workers=calls,
+    )
+    given = samples(2)
+    given.answers = ["four", "be"]
+    for step in (0, 5):
+        made.logs.trainer_state.global_step = step
+        assert scores_of(made, given) == [[-4 - step, -2 - step], [step, step], [0, 0]]
+        assert made.logged() == {"mean_length": 3.0, "calls": 3.0}
+        assert made.logs.extra == {"length": [4, 2]}
+
+
+def test_worker_processes_cannot_log(rewards, others):
+    made = rewards(reward_fn=[f"{others}:shortness"], reward_pool="process", reward_workers=1)
+    with pytest.raises(UserError, match="needs the column log_metric, .*give log_metric a default"):
+        made.check_columns([])
+
+
+def test_coroutines_of_any_convention_are_awaited(rewards, samples, others):
+    made = rewards(reward_fn=[f"{others}:later_reward", f"{others}:Later"])
+    assert made.overlaps
+    given = samples(2, answer=["a0", "b"], extra_info=[{}, {"split": "train"}])
+    assert scores_of(made, given) == [[1, 0], [1, 0]]
+
+
 def test_which_convention_it_is_is_said(rewards, others, caplog):
     with caplog.at_level("INFO", logger="dschat"):
         rewards(reward_fn=[f"{others}:compute_score"], reward_pool="none")

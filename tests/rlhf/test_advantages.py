@@ -10,6 +10,7 @@ from rank_threads import on_ranks, this_rank
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
+from dschat.config.algorithm import Estimator
 from dschat.inference.protocol import Rollout
 from dschat.rlhf.advantages import fill_in_advantages, token_rewards
 from dschat.rlhf.experience import Experience, from_rollout
@@ -17,7 +18,7 @@ from dschat.rlhf.experience import Experience, from_rollout
 WIDTH, PROMPTS, SAMPLES = 6, 4, 3
 CLIP = 3.0
 DECLINED = [1, 6, 7, 8, 9, 11]  # one of prompt 0, all of prompt 2, all but one of prompt 3
-ESTIMATORS = get_args(RLHFConfig.__dataclass_fields__["advantage_estimator"].type)
+ESTIMATORS = get_args(Estimator)
 
 
 def experience(seed: int = 0, declined: list[int] | None = None) -> Experience:

@@ -25,7 +25,7 @@ def rule(answers):
 
 
 def scorer_of(*functions, reward_model=False, **knobs):
-    engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None)
+    engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None, num_iters=1)
     args = RLHFConfig(**knobs)
     return RolloutScorer(engine, args, RewardFunctions.of(args, functions))
 
@@ -180,7 +180,7 @@ def test_every_iteration_samples_with_its_own_seed():
     knobs |= {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.05, "seed": 5}
     args = RLHFConfig(**knobs)
     trainer = DeepSpeedPPOTrainer(
-        SimpleNamespace(reward=None, teacher=None),
+        SimpleNamespace(reward=None, teacher=None, num_iters=1),
         args,
         reward_functions=RewardFunctions.of(args, [rule]),
     )
@@ -196,7 +196,7 @@ def test_every_iteration_samples_with_its_own_seed():
 def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
     functions = RewardFunctions.of(args, [rule])
-    engine = SimpleNamespace(reward=None, teacher=None)
+    engine = SimpleNamespace(reward=None, teacher=None, num_iters=1)
     trainer = DeepSpeedPPOTrainer(engine, args, reward_functions=functions)
     assert trainer.reward_functions is functions
     with pytest.raises(UserError, match="give reward_fns to RewardFunctions.of"):

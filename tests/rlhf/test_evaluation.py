@@ -87,7 +87,7 @@ def reported(models_folder, tmp_path):
     """``reported(**options)``: the rows of metrics.jsonl after six iterations."""
 
     def run(**options):
-        options |= {"output_dir": str(tmp_path), "enable_tensorboard": False}
+        options |= {"output_dir": str(tmp_path), "report_to": ["none"]}
         trainer = trainer_of(models_folder, **options)
         report = Reporter(trainer, held_out(), 6)
         report.begin(checkpoints())
@@ -112,6 +112,21 @@ def test_samples_are_recorded_at_the_first_iteration_and_every_n(reported, tmp_p
     rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows] == [1, 3, 6]
     assert caplog.text.count("sample answers") == 3
+
+
+def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
+    def lengths(completions, log_metric, log_extra, trainer_state):
+        known = [len(completion) for completion in completions]
+        log_metric("longest", max(known))
+        log_extra("known", known)
+        return [float(trainer_state.max_steps)] * len(known)
+
+    rows = reported(reward_fns=[lengths], sample_steps=1)
+    assert all(row["eval/longest"] > 0 for row in rows if "eval/score" in row)
+    assert all(row["longest"] > 0 for row in rows if "objective/scores" in row)
+    assert rows[1]["objective/scores"] == 3  # iterations that the trainer is made for
+    row = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert len(row["extra"]["known"]) == len(row["scores"])
 
 
 def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
@@ -152,7 +167,7 @@ def test_the_same_draws_every_time(models_folder):
 @pytest.fixture
 def keeper(models_folder, monkeypatch, tmp_path):
     """A trainer that keeps the best actor, what evaluations find, and the actors it has kept."""
-    options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "enable_tensorboard": False}
+    options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "report_to": ["none"]}
     trainer, found, saved = trainer_of(models_folder, **options, sample_steps=0), {}, []
     monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
     monkeypatch.setattr(trainer.engine, "save_actor", saved.append)

@@ -27,7 +27,7 @@ def evaluated(sources, has_functions=True, **knobs):
     rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
     answers = from_rollout([[1]] * 4, rollout, 0)
     scored = SimpleNamespace(experience=answers, metrics={}, sources=lambda _: sources)
-    functions = SimpleNamespace(names=["rule"] if has_functions else [])
+    functions = SimpleNamespace(names=["rule"] if has_functions else [], logged=dict)
     collector = SimpleNamespace(
         answers_of=lambda *_: scored, scorer=SimpleNamespace(functions=functions)
     )

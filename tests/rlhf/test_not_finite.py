@@ -117,7 +117,7 @@ def test_step_3_without_a_finite_update_does_not_end_as_finished(models_folder, 
     flags = f"--actor_model_name_or_path {models_folder}/llama --reward_fn huge.py:score:1e6 "
     flags += "--max_steps 2 --max_prompt_seq_len 16 --max_answer_seq_len 8 --output_dir out "
     flags += "--advantage_estimator reinforce --per_device_generation_batch_size 2 "
-    flags += "--per_device_training_batch_size 2 --enable_tensorboard false"
+    flags += "--per_device_training_batch_size 2 --report_to none"
     result = subprocess.run(
         [*script, *flags.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )

@@ -20,12 +20,12 @@ from transformers import (
     GenerationConfig,
 )
 
-from dschat.config import RLHFConfig
+from dschat.config.algorithm import Estimator
 from dschat.losses import AdaptiveKL
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import OptimizerStep
 
-ESTIMATORS = get_args(RLHFConfig.__dataclass_fields__["advantage_estimator"].type)
+ESTIMATORS = get_args(Estimator)
 LOSSES = ("ppo", "gspo", "cispo")
 AGGREGATIONS = ("token", "sequence", "constant")
 ENDS = [EOS, *range(2, 12)]

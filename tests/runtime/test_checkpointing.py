@@ -36,7 +36,7 @@ NOBODY = HeldOutPrompts(PromptTable(), [], 0, 0, gold=False)
 
 def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
     """Step 3's loop over ``ITERATIONS``; the metrics of each iteration that it took."""
-    options |= {"output_dir": str(out), "resume": resume, "enable_tensorboard": False}
+    options |= {"output_dir": str(out), "resume": resume, "report_to": ["none"]}
     trainer = trainer_of(models_folder, [function], **options)
     report, taken = Reporter(trainer, held_out, ITERATIONS), {}
     try:

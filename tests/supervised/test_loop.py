@@ -29,6 +29,7 @@ def train(
     held_out=None,
     task=None,
     save=lambda: None,
+    call=lambda *_: None,
     **options,
 ):
     """Run the loop; returns the result and the lines of metrics.jsonl."""
@@ -40,7 +41,7 @@ def train(
     log = MetricsLog(config.output_dir, config)
     try:
         task = task(own_task) if task else own_task
-        result = loop.train(engine, task, config, *batches, log, save)
+        result = loop.train(engine, task, config, *batches, log, save, call)
     finally:
         log.close()
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -83,6 +84,19 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
     assert len(rates) == 10
     assert rates[:3] == pytest.approx([0, 1.5e-3, 3e-3])
     assert rates[-1] < 5e-4
+
+
+def test_hooks_of_the_loop(models_folder, tmp_path):
+    seen = []
+
+    def call(event, engine, *args):
+        seen.append(event)
+        if event == "on_step":
+            args[0]["of_mine"] = 2.5
+
+    _, lines = train(models_folder, tmp_path, max_steps=2, call=call)
+    assert seen == ["on_evaluate", "on_step", "on_step", "on_save", "on_evaluate"]
+    assert [line["of_mine"] for line in lines if "loss" in line] == [2.5, 2.5]
 
 
 def test_the_last_step_is_evaluated_once(models_folder, tmp_path):

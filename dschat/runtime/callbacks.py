@@ -11,10 +11,11 @@ from dschat.user_code.imports import load
 
 logger = logging.getLogger("dschat")
 
-# With the arguments after the trainer. ``metrics`` may be changed: they are logged after the call.
+# With the arguments after the trainer, in steps 1 and 2 DeepSpeed's engine. ``metrics`` may be
+# changed: they are logged after the call.
 EVENTS = {
-    "on_rollout": "experience",  # before it is trained on, which sees changes to its tensors
-    "on_step": "metrics",  # of an iteration
+    "on_rollout": "experience",  # step 3, before it is trained on, which sees its tensors changed
+    "on_step": "metrics",  # of an iteration, or an optimizer step
     "on_evaluate": "metrics",
     "on_save": "folder",  # of the saved models
     "on_end": "",
