@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from python_process import python
 
 import dschat.distributed as dist
 from dschat.config import SFTConfig, UserError
@@ -67,3 +68,26 @@ def test_ranks_with_other_rows(theirs, monkeypatch, other):
     other(others)
     with pytest.raises(UserError, match=f"another set of rows .*{len(theirs)} rows, digest"):
         check_same_rows([1, 2, 3, 4])
+
+
+IN_A_NOTEBOOK = """
+import os, sys
+sys.stderr = os.fdopen(os.dup(2), "w")
+from transformers import AutoModelForCausalLM
+import dschat.distributed as dist
+from dschat.builtin.tiny_model import resolve_model
+from dschat.models.lora import add_lora
+from dschat.runtime.deepspeed_engine import start_deepspeed
+start_deepspeed()
+model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin/tiny"))
+add_lora(model, 2, 0, ["q_proj"], True, "--lora_dim")
+dist.shutdown()
+"""
+
+
+def test_libraries_are_silent_in_a_notebook():
+    """There `sys.stderr` has a descriptor of its own, and nobody has set up the console."""
+    done = python("-c", IN_A_NOTEBOOK)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+    assert not done.stderr
