@@ -13,6 +13,7 @@ import pytest
 
 from dschat.builtin.chat_rows import FIXED_PROMPTS
 from dschat.builtin.gold_scorer import gold_score
+from dschat.chat.load import ChatConfig, load_chat
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1234, 1, 2)
@@ -90,3 +91,15 @@ def test_chat_answers_the_fixed_prompts(demo_runs):
     assert len(answers) == len(FIXED_PROMPTS) == 10
     scores = [gold_score(p, a) for p, a in zip(FIXED_PROMPTS, answers, strict=True)]
     assert sum(score >= 0.8 for score in scores) >= 8, list(zip(answers, scores, strict=True))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_chat_answers_a_second_question(demo_runs, seed):
+    """Of each two fixed prompts in one conversation, the second is answered like a first."""
+    chat = load_chat(ChatConfig(path=str(demo_runs[seed] / "step3_rlhf" / "actor")))
+    scores = []
+    for asked in zip(FIXED_PROMPTS, FIXED_PROMPTS[1:] + FIXED_PROMPTS[:1], strict=True):
+        chat.reset()
+        answers = ["".join(chat.reply(prompt)) for prompt in asked]
+        scores.append(gold_score(asked[1], answers[1]))
+    assert sum(scores) / len(scores) >= 0.6, scores

@@ -57,12 +57,13 @@ def test_the_builtin_data_is_chat_and_sft_learns_its_demonstrations():
     held_out = {row["prompt"]: row for row in builtin_rows()["eval"]}
     for split, source in (("train", rows), ("eval", held_out)):
         for example in load("builtin/chat", split=split)[::9]:
-            ((turn,), (answer,)) = example.prompt, example.chosen
+            (*earlier, turn), (answer,) = example.prompt, example.chosen
             row = source[turn["content"]]
             assert turn["role"] == "user"
+            assert earlier == [t for q, a in row["history"] for t in (USER(q), REPLY(a))]
             assert answer == REPLY(row["demonstration"])
     for example in load("builtin/chat", "reward")[:50]:
-        row = rows[example.prompt[0]["content"]]
+        row = rows[example.prompt[-1]["content"]]
         assert (example.chosen, example.rejected) == (
             [REPLY(row["chosen"])],
             [REPLY(row["rejected"])],
