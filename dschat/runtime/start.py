@@ -1,5 +1,6 @@
 """Starts the process of a step: console, ranks, seed, and the checks that need nothing loaded."""
 
+import logging
 from dataclasses import asdict
 
 from transformers import set_seed
@@ -10,6 +11,10 @@ from dschat.config import CommonConfig
 from dschat.observability import console
 from dschat.observability.metrics_log import check_sinks
 from dschat.runtime.output_dir import check_output_dir
+
+logger = logging.getLogger("dschat")
+
+_FEW_STEPS = 20
 
 
 def start_step(config: CommonConfig, default_output_dir: str) -> str:
@@ -32,3 +37,17 @@ def start_step(config: CommonConfig, default_output_dir: str) -> str:
     check_start(config, dist.world_size())
     check_sinks(config)
     return config.output_dir
+
+
+def warn_of_few_steps(config: CommonConfig, num_steps: int, batch_size: str) -> None:
+    """Log that a run of so few optimizer steps teaches little, unless --max_steps asks for it.
+
+    ``batch_size``: the flag that decides how many steps an epoch has.
+    """
+    if num_steps < _FEW_STEPS and not config.max_steps:
+        logger.warning(
+            "too few rows to learn much: %d optimizer step%s in all; add data, raise "
+            "--num_train_epochs (%d) or lower --%s (%d)",
+            *(num_steps, "" if num_steps == 1 else "s", config.num_train_epochs),
+            *(batch_size, getattr(config, batch_size)),
+        )

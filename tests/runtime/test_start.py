@@ -9,7 +9,8 @@ import dschat.distributed as dist
 from dschat.config import SFTConfig, UserError
 from dschat.data.batches import RowStream, check_same_rows
 from dschat.distributed import process_group
-from dschat.runtime.start import start_step
+from dschat.runtime import start
+from dschat.runtime.start import start_step, warn_of_few_steps
 
 
 @pytest.fixture
@@ -68,6 +69,18 @@ def test_ranks_with_other_rows(theirs, monkeypatch, other):
     other(others)
     with pytest.raises(UserError, match=f"another set of rows .*{len(theirs)} rows, digest"):
         check_same_rows([1, 2, 3, 4])
+
+
+def test_a_run_too_small_to_learn_anything_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(start.logger, "warning", lambda text, *args: lines.append(text % args))
+    for steps, max_steps in ((1, 0), (19, 0), (20, 0), (1, 1)):  # asked for one: no word
+        config = SFTConfig(max_steps=max_steps, per_device_train_batch_size=8)
+        warn_of_few_steps(config, steps, "per_device_train_batch_size")
+    one, many = lines
+    assert "1 optimizer step in all; " in one
+    assert "19 optimizer steps in all; " in many
+    assert one.endswith("raise --num_train_epochs (1) or lower --per_device_train_batch_size (8)")
 
 
 IN_A_NOTEBOOK = """
