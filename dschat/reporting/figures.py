@@ -21,8 +21,13 @@ from dschat.reporting.run_files import STEPS, Run, Series, Step, is_finite
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
+_BY_KL = {
+    "rollouts": ("objective/kl", "objective/scores"),
+    "held out": ("eval/kl", "eval/score"),
+}
 _MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
+_FROM_ZERO = ("nats per token", "share of answers")  # y axes that begin there
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
             headings = {"efficiency": "time, throughput and memory", "other": "other metrics"}
             heading = f"Step {number}: {title}" + (f", {headings[kind]}" if kind else "")
             folder = "-".join(filter(None, (name, kind)))
+            if name == "step3_rlhf" and not kind:
+                figures.insert(1, _score_by_kl(name, having))
             figures = [f for f in figures if f.curves or f.bars]
             if figures:
                 sections.append(Section(folder, heading, figures, kind == "other"))
@@ -114,6 +121,9 @@ def _lines(
             series = run.steps[step].series(metric)
             if not series:
                 continue
+            if metric.startswith("eval_ema/"):  # an average starts as the policy
+                start = run.steps[step].series(metric.replace("eval_ema/", "eval/"))[:1]
+                series = [*(point for point in start if point[0] == 0), *series]
             label = chart.metrics[metric]
             if len(runs) > 1:
                 label = run.name if len(present) == 1 else f"{run.name}, {label}"
@@ -160,6 +170,27 @@ def _thinned(xs: np.ndarray, ys: np.ndarray, max_points: int) -> tuple[list[floa
     """At most ``max_points`` of the points, the first and last among them."""
     index = spread(len(xs), max_points)
     return xs[index].tolist(), ys[index].tolist()
+
+
+def _score_by_kl(step: str, having: Sequence[Run]) -> Figure:
+    """The score of training and held-out answers by the KL at which it was reached."""
+    curves = []
+    for color, run in enumerate(having):
+        for dash, (label, metrics) in enumerate(_BY_KL.items()):
+            kl, score = (dict(run.steps[step].series(metric)) for metric in metrics)
+            both = [number for number in score if number in kl]
+            if len(having) > 1:
+                label = f"{run.name}, {label}"
+            look = (color, dash) if len(having) > 1 else (dash, 0)
+            curves.append(Curve(label, [kl[n] for n in both], [score[n] for n in both], *look))
+    return Figure(
+        f"{step}-score-by-kl",
+        "Score against KL",
+        "KL to the reference model, nats per answer",
+        "score per answer",
+        [curve for curve in curves if curve.xs],
+        caption="Where the KL goes on and the score gains little, training should have stopped.",
+    )
 
 
 def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
@@ -258,15 +289,17 @@ def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Bars]:
         return []
     distinct = np.unique(np.concatenate(list(values.values())))
     shares: Callable[[np.ndarray], np.ndarray]
+    xs: list[float] | list[str] = distinct.tolist()
     if len(distinct) <= _NUM_BINS:
-        xs = distinct
+        if len(distinct) < 3:  # such as right and wrong: names, not places on an axis
+            xs = [f"{value:g}" for value in distinct]
         shares = lambda row: (row[:, None] == distinct).mean(axis=0)  # noqa: E731
     else:
         edges = np.linspace(distinct[0], distinct[-1], _NUM_BINS + 1)
-        xs = (edges[1:] + edges[:-1]) / 2
+        xs = ((edges[1:] + edges[:-1]) / 2).tolist()
         shares = lambda row: np.histogram(row, edges)[0] / len(row)  # noqa: E731
     return [
-        Bars(name, xs.tolist(), shares(row).tolist(), color)
+        Bars(name, xs, shares(row).tolist(), color)
         for color, (name, row) in enumerate(values.items())
     ]
 
@@ -306,11 +339,17 @@ def spec_of(figure: Figure) -> dict[str, Any]:
     ]
     num_labels = sum(not curve.faint for curve in figure.curves) + len(figure.bars)
     axis = {"automargin": True, "showline": True, "showgrid": True, "zeroline": False}
+    has_names = any(isinstance(x, str) for bars in figure.bars for x in bars.xs)
     layout = {
-        "xaxis": {"title": {"text": figure.x_label}, **axis},
-        "yaxis": {
-            "title": {"text": figure.y_label},
+        "xaxis": {
+            "title": {"text": figure.x_label, "standoff": 12},
             **axis,
+            "type": "category" if has_names else "-",
+        },
+        "yaxis": {
+            "title": {"text": figure.y_label, "standoff": 12},
+            **axis,
+            "rangemode": "tozero" if figure.y_label in _FROM_ZERO else "normal",
             "exponentformat": "power",
             "minexponent": 5,
             "type": "log" if figure.is_log else "linear",
@@ -320,6 +359,7 @@ def spec_of(figure: Figure) -> dict[str, Any]:
         "showlegend": num_labels > 1,
         "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
+        "modebar": {"bgcolor": "rgba(0, 0, 0, 0)"},
         "hovermode": "x unified" if figure.curves else "closest",
     }
     return {"data": traces, "layout": layout}
