@@ -359,7 +359,7 @@ def spec_of(figure: Figure) -> dict[str, Any]:
         "showlegend": num_labels > 1,
         "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
-        "modebar": {"bgcolor": "rgba(0, 0, 0, 0)"},
+        "modebar": {"bgcolor": "#0000", "color": _COLORS[-1], "activecolor": _COLORS[0]},
         "hovermode": "x unified" if figure.curves else "closest",
     }
     return {"data": traces, "layout": layout}

@@ -37,7 +37,7 @@ logger = logging.getLogger("dschat")
 NUM_ANSWERS = 3  # of different prompts
 _MAX_TOKENS = 512  # of an answer, with their numbers
 _MAX_SEQUENCES = 1024  # in the lists of scores and lengths
-_PROMPT_CHARS, _ANSWER_CHARS = 80, 160  # in the log
+_PROMPT_CHARS, _ANSWER_CHARS = 160, 160  # in the log
 _COLUMNS = (
     "objective/scores",
     "objective/kl",
@@ -147,7 +147,7 @@ class Reporter:
             return
         with self._engine.rollout_mode() as generator:
             metrics = evaluate_policy(
-                self._engine, generator, self._held_out, self._trainer.collector
+                self._engine, generator, self._held_out, self._trainer.collector, self._show_answers
             )
         self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
@@ -187,17 +187,29 @@ class Reporter:
         logger.info("%s  (%s)", line, label)
 
     def _show_samples(self, e: Experience) -> None:
-        """Log sample answers, also to samples.jsonl and the other sinks."""
+        """Write samples of a rollout to samples.jsonl, and show them where evaluations do not."""
         if not dist.is_main_process() or not e.num_sequences:
             return
-        row = sample_row(
-            e,
-            self._engine.tokenizer,
-            self._args.num_samples_per_prompt,
-            self._engine.has_reference,
-        )
+        n, has_kl = self._args.num_samples_per_prompt, self._engine.has_reference
+        row = sample_row(e, self._engine.tokenizer, n, has_kl)
+        self._log.write_samples(self._trainer.iteration, row)
+        if not self._shows_held_out:
+            self._show(row)
+
+    def _show_answers(self, e: Experience) -> None:
+        """Show the same held-out prompts' answers at every evaluation."""
+        if self._shows_held_out and dist.is_main_process() and e.num_sequences:
+            n = self._args.eval_num_samples
+            self._show(sample_row(e, self._engine.tokenizer, n, has_kl=False))
+
+    @property
+    def _shows_held_out(self) -> bool:
+        args = self._args
+        return bool(args.sample_steps and args.eval_steps and self._held_out.total)
+
+    def _show(self, row: dict[str, Any]) -> None:
         table = answer_table(row)
-        self._log.write_samples(self._trainer.iteration, row, table)
+        self._log.write_answers(self._trainer.iteration, table)
         logger.info("sample answers\n%s", format_answers(table))
 
     def _say_best(self) -> None:
@@ -251,10 +263,14 @@ def _sample(
     ids, start = e.input_ids[i, : int(e.lengths[i])].tolist(), int(e.prompt_lengths[i])
     num_tokens = min(len(ids) - start, _MAX_TOKENS)
     kl = (e.logprobs[i] - e.ref_logprobs[i])[:num_tokens]
+    source = e.sources[i] if e.sources else ""
+    # With the template's marks, where there are turns that would run together.
+    one_turn = isinstance(source, str) or len(source) == 1
+    drawn = bool(e.answer_mask[i, : len(ids) - start].all())
     total = float((e.logprobs[i] - e.ref_logprobs[i])[e.answer_mask[i]].double().sum())
     return {
-        "prompt": tokenizer.decode(ids[:start], skip_special_tokens=True),
-        "answer": continued_texts(tokenizer, [ids[start:]])[0],
+        "prompt": tokenizer.decode(ids[:start], skip_special_tokens=one_turn),
+        "answer": continued_texts(tokenizer, [ids[start:]], with_special=not drawn)[0],
         "score": _number(float(e.scores[i])) if e.scored[i] else None,
         "answer_length": len(ids) - start,
         "finished": bool(e.finished[i]),
