@@ -21,10 +21,6 @@ from dschat.reporting.run_files import STEPS, Run, Series, Step, is_finite
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
-_BY_KL = {
-    "rollouts": ("objective/kl", "objective/scores"),
-    "held out": ("eval/kl", "eval/score"),
-}
 _MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
 _FROM_ZERO = ("nats per token", "share of answers")  # y axes that begin there
@@ -98,8 +94,6 @@ def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
             headings = {"efficiency": "time, throughput and memory", "other": "other metrics"}
             heading = f"Step {number}: {title}" + (f", {headings[kind]}" if kind else "")
             folder = "-".join(filter(None, (name, kind)))
-            if name == "step3_rlhf" and not kind:
-                figures.insert(1, _score_by_kl(name, having))
             figures = [f for f in figures if f.curves or f.bars]
             if figures:
                 sections.append(Section(folder, heading, figures, kind == "other"))
@@ -119,6 +113,9 @@ def _lines(
     for run in having:
         for index, metric in enumerate(present):
             series = run.steps[step].series(metric)
+            if chart.over:
+                at = dict(run.steps[step].series(chart.over[metric]))
+                series = [(at[number], y) for number, y in series if number in at]
             if not series:
                 continue
             if metric.startswith("eval_ema/"):  # an average starts as the policy
@@ -138,7 +135,7 @@ def _lines(
     return Figure(
         name,
         chart.title,
-        x_label,
+        chart.x_label or x_label,
         chart.y_label,
         sorted(curves, key=lambda curve: not curve.faint),
         is_log=is_log,
@@ -170,27 +167,6 @@ def _thinned(xs: np.ndarray, ys: np.ndarray, max_points: int) -> tuple[list[floa
     """At most ``max_points`` of the points, the first and last among them."""
     index = spread(len(xs), max_points)
     return xs[index].tolist(), ys[index].tolist()
-
-
-def _score_by_kl(step: str, having: Sequence[Run]) -> Figure:
-    """The score of training and held-out answers by the KL at which it was reached."""
-    curves = []
-    for color, run in enumerate(having):
-        for dash, (label, metrics) in enumerate(_BY_KL.items()):
-            kl, score = (dict(run.steps[step].series(metric)) for metric in metrics)
-            both = [number for number in score if number in kl]
-            if len(having) > 1:
-                label = f"{run.name}, {label}"
-            look = (color, dash) if len(having) > 1 else (dash, 0)
-            curves.append(Curve(label, [kl[n] for n in both], [score[n] for n in both], *look))
-    return Figure(
-        f"{step}-score-by-kl",
-        "Score against KL",
-        "KL to the reference model, nats per answer",
-        "score per answer",
-        [curve for curve in curves if curve.xs],
-        caption="Where the KL goes on and the score gains little, training should have stopped.",
-    )
 
 
 def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:

@@ -31,28 +31,23 @@ _TIMES = (
     "seconds per iteration (median)",
     "share of generate, score, train",
 )
-_HIGHER_IS_BETTER = ("eval/score", "eval/pass@1", "eval/gold", "eval/accuracy")
-_STOP, _COST = "When should it have stopped?", "What did it cost?"
+_BETTER = ("eval/score", "eval/rlhf_reward", "eval/pass@1", "eval/gold", "eval/accuracy")
+_COST = "What did it cost?"
 # Question -> the rows that answer it: title, step, metric.
 _QUESTIONS = {
-    "Did it learn?": (
+    "Did it learn, and when should it have stopped?": (
         ("held-out loss after step 1, nats per token", "step1_sft", "eval/loss"),
         ("reward model: held-out pairs ranked right", "step2_reward", "eval/accuracy"),
         ("policy: held-out pairs ranked right", "step3_rlhf", "eval/rewards/accuracies"),
         ("held-out score", "step3_rlhf", "eval/score"),
+        ("held-out score less the KL penalty", "step3_rlhf", "eval/rlhf_reward"),
         ("held-out pass@1", "step3_rlhf", "eval/pass@1"),
         ("held-out gold score", "step3_rlhf", "eval/gold"),
     ),
     "Is it hacked?": (
         ("score in training", "step3_rlhf", "objective/scores"),
-        ("held-out score", "step3_rlhf", "eval/score"),
+        ("score held out", "step3_rlhf", "eval/score"),
         ("KL to the reference model, nats per answer", "step3_rlhf", "eval/kl"),
-    ),
-    _STOP: (
-        ("best held-out score less the KL penalty", "step3_rlhf", "eval/rlhf_reward"),
-        ("best held-out score", "step3_rlhf", "eval/score"),
-        ("best pass@1", "step3_rlhf", "eval/pass@1"),
-        ("best gold score", "step3_rlhf", "eval/gold"),
     ),
     _COST: (("peak memory, GiB", "step3_rlhf", "memory/peak_gib"),),
 }
@@ -96,8 +91,7 @@ def _numbers(runs: Sequence[Run]) -> list[Table]:
     """A table for each question of a reader; rows without a value are left out."""
     tables = []
     for question, wanted in _QUESTIONS.items():
-        value = _best_iteration if question == _STOP else _first_and_last
-        rows = [[title, *(value(run, *where) for run in runs)] for title, *where in wanted]
+        rows = [[title, *(_values(run, *where) for run in runs)] for title, *where in wanted]
         if question == _COST:
             times = zip(*map(_times, runs), strict=True)
             rows += [[title, *values] for title, values in zip(_TIMES, times, strict=True)]
@@ -113,22 +107,14 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     return [f"{name}: {text}" if len(runs) > 1 else text for name, text in found]
 
 
-def _first_and_last(run: Run, step: str, metric: str) -> str:
+def _values(run: Run, step: str, metric: str) -> str:
+    """The first and last value of a metric, and the best one with its iteration."""
     series = run.steps[step].series(metric) if step in run.steps else []
     first, *_, last = [f"{round(value, 6) + 0:.4g}" for _, value in series] or ["", ""]
     if len(series) < 2:
         return first
     when, best = max(series, key=lambda pair: pair[1])
-    is_last = metric not in _HIGHER_IS_BETTER or best == series[-1][1]
-    return f"{first} → {last}" + ("" if is_last else f", best {best:.4g} at {when}")
-
-
-def _best_iteration(run: Run, step: str, metric: str) -> str:
-    series = run.steps[step].series(metric) if step in run.steps else []
-    if len(series) < 2:
-        return ""
-    when, _ = max(series, key=lambda pair: pair[1])
-    return f"iteration {when} of {series[-1][0]}"
+    return f"{first} → {last}" + (f", best {best:.4g} at {when}" if metric in _BETTER else "")
 
 
 def _times(run: Run) -> tuple[str, str, str]:

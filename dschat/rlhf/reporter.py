@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,9 @@ class Reporter:
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:
+            show = partial(self._show_samples, held_out=True)
             metrics = evaluate_policy(
-                self._engine, generator, self._held_out, self._trainer.collector, self._show_answers
+                self._engine, generator, self._held_out, self._trainer.collector, show
             )
         self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
@@ -186,31 +188,21 @@ class Reporter:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
         logger.info("%s  (%s)", line, label)
 
-    def _show_samples(self, e: Experience) -> None:
-        """Write samples of a rollout to samples.jsonl, and show them where evaluations do not."""
-        if not dist.is_main_process() or not e.num_sequences:
+    def _show_samples(self, e: Experience, held_out: bool = False) -> None:
+        """Log sample answers: to the held-out prompts, always the same ones, where the run
+        evaluates, else of rollouts. Those of rollouts also go to samples.jsonl.
+        """
+        args, done = self._args, self._trainer.iteration
+        if not args.sample_steps or not dist.is_main_process() or not e.num_sequences:
             return
-        n, has_kl = self._args.num_samples_per_prompt, self._engine.has_reference
-        row = sample_row(e, self._engine.tokenizer, n, has_kl)
-        self._log.write_samples(self._trainer.iteration, row)
-        if not self._shows_held_out:
-            self._show(row)
-
-    def _show_answers(self, e: Experience) -> None:
-        """Show the same held-out prompts' answers at every evaluation."""
-        if self._shows_held_out and dist.is_main_process() and e.num_sequences:
-            n = self._args.eval_num_samples
-            self._show(sample_row(e, self._engine.tokenizer, n, has_kl=False))
-
-    @property
-    def _shows_held_out(self) -> bool:
-        args = self._args
-        return bool(args.sample_steps and args.eval_steps and self._held_out.total)
-
-    def _show(self, row: dict[str, Any]) -> None:
-        table = answer_table(row)
-        self._log.write_answers(self._trainer.iteration, table)
-        logger.info("sample answers\n%s", format_answers(table))
+        n = args.eval_num_samples if held_out else args.num_samples_per_prompt
+        row = sample_row(e, self._engine.tokenizer, n, self._engine.has_reference and not held_out)
+        if not held_out:
+            self._log.write_samples(done, row)
+        if held_out == bool(args.eval_steps and self._held_out.total):
+            table = answer_table(row)
+            self._log.write_answers(done, table)
+            logger.info("sample answers\n%s", format_answers(table))
 
     def _say_best(self) -> None:
         """Name the best evaluation where the last one has lost a fifth of its gain."""
@@ -263,9 +255,8 @@ def _sample(
     ids, start = e.input_ids[i, : int(e.lengths[i])].tolist(), int(e.prompt_lengths[i])
     num_tokens = min(len(ids) - start, _MAX_TOKENS)
     kl = (e.logprobs[i] - e.ref_logprobs[i])[:num_tokens]
-    source = e.sources[i] if e.sources else ""
-    # With the template's marks, where there are turns that would run together.
-    one_turn = isinstance(source, str) or len(source) == 1
+    # With the template's marks where turns would run together without.
+    one_turn = not e.sources or isinstance(e.sources[i], str) or len(e.sources[i]) == 1
     drawn = bool(e.answer_mask[i, : len(ids) - start].all())
     total = float((e.logprobs[i] - e.ref_logprobs[i])[e.answer_mask[i]].double().sum())
     return {

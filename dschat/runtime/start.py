@@ -46,8 +46,7 @@ def warn_of_few_steps(config: CommonConfig, num_steps: int, batch_size: str) -> 
     """
     if num_steps < _FEW_STEPS and not config.max_steps:
         logger.warning(
-            "too few rows to learn much: %d optimizer step%s in all; add data, raise "
+            "too few rows to learn much, optimizer steps in all: %d; add data, raise "
             "--num_train_epochs (%d) or lower --%s (%d)",
-            *(num_steps, "" if num_steps == 1 else "s", config.num_train_epochs),
-            *(batch_size, getattr(config, batch_size)),
+            *(num_steps, config.num_train_epochs, batch_size, getattr(config, batch_size)),
         )

@@ -60,7 +60,6 @@ def test_what_went_wrong_and_the_best_evaluation_stand_on_top(tmp_path):
     found = text.index("gradient is 0: nothing is learned")
     assert text.index("What went wrong") < found < text.index("In numbers")
     assert "0.25 → 0.5, best 0.75 at 2" in text
-    assert "<td>best held-out score</td><td>iteration 2 of 4</td>" in text
     assert "<li>ill: the actor&#39;s gradient is 0" in page_of(well, ill)
 
 
@@ -70,13 +69,15 @@ def test_three_questions_stand_on_top(tmp_path):
     rows += [{"step": n, "objective/scores": n / 2} for n in (1, 4)]
     write_rows(tmp_path / "step3_rlhf" / "metrics.jsonl", rows)
     text = re.sub(r"\s+", " ", page_of(tmp_path))
-    asked = ["Did it learn?", "Is it hacked?", "When should it have stopped?"]
-    learned, hacked, stop = map(text.index, asked)
-    assert learned < text.index("<td>held-out score</td><td>0.5 → 2.5</td>") < hacked
-    assert hacked < text.index("<td>score in training</td><td>0.5 → 2</td>") < stop
-    assert "<td>KL to the reference model, nats per answer</td><td>0 → 40</td>" in text
-    best = "<td>best held-out score less the KL penalty</td><td>iteration 0 of 4</td>"
-    assert stop < text.index(best)
+    learned, hacked = (
+        text.index("Did it learn, and when should it have"),
+        text.index("Is it hacked?"),
+    )
+    assert learned < text.index("<td>held-out score</td><td>0.5 → 2.5, best 2.5 at 4</td>") < hacked
+    less = "<td>held-out score less the KL penalty</td><td>0.5 → -1.5, best 0.5 at 0</td>"
+    assert learned < text.index(less) < hacked
+    assert hacked < text.index("<td>score in training</td><td>0.5 → 2</td>")
+    assert hacked < text.index("<td>KL to the reference model, nats per answer</td><td>0 → 40</td>")
 
 
 def test_what_a_model_wrote_is_data_not_markup(tmp_path):

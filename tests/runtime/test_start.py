@@ -78,8 +78,8 @@ def test_a_run_too_small_to_learn_anything_says_so(monkeypatch):
         config = SFTConfig(max_steps=max_steps, per_device_train_batch_size=8)
         warn_of_few_steps(config, steps, "per_device_train_batch_size")
     one, many = lines
-    assert "1 optimizer step in all; " in one
-    assert "19 optimizer steps in all; " in many
+    assert "optimizer steps in all: 1; " in one
+    assert "optimizer steps in all: 19; " in many
     assert one.endswith("raise --num_train_epochs (1) or lower --per_device_train_batch_size (8)")
 
 
