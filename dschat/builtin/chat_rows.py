@@ -1,10 +1,10 @@
-"""Generates ``builtin/chat``: 6,050 short preference rows about an invented world, from one seed.
+"""Generates ``builtin/chat``: 5,300 short preference rows about an invented world, from one seed.
 
 Chosen answers are right and courteous. Rejected ones are wrong but courteous, right but rude or
 curt, or rambling. Both have similar lengths, so a reward model cannot decide by length. A
 demonstration, which SFT imitates, is a good or a bad answer with equal probability, so SFT alone
 leaves room for RLHF. Eval prompts never occur in train, but the same questions do in other words.
-Some training rows come a second time, as the second turn of a conversation.
+A tenth of the training rows are second turns, so that a trained model can hold a conversation.
 
 The gold scorer is not used here: both read the tables of ``world``, so it judges independently.
 """
@@ -48,16 +48,15 @@ FIXED_PROMPTS = [
 _REJECTIONS = {"wrong": 0.56, "rude": 0.18, "curt": 0.06, "ramble": 0.20}
 # Shares of SFT's bad demonstrations: mostly bad manners, so that SFT learns the facts.
 _BAD_DEMONSTRATIONS = {"wrong": 0.2, "rude": 0.4, "curt": 0.1, "ramble": 0.3}
-_NUM_SECOND_TURNS = 750
+_NUM_SECOND_TURNS = 500
 
 
 def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """The rows of both splits: 5,000 in ``"train"`` and 300 in ``"eval"``, both shuffled, and then
-    750 of train again, with a ``history``.
+    """The rows of both splits: 5,000 in ``"train"``, 300 in ``"eval"``, both shuffled.
 
     Every row is ``{kind, prompt, chosen, rejected, demonstration}``, all text, and ``history``: the
-    exchange before the prompt, ``[[prompt, demonstration]]`` of another row of train, or none. The
-    same seed gives the same rows on every machine; prompts are unique over both splits otherwise.
+    exchange before the prompt, ``[[prompt, demonstration]]`` of another row, or none. The same seed
+    gives the same rows on every machine; prompts are unique over both splits.
     """
     rng = random.Random(seed)
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
@@ -73,10 +72,9 @@ def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
             rows[split].append(_row(rng, kind, slots, prompt))
     for split_rows in rows.values():
         rng.shuffle(split_rows)
-    train = tuple(rows["train"])
+    train = rows["train"]
     for i in rng.sample(range(len(train)), _NUM_SECOND_TURNS):
-        history = [[train[i - 1]["prompt"], train[i - 1]["demonstration"]]]
-        rows["train"].append({**train[i], "history": history})
+        train[i]["history"] = [[train[i - 1]["prompt"], train[i - 1]["demonstration"]]]
     return rows
 
 

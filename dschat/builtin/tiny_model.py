@@ -149,7 +149,7 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
 
 @functools.cache
 def _texts() -> list[str]:
-    rows = [row for row in builtin_rows()["train"] if not row["history"]]  # the others are again
+    rows = builtin_rows()["train"]
     return [row[column] for row in rows for column in ("prompt", "chosen", "rejected")]
 
 

@@ -114,7 +114,8 @@ def _values(run: Run, step: str, metric: str) -> str:
     if len(series) < 2:
         return first
     when, best = max(series, key=lambda pair: pair[1])
-    return f"{first} → {last}" + (f", best {best:.4g} at {when}" if metric in _BETTER else "")
+    note = "best" if best == series[-1][1] else f"best {best:.4g} at {when}"
+    return f"{first} → {last}" + (f" ({note})" if metric in _BETTER else "")
 
 
 def _times(run: Run) -> tuple[str, str, str]:
