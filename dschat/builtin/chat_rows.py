@@ -4,7 +4,7 @@ Chosen answers are right and courteous. Rejected ones are wrong but courteous, r
 curt, or rambling. Both have similar lengths, so a reward model cannot decide by length. A
 demonstration, which SFT imitates, is a good or a bad answer with equal probability, so SFT alone
 leaves room for RLHF. Eval prompts never occur in train, but the same questions do in other words.
-A tenth of the training rows are second turns, so that a trained model can hold a conversation.
+A quarter of the training rows are second turns, so that a trained model can hold a conversation.
 
 The gold scorer is not used here: both read the tables of ``world``, so it judges independently.
 """
@@ -48,7 +48,7 @@ FIXED_PROMPTS = [
 _REJECTIONS = {"wrong": 0.56, "rude": 0.18, "curt": 0.06, "ramble": 0.20}
 # Shares of SFT's bad demonstrations: mostly bad manners, so that SFT learns the facts.
 _BAD_DEMONSTRATIONS = {"wrong": 0.2, "rude": 0.4, "curt": 0.1, "ramble": 0.3}
-_NUM_SECOND_TURNS = 500
+_NUM_SECOND_TURNS = 1_250
 
 
 def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:

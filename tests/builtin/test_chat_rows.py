@@ -42,11 +42,11 @@ def test_prompts_are_unique_and_eval_repeats_questions_in_other_words(rows):
         assert str(world.parse(row["prompt"])) in asked or row["kind"] == "count", row
 
 
-def test_a_tenth_of_the_training_rows_are_second_turns(rows):
+def test_a_quarter_of_the_training_rows_are_second_turns(rows):
     """After the question and demonstration of another training row, good or bad."""
     demonstrations = {row["prompt"]: row["demonstration"] for row in rows["train"]}
     seconds = [row for row in rows["train"] if row["history"]]
-    assert len(seconds) == len(rows["train"]) / 10
+    assert len(seconds) == len(rows["train"]) / 4
     for row in seconds:
         ((asked, answer),) = row["history"]
         assert asked != row["prompt"]
