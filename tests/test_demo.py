@@ -3,6 +3,7 @@
 Nine whole runs, about half an hour on two cores: left to `make test-full`.
 """
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -95,11 +96,11 @@ def test_chat_answers_the_fixed_prompts(demo_runs):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chat_answers_a_second_question(demo_runs, seed):
-    """Of each two fixed prompts in one conversation, the second is answered like a first."""
+    """Of every two fixed prompts in one conversation, the second is answered like a first."""
     chat = load_chat(ChatConfig(path=str(demo_runs[seed] / "step3_rlhf" / "actor")))
     scores = []
-    for asked in zip(FIXED_PROMPTS, FIXED_PROMPTS[1:] + FIXED_PROMPTS[:1], strict=True):
+    for first, second in itertools.permutations(FIXED_PROMPTS, 2):
         chat.reset()
-        answers = ["".join(chat.reply(prompt)) for prompt in asked]
-        scores.append(gold_score(asked[1], answers[1]))
-    assert sum(scores) / len(scores) >= 0.6, scores
+        _, answer = ("".join(chat.reply(prompt)) for prompt in (first, second))
+        scores.append(gold_score(second, answer))
+    assert sum(scores) / len(scores) >= 0.65, sum(scores) / len(scores)
