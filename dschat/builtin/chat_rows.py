@@ -4,12 +4,14 @@ Chosen answers are right and courteous. Rejected ones are wrong but courteous, r
 curt, or rambling. Both have similar lengths, so a reward model cannot decide by length. A
 demonstration, which SFT imitates, is a good or a bad answer with equal probability, so SFT alone
 leaves room for RLHF. Eval prompts never occur in train, but the same questions do in other words.
+A quarter of the training rows are second turns, so that a trained model can hold a conversation.
 
 The gold scorer is not used here: both read the tables of ``world``, so it judges independently.
 """
 
 import itertools
 import random
+from typing import Any
 
 from dschat.builtin import world
 
@@ -46,16 +48,18 @@ FIXED_PROMPTS = [
 _REJECTIONS = {"wrong": 0.56, "rude": 0.18, "curt": 0.06, "ramble": 0.20}
 # Shares of SFT's bad demonstrations: mostly bad manners, so that SFT learns the facts.
 _BAD_DEMONSTRATIONS = {"wrong": 0.2, "rude": 0.4, "curt": 0.1, "ramble": 0.3}
+_NUM_SECOND_TURNS = 1_250
 
 
-def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
+def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     """The rows of both splits: 5,000 in ``"train"``, 300 in ``"eval"``, both shuffled.
 
-    Every row is ``{kind, prompt, chosen, rejected, demonstration}``, all text. The same seed gives
-    the same rows on every machine; prompts are unique over both splits.
+    Every row is ``{kind, prompt, chosen, rejected, demonstration}``, all text, and ``history``: the
+    exchange before the prompt, ``[[prompt, demonstration]]`` of another row, or none. The same seed
+    gives the same rows on every machine; prompts are unique over both splits.
     """
     rng = random.Random(seed)
-    rows: dict[str, list[dict[str, str]]] = {"train": [], "eval": []}
+    rows: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     for kind, (num_train, num_eval) in ROWS_PER_KIND.items():
         prompts: set[str] = set()
         while len(prompts) < num_train + num_eval:
@@ -68,10 +72,13 @@ def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
             rows[split].append(_row(rng, kind, slots, prompt))
     for split_rows in rows.values():
         rng.shuffle(split_rows)
+    train = rows["train"]
+    for i in rng.sample(range(len(train)), _NUM_SECOND_TURNS):
+        train[i]["history"] = [[train[i - 1]["prompt"], train[i - 1]["demonstration"]]]
     return rows
 
 
-def _row(rng: random.Random, kind: str, slots: dict[str, str], prompt: str) -> dict[str, str]:
+def _row(rng: random.Random, kind: str, slots: dict[str, str], prompt: str) -> dict[str, Any]:
     chosen = _courteous(rng, kind, _state(kind, slots, world.solve(kind, slots)))
     bad = _draw_rejected(rng, _BAD_DEMONSTRATIONS, kind, slots, chosen)
     return {
@@ -80,6 +87,7 @@ def _row(rng: random.Random, kind: str, slots: dict[str, str], prompt: str) -> d
         "chosen": chosen,
         "rejected": _draw_rejected(rng, _REJECTIONS, kind, slots, chosen),
         "demonstration": chosen if rng.random() < 0.5 else bad,
+        "history": [],
     }
 
 

@@ -95,9 +95,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     check_system(model.tokenizer, system)
     generator = model.generator(page_size=PAGE_SIZE)
     precision = str(model.dtype).removeprefix("torch.")
-    logger.info(
-        "%s: %s in %s on %s", config.path, type(generator).__name__, precision, dist.device().type
-    )
+    logger.info("%s in %s on %s", config.path, precision, dist.device().type)
     return Chat(generator, model.tokenizer, model.stop_ids, config.sampling, system)
 
 

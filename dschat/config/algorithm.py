@@ -319,7 +319,8 @@ class PreferenceConfig:
     )
     beta: Optional[float] = flag(
         None,
-        "Strength of the KL constraint of dpo, cdpo, ipo (tau) and kto; default: 0.1.",
+        "Strength of the KL constraint of dpo, cdpo and kto; of ipo (tau): train up to a margin of "
+        "1 / (2 beta) nats, so that dpo's larger values learn little; default: 0.1.",
         short=True,
         gt=0,
     )

@@ -5,7 +5,7 @@ Part of `dschat.config.RLHFConfig`.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import TYPE_CHECKING, Literal, Optional
 
 from dschat.config.errors import require
 from dschat.config.fields import flag, speed_flag
@@ -115,14 +115,21 @@ class RolloutConfig:
         ge=1,
     )
 
+    if TYPE_CHECKING:
+
+        def mini_batch_size(self, world_size: int) -> int: ...
+
     @property
     def staleness_bound(self) -> int:
         """Iterations after which a prompt under way is completed."""
         return self.max_staleness or 2
 
     def rollout_prompts(self, world_size: int) -> int:
-        """Prompts in one rollout, over all processes."""
-        return self.per_device_generation_batch_size * self.generation_batches * world_size
+        """Prompts in one rollout, over all processes; at least those of an optimizer step, for
+        which DeepSpeed-Chat's gradient accumulation takes several rollouts of one policy.
+        """
+        prompts = self.per_device_generation_batch_size * self.generation_batches * world_size
+        return max(prompts, self.mini_batch_size(world_size) // self.num_samples_per_prompt)
 
     def rollout_samples(self, world_size: int) -> int:
         """Sequences in one rollout, over all processes."""

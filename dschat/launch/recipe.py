@@ -236,6 +236,9 @@ def step_values(
         values[n], given = dict(recipe.values[n]), parser.given(step.config_class, flags[n])
         base = {1: config.actor_model, 2: config.reward_model}.get(n)
         default = recipe.models.get(n)
+        losses = [given.get("loss", values[n].get("loss")), values[n].get("loss")]
+        if losses.count("ipo") == 1:  # its beta is on another scale
+            values[n].pop("beta", None)
         if n == 2 and RewardConfig(**values[n] | given).trains_policy:
             base = default = None
         if base:

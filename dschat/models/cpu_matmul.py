@@ -64,7 +64,7 @@ def choose(
         choices[shape] = _chosen[key]
     if len(_chosen) > before:
         summary = ", ".join(f"{k} -> {n} {name}" for (n, k), name in choices.items())
-        logger.info("fastest CPU products for %s: %s (%s sets one)", use, summary, VARIABLE)
+        logger.debug("fastest CPU products for %s: %s (%s sets one)", use, summary, VARIABLE)
     return choices
 
 

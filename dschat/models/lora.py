@@ -67,8 +67,10 @@ def add_lora(
             # It has dropped dense layers that are named as experts were in transformers 4.
             layers = (n for n in linear_layers(model) if not check_target_module_exists(config, n))
             config.target_parameters |= {f"{name}.weight" for name in layers}
-        with warnings.catch_warnings():  # PEFT looks for its own pattern among modules only
+        with warnings.catch_warnings():
+            # PEFT looks for its own pattern among modules only, and calls transformers' old names.
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
+            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
             wrapped = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"{flag} {' '.join(modules)}: {str(error).splitlines()[0]}") from error

@@ -82,8 +82,8 @@ def setup(level: str = "info", hold: bool = False) -> None:
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
     if not verbose:
-        # NOTE: torch and DeepSpeed warn about each other's deprecated calls on every step.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+        # NOTE: libraries warn about each other's deprecated calls, some on every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="|".join(_NOISY).lower())
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
 
 

@@ -134,16 +134,13 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
-    def write_samples(
-        self, step: int, row: Mapping[str, Any], table: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Record ``row`` of samples.jsonl under ``step``. ``table``: what other sinks show of it,
-        one mapping of column to text or number per answer.
-        """
+    def write_samples(self, step: int, row: Mapping[str, Any]) -> None:
+        """Record ``row`` of samples.jsonl under ``step``."""
         if self._samples is not None:
             self._samples.write({"step": step} | dict(row))
-        if not table:
-            return
+
+    def write_answers(self, step: int, table: Sequence[Mapping[str, Any]]) -> None:
+        """Show answers in the other sinks: one mapping of column to text or number for each."""
         with self._tensorboard_failing():
             if self._tensorboard is not None:
                 self._tensorboard.add_text("samples", _markdown(table), step)

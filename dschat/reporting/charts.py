@@ -4,7 +4,7 @@ Metrics that no chart names get one each, in the section of other metrics.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dschat.reporting.run_files import Step
 
@@ -20,6 +20,8 @@ class Chart:
     caption: str = ""
     is_smoothed: bool = True  # a running mean over noisy curves
     is_log: bool = False
+    over: dict[str, str] = field(default_factory=dict)  # metric -> the one on its x axis
+    x_label: str = ""  # of that one
 
 
 def _held_out(metric: str) -> dict[str, str]:
@@ -115,6 +117,16 @@ _RLHF = (
             "eval_ema/score": "held out, moving average",
         },
         "Weighted sum of all reward sources, before clipping and KL penalty.",
+    ),
+    Chart(
+        "score-by-kl",
+        "Score against KL",
+        "score per answer",
+        {"objective/scores": "rollouts", "eval/score": "held out"},
+        "Where the KL goes on and the score gains little, training should have stopped.",
+        is_smoothed=False,
+        over={"objective/scores": "objective/kl", "eval/score": "eval/kl"},
+        x_label="KL to the reference model, nats per answer",
     ),
     Chart(
         "reward",

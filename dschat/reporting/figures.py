@@ -23,6 +23,7 @@ _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
 _MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
+_FROM_ZERO = ("nats per token", "share of answers")  # y axes that begin there
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,14 @@ def _lines(
     for run in having:
         for index, metric in enumerate(present):
             series = run.steps[step].series(metric)
+            if chart.over:
+                at = dict(run.steps[step].series(chart.over[metric]))
+                series = [(at[number], y) for number, y in series if number in at]
             if not series:
                 continue
+            if metric.startswith("eval_ema/"):  # an average starts as the policy
+                start = run.steps[step].series(metric.replace("eval_ema/", "eval/"))[:1]
+                series = [*(point for point in start if point[0] == 0), *series]
             label = chart.metrics[metric]
             if len(runs) > 1:
                 label = run.name if len(present) == 1 else f"{run.name}, {label}"
@@ -128,7 +135,7 @@ def _lines(
     return Figure(
         name,
         chart.title,
-        x_label,
+        chart.x_label or x_label,
         chart.y_label,
         sorted(curves, key=lambda curve: not curve.faint),
         is_log=is_log,
@@ -258,15 +265,17 @@ def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Bars]:
         return []
     distinct = np.unique(np.concatenate(list(values.values())))
     shares: Callable[[np.ndarray], np.ndarray]
+    xs: list[float] | list[str] = distinct.tolist()
     if len(distinct) <= _NUM_BINS:
-        xs = distinct
+        if len(distinct) < 3:  # such as right and wrong: names, not places on an axis
+            xs = [f"{value:g}" for value in distinct]
         shares = lambda row: (row[:, None] == distinct).mean(axis=0)  # noqa: E731
     else:
         edges = np.linspace(distinct[0], distinct[-1], _NUM_BINS + 1)
-        xs = (edges[1:] + edges[:-1]) / 2
+        xs = ((edges[1:] + edges[:-1]) / 2).tolist()
         shares = lambda row: np.histogram(row, edges)[0] / len(row)  # noqa: E731
     return [
-        Bars(name, xs.tolist(), shares(row).tolist(), color)
+        Bars(name, xs, shares(row).tolist(), color)
         for color, (name, row) in enumerate(values.items())
     ]
 
@@ -306,11 +315,17 @@ def spec_of(figure: Figure) -> dict[str, Any]:
     ]
     num_labels = sum(not curve.faint for curve in figure.curves) + len(figure.bars)
     axis = {"automargin": True, "showline": True, "showgrid": True, "zeroline": False}
+    has_names = any(isinstance(x, str) for bars in figure.bars for x in bars.xs)
     layout = {
-        "xaxis": {"title": {"text": figure.x_label}, **axis},
-        "yaxis": {
-            "title": {"text": figure.y_label},
+        "xaxis": {
+            "title": {"text": figure.x_label, "standoff": 12},
             **axis,
+            "type": "category" if has_names else "-",
+        },
+        "yaxis": {
+            "title": {"text": figure.y_label, "standoff": 12},
+            **axis,
+            "rangemode": "tozero" if figure.y_label in _FROM_ZERO else "normal",
             "exponentformat": "power",
             "minexponent": 5,
             "type": "log" if figure.is_log else "linear",
@@ -320,6 +335,7 @@ def spec_of(figure: Figure) -> dict[str, Any]:
         "showlegend": num_labels > 1,
         "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
+        "modebar": {"bgcolor": "#0000", "color": _COLORS[-1], "activecolor": _COLORS[0]},
         "hovermode": "x unified" if figure.curves else "closest",
     }
     return {"data": traces, "layout": layout}

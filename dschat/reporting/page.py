@@ -31,7 +31,26 @@ _TIMES = (
     "seconds per iteration (median)",
     "share of generate, score, train",
 )
-_HIGHER_IS_BETTER = ("eval/score", "eval/pass@1", "eval/gold", "eval/accuracy")
+_BETTER = ("eval/score", "eval/rlhf_reward", "eval/pass@1", "eval/gold", "eval/accuracy")
+_COST = "What did it cost?"
+# Question -> the rows that answer it: title, step, metric.
+_QUESTIONS = {
+    "Did it learn, and when should it have stopped?": (
+        ("held-out loss after step 1, nats per token", "step1_sft", "eval/loss"),
+        ("reward model: held-out pairs ranked right", "step2_reward", "eval/accuracy"),
+        ("policy: held-out pairs ranked right", "step3_rlhf", "eval/rewards/accuracies"),
+        ("held-out score", "step3_rlhf", "eval/score"),
+        ("held-out score less the KL penalty", "step3_rlhf", "eval/rlhf_reward"),
+        ("held-out pass@1", "step3_rlhf", "eval/pass@1"),
+        ("held-out gold score", "step3_rlhf", "eval/gold"),
+    ),
+    "Is it hacked?": (
+        ("score in training", "step3_rlhf", "objective/scores"),
+        ("score held out", "step3_rlhf", "eval/score"),
+        ("KL to the reference model, nats per answer", "step3_rlhf", "eval/kl"),
+    ),
+    _COST: (("peak memory, GiB", "step3_rlhf", "memory/peak_gib"),),
+}
 Table = dict[str, Any]  # head, rows; of settings: also title, changed
 
 
@@ -68,25 +87,17 @@ def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
     )
 
 
-def _numbers(runs: Sequence[Run]) -> Table:
-    """The last values that a reader looks for first; rows without a value are left out."""
-    wanted = (
-        ("reward model: held-out pairs ranked right", "step2_reward", "eval/accuracy"),
-        ("policy: held-out pairs ranked right", "step3_rlhf", "eval/rewards/accuracies"),
-        ("held-out loss after step 1, nats per token", "step1_sft", "eval/loss"),
-        ("held-out score", "step3_rlhf", "eval/score"),
-        ("held-out pass@1", "step3_rlhf", "eval/pass@1"),
-        ("held-out gold score", "step3_rlhf", "eval/gold"),
-        ("KL to the reference model, nats per answer", "step3_rlhf", "eval/kl"),
-        ("peak memory, GiB", "step3_rlhf", "memory/peak_gib"),
-    )
-    rows = []
-    for title, step, metric in wanted:
-        rows.append([title, *(_first_and_last(run, step, metric) for run in runs)])
-    times = zip(*map(_times, runs), strict=True)
-    rows += [[title, *values] for title, values in zip(_TIMES, times, strict=True)]
-    rows = [row for row in rows if any(row[1:])]
-    return {"head": ["", *(run.name for run in runs)], "rows": rows}
+def _numbers(runs: Sequence[Run]) -> list[Table]:
+    """A table for each question of a reader; rows without a value are left out."""
+    tables = []
+    for question, wanted in _QUESTIONS.items():
+        rows = [[title, *(_values(run, *where) for run in runs)] for title, *where in wanted]
+        if question == _COST:
+            times = zip(*map(_times, runs), strict=True)
+            rows += [[title, *values] for title, values in zip(_TIMES, times, strict=True)]
+        rows = [row for row in rows if any(row[1:])]
+        tables.append({"title": question, "head": ["", *(run.name for run in runs)], "rows": rows})
+    return [table for table in tables if table["rows"]]
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
@@ -96,15 +107,15 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     return [f"{name}: {text}" if len(runs) > 1 else text for name, text in found]
 
 
-def _first_and_last(run: Run, step: str, metric: str) -> str:
+def _values(run: Run, step: str, metric: str) -> str:
+    """The first and last value of a metric, and the best one with its iteration."""
     series = run.steps[step].series(metric) if step in run.steps else []
+    first, *_, last = [f"{round(value, 6) + 0:.4g}" for _, value in series] or ["", ""]
     if len(series) < 2:
-        return f"{series[0][1]:.4g}" if series else ""
-    text = f"{series[0][1]:.4g} → {series[-1][1]:.4g}"
-    if metric not in _HIGHER_IS_BETTER:
-        return text
+        return first
     when, best = max(series, key=lambda pair: pair[1])
-    return text if best == series[-1][1] else f"{text}, best {best:.4g} at {when}"
+    note = "best" if best == series[-1][1] else f"best {best:.4g} at {when}"
+    return f"{first} → {last}" + (f" ({note})" if metric in _BETTER else "")
 
 
 def _times(run: Run) -> tuple[str, str, str]:

@@ -19,7 +19,7 @@ from dschat.startup.files import no_link
 
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
 Row = dict[str, Any]
-Series = list[tuple[int, float]]  # (step, value)
+Series = list[tuple[float, float]]  # (step, value)
 
 
 @dataclass

@@ -7,8 +7,8 @@ which training never sees.
 
 import logging
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,8 +65,11 @@ def evaluate_policy(
     generator: Generator,
     held_out: HeldOutPrompts,
     collector: Collector,
+    show: Callable[[Experience], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training."""
+    """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training; ``show`` gets
+    this rank's answers with their scores.
+    """
     args = engine.args
     sampling = SamplingParams.from_config(args, EVAL_SEED, args.eval_num_samples)
     rollout = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
@@ -81,6 +84,7 @@ def evaluate_policy(
         if source.weight:  # 0 x NaN would be NaN
             scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
+    show(replace(e, scores=scores, scored=scored))
     sums = {"count": float(e.num_sequences), "scored": float(scored.sum())}
     if sources:
         sums["score"] = float(scores[scored].sum())

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ logger = logging.getLogger("dschat")
 NUM_ANSWERS = 3  # of different prompts
 _MAX_TOKENS = 512  # of an answer, with their numbers
 _MAX_SEQUENCES = 1024  # in the lists of scores and lengths
-_PROMPT_CHARS, _ANSWER_CHARS = 80, 160  # in the log
+_PROMPT_CHARS, _ANSWER_CHARS = 160, 160  # in the log
 _COLUMNS = (
     "objective/scores",
     "objective/kl",
@@ -147,8 +148,9 @@ class Reporter:
         if self._held_out.total == 0:
             return
         with self._engine.rollout_mode() as generator:
+            show = partial(self._show_samples, held_out=True)
             metrics = evaluate_policy(
-                self._engine, generator, self._held_out, self._trainer.collector
+                self._engine, generator, self._held_out, self._trainer.collector, show
             )
         self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
@@ -187,21 +189,23 @@ class Reporter:
         line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
         logger.info("%s  (%s)", line, label)
 
-    def _show_samples(self, e: Experience) -> None:
-        """Log sample answers, also to samples.jsonl and the other sinks."""
-        if not dist.is_main_process() or not e.num_sequences:
+    def _show_samples(self, e: Experience, held_out: bool = False) -> None:
+        """Log sample answers: to the held-out prompts, always the same ones, where the run
+        evaluates, else of rollouts. Those of rollouts also go to samples.jsonl.
+        """
+        args, done = self._args, self._trainer.iteration
+        if not args.sample_steps or not dist.is_main_process() or not e.num_sequences:
             return
-        row = sample_row(
-            e,
-            self._engine.tokenizer,
-            self._args.num_samples_per_prompt,
-            self._engine.has_reference,
-        )
-        if extra := self._trainer.reward_functions.logs.extra:
+        n = args.eval_num_samples if held_out else args.num_samples_per_prompt
+        row = sample_row(e, self._engine.tokenizer, n, self._engine.has_reference and not held_out)
+        if extra := not held_out and self._trainer.reward_functions.logs.extra:
             row["extra"] = json.loads(json.dumps(extra, default=str))
-        table = answer_table(row)
-        self._log.write_samples(self._trainer.iteration, row, table)
-        logger.info("sample answers\n%s", format_answers(table))
+        if not held_out:
+            self._log.write_samples(done, row)
+        if held_out == bool(args.eval_steps and self._held_out.total):
+            table = answer_table(row)
+            self._log.write_answers(done, table)
+            logger.info("sample answers\n%s", format_answers(table))
 
     def _say_best(self) -> None:
         """Name the best evaluation where the last one has lost a fifth of its gain."""
@@ -254,10 +258,13 @@ def _sample(
     ids, start = e.input_ids[i, : int(e.lengths[i])].tolist(), int(e.prompt_lengths[i])
     num_tokens = min(len(ids) - start, _MAX_TOKENS)
     kl = (e.logprobs[i] - e.ref_logprobs[i])[:num_tokens]
+    # With the template's marks where turns would run together without.
+    one_turn = not e.sources or isinstance(e.sources[i], str) or len(e.sources[i]) == 1
+    drawn = bool(e.answer_mask[i, : len(ids) - start].all())
     total = float((e.logprobs[i] - e.ref_logprobs[i])[e.answer_mask[i]].double().sum())
     return {
-        "prompt": tokenizer.decode(ids[:start], skip_special_tokens=True),
-        "answer": continued_texts(tokenizer, [ids[start:]])[0],
+        "prompt": tokenizer.decode(ids[:start], skip_special_tokens=one_turn),
+        "answer": continued_texts(tokenizer, [ids[start:]], with_special=not drawn)[0],
         "score": _number(float(e.scores[i])) if e.scored[i] else None,
         "answer_length": len(ids) - start,
         "finished": bool(e.finished[i]),

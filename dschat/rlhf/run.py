@@ -23,7 +23,7 @@ from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
 from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
-from dschat.runtime.start import start_step
+from dschat.runtime.start import start_step, warn_of_few_steps
 
 
 def train(
@@ -74,6 +74,8 @@ def train(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
+    num_steps = num_iters * args.ppo_epochs * args.num_mini_batches
+    warn_of_few_steps(args, num_steps, "per_device_generation_batch_size")
 
     engine = DeepSpeedRLHFEngine(
         actor_model_name_or_path=names[0],

@@ -246,8 +246,9 @@ def start_deepspeed() -> None:
     if not dist.has_gpu():
         # DeepSpeed's shared-memory all-reduce for CPUs serves its inference engines only. Enabled,
         # it is compiled at the first start (a minute, with a C++ compiler and Python's headers),
-        # and every run leaves 66 MB per process in /dev/shm.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # and every run leaves 66 MB per process in /dev/shm. Reading DeepSpeed's own dict would
+        # try out all its operators, which in a notebook shows the linker's errors.
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         deepspeed.utils.nvtx.enable_nvtx = False  # ranges around every hook of ZeRO-3
         gather_through_shared_memory()
     with redirect_stdout(io.StringIO()):

@@ -1,5 +1,6 @@
 """Starts the process of a step: console, ranks, seed, and the checks that need nothing loaded."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +15,10 @@ from dschat.observability.metrics_log import check_sinks
 from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
+
+logger = logging.getLogger("dschat")
+
+_FEW_STEPS = 20
 
 
 def start_step(
@@ -40,3 +45,16 @@ def start_step(
     check_sinks(config)
     check_hub(config)
     return Callbacks(config.callback or (), callbacks, config.on_callback_error)
+
+
+def warn_of_few_steps(config: CommonConfig, num_steps: int, batch_size: str) -> None:
+    """Log that a run of so few optimizer steps teaches little, unless --max_steps asks for it.
+
+    ``batch_size``: the flag that decides how many steps an epoch has.
+    """
+    if num_steps < _FEW_STEPS and not config.max_steps:
+        logger.warning(
+            "too few rows to learn much, optimizer steps in all: %d; add data, raise "
+            "--num_train_epochs (%d) or lower --%s (%d)",
+            *(num_steps, config.num_train_epochs, batch_size, getattr(config, batch_size)),
+        )

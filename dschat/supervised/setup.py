@@ -31,6 +31,7 @@ from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
 from dschat.runtime.model_card import write_card
 from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
+from dschat.runtime.start import warn_of_few_steps
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.tasks import Task
 
@@ -110,6 +111,7 @@ def build_engine(
     if config.output_dir is not None:
         check_room(config.output_dir, [weight_bytes(model)])
     logger.info("%s, %s", zero.describe(), str(zero.dtype).removeprefix("torch."))
+    warn_of_few_steps(config, num_steps, "per_device_train_batch_size")
     return trained_engine(model, config, "", zero, wrap, num_steps)
 
 

@@ -12,6 +12,7 @@ from dschat.builtin.gold_scorer import answer_metrics, gold_score
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
+TEXTS = ["kind", "prompt", "chosen", "rejected", "demonstration"]
 
 
 @pytest.fixture(
@@ -24,8 +25,10 @@ def rows(request):
 def test_sizes_columns_and_kinds(rows):
     assert {split: len(found) for split, found in rows.items()} == {"train": 5000, "eval": 300}
     for row in rows["train"] + rows["eval"]:
-        assert list(row) == ["kind", "prompt", "chosen", "rejected", "demonstration"]
-        assert all(isinstance(value, str) and value for value in row.values())
+        *texts, history = row.items()
+        assert [name for name, _ in texts] == TEXTS
+        assert all(isinstance(value, str) and value for _, value in texts)
+        assert history[0] == "history"
         assert row["chosen"] != row["rejected"]
     for split in rows.values():
         assert {row["kind"] for row in split} == set(ROWS_PER_KIND)
@@ -37,6 +40,18 @@ def test_prompts_are_unique_and_eval_repeats_questions_in_other_words(rows):
     asked = {str(world.parse(row["prompt"])) for row in rows["train"]}
     for row in rows["eval"]:  # there are too many lists to count for a repetition
         assert str(world.parse(row["prompt"])) in asked or row["kind"] == "count", row
+
+
+def test_a_quarter_of_the_training_rows_are_second_turns(rows):
+    """After the question and demonstration of another training row, good or bad."""
+    demonstrations = {row["prompt"]: row["demonstration"] for row in rows["train"]}
+    seconds = [row for row in rows["train"] if row["history"]]
+    assert len(seconds) == len(rows["train"]) / 4
+    for row in seconds:
+        ((asked, answer),) = row["history"]
+        assert asked != row["prompt"]
+        assert answer == demonstrations[asked]
+    assert not any(row["history"] for row in rows["eval"])  # the gold scorer reads one question
 
 
 def test_every_prompt_is_read_back_as_its_kind(rows):

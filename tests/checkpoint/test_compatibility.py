@@ -77,7 +77,10 @@ def test_a_knob_that_came_later_changes_nothing_by_its_default():
         (RLHFConfig(), RLHFConfig(), 2, "prompts an iteration .*--generation_batches"),
         (
             RLHFConfig(),
-            RLHFConfig(per_device_generation_batch_size=RLHFConfig().rollout_prompts(1) // 2),
+            RLHFConfig(
+                per_device_generation_batch_size=RLHFConfig().rollout_prompts(1) // 2,
+                per_device_training_batch_size=RLHFConfig().mini_batch_size(1) // 4,
+            ),
             2,
             "sequences a step .*--per_device_training_batch_size",
         ),

@@ -54,16 +54,19 @@ def test_column_flags_override_the_usual_columns(write):
 def test_the_builtin_data_is_chat_and_sft_learns_its_demonstrations():
     from dschat.builtin.chat_rows import builtin_rows
 
-    rows = {row["prompt"]: row for row in builtin_rows()["train"]}
-    held_out = {row["prompt"]: row for row in builtin_rows()["eval"]}
+    rows, held_out = (
+        {(len(row["history"]), row["prompt"]): row for row in split}
+        for split in builtin_rows().values()
+    )
     for split, source in (("train", rows), ("eval", held_out)):
         for example in load("builtin/chat", split=split)[::9]:
-            ((turn,), (answer,)) = example.prompt, example.chosen
-            row = source[turn["content"]]
+            (*earlier, turn), (answer,) = example.prompt, example.chosen
+            row = source[len(earlier) // 2, turn["content"]]
             assert turn["role"] == "user"
+            assert earlier == [t for q, a in row["history"] for t in (USER(q), REPLY(a))]
             assert answer == REPLY(row["demonstration"])
-    for example in load("builtin/chat", "reward")[:50]:
-        row = rows[example.prompt[0]["content"]]
+    for example in load("builtin/chat", "reward")[::40]:
+        row = rows[len(example.prompt) // 2, example.prompt[-1]["content"]]
         assert (example.chosen, example.rejected) == (
             [REPLY(row["chosen"])],
             [REPLY(row["rejected"])],

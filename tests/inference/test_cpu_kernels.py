@@ -324,9 +324,12 @@ def test_switched_off(fresh_load, monkeypatch):
     assert fresh_load() is None
 
 
-def test_without_a_compiler(fresh_load, monkeypatch, module_of, tmp_path):
+def test_without_a_compiler(fresh_load, monkeypatch, module_of):
+    lines = []
+    monkeypatch.setattr(cpu.logger, "info", lines.append)
     monkeypatch.setenv("PATH", "")
     assert fresh_load() is None
+    assert [line.split(":")[0] for line in lines] == ["no C compiler (gcc or clang)"]
     rollout = engine(module_of("llama")).generate([[5, 6]], SamplingParams(max_new_tokens=3))
     assert len(rollout.token_ids) == 1
 

@@ -50,6 +50,15 @@ def test_recipe_file_placeholder_and_launch(tree):
 
 
 @pytest.mark.parametrize(
+    ("flags", "beta"),
+    [("", 1.0), ("kto", 1.0), ("ipo", None), ("ipo --step2.beta 0.3", 0.3)],
+)
+def test_a_recipes_beta_is_not_on_the_scale_of_ipo(tree, flags, beta):
+    loss = f"--step2.loss {flags}".split() if flags else []
+    assert planned(tree, "--recipe", "demo-dpo", *loss)[2].get("beta") == beta
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("comon: {}", "unknown key comon; did you mean common?"),

@@ -166,7 +166,7 @@ def test_without_a_writable_cache_the_choice_holds_for_the_process(monkeypatch, 
 
 
 def test_one_line_says_what_was_chosen(plant, caplog):
-    caplog.set_level("INFO", "dschat")
+    caplog.set_level("DEBUG", "dschat")
     plant("onednn", "plain")
     for _ in range(2):
         chosen(shapes=[SHAPE, (64, 32)])

@@ -1,6 +1,7 @@
 """The console: lines that are held back until the checks of a step have passed."""
 
 import logging
+import warnings
 
 import pytest
 
@@ -47,3 +48,12 @@ def test_what_a_terminal_would_execute_or_reorder_is_escaped():
         assert console.printable(f"a{chr(code)}b").isprintable() != (chr(code) in "\n\t")
     kept = "שלום, naïve 日本 👩\u200d👧 \\x1b\n\tx"
     assert console.printable(kept) == kept
+
+
+def test_deprecations_among_libraries_are_not_shown(dschat_logger):
+    with warnings.catch_warnings(record=True) as caught:
+        console.setup()
+        for module in ("transformers.modeling_utils", "peft.mapping_func", "deepspeed.comm"):
+            warnings.warn_explicit("old name", FutureWarning, "theirs.py", 1, module)
+        warnings.warn_explicit("old name", FutureWarning, "mine.py", 1, "my_reward")
+    assert [warning.filename for warning in caught] == ["mine.py"]

@@ -126,12 +126,12 @@ def sampling_log(folder, resume=None):
 def test_samples_after_the_checkpoint_are_dropped_too(tmp_path):
     log = sampling_log(tmp_path)
     log.begin()
-    log.write_samples(1, {"scores": [0.5]}, [])
+    log.write_samples(1, {"scores": [0.5]})
     position = json.loads(json.dumps(log.position()))  # as a checkpoint stores it
-    log.write_samples(10, {"scores": [0.25]}, [])  # and the process is killed here
+    log.write_samples(10, {"scores": [0.25]})  # and the process is killed here
     log = sampling_log(tmp_path, "latest")
     log.resume_from(position, 5)
-    log.write_samples(10, {"scores": [0.75]}, [])
+    log.write_samples(10, {"scores": [0.75]})
     log.close()
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
     assert rows == [{"step": 1, "scores": [0.5]}, {"step": 10, "scores": [0.75]}]
@@ -156,7 +156,7 @@ def test_other_sinks_get_samples_as_text_and_table(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setitem(sys.modules, name, fake)
     log = MetricsLog(str(tmp_path), SFTConfig(report_to=["tensorboard", "wandb"]))
-    log.write_samples(3, {}, [{"answer": "<b>|\n", "score": 0.25}])
+    log.write_answers(3, [{"answer": "<b>|\n", "score": 0.25}])
     log.close()
     assert texts == [
         ("samples", "| answer | score |\n| --- | --- |\n| &lt;b&gt;&#124;<br> | 0.25 |", 3)

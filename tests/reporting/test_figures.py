@@ -5,7 +5,7 @@ import pytest
 from run_folders import write_rows, write_run
 
 from dschat.reporting.figures import running_mean, sections_of, spec_of, spread
-from dschat.reporting.run_files import read_runs
+from dschat.reporting.run_files import read_rows, read_runs
 
 
 def figures_of(*folders, max_points=1000):
@@ -51,9 +51,47 @@ def test_seconds_of_an_iteration_by_phase(tmp_path):
 def test_histograms_have_a_bar_per_value(tmp_path):
     figures = figures_of(write_run(tmp_path))
     first, last = figures["step3_rlhf-scores"].bars
-    assert (first.label, first.xs, first.ys) == ("iteration 1", [0.0, 1.0], [1 / 3, 2 / 3])
+    assert (first.label, first.xs, first.ys) == ("iteration 1", ["0", "1"], [1 / 3, 2 / 3])
+    assert spec_of(figures["step3_rlhf-scores"])["layout"]["xaxis"]["type"] == "category"
     lengths = figures["step3_rlhf-answer-lengths"].bars[0]
     assert (lengths.xs, lengths.ys) == ([2.0, 3.0, 5.0], [0.5, 0.25, 0.25])
+
+
+def test_score_by_kl(tmp_path):
+    """Of the steps that have both; a color per metric, or per run."""
+    out = write_run(tmp_path / "a")
+    evaluated = [{"step": n, "eval/score": n, "eval/kl": n / 4} for n in (0, 2)]
+    rows = [*read_rows(out / "step3_rlhf/metrics.jsonl"), *evaluated, {"step": 9, "eval/kl": 1.0}]
+    write_rows(out / "step3_rlhf/metrics.jsonl", rows)
+    training, held_out = figures_of(out)["step3_rlhf-score-by-kl"].curves
+    assert (training.label, training.xs) == ("rollouts", [0.01, 0.02, 0.03])
+    assert training.ys == pytest.approx([0.1, 0.2, 0.3])
+    assert (held_out.label, held_out.xs, held_out.ys) == ("held out", [0.0, 0.5], [0, 2])
+    assert (training.color, held_out.color, held_out.dash) == (0, 1, 0)
+    several = figures_of(out, write_run(tmp_path / "b"))["step3_rlhf-score-by-kl"].curves
+    assert [(c.label, c.color, c.dash) for c in several] == [
+        ("a, rollouts", 0, 0),
+        ("a, held out", 0, 1),
+        ("b, rollouts", 1, 0),
+    ]
+
+
+def test_an_average_starts_as_the_policy(tmp_path):
+    rows = [{"step": n, "eval/gold": n / 10} for n in (0, 5)] + [{"step": 5, "eval_ema/gold": 0.25}]
+    write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
+    policy, average = figures_of(tmp_path)["step3_rlhf-gold"].curves
+    assert (policy.ys, average.xs, average.ys) == ([0.0, 0.5], [0, 5], [0.0, 0.25])
+
+
+def test_entropy_begins_at_0_and_titles_stand_off(tmp_path):
+    rows = [{"step": n, "objective/entropy": 2.0, "objective/scores": 9.0} for n in (1, 2)]
+    write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
+    figures = figures_of(tmp_path)
+    entropy, score = (
+        spec_of(figures[f"step3_rlhf-{name}"])["layout"] for name in ("entropy", "score")
+    )
+    assert (entropy["yaxis"]["rangemode"], score["yaxis"]["rangemode"]) == ("tozero", "normal")
+    assert entropy["yaxis"]["title"]["standoff"] > 0
 
 
 def test_histograms_of_many_values_have_bins(tmp_path):

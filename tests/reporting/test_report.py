@@ -59,8 +59,25 @@ def test_what_went_wrong_and_the_best_evaluation_stand_on_top(tmp_path):
     text = page_of(ill)
     found = text.index("gradient is 0: nothing is learned")
     assert text.index("What went wrong") < found < text.index("In numbers")
-    assert "0.25 → 0.5, best 0.75 at 2" in text
+    assert "0.25 → 0.5 (best 0.75 at 2)" in text
     assert "<li>ill: the actor&#39;s gradient is 0" in page_of(well, ill)
+
+
+def test_three_questions_stand_on_top(tmp_path):
+    rows = [{"step": 0, "eval/score": 0.5, "eval/kl": -1.757e-7, "eval/rlhf_reward": 0.5}]
+    rows += [{"step": 4, "eval/score": 2.5, "eval/kl": 40.0, "eval/rlhf_reward": -1.5}]
+    rows += [{"step": n, "objective/scores": n / 2} for n in (1, 4)]
+    write_rows(tmp_path / "step3_rlhf" / "metrics.jsonl", rows)
+    text = re.sub(r"\s+", " ", page_of(tmp_path))
+    learned, hacked = (
+        text.index("Did it learn, and when should it have"),
+        text.index("Is it hacked?"),
+    )
+    assert learned < text.index("<td>held-out score</td><td>0.5 → 2.5 (best)</td>") < hacked
+    less = "<td>held-out score less the KL penalty</td><td>0.5 → -1.5 (best 0.5 at 0)</td>"
+    assert learned < text.index(less) < hacked
+    assert hacked < text.index("<td>score in training</td><td>0.5 → 2</td>")
+    assert hacked < text.index("<td>KL to the reference model, nats per answer</td><td>0 → 40</td>")
 
 
 def test_what_a_model_wrote_is_data_not_markup(tmp_path):

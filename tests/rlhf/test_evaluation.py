@@ -129,6 +129,20 @@ def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
     assert len(row["extra"]["known"]) == len(row["scores"])
 
 
+def test_with_evaluations_the_tables_are_of_the_same_prompts(reported, tmp_path, caplog):
+    """Of held-out ones; samples.jsonl has answers of rollouts as before."""
+    caplog.set_level("INFO", "dschat")
+    reported(sample_steps=3, eval_steps=2)
+    rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == [1, 3, 6]
+    tables = [text for text in caplog.messages if text.startswith("sample answers")]
+    shown = [[line.split(" -> ")[0] for line in table.splitlines()[1:]] for table in tables]
+    assert len(tables) == 3  # before training, after iterations 2 and 4
+    prompts = [[line.split("'")[1] for line in lines] for lines in shown]
+    assert len(prompts[0]) == 3
+    assert prompts[1:] == prompts[:1] * 2
+
+
 def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
     """In nats an answer, log-probs of what was sampled less the reference's: in float64."""
     trainer = trainer_of(models_folder, eval_num_samples=2, temperature=0.8)

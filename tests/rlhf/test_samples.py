@@ -66,6 +66,21 @@ def test_without_a_reference_there_is_no_kl(experience, tokenizer):
     assert (first["kl"], first["token_kl"]) == (None, None)
 
 
+def test_turns_are_apart_and_have_roles(experience, tokenizer):
+    """In prompts of several turns, and in answers with an environment's tokens; nowhere else."""
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = ids_of(tokenizer, rendered)
+    answer = [*ids_of(tokenizer, "ab<|end|><|user|>higher<|assistant|>b"), tokenizer.eos_token_id]
+    drawn = [token not in ids_of(tokenizer, "<|user|>higher<|assistant|>") for token in answer]
+    rollout = Rollout([answer], [[0.0] * len(answer)], ["stop"], drawn=[drawn])
+    for sources, prompt in (([turns], rendered), ([turns[:1]], "uau"), (["text"], "uau")):
+        e = from_rollout([ids], rollout, 0, sources=sources)
+        (sample,) = sample_row(e, tokenizer, 1, has_kl=False)["samples"]
+        assert sample["prompt"] == prompt
+        assert sample["answer"] == "ab<|end|><|user|>higher<|assistant|>b<|end|>"
+
+
 def test_lines_of_the_log_show_control_characters_escaped(experience, tokenizer):
     table = answer_table(sample_row(experience, tokenizer, 2, has_kl=True))
     table[1] |= {"answer": "\x1b[2J", "score": None}

@@ -3,12 +3,14 @@
 import re
 
 import pytest
+from python_process import python
 
 import dschat.distributed as dist
 from dschat.config import SFTConfig, UserError
 from dschat.data.batches import RowStream, check_same_rows
 from dschat.distributed import process_group
-from dschat.runtime.start import start_step
+from dschat.runtime import start
+from dschat.runtime.start import start_step, warn_of_few_steps
 
 
 @pytest.fixture
@@ -67,3 +69,38 @@ def test_ranks_with_other_rows(theirs, monkeypatch, other):
     other(others)
     with pytest.raises(UserError, match=f"another set of rows .*{len(theirs)} rows, digest"):
         check_same_rows([1, 2, 3, 4])
+
+
+def test_a_run_too_small_to_learn_anything_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(start.logger, "warning", lambda text, *args: lines.append(text % args))
+    for steps, max_steps in ((1, 0), (19, 0), (20, 0), (1, 1)):  # asked for one: no word
+        config = SFTConfig(max_steps=max_steps, per_device_train_batch_size=8)
+        warn_of_few_steps(config, steps, "per_device_train_batch_size")
+    one, many = lines
+    assert "optimizer steps in all: 1; " in one
+    assert "optimizer steps in all: 19; " in many
+    assert one.endswith("raise --num_train_epochs (1) or lower --per_device_train_batch_size (8)")
+
+
+IN_A_NOTEBOOK = """
+import os, sys
+sys.stderr = os.fdopen(os.dup(2), "w")
+from transformers import AutoModelForCausalLM
+import dschat.distributed as dist
+from dschat.builtin.tiny_model import resolve_model
+from dschat.models.lora import add_lora
+from dschat.runtime.deepspeed_engine import start_deepspeed
+start_deepspeed()
+model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin/tiny"))
+add_lora(model, 2, 0, ["q_proj"], True, "--lora_dim")
+dist.shutdown()
+"""
+
+
+def test_libraries_are_silent_in_a_notebook():
+    """There `sys.stderr` has a descriptor of its own, and nobody has set up the console."""
+    done = python("-c", IN_A_NOTEBOOK)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout
+    assert not done.stderr

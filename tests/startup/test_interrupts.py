@@ -38,7 +38,7 @@ MOMENTS = {  # a command, and when the signal comes
         f"{STEP3} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 0",
         {"after_file": "out/metrics.jsonl"},
     ),
-    "chat": ("chat.py --path {f}/llama", {"after_text": "InferenceEngine"}),
+    "chat": ("chat.py --path {f}/llama", {"after_text": "float32 on"}),
 }
 SAVING = {  # nothing but what a signal asks for
     "step 1": f"{STEP1} --data_path {{f}}/few.jsonl --max_steps 1000000 --save_steps 1000000",

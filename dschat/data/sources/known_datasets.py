@@ -156,7 +156,7 @@ _ULTRAFEEDBACK = ColumnAdapter(
 
 ADAPTERS = {
     "builtin/chat": ColumnAdapter(
-        "prompt", "chosen", "rejected", sft="demonstration", as_chat=True
+        "prompt", "chosen", "rejected", sft="demonstration", as_chat=True, context="history"
     ),
     "builtin/arithmetic": ColumnAdapter("prompt", sft="demonstration", as_chat=True),
     "builtin/calculator": ColumnAdapter("prompt", "demonstration", as_chat=True),

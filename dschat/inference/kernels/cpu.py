@@ -239,7 +239,7 @@ def load() -> Kernels | None:
         return None
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        logger.debug("no C compiler: decoding with torch's operations on the CPU")
+        logger.info("no C compiler (gcc or clang): decoding on the CPU is slower without")
         return None
     try:
         return Kernels(_library(compiler))
