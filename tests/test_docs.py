@@ -267,7 +267,7 @@ def test_the_picture_shows_what_was_measured():
     ):
         assert f">{label}: {measured:.3f}<" in svg
     curve = re.search(r'class="ppo" d="M(.*?)"', svg)[1].split(" L")
-    first, last = (1 - 0.6 * (float(curve[i].split()[1]) - 62) / 200 for i in (0, -1))
+    first, last = (1 - 0.8 * (float(curve[i].split()[1]) - 62) / 200 for i in (0, -1))
     assert (first, last) == pytest.approx((sft, ppo), abs=0.002)
 
 
