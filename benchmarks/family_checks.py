@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import dschat.distributed as dist
 from dschat.hybrid.rollout_form import ModuleRollout, RolloutSettings, rollout_form
-from dschat.inference import EngineConfig
+from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.checkpoint import Checkpoint
@@ -125,8 +125,11 @@ def rollout_gap(checked: Checked) -> float:
     )
     settings = RolloutSettings(torch.float32, family_configs.PAD, engine)
     form = rollout_form(model.model, model.base.config, settings, True)
-    checked.notes.append("module" if isinstance(form, ModuleRollout) else "engine")
-    rollout = form.enter(0).generate(PROMPTS, SAMPLED)
+    generator = form.enter(0)
+    in_engine = "module" if isinstance(generator, InferenceEngine) else "fallback"
+    checked.notes.append(in_engine if isinstance(form, ModuleRollout) else "table")
+    rollout = generator.generate(PROMPTS, SAMPLED)
+    form.leave()
     gaps = [
         (logprobs_alone(checked.plain, prompt + answer, len(prompt)) - torch.tensor(drawn)).abs()
         for prompt, answer, drawn in zip(

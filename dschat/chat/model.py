@@ -90,7 +90,7 @@ class Model:
         except UnsupportedModel:
             config = EngineConfig(**sizes)
             engine = module_engine(self.module, self.module.config, self.dtype, device, config)
-        engine.weights.in_use().__enter__()  # for good
+        engine.weights.use()
         return engine
 
     @cached_property

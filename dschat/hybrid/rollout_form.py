@@ -305,7 +305,7 @@ class ModuleRollout:
         engine = self._engine_on(copy)
         if engine is None:
             return self._plain(copy)
-        engine.weights.in_use().__enter__()  # for good
+        engine.weights.use()
         return engine
 
     def _empty_copy(self) -> nn.Module:

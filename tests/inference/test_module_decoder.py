@@ -5,10 +5,11 @@ computes what a plain forward of each sequence computes.
 import pytest
 import torch
 from families import EOS, POSITIONS, PROMPTS, logprob_gap
-from tiny_models import IDS, SMALL, causal_lm, randomized
+from tiny_models import IDS, SMALL, causal_lm, ensure, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.module_engine import module_engine
@@ -153,3 +154,15 @@ def test_wrong_log_probs_are_found_before_the_first_rollout(module_of, monkeypat
         monkeypatch.setattr(layer.self_attn, "sliding_window", None)
     with pytest.raises(UnsupportedModel, match="log-probs differ by"):
         engine_on(module)
+
+
+def test_chat_generate_and_serve_run_it(tmp_path):
+    model = Model.find(str(ensure(tmp_path, "phi")), "fp32")
+    made = model.engine(max_num_seqs=2)
+    greedy = SamplingParams(max_new_tokens=5, temperature=0, ignore_eos=True)
+    (answer,) = made.generate([[5, 6, 7]], greedy).token_ids
+    assert list(made.stream([5, 6, 7], greedy)) == answer
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "phi")
+    with torch.no_grad():
+        best = plain(torch.tensor([[5, 6, 7, *answer]])).logits[0, 2:-1].argmax(-1)
+    assert best.tolist() == answer

@@ -11,7 +11,7 @@ Shapes: T packed tokens, H query and K key-value heads, D head size.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from math import lcm
@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
@@ -90,6 +95,7 @@ class ModuleWeights:
     ) -> None:
         self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
         self.loads = 0  # changes with every value that is loaded
+        self._use = ExitStack()
         weight = next(module.parameters())
         self.device = weight.device
         layers = [m for m in module.modules() if type(m) in (nn.Linear, OneDnnLinear)]
@@ -124,6 +130,10 @@ class ModuleWeights:
                     del vars(layer)["forward"]
                     vars(layer).update({"forward": own[layer]} if layer in own else {})
 
+    def use(self) -> None:
+        """`in_use` for good."""
+        self._use.enter_context(self.in_use())
+
     def drop(self) -> None:
         pass
 
@@ -145,6 +155,7 @@ class ModuleDecoder:
     ) -> None:
         self.module, self.spec, self.weights = module, spec, weights
         self._keeps_logits = "logits_to_keep" in _parameters(module)
+        self._windows = _windows(_base(module).config.get_text_config(), spec.num_layers)
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -161,13 +172,17 @@ class ModuleDecoder:
         calls = iter(range(self.spec.num_layers))
 
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-            return _attended(attention, next(calls), q, k, v, how, self.spec)
+            layer = next(calls)
+            if self._windows:
+                how = how._replace(window=self._windows[layer])
+            return _attended(attention, layer, q, k, v, how, self.spec)
 
         keep: dict[str, Any] = {}
         if self._keeps_logits and ready is not None:
             keep["logits_to_keep"] = ready
         with _calling(one):
             logits = _forward(self.module, tokens, positions, **keep)
+        assert next(calls, None) is None, "not all layers called the step's attention"
         return logits if keep or ready is None else logits.index_select(0, ready)
 
 
@@ -183,10 +198,10 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     if reason := module_problem(module):
         raise UnsupportedModel(f"{type(_base(module)).__name__}: {reason}")
     shapes: list[tuple[int, int, int]] = []
-    windows: list[int | None] = []
+    scores: list[Scores] = []
 
     def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-        windows.append(how.window)
+        scores.append(how)
         shapes.append((q.shape[1], k.shape[1], max(q.shape[-1], v.shape[-1])))
         return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
 
@@ -203,6 +218,7 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     if not shapes or any(q % num_kv_heads for q in heads):
         raise UnsupportedModel(f"{type(_base(module)).__name__}: its attention cannot be followed")
     config = _base(module).config
+    windows = _windows(config.get_text_config(), len(scores)) or [how.window for how in scores]
     return ModelSpec(
         num_layers=len(shapes),
         hidden_size=0,
@@ -219,15 +235,20 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     )
 
 
+def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
+    """The windows of layers, of the families where the mask alone has them; of others nothing."""
+    size = getattr(config, "sliding_window", None)
+    if config.model_type not in WINDOW_IN_MASK or not size:
+        return []
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    return [size if kind == "sliding_attention" else None for kind in kinds]
+
+
 def module_problem(module: "PreTrainedModel | PeftModel") -> str:
     """Why the class and settings of ``module`` cannot run here; "" if nothing is known."""
     base = _base(module)
-    config = base.config.get_text_config()
     if "position_ids" not in _parameters(module):
         return "it takes no positions"
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    if config.model_type in WINDOW_IN_MASK and any(windows):
-        return "the window of its attention is in the mask alone"
     if any(name.endswith(".indexer") for name, _ in base.named_modules()):
         return "its attention selects keys"
     if getattr(base, "_is_stateful", False):
