@@ -12,7 +12,8 @@ from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import THOUGHTS, Turn
 from dschat.models.chat_template import MARK, attempt
 
-THINK = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
+# The first tag may be a part of the prompt.
+THINK = re.compile(r"\s*(?:<think>)?\s*((?:(?!<think>).)*?)\s*</think>\s*", re.DOTALL)
 
 
 def thought_of(turn: Turn) -> str:

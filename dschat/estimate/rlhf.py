@@ -127,18 +127,19 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
 
     def _in_module(self, actor: Learner, vocab_size: int) -> RolloutBytes:
         c, shape, size = self._config, actor.sizes.shape, self._dtype.itemsize
-        sharded = c.actor_zero_stage == 3
+        sharded, base = c.actor_zero_stage == 3, self._models.sizes(actor.use.frozen)
         rows = min(MAX_ROWS, c.samples_under_way * c.inference_tp_size)
         seq_len = c.longest_row
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
         form = "an unsharded copy" if sharded else "training weights"
         return RolloutBytes(
-            weights=size * self._models.sizes(actor.use.frozen).total * sharded,
+            # on a CPU also packed copies of the linear layers
+            weights=size * base.total * (sharded + (not self._device.on_gpu)),
             cache=round(rows * seq_len * per_token),
             work=0,
             logits=self._sampling(rows, vocab_size),
             in_engine=False,
-            form=f"Hugging Face generate loop on {form}",
+            form=f"transformers' module on {form}",
         )
 
     def _in_engine(self, actor: Learner, spec: ModelSpec, held: int) -> RolloutBytes:

@@ -57,6 +57,7 @@ def test_rollouts_take_no_more_sequences_than_there_are(tp_size, num_seqs):
     args = RLHFConfig(
         actor_model_name_or_path="a",
         per_device_generation_batch_size=3,
+        per_device_training_batch_size=6,
         generation_batches=2,
         num_samples_per_prompt=2,
         eval_batch_size=5,
