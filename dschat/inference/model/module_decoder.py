@@ -39,7 +39,7 @@ from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.linear import OneDnnLinear
 from dschat.models.packing import attention as packing
-from dschat.models.packing.model import WINDOW_IN_MASK
+from dschat.models.packing.model import WINDOW_IN_MASK, beyond_attention
 from dschat.models.row_length import num_positions
 
 if TYPE_CHECKING:
@@ -195,7 +195,9 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     Raises:
         UnsupportedModel: its attention cannot be followed.
     """
-    if reason := module_problem(module):
+    reason = beyond_attention(_base(module))
+    if reason or "position_ids" not in _parameters(module):
+        reason = reason or "it takes no positions"
         raise UnsupportedModel(f"{type(_base(module)).__name__}: {reason}")
     shapes: list[tuple[int, int, int]] = []
     scores: list[Scores] = []
@@ -242,18 +244,6 @@ def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
         return []
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     return [size if kind == "sliding_attention" else None for kind in kinds]
-
-
-def module_problem(module: "PreTrainedModel | PeftModel") -> str:
-    """Why the class and settings of ``module`` cannot run here; "" if nothing is known."""
-    base = _base(module)
-    if "position_ids" not in _parameters(module):
-        return "it takes no positions"
-    if any(name.endswith(".indexer") for name, _ in base.named_modules()):
-        return "its attention selects keys"
-    if getattr(base, "_is_stateful", False):
-        return "it has a recurrent state"
-    return ""
 
 
 @contextmanager

@@ -187,6 +187,11 @@ def packing_problem(base: PreTrainedModel) -> str:
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if config.model_type in WINDOW_IN_MASK and any(windows):
         return "the window of its attention is in the mask alone"
+    return beyond_attention(base)
+
+
+def beyond_attention(base: PreTrainedModel) -> str:
+    """What decides, beside queries and keys, which tokens a layer reads; "" if nothing is known."""
     if any(name.endswith(".indexer") for name, _ in base.named_modules()):
         return "its attention selects keys"
     if getattr(base, "_is_stateful", False):
