@@ -155,6 +155,7 @@ def test_others_are_untouched(change, caplog):
     if change == "dense":
         model = AutoModelForCausalLM.from_config(config_of("llama"))
     packed = LanguageModel(model)
+    caplog.clear()
     with caplog.at_level(logging.INFO, "dschat"):
         watch_routers(packed, True)
     assert packed.router_loss is None
