@@ -15,18 +15,15 @@ from functools import lru_cache
 from os.path import commonprefix
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.reasoning import THINK, resolved, thought_of, with_reasoning
+from dschat.data.rendering import LAST_TAG, RefusedChat, continuing, render_chat
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
 from dschat.models.chat_template import (
-    default_template,
-    failure,
     merges_system,
-    rendered,
     turn_ends,
 )
 from dschat.models.continued_text import continued_ids
@@ -39,11 +36,6 @@ CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of th
 EARLIER = "are earlier answers: the chat template rewrites earlier turns, so each is a row"
 MERGED = "had the system message put in front of the first user turn (see --system_message)"
 _TAG = re.compile(r"\s*([<\[][^<>\[\]\s]+[>\]])?\s*")
-_LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
-
-
-class RefusedChat(UserError):
-    """A chat for which the template calls ``raise_exception``: its row is dropped."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +104,15 @@ def encode_examples(
     rows: list[Encoded | None] = []  # None: of the next in `made`
 
     def add(
-        prompt: Content, answers: list[Content], inputs: dict[str, Any], note: str = ""
+        prompt: Content,
+        asked: list[Segment],
+        answers: list[Content],
+        inputs: dict[str, Any],
+        note: str = "",
     ) -> None:
-        segments = prompt_segments(tokenizer, prompt, **inputs)
-        if every_answer and len(segments) == 1 and isinstance(prompt, list):
-            for i, turn in enumerate(prompt):
-                if i and weight_of(turn):
-                    add(prompt[:i], [[turn]], inputs, EARLIER)
-        segments += [answer_segment(tokenizer, prompt, answer, **inputs) for answer in answers]
+        """``asked``: the segments of ``prompt``."""
+        said = [answer_segment(tokenizer, prompt, answer, **inputs) for answer in answers]
+        segments = [*asked, *said]
         if not train_on_reasoning:
             segments = [part for segment in segments for part in _parted(segment)]
         if merges_system(tokenizer) and isinstance(prompt, list) and prompt[0]["role"] == "system":
@@ -129,8 +122,15 @@ def encode_examples(
 
     for example in examples:
         answers = [with_reasoning(answer, how) for answer in example.answers(fields)]
+        prompt, inputs = with_reasoning(example.prompt, how), example.inputs
         try:
-            add(with_reasoning(example.prompt, how), answers, example.inputs)
+            asked = prompt_segments(tokenizer, prompt, **inputs)
+            is_rewritten = len(asked) == 1 and isinstance(prompt, list)
+            for i, turn in enumerate(prompt) if every_answer and is_rewritten else ():
+                if i and isinstance(turn, dict) and weight_of(turn):
+                    before = prompt_segments(tokenizer, prompt[:i], **inputs)
+                    add(prompt[:i], before, [[turn]], inputs, EARLIER)
+            add(prompt, asked, answers, inputs)
         except RefusedChat as error:
             rows.append(Encoded([], [], [], problem=str(error)))
     ids = iter(encode(tokenizer, [segment for segments, _, _ in made for segment in segments]))
@@ -167,7 +167,7 @@ def prompt_segments(
         return [Segment(whole)]
     return [
         Segment(
-            text[len(before) :] if weight is None else _continuing(before, text),
+            text[len(before) :] if weight is None else continuing(before, text),
             weight,
             before=before,
             thought=thought,
@@ -193,7 +193,7 @@ def answer_segment(
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
     answered = render_chat(tokenizer, [*prompt, *answer], **inputs)
-    opened = _LAST_TAG.search(asked)
+    opened = LAST_TAG.search(asked)
     if opened and not answered.startswith(asked) and answered.startswith(asked[: opened.start()]):
         answered = asked + answered[opened.start() :]  # without the thought that the prompt opens
     elif not answered.startswith(asked):
@@ -214,7 +214,7 @@ def answer_segment(
         block = inline[0].strip()
         after = inline[0].lstrip().removeprefix(block)
         answered = asked + block + after + answered[len(asked) :].removeprefix(after)
-    text = _continuing(asked, answered, closes)
+    text = continuing(asked, answered, closes)
     return Segment(text, weight_of(answer[-1]), before=asked, thought=thought)
 
 
@@ -339,56 +339,11 @@ def through_end(ids: list[int], ends: Container[int]) -> list[int]:
     return ids[: last + 1]
 
 
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Turn],
-    add_generation_prompt: bool = False,
-    **inputs: Any,
-) -> str:
-    """``messages`` as text, rendered by the tokenizer's chat template or else the default one.
-
-    The text has all special tokens: tokenize it without adding any.
-
-    Raises:
-        RefusedChat: the chat template refuses these messages.
-        UserError: the chat template fails.
-    """
-    template = None if tokenizer.chat_template else default_template(tokenizer)
-    try:
-        return rendered(
-            tokenizer,
-            messages,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            **inputs,
-        )
-    except (TemplateError, ValueError) as error:  # ValueError: named templates without a default
-        raise RefusedChat(f"a chat that the tokenizer's template refuses ({error})") from error
-    except Exception as error:  # a template is a program: it may raise any exception
-        raise UserError(
-            f"the tokenizer's chat template fails ({failure(error)}) on the chat that ends with "
-            f"{messages[-1]['content'][-40:]!r}; fix the template"
-        ) from error
-
-
 def _require_calls(turn: Turn, text: str) -> None:
     """Raise ``RefusedChat`` where an answer's ``text`` lacks its calls of tools."""
     calls = [call["function"]["name"] for call in turn.get("tool_calls", ())]
     if not all(name in text for name in calls):
         raise RefusedChat("calls of tools, which the chat template does not render")
-
-
-def _continuing(asked: str, answered: str, closes: bool = True) -> str:
-    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already.
-
-    ``closes``: behind the end of an opened thought, if the answer has none.
-    """
-    answer, opened = answered[len(asked) :], _LAST_TAG.search(asked)
-    if opened and answer.lstrip().startswith(opened[1]):
-        answer = answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
-    if closes and opened and opened[1] == "<think>" and "</think>" not in answer:
-        answer = f"</think>\n\n{answer}"
-    return answer
 
 
 @lru_cache

@@ -238,7 +238,7 @@ def _sft_rows(
     )
     for encoded in encoded_examples:
         if not every_answer:
-            encoded.prompt_weights = [None] * len(encoded.prompt_ids)
+            encoded.prompt_weights = [None if w else w for w in encoded.prompt_weights]
         prompt, given, (answer,), cut = fit(encoded, 1, max_len, tokenizer.bos_token_id)
         ids = prompt + answer
         weights = [float(train_on_prompt) if weight is None else weight for weight in given]

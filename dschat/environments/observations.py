@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.segments import RefusedChat, Segment, encode, end_of, render_chat, require_eos
+from dschat.data.rendering import RefusedChat, render_chat
+from dschat.data.segments import Segment, encode, end_of, require_eos
 from dschat.environments.contract import Observation, ToolResult, sound
 from dschat.models.tokenizer import stop_ids
 from dschat.user_code.calls import Fault

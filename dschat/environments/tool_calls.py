@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.segments import RefusedChat, render_chat
+from dschat.data.rendering import RefusedChat, render_chat
 from dschat.environments.contract import Call
 from dschat.models.continued_text import continued_texts
 from dschat.models.tokenizer import stop_ids

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.data.segments import RefusedChat, prompt_text_ids
+from dschat.data.rendering import RefusedChat
+from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content, Example, normalize
 from dschat.data.sources.splits import BROKEN, check_allowed, open_source
 from dschat.data.tokenize import question_text

@@ -8,7 +8,8 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.data.segments import RefusedChat, prompt_text_ids
+from dschat.data.rendering import RefusedChat
+from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
 from dschat.environments.contract import Environment
 from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner

@@ -83,6 +83,21 @@ def test_every_thought_of_a_dialogue_is_trained_where_the_template_forgets_them(
     assert texts == [[f"four{END}", f"yes{END}"]]
 
 
+@pytest.mark.parametrize("template", [FORGETS, CUTS])
+def test_each_answer_of_a_long_dialogue_is_one_row(tmp_path, template):
+    turns = [(USER(f"q{i}"), {**REPLY(f"a{i}"), "reasoning_content": f"t{i}"}) for i in range(5)]
+    dialogue = [turn for pair in turns for turn in pair]
+    rows = trained_texts(tmp_path, dialogue, template)
+    assert rows == [[f"<think>\nt{i}\n</think>\n\na{i}{END}"] for i in range(5)]
+
+
+def test_answers_of_weight_0_have_no_loss_with_the_prompts(tmp_path):
+    dialogue = [USER("a"), {**REPLY("b"), "weight": 0}, USER("c"), REPLY("d")]
+    for train_on in ("all", "last"):
+        (texts,) = trained_texts(tmp_path, dialogue, train_on=train_on, train_on_prompt=True)
+        assert not any("b" in text for text in texts)
+
+
 def test_answers_with_loss_by_flag_and_by_list(tmp_path):
     dialogue = [USER("a"), REPLY("b"), USER("c"), REPLY("d"), USER("e"), REPLY("f")]
     assert trained_texts(tmp_path, dialogue, train_on="last") == [[f"f{END}"]]

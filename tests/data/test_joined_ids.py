@@ -7,13 +7,13 @@ import random
 import pytest
 from joined_texts import KINDS, TEMPLATES, awkward_text, dialogue, tokenizer_of
 
+from dschat.data.rendering import render_chat
 from dschat.data.segments import (
     Segment,
     answer_segment,
     encode,
     prompt_segments,
     prompt_text_ids,
-    render_chat,
 )
 from dschat.environments.contract import Observation
 from dschat.environments.observations import ObservationTokens

@@ -9,7 +9,7 @@ import pytest
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
-from dschat.data import pretraining_text, segments, tables
+from dschat.data import pretraining_text, rendering, segments, tables
 from dschat.data.pretraining_text import text_dataset
 from dschat.data.sources.known_datasets import ADAPTERS
 from dschat.data.sources.resolve import read_source
@@ -40,7 +40,7 @@ def text_ids(folder, tokenizer):
     ("make", "file", "module", "name", "edited"),
     [
         (dialogue_ids, "data/segments.py", segments, "through_end", lambda ids, ends: [7, 7]),
-        (dialogue_ids, "models/tokenizer.py", segments, "default_template", lambda _: XES),
+        (dialogue_ids, "models/chat_template.py", rendering, "default_template", lambda _: XES),
         (dialogue_ids, "models/tokenizer.py", segments, "stop_ids", lambda _: (7, 8, 9)),
         (
             dialogue_ids,
@@ -49,7 +49,7 @@ def text_ids(folder, tokenizer):
             "continued_ids",
             lambda *_: [[7]],
         ),
-        (dialogue_ids, "data/sources/turns.py", segments, "default_template", lambda _: XES),
+        (dialogue_ids, "data/sources/turns.py", rendering, "default_template", lambda _: XES),
         (text_ids, "data/pretraining_text.py", pretraining_text, "require_eos", lambda _: 7),
     ],
 )

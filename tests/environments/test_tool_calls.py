@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tool_templates import FORMS, HERMES, SCHEMAS, tokenizer_of
 
 from dschat.config import UserError
-from dschat.data.segments import prompt_text_ids, render_chat
+from dschat.data.rendering import render_chat
+from dschat.data.segments import prompt_text_ids
 from dschat.environments.contract import Observation, ToolResult
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.tool_calls import Call, CallParser

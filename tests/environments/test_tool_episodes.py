@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import FORMS, SCHEMAS, search, tokenizer_of
 
-from dschat.data.segments import prompt_text_ids, render_chat
+from dschat.data.rendering import render_chat
+from dschat.data.segments import prompt_text_ids
 from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import load_environment
