@@ -270,6 +270,7 @@ class ModuleRollout:
     _batching: Batching | None = None
     _engine: InferenceEngine | None = None
     _engine_version: int | None = None
+    _is_checked: bool = False
     _scope: ExitStack = field(default_factory=ExitStack)
 
     def describe(self) -> str:
@@ -328,7 +329,11 @@ class ModuleRollout:
         if not self.in_engine:
             return None
         try:
-            return module_engine(module, self.config, s.dtype, dist.device(), s.engine)
+            engine = module_engine(
+                module, self.config, s.dtype, dist.device(), s.engine, self._is_checked
+            )
+            self._is_checked = True
+            return engine
         except UnsupportedModel as reason:
             self.in_engine = False
             logger.warning(

@@ -33,10 +33,10 @@ from dschat.inference.protocol import (
     prompt_problem,
 )
 from dschat.inference.sampling import sample, uniforms
-from dschat.losses import token_logprobs
+from dschat.inference.self_check import gap_to_plain, tolerance
 from dschat.memory import free_bytes
 from dschat.models.row_length import num_positions
-from dschat.models.training_engine import evaluating
+from dschat.models.training_engine import evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
 
 if TYPE_CHECKING:
@@ -50,10 +50,6 @@ _WINDOW = re.compile(r"(?:^|_)(?:window|window_size|attention_chunk_size)$")
 _CACHE = next(f.name for f in fields(CausalLMOutputWithPast) if "Cache" in str(f.type))
 MAX_ROWS = 256  # that decode together
 _CHECKED_TOKENS = 8  # per answer of the self-check
-# Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed: 1e-6
-# to 1e-4 in fp32, 0.9 to 30 with wrong results. In 16 bits a MoE router may choose another expert.
-_TOLERANCE = {torch.float32: 0.01}
-_TOLERANCE_16_BIT = 0.25
 
 
 @dataclass
@@ -91,7 +87,7 @@ class HuggingFaceGenerator:
         self._pad_id = pad_id
         self._max_num_seqs = max_num_seqs
         self._num_tokens = num_tokens
-        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        base = without_adapters(module)
         self._config, self._name = base.config, type(base).__name__
         parameters = inspect.signature(base.forward).parameters
         supports_default = getattr(base, "_supports_default_dynamic_cache", lambda: True)()
@@ -203,13 +199,13 @@ class HuggingFaceGenerator:
         if len(short) == len(long):
             short = long[: (len(long) + 1) // 2]
         sampling = SamplingParams(min(_CHECKED_TOKENS, max_new_tokens), n=2, ignore_eos=True)
-        tolerance = _TOLERANCE.get(next(self.module.parameters()).dtype, _TOLERANCE_16_BIT)
+        rounding = tolerance(self.module)
         error = self._error([long, short], sampling)
-        if error <= tolerance:
+        if error <= rounding:
             return
         self.batching.with_gaps = self.batching.copies_cache = False
         error_unshared = self._error([long, short], sampling)
-        if not error_unshared <= tolerance:
+        if not error_unshared <= rounding:
             raise UserError(
                 f"{self._name} cannot generate here: log-probs of cached decoding differ by "
                 f"{error_unshared:.2g} nats from those that training computes; use another model"
@@ -221,18 +217,9 @@ class HuggingFaceGenerator:
         )
 
     def _error(self, prompts: list[list[int]], sampling: SamplingParams) -> float:
-        """Largest mean, over a sequence, of |rollout log-prob - log-prob of a plain forward|."""
+        """`gap_to_plain` of answers to ``prompts``."""
         rollout = self._generate(prompts, sampling, list(range(len(prompts))))
-        n, errors = sampling.n, []
-        with evaluating(self.module):
-            for p, prompt in enumerate(prompts):
-                answers = rollout.token_ids[p * n : (p + 1) * n]
-                ids = torch.tensor([prompt + answer for answer in answers], device=self.device)
-                logits = self.module(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
-                plain = token_logprobs(logits, ids[:, len(prompt) :]).cpu()
-                drawn = torch.tensor(rollout.logprobs[p * n : (p + 1) * n])
-                errors.append((drawn - plain).abs().mean(1))
-        return float(torch.cat(errors).max())
+        return gap_to_plain(self.module, prompts, rollout, sampling.n)
 
     def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
         """Prompts that decode together, longest first; of one length unless gaps are allowed."""

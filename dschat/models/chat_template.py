@@ -105,13 +105,14 @@ def set_template_defaults(tokenizer: PreTrainedTokenizerBase, values: dict[str, 
     Raises:
         UserError: the template does not read one of them.
     """
+    defaults = ""
     for name, value in template_variables(values).items():
         if not re.search(rf"\b{name}\b", str(tokenizer.chat_template)):
             raise UserError(
                 f"chat_template_kwargs: the chat template reads no {name:.40}; check the name"
             )
-        default = f"{{% set {name} = {name} if {name} is defined else {value!r} %}}"
-        tokenizer.chat_template = _prefixed(tokenizer.chat_template, default)
+        defaults += f"{{% set {name} = {name} if {name} is defined else {value!r} %}}"
+    tokenizer.chat_template = _prefixed(tokenizer.chat_template, defaults)
 
 
 def merge_system(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import dschat.distributed as dist
 
@@ -86,6 +87,11 @@ def attributes_replaced(target: Any, **attributes: Any) -> Iterator[None]:
 # -- eval mode -------------------------------------------------------------------------------------
 #
 # Evaluation mode as a scope: dropout off inside, each model's own mode restored after it.
+
+
+def without_adapters(module: Any) -> PreTrainedModel:
+    """The transformers model, inside PEFT's wrapper or not."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 @contextmanager

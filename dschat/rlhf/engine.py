@@ -33,7 +33,7 @@ from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel, count_parameters
-from dschat.models.training_engine import ModelOrEngine, TrainingEngine
+from dschat.models.training_engine import ModelOrEngine, TrainingEngine, without_adapters
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
@@ -349,5 +349,4 @@ class DeepSpeedRLHFEngine:
 
 def base_of(model: ModelOrEngine) -> PreTrainedModel:
     """The transformers model inside an engine, wrapper or adapter."""
-    module: Any = unwrap(model)
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
+    return without_adapters(unwrap(model))

@@ -157,6 +157,18 @@ def test_variables_become_the_saved_templates_defaults(tmp_path):
     assert not later.decode(prompt_text_ids(later, [USER("u")])).endswith(QUIET)
 
 
+def test_several_variables_are_put_in_front_once():
+    loud = "{% if shouts %}!{% endif %}"
+    values = {"enable_thinking": False, "shouts": True}
+    tokenizer = completed(loud + THINKS, chat_template_kwargs=values)
+    template = tokenizer.chat_template
+    complete_tokenizer(CheckpointFiles("x", "--m"), tokenizer, chat_template_kwargs=values)
+    assert tokenizer.chat_template == template
+    text = tokenizer.decode(prompt_text_ids(tokenizer, [USER("u")]))
+    assert text.startswith("!")
+    assert text.endswith(QUIET)
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [

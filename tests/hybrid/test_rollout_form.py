@@ -16,7 +16,7 @@ from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout
-from dschat.inference import InferenceEngine
+from dschat.inference import InferenceEngine, module_engine
 from dschat.inference.hf_generator import HuggingFaceGenerator
 
 # -- choices ---------------------------------------------------------------------------------------
@@ -108,6 +108,16 @@ def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
     assert form.last_refresh.num_bytes == 0
     assert actor.gap(PROMPTS, new) < 1e-4
     assert actor.gap(PROMPTS, old) > 1e-3
+
+
+def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
+    checks, gap = [], module_engine._gap
+    monkeypatch.setattr(module_engine, "_gap", lambda *a: checks.append(a) or gap(*a))
+    form = Actor(large_model("gptj"), 3).form(release_weights=True)
+    for version in range(2):
+        form.enter(version)
+        form.leave()
+    assert len(checks) == 1
 
 
 def test_what_the_first_rollout_finds_out_holds_for_all(caplog):

@@ -156,6 +156,20 @@ def test_wrong_log_probs_are_found_before_the_first_rollout(module_of, monkeypat
         engine_on(module)
 
 
+def test_moved_weights_are_another_version(module_of):
+    """Captured steps hold addresses."""
+    module = module_of("gptj")
+    weights = engine_on(module).weights
+    with weights.in_use():
+        before = weights.version
+    with weights.in_use():
+        assert weights.version == before
+    first = next(module.parameters())
+    first.data = first.data.clone()
+    with weights.in_use():
+        assert weights.version == before + 1
+
+
 def test_chat_generate_and_serve_run_it(tmp_path):
     model = Model.find(str(ensure(tmp_path, "phi")), "fp32")
     made = model.engine(max_num_seqs=2)

@@ -41,6 +41,7 @@ from dschat.models.linear import OneDnnLinear
 from dschat.models.packing import attention as packing
 from dschat.models.packing.model import WINDOW_IN_MASK, beyond_attention
 from dschat.models.row_length import num_positions
+from dschat.models.training_engine import evaluating, without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -88,13 +89,13 @@ class ModuleWeights:
     linear layers, as the products of the architecture table's decoder are.
     """
 
-    version = 0  # changes when tensors are replaced
-
     def __init__(
         self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
     ) -> None:
         self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
+        self.version = 0  # changes when tensors are replaced: captured steps hold addresses
         self.loads = 0  # changes with every value that is loaded
+        self._addresses: list[int] = []
         self._use = ExitStack()
         weight = next(module.parameters())
         self.device = weight.device
@@ -118,6 +119,9 @@ class ModuleWeights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Runs the module in eval mode, with the attention of steps and these products."""
+        addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
+        self.version += addresses != self._addresses
+        self._addresses = addresses
         given = {layer: layer.forward for layer in self._linears}
         own = {layer: f for layer, f in given.items() if "forward" in vars(layer)}
         with paged(self.module):
@@ -155,7 +159,7 @@ class ModuleDecoder:
     ) -> None:
         self.module, self.spec, self.weights = module, spec, weights
         self._keeps_logits = "logits_to_keep" in _parameters(module)
-        self._windows = _windows(_base(module).config.get_text_config(), spec.num_layers)
+        self._windows = _windows(without_adapters(module).config.get_text_config(), spec.num_layers)
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -195,10 +199,12 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     Raises:
         UnsupportedModel: its attention cannot be followed.
     """
-    reason = beyond_attention(_base(module))
+    base = without_adapters(module)
+    name = type(base).__name__
+    reason = beyond_attention(base)
     if reason or "position_ids" not in _parameters(module):
         reason = reason or "it takes no positions"
-        raise UnsupportedModel(f"{type(_base(module)).__name__}: {reason}")
+        raise UnsupportedModel(f"{name}: {reason}")
     shapes: list[tuple[int, int, int]] = []
     scores: list[Scores] = []
 
@@ -212,14 +218,12 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
         with torch.no_grad(), paged(module), _calling(one):
             logits = _forward(module, tokens, tokens)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(
-            f"{type(_base(module)).__name__} fails ({first_line(error)})"
-        ) from error
+        raise UnsupportedModel(f"{name} fails ({first_line(error)})") from error
     heads = {q for q, _, _ in shapes}
     num_kv_heads = lcm(*(k for _, k, _ in shapes)) if shapes else 0
     if not shapes or any(q % num_kv_heads for q in heads):
-        raise UnsupportedModel(f"{type(_base(module)).__name__}: its attention cannot be followed")
-    config = _base(module).config
+        raise UnsupportedModel(f"{name}: its attention cannot be followed")
+    config = base.config
     windows = _windows(config.get_text_config(), len(scores)) or [how.window for how in scores]
     return ModelSpec(
         num_layers=len(shapes),
@@ -249,15 +253,14 @@ def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
 @contextmanager
 def paged(module: "PreTrainedModel | PeftModel") -> Iterator[None]:
     """Runs ``module`` in eval mode with the attention of steps."""
-    base, training = _base(module), module.training
+    base = without_adapters(module)
     name = base.config._attn_implementation
     base.set_attn_implementation(NAME)
-    module.eval()
     try:
-        yield
+        with evaluating(module):
+            yield
     finally:
         base.set_attn_implementation(name)
-        module.train(training)
 
 
 @contextmanager
@@ -298,9 +301,5 @@ def _attended(
     return out.view(-1, num_heads, spec.head_size)[..., :size]
 
 
-def _base(module: Any) -> PreTrainedModel:
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
-
-
 def _parameters(module: Any) -> Any:
-    return inspect.signature(_base(module).forward).parameters
+    return inspect.signature(without_adapters(module).forward).parameters
