@@ -71,11 +71,12 @@ def _text(folder: Path, config: CommonConfig) -> str:
 
 
 def _flags(config: CommonConfig) -> str:
-    """The flags of the result that are not at their defaults, each on a line; no URL, which may
-    have a password.
+    """The flags of the result that are not at their defaults, each on a line; none with a URL,
+    which may have a password.
     """
-    names = of_result(type(config)) - {"reward_url"}
-    given = [{name: value} for name, value in changed(config).items() if name in names]
+    names = of_result(type(config))
+    items = ((name, value) for name, value in changed(config).items() if name in names)
+    given = [{name: value} for name, value in items if "://" not in str(value)]
     return "".join(f" \\\n    {shlex.join(parser.to_flags(one))}" for one in given)
 
 
