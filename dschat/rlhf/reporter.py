@@ -45,9 +45,10 @@ _COLUMNS = (
     "objective/kl",
     "objective/teacher_kl",
     "objective/entropy",
-    "loss/policy_avg",
+    "policy/approxkl_avg",
     "loss/value_avg",
     "rollout/answer_length",
+    "rollout/eos_share",
     "time/generate_s",
     "time/iteration_s",
 )

@@ -108,7 +108,7 @@ class PreferenceTask:
     """
 
     columns: tuple[str, ...] = (
-        *("loss", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"),
+        *("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
     )
 
     def __init__(self, config: PreferenceConfig, reference: nn.Module | None = None) -> None:

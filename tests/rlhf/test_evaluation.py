@@ -129,6 +129,13 @@ def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
     assert len(row["extra"]["known"]) == len(row["scores"])
 
 
+def test_a_line_shows_whether_answers_end(reported, caplog):
+    caplog.set_level("INFO", "dschat")
+    reported()
+    line = next(text for text in caplog.messages if text.startswith("step 1/"))
+    assert [word for word in ("scores", "answer_length", "eos_share") if word not in line] == []
+
+
 def test_with_evaluations_the_tables_are_of_the_same_prompts(reported, tmp_path, caplog):
     """Of held-out ones; samples.jsonl has answers of rollouts as before."""
     caplog.set_level("INFO", "dschat")
