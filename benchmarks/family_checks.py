@@ -123,7 +123,7 @@ def rollout_gap(checked: Checked) -> float:
         max_num_seqs=prompts,
         max_seq_len=MAX_LEN,
     )
-    settings = RolloutSettings(torch.float32, family_configs.PAD, engine)
+    settings = RolloutSettings(torch.float32, engine)
     form = rollout_form(model.model, model.base.config, settings, True)
     generator = form.enter(0)
     in_engine = "module" if isinstance(generator, InferenceEngine) else "fallback"

@@ -5,7 +5,6 @@ reads the training module's own tensors; and the Hugging Face module, for famili
 does not know.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.hybrid.module_copy import empty_copy, fill
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import (
     Buckets,
@@ -26,15 +26,13 @@ from dschat.hybrid.weight_stream import (
     weight_stream,
 )
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
+from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
-from dschat.inference.module_engine import module_engine
+from dschat.inference.module_engine import module_generator
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.observability.device_span import DeviceSpan
-
-logger = logging.getLogger("dschat")
 
 T = TypeVar("T")
 
@@ -44,7 +42,6 @@ class RolloutSettings:
     """How the actor generates. ``auto``: see `dschat.hybrid.rollout_choice`."""
 
     dtype: torch.dtype
-    pad_id: int
     engine: EngineConfig
     tp_size: int = 1
     layout: Literal["auto", "copy", "zero_copy"] = "auto"
@@ -266,10 +263,9 @@ class ModuleRollout:
     in_engine: bool = False
     last_refresh: Refresh = field(default_factory=Refresh)
     _copy: nn.Module | None = None
-    _version: int | None = None
-    _batching: Batching | None = None
-    _engine: InferenceEngine | None = None
-    _engine_version: int | None = None
+    _version: int | None = None  # of the copy
+    _made: InferenceEngine | HuggingFaceGenerator | None = None
+    _made_version: int | None = None
     _is_checked: bool = False
     _scope: ExitStack = field(default_factory=ExitStack)
 
@@ -294,60 +290,44 @@ class ModuleRollout:
 
     def leave(self) -> None:
         self._scope.close()
-        if self._engine is not None and self.settings.release_cache:
-            self._engine.release_cache()
+        if self.settings.release_cache and isinstance(self._made, InferenceEngine):
+            self._made.release_cache()
         if self.settings.release_weights and self._copy is not None:
-            self._copy = self._version = self._engine = None
+            self._copy = self._version = self._made = None
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
         """Collective. A generator on a new copy with these weights."""
         copy = self._empty_copy()
         fill(copy, stream)
-        engine = self._engine_on(copy)
-        if engine is None:
-            return self._plain(copy)
-        engine.weights.use()
-        return engine
+        made = self._generator_on(copy)
+        if isinstance(made, InferenceEngine):
+            made.weights.use()
+        return made
 
     def _empty_copy(self) -> nn.Module:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
     def _generator(self, module: nn.Module, version: int) -> Generator:
-        if self._engine is None or self._engine.module is not module:
-            self._engine = self._engine_on(module)
-            if self._engine is None:
-                return self._plain(module)
-        elif version != self._engine_version:
-            self._engine.weights.refresh()
-        self._engine_version = version
-        self._engine.forget_prefixes()
-        self._scope.enter_context(self._engine.weights.in_use())
-        return self._engine
+        made, is_new = self._made, self._made is None or self._made.module is not module
+        if made is None or is_new:
+            made = self._made = self._generator_on(module)
+        if isinstance(made, InferenceEngine):
+            if not is_new and version != self._made_version:
+                made.weights.refresh()
+            self._made_version = version
+            made.forget_prefixes()
+            self._scope.enter_context(made.weights.in_use())
+        return made
 
-    def _engine_on(self, module: nn.Module) -> InferenceEngine | None:
-        s = self.settings
-        if not self.in_engine:
-            return None
-        try:
-            engine = module_engine(
-                module, self.config, s.dtype, dist.device(), s.engine, self._is_checked
+    def _generator_on(self, module: nn.Module) -> InferenceEngine | HuggingFaceGenerator:
+        sizes = self.settings.engine
+        made: InferenceEngine | HuggingFaceGenerator
+        if self.in_engine:
+            made = module_generator(module, sizes, self._is_checked)
+            self.in_engine = isinstance(made, InferenceEngine)  # said once if it cannot
+        else:
+            made = HuggingFaceGenerator(
+                module, sizes.stop_ids, sizes.num_tokens, self_check=not self._is_checked
             )
-            self._is_checked = True
-            return engine
-        except UnsupportedModel as reason:
-            self.in_engine = False
-            logger.warning(
-                "NO FAST GENERATION: %s; rollouts use the Hugging Face generate loop, several "
-                "times slower",
-                reason,
-            )
-            return None
-
-    def _plain(self, module: nn.Module) -> HuggingFaceGenerator:
-        s = self.settings
-        generator = HuggingFaceGenerator(
-            module, s.engine.stop_ids, s.pad_id, num_tokens=s.engine.num_tokens, self_check=True
-        )
-        # Keeps the result of the first rollout's self-check.
-        self._batching = generator.batching = self._batching or generator.batching
-        return generator
+        self._is_checked = True
+        return made

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dschat.inference.protocol import Rollout
+from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.training_engine import evaluating
 
@@ -11,11 +11,24 @@ from dschat.models.training_engine import evaluating
 # to 1e-4 in fp32, 0.9 to 30 with wrong results. In 16 bits a MoE router may choose another expert.
 _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_16_BIT = 0.25
+_NEW, _SHORT, _LONG = 8, 5, 40  # tokens of an answer, and of the two prompts
 
 
 def tolerance(module: nn.Module) -> float:
     """The largest `gap_to_plain` that counts as rounding in the module's precision."""
     return _TOLERANCE.get(next(module.parameters()).dtype, _TOLERANCE_16_BIT)
+
+
+def probes(
+    num_ids: int, positions: int, longest: int = _LONG
+) -> tuple[list[list[int]], SamplingParams]:
+    """A random prompt of ``longest`` tokens and a short one, two answers each, in ``positions``."""
+    new = max(1, min(_NEW, positions // 2))
+    longest = max(1, min(longest, positions - new))
+    draw = torch.Generator().manual_seed(0)
+    shapes = (longest,), (min(_SHORT, longest),)
+    prompts = [torch.randint(num_ids, shape, generator=draw).tolist() for shape in shapes]
+    return prompts, SamplingParams(new, n=2, ignore_eos=True)
 
 
 @torch.no_grad()
