@@ -30,9 +30,9 @@ from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import (
     AnyDecoder,
     ModuleDecoder,
-    ModuleWeights,
     module_spec,
 )
+from dschat.inference.model.module_weights import ModuleWeights
 from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.states import StatePool, num_slots
 from dschat.inference.model.weights import Weights

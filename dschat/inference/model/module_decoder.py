@@ -11,9 +11,8 @@ Shapes: T packed tokens, H query and K key-value heads, D head size.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,16 +28,12 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
-from dschat.distributed import RankGroup
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
-from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
-from dschat.inference.model.weights import DECODE_ROWS
-from dschat.models.linear import OneDnnLinear
 from dschat.models.packing import attention as packing
 from dschat.models.packing.model import WINDOW_IN_MASK, selects_keys
 from dschat.models.row_length import num_positions
@@ -86,71 +81,6 @@ def _attention(
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-class ModuleWeights:
-    """What an engine asks of weights, for those of ``module``; on a CPU with packed copies of its
-    linear layers, as the products of the architecture table's decoder are.
-    """
-
-    def __init__(
-        self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
-    ) -> None:
-        self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
-        self.version = 0  # changes when tensors are replaced: captured steps hold addresses
-        self.loads = 0  # changes with every value that is loaded
-        self._addresses: list[int] = []
-        self._use = ExitStack()
-        weight = next(module.parameters())
-        self.device = weight.device
-        layers = [m for m in module.modules() if type(m) in (nn.Linear, OneDnnLinear)]
-        shapes = {m: (m.out_features, m.in_features) for m in layers}
-        backends = fastest_backends(set(shapes.values()), DECODE_ROWS, weight.dtype, self.device)
-        self._linears = {
-            m: Linear(shape, False, weight.dtype, self.device, backends[shape])
-            for m, shape in shapes.items()
-            if backends[shape] != "plain"
-        }
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take over the module's present values."""
-        for layer, linear in self._linears.items():
-            linear.pack(layer.weight.detach())
-            linear.bias = None if layer.bias is None else layer.bias.detach()
-        self.loads += 1
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Runs the module in eval mode, with the attention of steps and these products."""
-        addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
-        self.version += addresses != self._addresses
-        self._addresses = addresses
-        given = {layer: layer.forward for layer in self._linears}
-        own = {layer: f for layer, f in given.items() if "forward" in vars(layer)}
-        with paged(self.module):
-            for layer, linear in self._linears.items():
-                vars(layer)["forward"] = partial(_product, linear, given[layer])
-            try:
-                yield
-            finally:
-                for layer in self._linears:
-                    del vars(layer)["forward"]
-                    vars(layer).update({"forward": own[layer]} if layer in own else {})
-
-    def use(self) -> None:
-        """`in_use` for good."""
-        self._use.enter_context(self.in_use())
-
-    def drop(self) -> None:
-        pass
-
-
-def _product(linear: Linear, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-    """The packed product; ``forward`` where training calls a head for more than its product."""
-    if others or torch.is_grad_enabled() or not x.numel():
-        return forward(x, *others)
-    return linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 class Carried(NamedTuple):
@@ -237,18 +167,10 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
         scores.append(how)
         shapes.append((q.shape[1], k.shape[1], max(q.shape[-1], v.shape[-1])))
-        return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
+        return nothing(q, k, v, how)
 
-    tokens = torch.arange(2, device=next(module.parameters()).device)[None]
-    states: tuple[StateShape, ...] = ()
     try:
-        with torch.no_grad(), paged(module), _calling(one):
-            if has_states:
-                cache = StepCache(config=base.config)
-                logits = _forward(module, tokens, tokens, use_cache=True, **{CACHE: cache})
-                states = cache.shapes()
-            else:
-                logits = _forward(module, tokens, tokens)
+        logits, states = probe(module, one, has_states)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{name} fails ({first_line(error)})") from error
     heads = {q for q, _, _ in shapes}
@@ -272,6 +194,25 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
         windows=tuple(windows),
         states=states,
     )
+
+
+def probe(
+    module: "PreTrainedModel | PeftModel", step: Step, has_states: bool = False
+) -> tuple[Tensor, tuple[StateShape, ...]]:
+    """Logits (1, 2, V) of two tokens with ``step`` for attention, and the states they leave."""
+    tokens = torch.arange(2, device=next(module.parameters()).device)[None]
+    options: dict[str, Any] = {}
+    if has_states:
+        cache = StepCache(config=without_adapters(module).config)
+        options = {"use_cache": True, CACHE: cache}
+    with torch.no_grad(), paged(module), _calling(step):
+        logits = _forward(module, tokens, tokens, **options)
+    return logits, cache.shapes() if has_states else ()
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+    """A `Step` of zeros."""
+    return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
 
 
 def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
