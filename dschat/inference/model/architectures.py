@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from dschat.config import UserError
+from dschat.inference.model.states import StateShape
 
 
 class UnsupportedModel(UserError):
@@ -63,6 +64,7 @@ class ModelSpec:
     partial_rotary: bool = False  # the family reads ``partial_rotary_factor``; others rotate all
     alibi: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys that a query attends to; (): all
+    states: tuple[StateShape, ...] = ()  # of layers without keys and values
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
     tied: bool = False
 
