@@ -27,6 +27,7 @@ from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
+from dschat.inference.model.states import num_slots
 from dschat.inference.speculation import MAX_DRAFTED
 
 
@@ -162,15 +163,22 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         engine = EngineConfig.of_rollout(c)
         seq_len = engine.seq_len(spec.max_positions)
         token_bytes = spec.token_bytes(tp, self._dtype.itemsize)
-        free = max(0, device.memory - held) - weights
-        captures = engine.captures(device.on_gpu)
+        # As they are on the meta device, in 16 bits, unless they always have 32.
+        size = sum(
+            state.nbytes * max(1, self._dtype.itemsize // state.dtype.itemsize)
+            for state in spec.states
+        )
+        states = num_slots(engine.max_num_seqs) * size
+        free = max(0, device.memory - held) - weights - states
+        captures = engine.captures(device.on_gpu) and not spec.states
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
         page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
         drafted = 0 if c.speculate == "off" else MAX_DRAFTED
         return RolloutBytes(
             weights=weights,
-            cache=(pages + 1) * page_bytes,  # one page for rows that pad a captured batch
+            # One page more, for rows that pad a captured batch.
+            cache=(pages + 1) * page_bytes + states,
             work=max(self._step(spec, engine), self._refresh(actor)),
             logits=self._sampling(engine.max_num_seqs + drafted, spec.vocab_size),
             in_engine=True,

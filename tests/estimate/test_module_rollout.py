@@ -30,7 +30,12 @@ FAMILIES = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
-    "qwen3_5_text": {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    "qwen3_5_text": {  # states beside keys and values
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
 
 
@@ -40,20 +45,21 @@ def planned(name, folder, **knobs):
     return config, estimated(rlhf_fields(str(folder)) | knobs)[0].rollout
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "qwen3_5_text"])
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt_neo"])
 def test_the_cache_is_that_of_the_engine(name, tmp_path):
     config, rollout = planned(name, tmp_path, kv_page_size=8)
     assert rollout.in_engine
     assert rollout.form.startswith("inference engine with transformers' module on training weights")
     assert rollout.weights == 0
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    made = module_engine(module, EngineConfig(max_seq_len=40), is_checked=True)
-    num_tokens = 32 * 40 + 8  # all samples of both optimizer steps, and a page for padding rows
-    assert rollout.cache == num_tokens * made.bytes_per_token()
+    sizes = EngineConfig(max_num_seqs=32, max_seq_len=40, page_size=8)
+    cache = module_engine(module, sizes, is_checked=True).cache
+    states = cache.states.tensors.values() if cache.states is not None else ()
+    assert rollout.cache == cache.pairs.nbytes + sum(state.nbytes for state in states)
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs"), [("qwen3_5_text", {}), ("phi", {"enable_hybrid_engine": False})]
+    ("name", "knobs"), [("gpt_neo", {}), ("phi", {"enable_hybrid_engine": False})]
 )
 def test_the_fallback_answers_one_prompt_at_a_time(name, knobs, tmp_path):
     config, rollout = planned(name, tmp_path, **knobs)
