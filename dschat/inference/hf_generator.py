@@ -7,20 +7,19 @@ masked or copied, and state of any kind is right, also outside the cache.
 
 import inspect
 from collections.abc import Generator, Iterator
-from dataclasses import fields
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dschat.config import UserError
-from dschat.config.errors import first_line
+from dschat.inference.model.states import CACHE
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms
-from dschat.inference.self_check import gap_to_plain, probes, tolerance
+from dschat.inference.self_check import decoding_problem
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
@@ -28,8 +27,6 @@ from dschat.startup.performance import avoid_cudnn_attention
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# The argument of a model's forward that takes its cache: named as in what the forward returns.
-_CACHE = next(f.name for f in fields(CausalLMOutputWithPast) if "Cache" in str(f.type))
 MAX_ROWS = 64  # samples that decode together
 
 
@@ -62,7 +59,9 @@ class HuggingFaceGenerator:
         self._parameters = inspect.signature(base.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         if self_check:
-            self._check_itself()
+            size = self._num_tokens, self.max_positions or 64
+            if (problem := decoding_problem(self, module, nullcontext(), *size)) is not None:
+                raise self._unable(problem)
 
     @property
     def device(self) -> torch.device:
@@ -133,20 +132,6 @@ class HuggingFaceGenerator:
                     "positions"
                 )
 
-    def _check_itself(self) -> None:
-        try:
-            prompts, sampling = probes(self._num_tokens, self.max_positions or 64)
-            gap = gap_to_plain(self.module, prompts, self.generate(prompts, sampling), sampling.n)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
-                raise
-            raise self._unable(f"its cache fails ({first_line(error)})") from error
-        if gap > tolerance(self.module):
-            raise self._unable(
-                f"log-probs of cached decoding differ by {gap:.2g} nats from those that training "
-                "computes"
-            )
-
     def _decode(
         self, prompt: list[int], index: int, samples: range, sampling: SamplingParams
     ) -> Iterator[tuple[list[int], list[float]]]:
@@ -191,12 +176,12 @@ class HuggingFaceGenerator:
         output = self.module(**options, **cache)
         if not cache:
             cache = {name: value for name, value in output.items() if isinstance(value, Cache)}
-        if not cache and _CACHE not in self._parameters:
+        if not cache and CACHE not in self._parameters:
             raise self._unable("it has no cache of transformers' kinds")
         if not cache:
             # RecurrentGemma returns no cache, but fills one that it is given. A forward without
             # clears the states in its layers.
             self.module(input_ids=ids[:1, :1], use_cache=False)
-            cache = {_CACHE: DynamicCache(config=self._config)}
+            cache = {CACHE: DynamicCache(config=self._config)}
             output = self.module(**options, **cache)
         return output.logits[:, -1], cache

@@ -10,7 +10,7 @@ from dschat.inference.engine import InferenceEngine
 from dschat.inference.engine_config import EngineConfig
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.model.architectures import UnsupportedModel
-from dschat.inference.self_check import gap_to_plain, probes, tolerance
+from dschat.inference.self_check import decoding_problem
 from dschat.inference.stats import GenerationStats
 from dschat.models.training_engine import without_adapters
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("dschat")
-
-_LONG, _LONGEST = 40, 4096  # tokens of a prompt
 
 
 def module_engine(
@@ -35,21 +33,13 @@ def module_engine(
     """
     weight, config = next(module.parameters()), without_adapters(module).config
     engine = InferenceEngine(config, weight.dtype, weight.device, sizes, module=module)
-    if not is_checked and (gap := _gap(engine, module)) > tolerance(module):
-        raise UnsupportedModel(
-            f"{type(module).__name__}: with the engine's cache log-probs differ by {gap:.2g} nats"
-        )
+    if not is_checked:
+        checked = engine.num_tokens, engine.max_seq_len, engine.spec.windows
+        problem = decoding_problem(engine, module, engine.weights.in_use(), *checked)
+        if problem is not None:
+            raise UnsupportedModel(f"{type(module).__name__} in the engine: {problem}")
     engine.stats = GenerationStats()
     return engine
-
-
-def _gap(engine: InferenceEngine, module: "PreTrainedModel | PeftModel") -> float:
-    """`gap_to_plain` of answers to a prompt longer than any window, and a short one."""
-    longest = max([_LONG, *(2 + window for window in engine.spec.windows if window)])
-    prompts, sampling = probes(engine.num_tokens, engine.max_seq_len, min(longest, _LONGEST))
-    with engine.weights.in_use():
-        rollout = engine.generate(prompts, sampling)
-    return gap_to_plain(module, prompts, rollout, sampling.n)
 
 
 def module_generator(

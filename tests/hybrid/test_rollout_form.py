@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from captures import noted
 from families import EOS, PROMPTS, build
 from rollout_cases import GREEDY, SAMPLED, Actor, large_model
 from step_cases import Case, build_trainer, my_prompts, ppo_config
@@ -16,7 +17,7 @@ from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout
-from dschat.inference import InferenceEngine, module_engine
+from dschat.inference import InferenceEngine, hf_generator, module_engine
 from dschat.inference.hf_generator import HuggingFaceGenerator
 
 # -- choices ---------------------------------------------------------------------------------------
@@ -111,8 +112,7 @@ def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
 
 
 def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
-    checks, gap = [], module_engine._gap
-    monkeypatch.setattr(module_engine, "_gap", lambda *a: checks.append(a) or gap(*a))
+    checks = noted(monkeypatch, module_engine, "decoding_problem")
     form = Actor(large_model("gptj"), 3).form(release_weights=True)
     for version in range(2):
         form.enter(version)
@@ -123,10 +123,7 @@ def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_family_that_no_decoder_runs_is_checked_and_named_once(zero, caplog, monkeypatch):
     """RecurrentGemma keeps states in its module."""
-    checks, check = [], HuggingFaceGenerator._check_itself
-    monkeypatch.setattr(
-        HuggingFaceGenerator, "_check_itself", lambda made: checks.append(made) or check(made)
-    )
+    checks = noted(monkeypatch, hf_generator, "decoding_problem")
     actor = Actor(causal_lm("recurrent_gemma"), zero)
     form, prompts = actor.form(release_weights=True), PROMPTS[3:5]
     caplog.clear()
