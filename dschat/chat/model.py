@@ -13,7 +13,7 @@ from dschat.chat.load import FLAG, present
 from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.inference.module_engine import fallback, module_engine
+from dschat.inference.module_engine import module_engine
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.row_length import num_positions
 from dschat.models.tokenizer import stop_ids
@@ -106,7 +106,8 @@ class Model:
         try:
             return self.engine(max_seq_len, max_num_seqs=max_num_seqs, page_size=page_size)
         except UnsupportedModel as reason:
-            return fallback(self.module, self.stop_ids, num_ids(self.tokenizer), reason)
+            ids = self.stop_ids, num_ids(self.tokenizer)
+            return HuggingFaceGenerator(self.module, *ids, self_check=True, reason=reason)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

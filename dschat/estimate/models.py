@@ -131,11 +131,10 @@ class Models:
             UnsupportedModel: the engine cannot follow it.
         """
         # NOTE: 16 bits, the only products of experts that the meta device knows.
-        use, text = replace(use.frozen, dtype=torch.bfloat16), self.config(use).get_text_config()
-        spec = module_spec(self._module(use).base)
-        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-        inner = max(inner) if isinstance(inner, (list, tuple)) else inner
-        return replace(spec, hidden_size=text.hidden_size, intermediate_size=inner, gated=True)
+        half, hidden = torch.bfloat16, self.config(use).get_text_config().hidden_size
+        spec = module_spec(self._module(replace(use.frozen, dtype=half)).base)
+        states = [s._replace(dtype=use.dtype) if s.dtype == half else s for s in spec.states]
+        return replace(spec, hidden_size=hidden, intermediate_size=4 * hidden, states=tuple(states))
 
     def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
         if name == TINY_NAME:

@@ -25,7 +25,6 @@ from dschat.estimate.memory import (
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
 from dschat.inference.model.states import num_slots
 from dschat.inference.speculation import MAX_DRAFTED
@@ -118,11 +117,11 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         rollout: the size of the cache depends on the free memory then.
         """
         c, tp = self._config, self._config.inference_tp_size
-        if not c.enable_hybrid_engine:
-            return self._in_module(actor, held)
         try:
-            spec = model_spec(self._models.config(actor.use))
+            spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
         except UnsupportedModel:
+            spec = None
+        if spec is None:
             return self._in_module(actor, held)
         check_shares(spec, tp)
         choice = planned_choice(c, self._num_processes, self._device.on_gpu)
@@ -143,15 +142,13 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         if spec is not None:  # on a CPU also packed copies of the linear layers
             weights = whole * (sharded + (not self._device.on_gpu))
             return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
-        rows = min(MAX_ROWS, c.num_samples_per_prompt)
+        rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
         return RolloutBytes(
             weights=whole * sharded,
             cache=round(rows * c.longest_row * per_token),
             work=0,
-            logits=self._sampling(
-                rows, self._models.config(actor.use).get_text_config().vocab_size
-            ),
+            logits=self._sampling(rows, text.vocab_size),
             in_engine=False,
             form=form,
         )
@@ -163,12 +160,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         engine = EngineConfig.of_rollout(c)
         seq_len = engine.seq_len(spec.max_positions)
         token_bytes = spec.token_bytes(tp, self._dtype.itemsize)
-        # As they are on the meta device, in 16 bits, unless they always have 32.
-        size = sum(
-            state.nbytes * max(1, self._dtype.itemsize // state.dtype.itemsize)
-            for state in spec.states
-        )
-        states = num_slots(engine.max_num_seqs) * size
+        states = num_slots(engine.max_num_seqs) * sum(state.nbytes for state in spec.states)
         free = max(0, device.memory - held) - weights - states
         captures = engine.captures(device.on_gpu) and not spec.states
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)

@@ -263,9 +263,8 @@ class ModuleRollout:
     in_engine: bool = False
     last_refresh: Refresh = field(default_factory=Refresh)
     _copy: nn.Module | None = None
-    _version: int | None = None  # of the copy
     _made: InferenceEngine | HuggingFaceGenerator | None = None
-    _made_version: int | None = None
+    _version: int | None = None  # of their weights
     _is_checked: bool = False
     _scope: ExitStack = field(default_factory=ExitStack)
 
@@ -277,16 +276,17 @@ class ModuleRollout:
     def enter(self, version: int) -> Generator:
         """Collective. A generator on the module, or on its copy with this version's weights."""
         self.last_refresh = Refresh()
-        if not self.settings.sharded:
-            return self._generator(self.module, version)
-        span, buckets = DeviceSpan(dist.device()), Buckets()
-        if self._copy is None:
-            self._copy = self._empty_copy()
-        if self._version != version:
-            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
-            self._version = version
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
-        return self._generator(self._copy, version)
+        is_stale = version != self._version
+        module = self._whole_copy(is_stale) if self.settings.sharded else self.module
+        self._version = version
+        if self._made is None:
+            self._made = self._generator_on(module)
+        elif is_stale and isinstance(self._made, InferenceEngine):
+            self._made.weights.refresh()
+        if isinstance(self._made, InferenceEngine):
+            self._made.forget_prefixes()
+            self._scope.enter_context(self._made.weights.in_use())
+        return self._made
 
     def leave(self) -> None:
         self._scope.close()
@@ -304,30 +304,25 @@ class ModuleRollout:
             made.weights.use()
         return made
 
+    def _whole_copy(self, is_stale: bool) -> nn.Module:
+        """Collective. The copy; with the present weights, if it ``is_stale``."""
+        span, buckets = DeviceSpan(dist.device()), Buckets()
+        if self._copy is None:
+            self._copy = self._empty_copy()
+        if is_stale:
+            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+        return self._copy
+
     def _empty_copy(self) -> nn.Module:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
-    def _generator(self, module: nn.Module, version: int) -> Generator:
-        made, is_new = self._made, self._made is None or self._made.module is not module
-        if made is None or is_new:
-            made = self._made = self._generator_on(module)
-        if isinstance(made, InferenceEngine):
-            if not is_new and version != self._made_version:
-                made.weights.refresh()
-            self._made_version = version
-            made.forget_prefixes()
-            self._scope.enter_context(made.weights.in_use())
-        return made
-
     def _generator_on(self, module: nn.Module) -> InferenceEngine | HuggingFaceGenerator:
-        sizes = self.settings.engine
-        made: InferenceEngine | HuggingFaceGenerator
-        if self.in_engine:
-            made = module_generator(module, sizes, self._is_checked)
-            self.in_engine = isinstance(made, InferenceEngine)  # said once if it cannot
-        else:
-            made = HuggingFaceGenerator(
-                module, sizes.stop_ids, sizes.num_tokens, self_check=not self._is_checked
-            )
+        sizes, is_checked = self.settings.engine, self._is_checked
         self._is_checked = True
+        if not self.in_engine:
+            ids = sizes.stop_ids, sizes.num_tokens
+            return HuggingFaceGenerator(module, *ids, self_check=not is_checked)
+        made = module_generator(module, sizes, is_checked)
+        self.in_engine = isinstance(made, InferenceEngine)  # it warns once
         return made

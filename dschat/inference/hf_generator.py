@@ -6,6 +6,7 @@ masked or copied, and state of any kind is right, also outside the cache.
 """
 
 import inspect
+import logging
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from dschat.startup.performance import avoid_cudnn_attention
 if TYPE_CHECKING:
     from peft import PeftModel
 
+logger = logging.getLogger("dschat")
+
 MAX_ROWS = 64  # samples that decode together
 
 
@@ -38,6 +41,7 @@ class HuggingFaceGenerator:
         num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
             never drawn.
         self_check: compare a few answers with plain forwards.
+        reason: why the engine cannot run the module, for a warning.
 
     Raises:
         UserError: decoding with a cache fails, or computes other log-probs than a plain forward.
@@ -49,7 +53,14 @@ class HuggingFaceGenerator:
         stop_ids: tuple[int, ...],
         num_tokens: int | None = None,
         self_check: bool = False,
+        reason: Exception | None = None,
     ) -> None:
+        if reason is not None:
+            logger.warning(
+                "NO FAST GENERATION: %s; transformers' module answers one prompt at a time, "
+                "several times slower",
+                reason,
+            )
         avoid_cudnn_attention()
         self.module = module
         self._stop_ids = stop_ids
@@ -62,10 +73,6 @@ class HuggingFaceGenerator:
             size = self._num_tokens, self.max_positions or 64
             if (problem := decoding_problem(self, module, nullcontext(), *size)) is not None:
                 raise self._unable(problem)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
 
     @property
     def max_positions(self) -> int | None:
@@ -138,7 +145,7 @@ class HuggingFaceGenerator:
         """Yields per step the token of each of ``samples`` and its log-prob, until all have ended;
         of those that have, any.
         """
-        device = self.device
+        device = next(self.module.parameters()).device
         ids = torch.tensor([prompt] * len(samples), device=device)
         sample_index = torch.arange(samples.start, samples.stop, device=device)
         prompt_index = torch.full_like(sample_index, index)

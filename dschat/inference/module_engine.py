@@ -3,7 +3,6 @@
 For families that the architecture table does not have: the engine, or the fallback's loop.
 """
 
-import logging
 from typing import TYPE_CHECKING
 
 from dschat.inference.engine import InferenceEngine
@@ -17,8 +16,6 @@ from dschat.models.training_engine import without_adapters
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-logger = logging.getLogger("dschat")
 
 
 def module_engine(
@@ -45,28 +42,13 @@ def module_engine(
 def module_generator(
     module: "PreTrainedModel | PeftModel", sizes: EngineConfig, is_checked: bool = False
 ) -> InferenceEngine | HuggingFaceGenerator:
-    """`module_engine`; or `fallback`, for families that it cannot run."""
+    """`module_engine`; or the fallback, for families that it cannot run.
+
+    Raises:
+        UserError: the fallback cannot run the module either.
+    """
     try:
         return module_engine(module, sizes, is_checked)
     except UnsupportedModel as reason:
-        return fallback(module, sizes.stop_ids, sizes.num_tokens, reason, is_checked)
-
-
-def fallback(
-    module: "PreTrainedModel | PeftModel",
-    stop_ids: tuple[int, ...],
-    num_tokens: int | None,
-    reason: UnsupportedModel,
-    is_checked: bool = False,
-) -> HuggingFaceGenerator:
-    """A generator without the engine, and a warning that says so.
-
-    Raises:
-        UserError: the module cannot decode with its cache either.
-    """
-    logger.warning(
-        "NO FAST GENERATION: %s; transformers' module answers one prompt at a time, several times "
-        "slower",
-        reason,
-    )
-    return HuggingFaceGenerator(module, stop_ids, num_tokens, self_check=not is_checked)
+        ids = sizes.stop_ids, sizes.num_tokens
+        return HuggingFaceGenerator(module, *ids, self_check=not is_checked, reason=reason)

@@ -80,11 +80,9 @@ def sample_gold(
         longest = max(map(len, ids)) + max_new_tokens
         sizes = EngineConfig(stop_ids, num_ids(tokenizer), max_seq_len=longest, cuda_graphs=False)
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=EVAL_SEED)
-        generator = module_generator(module, sizes)
-        with (
-            generator.weights.in_use() if isinstance(generator, InferenceEngine) else nullcontext()
-        ):
-            rollout = generator.generate(ids, sampling, share)
+        made = module_generator(module, sizes)
+        with made.weights.in_use() if isinstance(made, InferenceEngine) else nullcontext():
+            rollout = made.generate(ids, sampling, share)
         answers = continued_texts(tokenizer, rollout.token_ids)
         lengths = [len(answer) for answer in rollout.token_ids]
         stopped = [reason == "stop" for reason in rollout.finish_reasons]
