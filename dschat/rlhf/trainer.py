@@ -252,7 +252,9 @@ class DeepSpeedPPOTrainer:
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
         self.metrics |= training_metrics(sums)
-        self._warned_of_gap = self._warned_of_gap or warn_of_gap(self.metrics, self.engine.dtype)
+        self._warned_of_gap = self._warned_of_gap or warn_of_gap(
+            self.metrics, self.engine.dtype, self.args.rollout_backend
+        )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():
             self.metrics["policy/loss_scale"] = loss_scale(actor)
