@@ -39,7 +39,8 @@ from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.linear import OneDnnLinear
 from dschat.models.packing import attention as packing
-from dschat.models.packing.model import WINDOW_IN_MASK, beyond_attention
+from dschat.models.packing.attention import WINDOW_IN_MASK
+from dschat.models.packing.model import beyond_attention
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 
