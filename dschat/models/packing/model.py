@@ -43,10 +43,11 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
-        router_loss: see `dschat.models.router_loss`; None of most models.
+        router_loss, router_loads: see `dschat.models.router_loss`; None of most models.
     """
 
     router_loss: Any = None
+    router_loads: Any = None
 
     def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__()
