@@ -41,7 +41,7 @@ _UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
 # Families whose masks have a window or chunks of which their attention is not told.
 WINDOW_IN_MASK = ("llama4_text", "phimoe", "qwen2_moe")
 
-_BLOCK = 128  # queries that read the keys of their window in one call, at least
+_BLOCK = 256  # queries that read the keys of their window in one call, at least
 
 
 class Weighing(NamedTuple):
@@ -89,17 +89,8 @@ def attention(
     segments = segments or getattr(attention_mask, "segments", None)  # Nemotron drops keywords
     if segments is None:
         if softcap is None and s_aux is None:
-            output, _ = sdpa_attention_forward(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=scaling,
-                dropout=dropout,
-                **others,
-            )
-            return output, None
+            given = module, query, key, value, attention_mask, dropout, scaling
+            return sdpa_attention_forward(*given, **others)[0], None
         if attention_mask is None:  # as torch's is_causal; a single query reads all keys
             full = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             attention_mask = full.tril(key.shape[2] - query.shape[2])
@@ -148,11 +139,8 @@ def _reach(module: Any, window: int | None, longest: int) -> tuple[int | None, i
         kind = kinds[module.layer_idx] if kinds else "sliding_attention"
         window = config.sliding_window if kind == "sliding_attention" else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
-    if window and window >= longest:
-        window = None
-    if chunk and chunk >= longest:
-        chunk = None
-    return window or None, chunk or None
+    within = [None if not size or size >= longest else size for size in (window, chunk)]
+    return within[0], within[1]
 
 
 @contextmanager
@@ -262,19 +250,15 @@ def _sequence_by_sequence(
 
 def _causal_mask(first: int, last: int, how: Weighing, device: torch.device) -> Tensor:
     """(Q, K) bool: which of the K keys before position ``last`` queries from ``first`` on read."""
-    lowest = 0
-    if how.window:
-        lowest = max(0, first - how.window + 1)
-    elif how.chunk:
-        lowest = first // how.chunk * how.chunk
+
+    def oldest(position: Any) -> Any:
+        if how.window:
+            return position - how.window + 1
+        return position - position % (how.chunk or last)
+
     queries = torch.arange(first, last, device=device).unsqueeze(1)
-    keys = torch.arange(lowest, last, device=device)
-    mask = queries >= keys
-    if how.window:
-        mask &= queries - keys < how.window
-    if how.chunk:
-        mask &= queries // how.chunk == keys // how.chunk
-    return mask
+    keys = torch.arange(max(0, oldest(first)), last, device=device)
+    return (keys <= queries) & (keys >= oldest(queries))
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Weighing) -> Tensor:

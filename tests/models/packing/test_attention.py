@@ -353,9 +353,9 @@ def test_sinks_of_hundreds_join_without_overflow(sinks):
     check(run, q, k, v, upstream, segments, 0.5, sinks=all_sinks)
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(3, None), (200, None), (None, 3), (None, 200)])
+@pytest.mark.parametrize(("window", "chunk"), [(3, None), (270, None), (None, 3), (None, 270)])
 def test_rows_longer_than_a_block_of_queries(window, chunk):
-    segments = Segments(((300, ()), (150, (7, 290))))
+    segments = Segments(((600, ()), (300, (7, 590))))
     q, k, v, upstream = tensors(segments, heads=1, kv_heads=1)
     how = attention.Weighing(0.5, 0.0, window, chunk, None, None)
 
