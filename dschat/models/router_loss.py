@@ -29,7 +29,7 @@ def watch_routers(packed: PackedModel, asked: float | None, is_policy: bool) -> 
     ``asked``: ``--router_aux_loss_coef``; None: the config's, and for a policy or critic none.
     """
     config, body = packed.base.config.get_text_config(), backbone(packed.base)
-    whole = body or getattr(packed.base, "model", packed.base)
+    whole = body or packed.base
     recorders = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits", [])
     recorders = recorders if isinstance(recorders, list) else [recorders]
     kinds = tuple(recorder.target_class for recorder in recorders)
