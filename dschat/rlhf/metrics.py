@@ -17,6 +17,7 @@ from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
 from dschat.losses import group_has_variance, group_stats, kl_penalty
 from dschat.memory import peak_memory_gib
+from dschat.models.router_loss import METRIC
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience
@@ -218,6 +219,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         "loss/kl_avg": ("kl_loss", "policy_count"),
         "loss/distill_avg": ("distill_loss", "policy_count"),
         "loss/entropy_avg": ("entropy", "policy_count"),
+        METRIC: (METRIC, "policy_count"),
         "rollout/logprob_gap": ("gap", "gap_actions"),
         "rollout/mismatch_kl": ("mismatch_kl", "gap_actions"),
     }
