@@ -2,16 +2,18 @@
 
     python benchmarks/families.py
     python benchmarks/families.py llama gemma3 qwen3_5 --log families.log
+    python benchmarks/families.py --columns rollout speed
     python benchmarks/families.py --markdown docs/families.md
 
 Random weights in fp32, rows longer than every window, chunk, top-k and original length. A cell is a
-gap, ``ok``, or what went wrong; ``refused`` is one line that a user reads before weights load. One
-JSON line per family; tracebacks go to ``--log``. Exits with 1 if a cell failed.
+gap, a speed, ``ok``, or what went wrong; ``refused`` is one line that a user reads before weights
+load. One JSON line per family; tracebacks go to ``--log``. Exits with 1 if a cell failed.
 
 | column | what |
 |---|---|
 | loads | logits of what a step loads, against transformers' |
 | rollout | log-probs of sampled answers, against plain forwards of each sequence alone |
+| speed | of answers to 8 equal prompts of 16 + 16 tokens, in times of transformers' `generate` |
 | packed | log-probs of packed rows in training mode, against plain forwards of each row alone |
 | gradient | of a weighted sum of those, relative to its largest entry |
 | SFT, reward, PPO, GRPO | two steps, one, one iteration, one iteration of the step's script |
@@ -58,7 +60,7 @@ from dschat.config import UserError  # noqa: E402
 TOLERANCE = 1e-4
 CHEAP = ("loads", "rollout", "packed", "gradient")
 SFT = ("SFT", "LoRA", "ZeRO-3")
-COLUMNS = (*CHEAP, *SFT, "reward", "PPO", "GRPO", "names", "reloads")
+COLUMNS = (*CHEAP[:2], "speed", *CHEAP[2:], *SFT, "reward", "PPO", "GRPO", "names", "reloads")
 REFUSED = "refused: "
 
 
@@ -84,10 +86,12 @@ class Family:
         if "rollout" in columns:
             checked.notes.clear()
             self._cell("rollout", lambda: family_checks.rollout_gap(checked), checked.notes)
+        if "speed" in columns:
+            self._cell("speed", lambda: family_checks.speed(checked))
         if "packed" in columns:
             checked.notes.clear()
             self._cell("packed", lambda: self._packed(checked), checked.notes)
-        if set(columns) - set(CHEAP):
+        if set(columns) - {*CHEAP, "speed"}:
             write_data(self._work)
             self._run_steps(Runs(self.family, self._checkpoint, self._work), columns)
 
@@ -162,12 +166,20 @@ def _gap(cell: str) -> float | None:
         return None
 
 
+def _is_ratio(cell: str) -> bool:
+    return cell.endswith("x") and _gap(cell.removesuffix("x")) is not None
+
+
 def failed(cell: str) -> bool:
-    """Whether the cell is neither ``ok``, nor a gap within the tolerance, nor a refusal."""
+    """Whether the cell is neither ``ok``, nor a gap within the tolerance, nor a speed, nor a
+    refusal.
+    """
     gap = _gap(cell)
     if gap is not None:
         return not gap <= TOLERANCE
-    return not (cell.startswith("ok") or (cell.startswith(REFUSED) and "\n" not in cell))
+    return not (
+        cell.startswith("ok") or _is_ratio(cell) or (cell.startswith(REFUSED) and "\n" not in cell)
+    )
 
 
 def check(
@@ -229,7 +241,7 @@ def markdown(rows: dict[str, dict[str, str]]) -> str:
     reasons: list[str] = []
 
     def brief(cell: str) -> str:
-        if _gap(cell) is not None or cell in ("", "ok"):
+        if _gap(cell) is not None or _is_ratio(cell) or cell in ("", "ok"):
             return cell
         reason = cell.removeprefix(REFUSED)
         if reason not in reasons:

@@ -6,18 +6,22 @@ cache and in eval mode. Rows are longer than every window, chunk, top-k and orig
 table, and some are shorter.
 """
 
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import family_configs
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import dschat.distributed as dist
 from dschat.hybrid.rollout_form import ModuleRollout, RolloutSettings, rollout_form
 from dschat.inference import EngineConfig, InferenceEngine
-from dschat.inference.protocol import SamplingParams
+from dschat.inference.protocol import Generator, SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
@@ -25,6 +29,7 @@ from dschat.models.packing import pack
 
 FLAG = "--model_name_or_path"
 MAX_LEN = 48  # prompt and answer
+SPEED_S = 3.0  # for a family's turns
 SAMPLED = SamplingParams(max_new_tokens=16, n=2, seed=5)
 
 
@@ -111,25 +116,30 @@ def loads(checked: Checked, published: PreTrainedModel) -> float:
     return difference(ours, theirs)
 
 
-@torch.no_grad()
-def rollout_gap(checked: Checked) -> float:
-    """The largest |difference| of a sampled token's log-prob, by the form that step 3 chooses."""
+@contextmanager
+def rollouts(checked: Checked) -> Iterator[Generator]:
+    """The generator that step 3 chooses, on a module in its training form; notes which it is."""
     model = checked.trained()
-    tokenizer = family_configs.tokenizer()
-    prompts = len(PROMPTS) * SAMPLED.n
     engine = EngineConfig(
         stop_ids=(family_configs.END,),
-        num_tokens=len(tokenizer),
-        max_num_seqs=prompts,
+        num_tokens=len(family_configs.tokenizer()),
+        max_num_seqs=len(PROMPTS) * SAMPLED.n,
         max_seq_len=MAX_LEN,
     )
-    settings = RolloutSettings(torch.float32, family_configs.PAD, engine)
+    settings = RolloutSettings(torch.float32, engine)
     form = rollout_form(model.model, model.base.config, settings, True)
     generator = form.enter(0)
     in_engine = "module" if isinstance(generator, InferenceEngine) else "fallback"
     checked.notes.append(in_engine if isinstance(form, ModuleRollout) else "table")
-    rollout = generator.generate(PROMPTS, SAMPLED)
+    yield generator
     form.leave()
+
+
+@torch.no_grad()
+def rollout_gap(checked: Checked) -> float:
+    """The largest |difference| of a sampled token's log-prob, by the form that step 3 chooses."""
+    with rollouts(checked) as generator:
+        rollout = generator.generate(PROMPTS, SAMPLED)
     gaps = [
         (logprobs_alone(checked.plain, prompt + answer, len(prompt)) - torch.tensor(drawn)).abs()
         for prompt, answer, drawn in zip(
@@ -140,6 +150,37 @@ def rollout_gap(checked: Checked) -> float:
         )
     ]
     return float(torch.cat(gaps).nan_to_num(nan=torch.inf).max())
+
+
+def speed(checked: Checked) -> str:
+    """How many times as fast as ``generate`` the rollout is: the median of three turns, or of those
+    that ``SPEED_S`` allows, after a warm-up.
+    """
+    sizes = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": True}
+    theirs = GenerationConfig(**sizes, pad_token_id=family_configs.PAD)
+    plain = checked.load().eval()
+    prompts = [random_row(16, seed) for seed in range(8)]
+
+    def generate(rows: list[list[int]]) -> None:
+        ids = torch.tensor(rows)
+        plain.generate(ids, attention_mask=torch.ones_like(ids), generation_config=theirs)
+
+    def rollout(rows: list[list[int]]) -> None:
+        generator.generate(rows, SamplingParams(16, ignore_eos=True))
+
+    def seconds(work: Callable[[list[list[int]]], None], rows: list[list[int]]) -> float:
+        began = time.perf_counter()
+        work(rows)
+        return time.perf_counter() - began
+
+    ratios: list[float] = []
+    with rollouts(checked) as generator:
+        spent = seconds(rollout, prompts[:1]) + seconds(generate, prompts[:1])
+        while len(ratios) < 3 and (spent < SPEED_S or not ratios):
+            turn = seconds(generate, prompts), seconds(rollout, prompts)
+            ratios.append(turn[0] / turn[1])
+            spent += sum(turn)
+    return f"{statistics.median(ratios):.1f}x"
 
 
 def packed_gaps(checked: Checked) -> tuple[float, float]:

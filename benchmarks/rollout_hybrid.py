@@ -95,7 +95,6 @@ class Side:
         config = module.get_base_model().config if hasattr(module, "peft_config") else module.config
         shared = RolloutSettings(
             dtype=config.dtype,
-            pad_id=1,
             engine=EngineConfig(
                 max_num_seqs=case.slots,
                 max_seq_len=case.prompt_tokens + case.new_tokens,

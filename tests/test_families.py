@@ -91,6 +91,8 @@ def test_the_table_has_every_family():
         ("inf", True),
         ("nan", True),
         ("ok", False),
+        ("0.9x", False),
+        ("nox", True),
         ("refused: name a causal LM", False),
         ("KeyError: 'x'", True),
         ("SFT: 3 differ, model.a (2,)", True),

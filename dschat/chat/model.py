@@ -1,6 +1,5 @@
 """The causal LM of ``--path``: its checkpoint, its tokenizer, and a generator for it."""
 
-import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,8 +18,6 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.row_length import num_positions
 from dschat.models.tokenizer import stop_ids
 from dschat.models.vocabulary import num_ids
-
-logger = logging.getLogger("dschat")
 
 MAX_SEQ_LEN = 32_768  # tokens of prompt and answer, even if the model has more positions
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -81,15 +78,14 @@ class Model:
         Raises:
             UnsupportedModel: the engine cannot run the family.
         """
-        checkpoint, device = self.checkpoint, dist.device()
+        checkpoint = self.checkpoint
         sizes |= {"stop_ids": self.stop_ids, "num_tokens": num_ids(self.tokenizer)}
         sizes["max_seq_len"] = min(num_positions(checkpoint.config) or max_seq_len, max_seq_len)
         try:
             dtype = str(self.dtype).removeprefix("torch.")
-            return InferenceEngine.from_pretrained(checkpoint, dtype, str(device), **sizes)
+            return InferenceEngine.from_pretrained(checkpoint, dtype, str(dist.device()), **sizes)
         except UnsupportedModel:
-            config = EngineConfig(**sizes)
-            engine = module_engine(self.module, self.module.config, self.dtype, device, config)
+            engine = module_engine(self.module, EngineConfig(**sizes))
         engine.weights.use()
         return engine
 
@@ -110,15 +106,8 @@ class Model:
         try:
             return self.engine(max_seq_len, max_num_seqs=max_num_seqs, page_size=page_size)
         except UnsupportedModel as reason:
-            logger.warning("NO FAST GENERATION: %s; using the slower Hugging Face module", reason)
-        return HuggingFaceGenerator(
-            self.module,
-            self.stop_ids,
-            self.tokenizer.pad_token_id,
-            max_num_seqs,
-            num_tokens=num_ids(self.tokenizer),
-            self_check=max_num_seqs > 1,
-        )
+            ids = self.stop_ids, num_ids(self.tokenizer)
+            return HuggingFaceGenerator(self.module, *ids, self_check=True, reason=reason)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -24,6 +24,8 @@ from transformers import (
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
+from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.module_decoder import module_spec
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.config_files import blamed_on, muted
@@ -98,6 +100,7 @@ class Models:
         self._sized = cache(self._sizes)
         self._ran = cache(self._run)
         self._config = cache(self._load_config)
+        self.attention = cache(self._attention)
 
     def config(self, use: Use) -> PretrainedConfig:
         """The configuration of the checkpoint, or of the model it is trained from.
@@ -120,6 +123,18 @@ class Models:
             packing="off",
         )
         return self._sized(plain)
+
+    def _attention(self, use: Use) -> ModelSpec:
+        """The sizes of the attention of transformers' module, and of the steps of an engine on it.
+
+        Raises:
+            UnsupportedModel: the engine cannot follow it.
+        """
+        # NOTE: 16 bits, the only products of experts that the meta device knows.
+        half, hidden = torch.bfloat16, self.config(use).get_text_config().hidden_size
+        spec = module_spec(self._module(replace(use.frozen, dtype=half)).base)
+        states = [s._replace(dtype=use.dtype) if s.dtype == half else s for s in spec.states]
+        return replace(spec, hidden_size=hidden, intermediate_size=4 * hidden, states=tuple(states))
 
     def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
         if name == TINY_NAME:

@@ -25,8 +25,8 @@ from dschat.estimate.memory import (
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, check_shares
+from dschat.inference.model.states import num_slots
 from dschat.inference.speculation import MAX_DRAFTED
 
 
@@ -116,57 +116,65 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         """Memory of the actor's rollout form, with ``held`` bytes on the device before the first
         rollout: the size of the cache depends on the free memory then.
         """
-        model = self._models.config(actor.use)
+        c, tp = self._config, self._config.inference_tp_size
         try:
-            spec = model_spec(model) if self._config.enable_hybrid_engine else None
+            spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
         except UnsupportedModel:
             spec = None
         if spec is None:
-            return self._in_module(actor, model.get_text_config().vocab_size)
-        return self._in_engine(actor, spec, held)
+            return self._in_module(actor, held)
+        check_shares(spec, tp)
+        choice = planned_choice(c, self._num_processes, self._device.on_gpu)
+        source = "its own copy" if choice.layout == "copy" else "training weights"
+        form = f"inference engine on {source}, TP {tp}"
+        return self._in_engine(actor, spec, held, self._copy(choice, actor), form)
 
-    def _in_module(self, actor: Learner, vocab_size: int) -> RolloutBytes:
+    def _in_module(self, actor: Learner, held: int) -> RolloutBytes:
+        """Transformers' module, in the engine where that can follow its attention."""
         c, shape, size = self._config, actor.sizes.shape, self._dtype.itemsize
         sharded, base = c.actor_zero_stage == 3, self._models.sizes(actor.use.frozen)
-        rows = min(MAX_ROWS, c.samples_under_way * c.inference_tp_size)
-        seq_len = c.longest_row
+        form = f"transformers' module on {'an unsharded copy' if sharded else 'training weights'}"
+        whole = size * base.total
+        try:
+            spec = self._models.attention(actor.use) if c.enable_hybrid_engine else None
+        except UnsupportedModel:
+            spec = None
+        if spec is not None:  # on a CPU also packed copies of the linear layers
+            weights = whole * (sharded + (not self._device.on_gpu))
+            return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
+        rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
-        form = "an unsharded copy" if sharded else "training weights"
         return RolloutBytes(
-            # on a CPU also packed copies of the linear layers
-            weights=size * base.total * (sharded + (not self._device.on_gpu)),
-            cache=round(rows * seq_len * per_token),
+            weights=whole * sharded,
+            cache=round(rows * c.longest_row * per_token),
             work=0,
-            logits=self._sampling(rows, vocab_size),
+            logits=self._sampling(rows, text.vocab_size),
             in_engine=False,
-            form=f"transformers' module on {form}",
+            form=form,
         )
 
-    def _in_engine(self, actor: Learner, spec: ModelSpec, held: int) -> RolloutBytes:
+    def _in_engine(
+        self, actor: Learner, spec: ModelSpec, held: int, weights: int, form: str
+    ) -> RolloutBytes:
         c, device, tp = self._config, self._device, self._config.inference_tp_size
-        check_shares(spec, tp)
-        choice = planned_choice(c, self._num_processes, device.on_gpu)
-        weights = self._copy(choice, actor)
         engine = EngineConfig.of_rollout(c)
         seq_len = engine.seq_len(spec.max_positions)
         token_bytes = spec.token_bytes(tp, self._dtype.itemsize)
-        free = max(0, device.memory - held) - weights
-        captures = engine.captures(device.on_gpu)
+        states = num_slots(engine.max_num_seqs) * sum(state.nbytes for state in spec.states)
+        free = max(0, device.memory - held) - weights - states
+        captures = engine.captures(device.on_gpu) and not spec.states
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
         page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
         drafted = 0 if c.speculate == "off" else MAX_DRAFTED
-        source = "its own copy" if choice.layout == "copy" else "training weights"
         return RolloutBytes(
             weights=weights,
-            cache=(pages + 1) * page_bytes,  # one page for rows that pad a captured batch
+            # One page more, for rows that pad a captured batch.
+            cache=(pages + 1) * page_bytes + states,
             work=max(self._step(spec, engine), self._refresh(actor)),
             logits=self._sampling(engine.max_num_seqs + drafted, spec.vocab_size),
             in_engine=True,
-            form=(
-                f"inference engine on {source}, TP {tp}, up to {engine.max_num_seqs} sequences of "
-                f"{seq_len}"
-            ),
+            form=f"{form}, up to {engine.max_num_seqs} sequences of {seq_len}",
         )
 
     def _copy(self, choice: RolloutChoice, actor: Learner) -> int:

@@ -5,7 +5,6 @@ reads the training module's own tensors; and the Hugging Face module, for famili
 does not know.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.hybrid.module_copy import empty_copy, fill
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import (
     Buckets,
@@ -26,15 +26,13 @@ from dschat.hybrid.weight_stream import (
     weight_stream,
 )
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import Batching, HuggingFaceGenerator, empty_copy, fill
+from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
-from dschat.inference.module_engine import module_engine
+from dschat.inference.module_engine import module_generator
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.observability.device_span import DeviceSpan
-
-logger = logging.getLogger("dschat")
 
 T = TypeVar("T")
 
@@ -46,7 +44,6 @@ class RolloutSettings:
     """How the actor generates. ``auto``: see `dschat.hybrid.rollout_choice`."""
 
     dtype: torch.dtype
-    pad_id: int
     engine: EngineConfig
     tp_size: int = 1
     temperature: float = 1.0  # of the answers whose log-probs training reads
@@ -273,10 +270,8 @@ class ModuleRollout:
     in_engine: bool = False
     last_refresh: Refresh = field(default_factory=Refresh)
     _copy: nn.Module | None = None
-    _version: int | None = None
-    _batching: Batching | None = None
-    _engine: InferenceEngine | None = None
-    _engine_version: int | None = None
+    _made: InferenceEngine | HuggingFaceGenerator | None = None
+    _version: int | None = None  # of their weights
     _is_checked: bool = False
     _scope: ExitStack = field(default_factory=ExitStack)
 
@@ -288,73 +283,53 @@ class ModuleRollout:
     def enter(self, version: int) -> Generator:
         """Collective. A generator on the module, or on its copy with this version's weights."""
         self.last_refresh = Refresh()
-        if not self.settings.sharded:
-            return self._generator(self.module, version)
-        span, buckets = DeviceSpan(dist.device()), Buckets()
-        if self._copy is None:
-            self._copy = self._empty_copy()
-        if self._version != version:
-            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
-            self._version = version
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
-        return self._generator(self._copy, version)
+        is_stale = version != self._version
+        module = self._whole_copy(is_stale) if self.settings.sharded else self.module
+        self._version = version
+        if self._made is None:
+            self._made = self._generator_on(module)
+        elif is_stale and isinstance(self._made, InferenceEngine):
+            self._made.weights.refresh()
+        if isinstance(self._made, InferenceEngine):
+            self._made.forget_prefixes()
+            self._scope.enter_context(self._made.weights.in_use())
+        return self._made
 
     def leave(self) -> None:
         self._scope.close()
-        if self._engine is not None and self.settings.release_cache:
-            self._engine.release_cache()
+        if self.settings.release_cache and isinstance(self._made, InferenceEngine):
+            self._made.release_cache()
         if self.settings.release_weights and self._copy is not None:
-            self._copy = self._version = self._engine = None
+            self._copy = self._version = self._made = None
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
         """Collective. A generator on a new copy with these weights."""
         copy = self._empty_copy()
         fill(copy, stream)
-        engine = self._engine_on(copy)
-        if engine is None:
-            return self._plain(copy)
-        engine.weights.use()
-        return engine
+        made = self._generator_on(copy)
+        if isinstance(made, InferenceEngine):
+            made.weights.use()
+        return made
+
+    def _whole_copy(self, is_stale: bool) -> nn.Module:
+        """Collective. The copy; with the present weights, if it ``is_stale``."""
+        span, buckets = DeviceSpan(dist.device()), Buckets()
+        if self._copy is None:
+            self._copy = self._empty_copy()
+        if is_stale:
+            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+        return self._copy
 
     def _empty_copy(self) -> nn.Module:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
-    def _generator(self, module: nn.Module, version: int) -> Generator:
-        if self._engine is None or self._engine.module is not module:
-            self._engine = self._engine_on(module)
-            if self._engine is None:
-                return self._plain(module)
-        elif version != self._engine_version:
-            self._engine.weights.refresh()
-        self._engine_version = version
-        self._engine.forget_prefixes()
-        self._scope.enter_context(self._engine.weights.in_use())
-        return self._engine
-
-    def _engine_on(self, module: nn.Module) -> InferenceEngine | None:
-        s = self.settings
+    def _generator_on(self, module: nn.Module) -> InferenceEngine | HuggingFaceGenerator:
+        sizes, is_checked = self.settings.engine, self._is_checked
+        self._is_checked = True
         if not self.in_engine:
-            return None
-        try:
-            engine = module_engine(
-                module, self.config, s.dtype, dist.device(), s.engine, self._is_checked
-            )
-            self._is_checked = True
-            return engine
-        except UnsupportedModel as reason:
-            self.in_engine = False
-            logger.warning(
-                "NO FAST GENERATION: %s; rollouts use the Hugging Face generate loop, several "
-                "times slower",
-                reason,
-            )
-            return None
-
-    def _plain(self, module: nn.Module) -> HuggingFaceGenerator:
-        s = self.settings
-        generator = HuggingFaceGenerator(
-            module, s.engine.stop_ids, s.pad_id, num_tokens=s.engine.num_tokens, self_check=True
-        )
-        # Keeps the result of the first rollout's self-check.
-        self._batching = generator.batching = self._batching or generator.batching
-        return generator
+            ids = sizes.stop_ids, sizes.num_tokens
+            return HuggingFaceGenerator(module, *ids, self_check=not is_checked)
+        made = module_generator(module, sizes, is_checked)
+        self.in_engine = isinstance(made, InferenceEngine)  # it warns once
+        return made

@@ -1,40 +1,26 @@
-"""Generates with a Hugging Face module, for architectures that the inference engine does not know.
+"""Generates with transformers' module alone, for families that the inference engine cannot run.
 
-The module is the one in training (ZeRO 0-2: its weights are whole on every rank) or a copy filled
-from a weight stream (ZeRO-3).
-
-Prompts are padded on the right and answers start in the next column, so a row has a gap that its
-attention mask hides; positions are explicit, and no row begins with padding. A prompt is computed
-once for all its samples. Architectures without explicit positions, with a local window over columns
-or with a cache other than plain attention over all tokens get batches of prompts of one length,
-without gaps. A self-check detects other architectures that cannot decode like this.
+One prompt at a time: its samples are rows of one length, each of which computes the prompt, over
+the cache that the module makes. Rows that have ended stay until all have. So nothing is padded,
+masked or copied, and state of any kind is right, also outside the cache.
 """
 
 import inspect
 import logging
-import re
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from dschat.config import UserError
-from dschat.config.errors import first_line
-from dschat.inference.protocol import (
-    Answered,
-    FinishReason,
-    Rollout,
-    SamplingParams,
-    prompt_problem,
-)
+from dschat.inference.model.states import CACHE
+from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms
-from dschat.inference.self_check import gap_to_plain, tolerance
-from dschat.memory import free_bytes
+from dschat.inference.self_check import decoding_problem
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
@@ -44,21 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dschat")
 
-# Config fields for the size of a local attention window (sliding_window, GPT-Neo's window_size).
-_WINDOW = re.compile(r"(?:^|_)(?:window|window_size|attention_chunk_size)$")
-# The argument of a model's forward that takes its cache: named as in what the forward returns.
-_CACHE = next(f.name for f in fields(CausalLMOutputWithPast) if "Cache" in str(f.type))
-MAX_ROWS = 256  # that decode together
-_CHECKED_TOKENS = 8  # per answer of the self-check
-
-
-@dataclass
-class Batching:
-    """How an architecture's rows are batched; the self-check turns off what gives wrong results."""
-
-    with_gaps: bool  # batch prompts of several lengths, with gaps after the shorter ones
-    copies_cache: bool  # compute a prompt once for all its samples; remove finished rows
-    unchecked: bool  # the self-check is still to run
+MAX_ROWS = 64  # samples that decode together
 
 
 class HuggingFaceGenerator:
@@ -66,48 +38,41 @@ class HuggingFaceGenerator:
 
     Args:
         stop_ids: tokens that end an answer.
-        max_num_seqs: maximum number of rows that decode together.
         num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
             never drawn.
-        self_check: compare a few answers of the first rollout with plain forwards, see `generate`.
+        self_check: compare a few answers with plain forwards.
+        reason: why the engine cannot run the module, for a warning.
+
+    Raises:
+        UserError: decoding with a cache fails, or computes other log-probs than a plain forward.
     """
 
     def __init__(
         self,
         module: "PreTrainedModel | PeftModel",
         stop_ids: tuple[int, ...],
-        pad_id: int,
-        max_num_seqs: int = MAX_ROWS,
         num_tokens: int | None = None,
         self_check: bool = False,
+        reason: Exception | None = None,
     ) -> None:
+        if reason is not None:
+            logger.warning(
+                "NO FAST GENERATION: %s; transformers' module answers one prompt at a time, "
+                "several times slower",
+                reason,
+            )
         avoid_cudnn_attention()
         self.module = module
         self._stop_ids = stop_ids
-        self._pad_id = pad_id
-        self._max_num_seqs = max_num_seqs
-        self._num_tokens = num_tokens
         base = without_adapters(module)
         self._config, self._name = base.config, type(base).__name__
-        parameters = inspect.signature(base.forward).parameters
-        supports_default = getattr(base, "_supports_default_dynamic_cache", lambda: True)()
-        self._makes_cache = _CACHE not in parameters or not supports_default
-        self._keeps_logits = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
-        try:
-            layers = DynamicCache(config=base.config).layers
-        except (AttributeError, KeyError) as error:  # BLT
-            raise self._unable(f"transformers has no cache for its config ({error})") from None
-        self._plain = all(type(layer) is DynamicLayer for layer in layers)
-        settings = base.config.get_text_config().to_dict().items()
-        local = any(value and _WINDOW.search(key) for key, value in settings)
-        with_gaps = self._plain and self._takes_positions and not local
-        # MiniMax keeps state beside the layers of its own cache, where no copy of rows reaches it.
-        self.batching = Batching(with_gaps, copies_cache=supports_default, unchecked=self_check)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        self._num_tokens = num_tokens or self._config.get_text_config().vocab_size
+        self._parameters = inspect.signature(base.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
+        if self_check:
+            size = self._num_tokens, self.max_positions or 64
+            if (problem := decoding_problem(self, module, nullcontext(), *size)) is not None:
+                raise self._unable(problem)
 
     @property
     def max_positions(self) -> int | None:
@@ -129,53 +94,39 @@ class HuggingFaceGenerator:
         """Answer every prompt ``sampling.n`` times; see `Generator`.
 
         Raises:
-            UserError: a prompt that cannot be answered; or, by the self-check, decoding with a
-                cache that fails, or whose log-probs differ from those of a plain forward.
+            UserError: a prompt that cannot be answered.
         """
-        indices = list(range(len(prompts))) if indices is None else indices
         self._check(prompts, sampling)
-        if self.batching.unchecked and prompts:
-            try:
-                self._check_itself(prompts, sampling.max_new_tokens)
-            except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-                if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
-                    raise
-                raise self._unable(f"its cache fails ({first_line(error)})") from error
-        return self._generate(prompts, sampling, indices, answered)
-
-    def _generate(
-        self,
-        prompts: list[list[int]],
-        sampling: SamplingParams,
-        indices: list[int],
-        answered: Answered | None = None,
-    ) -> Rollout:
-        end_ids = sampling.end_ids(self._stop_ids)
-        answers: dict[int, Rollout] = {}  # by prompt
+        answers = []
         with evaluating(self.module):
-            for batch in self._batches(prompts, sampling.n):
-                rows = [(p, s) for p in batch for s in range(sampling.n)]
-                ids: list[list[int]] = [[] for _ in rows]
-                logprobs: list[list[float]] = [[] for _ in rows]
-                for live, tokens, values in self._decode(prompts, batch, indices, sampling):
-                    for row, token, value in zip(live, tokens, values, strict=True):
-                        ids[row].append(token)
-                        logprobs[row].append(value)
-                ends: list[FinishReason] = ["stop" if r[-1] in end_ids else "length" for r in ids]
-                drawn = Rollout(ids, logprobs, ends)
-                for i, p in enumerate(batch):
-                    answers[p] = drawn.part(i * sampling.n, (i + 1) * sampling.n)
-                    if answered is not None:
-                        answered(p, answers[p])
-        return Rollout.joined(answers[p] for p in range(len(prompts)))
+            for p, prompt in enumerate(prompts):
+                index = p if indices is None else indices[p]
+                answers.append(self._answers(prompt, index, sampling))
+                if answered is not None:
+                    answered(p, answers[p])
+        return Rollout.joined(answers)
+
+    def _answers(self, prompt: list[int], index: int, sampling: SamplingParams) -> Rollout:
+        rollout, end_ids = Rollout(), sampling.end_ids(self._stop_ids)
+        for first in range(0, sampling.n, MAX_ROWS):
+            samples = range(first, min(first + MAX_ROWS, sampling.n))
+            steps = list(self._decode(prompt, index, samples, sampling))
+            for row in range(len(samples)):
+                tokens = [tokens[row] for tokens, _ in steps]
+                count = next((i for i, t in enumerate(tokens, 1) if t in end_ids), len(tokens))
+                rollout.token_ids.append(tokens[:count])
+                rollout.logprobs.append([logprobs[row] for _, logprobs in steps[:count]])
+                ends = tokens[count - 1] in end_ids
+                rollout.finish_reasons.append("stop" if ends else "length")
+        return rollout
 
     @torch.no_grad()
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
         """The tokens of one answer as they are decoded."""
         self._check([prompt], sampling)
         with evaluating(self.module):
-            for _, tokens, _ in self._decode([prompt], [0], [0], sampling):
-                yield tokens[0]
+            for (token,), _ in self._decode(prompt, 0, range(1), sampling):
+                yield token
 
     def _check(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         for i, prompt in enumerate(prompts):
@@ -188,174 +139,56 @@ class HuggingFaceGenerator:
                     "positions"
                 )
 
-    def _check_itself(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        """Compare two samples each of a long and a short prompt with plain forwards of the module.
-
-        If they differ, only prompts of one length decode together from then on, every sample
-        computes its prompt, and finished rows stay. This is also right for state outside the cache.
-        """
-        self.batching.unchecked = False
-        long, short = max(prompts, key=len), min(prompts, key=len)
-        if len(short) == len(long):
-            short = long[: (len(long) + 1) // 2]
-        sampling = SamplingParams(min(_CHECKED_TOKENS, max_new_tokens), n=2, ignore_eos=True)
-        rounding = tolerance(self.module)
-        error = self._error([long, short], sampling)
-        if error <= rounding:
-            return
-        self.batching.with_gaps = self.batching.copies_cache = False
-        error_unshared = self._error([long, short], sampling)
-        if not error_unshared <= rounding:
-            raise UserError(
-                f"{self._name} cannot generate here: log-probs of cached decoding differ by "
-                f"{error_unshared:.2g} nats from those that training computes; use another model"
-            )
-        logger.warning(
-            "SLOWER GENERATION: %s's log-probs differ by %.2g nats if sequences share a cache; "
-            "decoding only prompts of one length together, each sample with its own prefill",
-            *(self._name, error),
-        )
-
-    def _error(self, prompts: list[list[int]], sampling: SamplingParams) -> float:
-        """`gap_to_plain` of answers to ``prompts``."""
-        rollout = self._generate(prompts, sampling, list(range(len(prompts))))
-        return gap_to_plain(self.module, prompts, rollout, sampling.n)
-
-    def _batches(self, prompts: list[list[int]], samples: int) -> Iterator[list[int]]:
-        """Prompts that decode together, longest first; of one length unless gaps are allowed."""
-        size = max(1, self._max_num_seqs // samples)
-        batch: list[int] = []
-        for p in sorted(range(len(prompts)), key=lambda p: -len(prompts[p])):
-            same_length = not batch or len(prompts[batch[0]]) == len(prompts[p])
-            if batch and (len(batch) == size or not (same_length or self.batching.with_gaps)):
-                yield batch
-                batch = []
-            batch.append(p)
-        if batch:
-            yield batch
-
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, str, Cache]:
-        """Logits after each prompt (B, V), and the cache of the whole right-padded block behind the
-        name that the forward has for it.
-        """
-        lengths = torch.tensor([len(p) for p in prompts])
-        longest = int(lengths.max())
-        ids = torch.full((len(prompts), longest), self._pad_id)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-        if not self.batching.copies_cache:
-            # NOTE: RecurrentGemma keeps state in its layers and treats a prompt of one token as a
-            # decode step; a forward without cache clears that state.
-            self.module(input_ids=ids[:1, :1].to(self.device), use_cache=False)
-        last, options = lengths - 1, {}
-        if not self._makes_cache:
-            # Without a config it grows by itself: HRM runs its layers several times per token.
-            options[_CACHE] = DynamicCache(config=None if self._plain else self._config)
-        if self._takes_positions:
-            options["position_ids"] = torch.arange(longest, device=self.device).expand(ids.shape)
-        if self._keeps_logits:  # only the columns where some prompt ends
-            columns, last = torch.unique(last, return_inverse=True)
-            options["logits_to_keep"] = columns.to(self.device)
-        output = self.module(input_ids=ids.to(self.device), use_cache=True, **options)
-        made = {**output, **options}.items()
-        name, cache = next(((n, c) for n, c in made if isinstance(c, Cache)), ("", None))
-        if cache is None:
-            raise self._unable("it has no cache of transformers' kinds")
-        rows = torch.arange(len(prompts), device=self.device)
-        return output.logits[rows, last.to(self.device)], name, cache
-
     def _decode(
-        self,
-        prompts: list[list[int]],
-        batch: list[int],
-        indices: list[int],
-        sampling: SamplingParams,
-    ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Yields per step: unfinished rows (prompt-major in ``batch``), tokens and log-probs."""
-        n, device = sampling.n, self.device
-        copies = 1 if self.batching.copies_cache else n
-        logits, name, cache = self._prefill([prompts[p] for p in batch for _ in range(copies)])
-        lengths = torch.tensor([len(prompts[p]) for p in batch], device=device).repeat_interleave(n)
-        prompt_index = torch.tensor([indices[p] for p in batch], device=device).repeat_interleave(n)
-        sample_index = torch.arange(n, device=device).repeat(len(batch))
-        if n > copies:
-            logits = logits.repeat_interleave(n, dim=0)
-            cache.reorder_cache(torch.arange(len(batch), device=device).repeat_interleave(n))
-        longest = int(lengths.max())
-        mask = torch.arange(longest, device=device) < lengths.unsqueeze(1)
-        has_gaps = bool((lengths != longest).any())
-        rows = torch.arange(len(batch) * n, device=device)
+        self, prompt: list[int], index: int, samples: range, sampling: SamplingParams
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Yields per step the token of each of ``samples`` and its log-prob, until all have ended;
+        of those that have, any.
+        """
+        device = next(self.module.parameters()).device
+        ids = torch.tensor([prompt] * len(samples), device=device)
+        sample_index = torch.arange(samples.start, samples.stop, device=device)
+        prompt_index = torch.full_like(sample_index, index)
+        finished = torch.zeros_like(sample_index, dtype=torch.bool)
         end_ids = sampling.end_ids(self._stop_ids)
-        num_tokens = self._num_tokens or logits.shape[-1]
-        known = [i for i in sorted(end_ids) if 0 <= i < num_tokens]
+        known = [i for i in sorted(end_ids) if 0 <= i < self._num_tokens]
         ends = torch.tensor(known, dtype=torch.int64, device=device)
-        finished = torch.zeros_like(rows, dtype=torch.bool)
+        cache: dict[str, Any] = {}
         for position in range(sampling.max_new_tokens):
-            uniform = None
+            start = len(prompt) + position - 1 if cache else 0
+            logits, cache = self._forward(ids, start, cache)
+            uniform = forbidden = None
             if sampling.temperature > 0:
                 here = torch.full_like(prompt_index, position)
                 uniform = uniforms(sampling.seed, prompt_index, sample_index, here)
-            forbidden = None
             if position < sampling.min_new_tokens:
-                forbidden = (torch.ones_like(rows, dtype=torch.bool), ends)
-            tokens, logprobs = sample(logits, sampling, uniform, forbidden, num_tokens)
-            live = (~finished).nonzero().squeeze(1)
-            yield rows[live].tolist(), tokens[live].tolist(), logprobs[live].tolist()
+                forbidden = (torch.ones_like(finished), ends)
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)
+            yield tokens.tolist(), logprobs.tolist()
             finished |= torch.isin(tokens, ends)
-            if position + 1 == sampling.max_new_tokens or finished.all():
+            if finished.all():
                 return
-            # Finished rows are removed at once: copying the cache is cheaper than decoding them.
-            if finished.any() and self.batching.copies_cache:
-                keep = (~finished).nonzero().squeeze(1)
-                cache.reorder_cache(keep)
-                tokens, rows, lengths, mask = tokens[keep], rows[keep], lengths[keep], mask[keep]
-                prompt_index, sample_index = prompt_index[keep], sample_index[keep]
-                finished = finished[keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            options = {name: cache}
-            if self._takes_positions:
-                options["position_ids"] = (lengths + position).unsqueeze(1)
-            if has_gaps:
-                options["attention_mask"] = mask.long()
-            output = self.module(input_ids=tokens.unsqueeze(1), use_cache=True, **options)
-            logits = output.logits[:, -1]
+            ids = tokens.unsqueeze(1)
 
-
-def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a weight stream into a whole module. Every weight must appear exactly once.
-
-    Raises:
-        RuntimeError: a weight is missing, unknown, repeated or of another shape (our invariant).
-    """
-    targets = module.state_dict(keep_vars=True)
-    parameters = {name for name, _ in module.named_parameters()}
-    seen: set[str] = set()
-    for name, tensor in stream:
-        if name not in targets:
-            raise RuntimeError(f"the weight stream has {name}, which the module does not have")
-        if name in seen:
-            raise RuntimeError(f"the weight stream has {name} twice")
-        target = targets[name]
-        if target.shape != tensor.shape:  # NOTE: copy_ would broadcast
-            shapes = f"{tuple(tensor.shape)} instead of {tuple(target.shape)}"
-            raise RuntimeError(f"the weight stream has {name} in shape {shapes}")
-        target.data.copy_(tensor)
-        seen.add(name)
-        del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
-    if parameters - seen:
-        raise RuntimeError(f"the weight stream lacks {sorted(parameters - seen)[:3]}")
-
-
-def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """An uninitialized module of ``config``; ``UserError`` with its size if it does not fit."""
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    needed = sum(p.numel() * p.element_size() for p in skeleton.parameters())
-    free = free_bytes(device)
-    if needed > 0.9 * free:
-        raise UserError(
-            f"a whole copy of the actor for generation takes {needed / 2**30:.1f} GiB per process "
-            f"and {free / 2**30:.1f} GiB are free; use a smaller --actor_zero_stage or model"
-        )
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
+    def _forward(
+        self, ids: Tensor, start: int, cache: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Logits after ``ids`` (B, T), which begin at position ``start``; and the cache, under the
+        name of the argument that takes it.
+        """
+        options = {"input_ids": ids, "use_cache": True, **self._options}
+        if "position_ids" in self._parameters:
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+            options["position_ids"] = positions.expand(ids.shape)
+        output = self.module(**options, **cache)
+        if not cache:
+            cache = {name: value for name, value in output.items() if isinstance(value, Cache)}
+        if not cache and CACHE not in self._parameters:
+            raise self._unable("it has no cache of transformers' kinds")
+        if not cache:
+            # RecurrentGemma returns no cache, but fills one that it is given. A forward without
+            # clears the states in its layers.
+            self.module(input_ids=ids[:1, :1], use_cache=False)
+            cache = {CACHE: DynamicCache(config=self._config)}
+            output = self.module(**options, **cache)
+        return output.logits[:, -1], cache

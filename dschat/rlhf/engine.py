@@ -237,7 +237,6 @@ class DeepSpeedRLHFEngine:
         args = self.args
         return RolloutSettings(
             dtype=self._actor_zero.dtype,
-            pad_id=self.tokenizer.pad_token_id,
             engine=EngineConfig.of_rollout(args, self.stop_ids, num_ids(self.tokenizer)),
             tp_size=args.inference_tp_size,
             temperature=args.temperature,

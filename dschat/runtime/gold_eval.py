@@ -4,6 +4,7 @@ The gold scorer is independent of rewards and training: all steps and the benchm
 """
 
 import logging
+from contextlib import nullcontext
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +15,8 @@ from dschat.builtin.gold_scorer import answer_metrics
 from dschat.config import SupervisedConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.splits import parse_spec
-from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.inference.protocol import Generator, SamplingParams
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
+from dschat.inference.module_engine import module_generator
 from dschat.models.continued_text import continued_texts
 from dschat.models.vocabulary import num_ids
 from dschat.observability.metrics_log import MetricsLog
@@ -35,7 +36,7 @@ class GoldEvaluation:
     """Logs the gold score of a trained module's answers, before and after training.
 
     Off where ``config`` names data that the gold scorer does not know, and where ZeRO-3 shards the
-    module: the Hugging Face generator needs whole weights.
+    module: generation needs whole weights.
     """
 
     def __init__(
@@ -46,27 +47,24 @@ class GoldEvaluation:
         config: SupervisedConfig,
         is_sharded: bool,
     ) -> None:
-        self._generator: Generator | None = None
-        if gold_knows(config.data_path) and not is_sharded:
-            self._generator = HuggingFaceGenerator(
-                module, stop_ids, tokenizer.pad_token_id, num_tokens=num_ids(tokenizer)
-            )
-        self._tokenizer = tokenizer
+        self._is_on = gold_knows(config.data_path) and not is_sharded
+        self._module, self._tokenizer, self._stop_ids = module, tokenizer, stop_ids
         self._max_prompts = config.max_eval_samples
 
     def log(self, metrics_log: MetricsLog, step: int) -> None:
         """Collective. Write ``eval/gold`` and its companions under ``step``."""
-        if self._generator is None:
+        if not self._is_on:
             return
-        metrics = sample_gold(self._generator, self._tokenizer, self._max_prompts)
+        metrics = sample_gold(self._module, self._tokenizer, self._stop_ids, self._max_prompts)
         metrics_log.write(step, metrics)
         if step > 0:
             logger.info("gold score of sampled answers: %.3f", metrics["eval/gold"])
 
 
 def sample_gold(
-    generator: Generator,
+    module: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    stop_ids: tuple[int, ...],
     max_prompts: int,
     max_new_tokens: int = 48,
 ) -> dict[str, float]:
@@ -77,10 +75,14 @@ def sample_gold(
     share = dist.my_share(list(range(len(prompts))))
     texts = [prompts[i] for i in share]
     ids = [prompt_text_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=EVAL_SEED)
-    rollout = generator.generate(ids, sampling, share)
     sums = {"gold": 0.0, "answer_length": 0.0, "eos_share": 0.0}
     if share:
+        longest = max(map(len, ids)) + max_new_tokens
+        sizes = EngineConfig(stop_ids, num_ids(tokenizer), max_seq_len=longest, cuda_graphs=False)
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=EVAL_SEED)
+        made = module_generator(module, sizes)
+        with made.weights.in_use() if isinstance(made, InferenceEngine) else nullcontext():
+            rollout = made.generate(ids, sampling, share)
         answers = continued_texts(tokenizer, rollout.token_ids)
         lengths = [len(answer) for answer in rollout.token_ids]
         stopped = [reason == "stop" for reason in rollout.finish_reasons]

@@ -71,7 +71,7 @@ def settings_of(**changes: Any) -> RolloutSettings:
     names = changes.keys() & {field.name for field in fields(EngineConfig)}
     sizes = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS}
     sizes |= {name: changes.pop(name) for name in names}
-    required = {"dtype": torch.float32, "pad_id": EOS, "engine": EngineConfig(**sizes)}
+    required = {"dtype": torch.float32, "engine": EngineConfig(**sizes)}
     return RolloutSettings(**required | changes)
 
 

@@ -25,8 +25,9 @@ from transformers import set_seed
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
+from dschat.hybrid.module_copy import fill
 from dschat.hybrid.weight_stream import weight_stream
-from dschat.inference.hf_generator import HuggingFaceGenerator, fill
+from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.checkpoint import Checkpoint
@@ -352,7 +353,7 @@ def _run_ppo(case: Case, models: Path, out: Path) -> dict[str, Any]:
     with engine.ema_mode() as generator:
         greedy = SamplingParams(max_new_tokens=4, temperature=0.0)
         answers = generator.generate(PROBES, greedy)
-    oracle = HuggingFaceGenerator(average, engine.stop_ids, EOS)
+    oracle = HuggingFaceGenerator(average, engine.stop_ids)
     assert answers.token_ids == oracle.generate(PROBES, greedy).token_ids
     engine.save(out)
     return result

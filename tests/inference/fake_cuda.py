@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -173,6 +174,7 @@ def fake_cuda():
         pytest.skip("needs g++ for a CUDA device guard")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", _Event)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         watch = Watch()
         patch.setattr(FakeTensor, "tolist", watch.tolist)
         with FakeTensorMode() as watch.mode, watch:
@@ -197,16 +199,25 @@ def fake_weights(config, dtype, adjacent=False):
     }
 
 
-def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", **knobs):
+def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", in_module=False, **knobs):
     """An engine on the fake device whose decode steps are captured by ``watch``.
 
     ``borrowed``: the weights are read in place, each an allocation ("parts") or all "adjacent".
+    ``in_module``: it runs transformers' own module.
     """
-    tensors = fake_weights(config, dtype, borrowed == "adjacent")
     knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
-    made = InferenceEngine(config, dtype, DEVICE, EngineConfig(**knobs))
+    module = None
+    if in_module:
+        with DEVICE:
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    made = InferenceEngine(config, dtype, DEVICE, EngineConfig(**knobs), module=module)
     if made.captures:
         made._capture = watch.capture
+    if in_module:
+        with warnings.catch_warnings(action="ignore"):  # fake tensors have no addresses
+            made.weights.use()
+        return made
+    tensors = fake_weights(config, dtype, borrowed == "adjacent")
     if borrowed:
         made.weights.borrow(tensors)
     else:

@@ -98,8 +98,7 @@ def module_of():
 
 def engine_on(module, **sizes):
     sizes = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS} | sizes
-    config = EngineConfig(**sizes)
-    return module_engine(module, module.config, torch.float32, torch.device("cpu"), config)
+    return module_engine(module, EngineConfig(**sizes))
 
 
 @every_family

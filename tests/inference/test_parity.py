@@ -48,7 +48,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
 @every_family()
 def test_answers_are_those_of_the_hugging_face_generator(name, module_of):
     module = module_of(name)
-    oracle = HuggingFaceGenerator(module, (EOS,), pad_id=EOS)
+    oracle = HuggingFaceGenerator(module, (EOS,))
     ours = engine(module, page_size=8)
     for sampling in (
         SamplingParams(max_new_tokens=14, temperature=0),

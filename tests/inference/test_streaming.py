@@ -24,7 +24,7 @@ def made(module_of):
 def either(request, made, module_of):
     """An engine, and a Hugging Face module with the same weights."""
     module = module_of("llama")
-    return made if request.param == "engine" else HuggingFaceGenerator(module, (EOS,), pad_id=EOS)
+    return made if request.param == "engine" else HuggingFaceGenerator(module, (EOS,))
 
 
 @pytest.fixture(scope="module")

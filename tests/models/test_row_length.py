@@ -103,7 +103,7 @@ def test_decoding_across_the_original_length_is_what_training_computes(name, loa
     model = load(CONFIGS[name](), 3 * ORIGINAL)
     prompts = [[5, 6, 7, 8], list(range(2, ORIGINAL))]
     sampling = SamplingParams(max_new_tokens=2 * ORIGINAL, ignore_eos=True)
-    generators = [HuggingFaceGenerator(model, (0,), 0, self_check=True)]
+    generators = [HuggingFaceGenerator(model, (0,), self_check=True)]
     if name not in ("phimoe", "proportional"):  # which the inference engine does not run
         sizes = EngineConfig(max_num_seqs=4, max_seq_len=3 * ORIGINAL)
         engine = InferenceEngine(model.config, torch.float32, torch.device("cpu"), sizes)
@@ -140,7 +140,7 @@ def test_without_a_run_no_row_is_beyond_the_short_factors(load, tmp_path):
     yarn = rope_config("yarn")
     assert (num_positions(config), num_positions(yarn)) == (ORIGINAL, yarn.max_position_embeddings)
     model = load(config, 0)
-    generator = HuggingFaceGenerator(model, (0,), 0)
+    generator = HuggingFaceGenerator(model, (0,))
     with pytest.raises(UserError, match=f"exceeds the model's {ORIGINAL} positions"):
         generator.generate([list(range(2, ORIGINAL))], SamplingParams(max_new_tokens=3))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -28,7 +28,7 @@ def test_the_engine_turns_it_off():
 
 
 def test_generate_of_transformers_turns_it_off():
-    HuggingFaceGenerator(build("llama"), stop_ids=(0,), pad_id=0)
+    HuggingFaceGenerator(build("llama"), stop_ids=(0,))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

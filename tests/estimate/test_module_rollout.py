@@ -1,0 +1,70 @@
+"""Planned rollouts of families that transformers' module runs: in the engine, or the fallback."""
+
+import pytest
+import torch
+from estimates import estimated, rlhf_fields
+from tiny_models import IDS, SMALL
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dschat.inference import EngineConfig
+from dschat.inference.module_engine import module_engine
+
+_SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+FAMILIES = {
+    "phi": {},
+    "gemma3_text": _LAYERS,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "deepseek_v3": {  # keys are wider than values
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 10,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_5_text": {  # states beside keys and values
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+}
+
+
+def planned(name, folder, **knobs):
+    config = AutoConfig.for_model(name, **_SIZES | FAMILIES[name])
+    config.save_pretrained(folder)
+    return config, estimated(rlhf_fields(str(folder)) | knobs)[0].rollout
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt_neo"])
+def test_the_cache_is_that_of_the_engine(name, tmp_path):
+    config, rollout = planned(name, tmp_path, kv_page_size=8)
+    assert rollout.in_engine
+    assert rollout.form.startswith("inference engine with transformers' module on training weights")
+    assert rollout.weights == 0
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    sizes = EngineConfig(max_num_seqs=32, max_seq_len=40, page_size=8)
+    cache = module_engine(module, sizes, is_checked=True).cache
+    states = cache.states.tensors.values() if cache.states is not None else ()
+    assert rollout.cache == cache.pairs.nbytes + sum(state.nbytes for state in states)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"), [("gpt_neo", {}), ("phi", {"enable_hybrid_engine": False})]
+)
+def test_the_fallback_answers_one_prompt_at_a_time(name, knobs, tmp_path):
+    config, rollout = planned(name, tmp_path, **knobs)
+    assert not rollout.in_engine
+    assert rollout.form == "transformers' module on training weights"
+    if name == "phi":
+        keys_and_values = 2 * config.num_hidden_layers * 16 * 2
+        assert rollout.cache == 2 * 40 * keys_and_values  # two samples of 40 tokens in 16 bits
