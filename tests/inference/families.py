@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -21,6 +22,7 @@ from transformers import (
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
@@ -52,6 +54,12 @@ _LLAMA = _IDS | _SMALL | {"num_key_value_heads": 2}
 _OPT = tiny_models.OPT | _IDS | {"num_attention_heads": HEADS}
 _GPT2 = tiny_models.GPT2 | _IDS | {"n_layer": 3, "n_head": HEADS}
 _BLOOM = _IDS | {"n_layer": 2, "initializer_range": 0.3}
+
+
+_MOE = _LLAMA | {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_GEMMA = _LLAMA | _KINDS | {"num_hidden_layers": 3, "sliding_window": 6, "head_dim": 12}
+_GEMMA |= {"query_pre_attn_scalar": 10, "final_logit_softcapping": 5.0}
 
 
 def _rope(kind, **more):
@@ -118,11 +126,37 @@ CONFIGS = {
     ),
     "qwen3_partial": lambda: Qwen3Config(**_LLAMA, head_dim=12, partial_rotary_factor=0.25),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=12, attention_bias=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_MOE, head_dim=12, num_experts=5, moe_intermediate_size=16, mlp_only_layers=[1]
+    ),
+    "qwen3_moe_not_renormalized": lambda: Qwen3MoeConfig(
+        **_MOE,
+        num_experts=3,
+        moe_intermediate_size=16,
+        norm_topk_prob=False,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=6,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_GEMMA,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+        },
+    ),
+    "gemma3_untied": lambda: Gemma3TextConfig(
+        **_GEMMA | {"final_logit_softcapping": None},
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
 }
 
 
 # One of each layout and kind of position; the rest differ from one of these by a line or two.
 CORE = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
+CORE += ("qwen3_moe", "gemma3")
 
 
 def every_family(names=tuple(CONFIGS)):
