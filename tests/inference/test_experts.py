@@ -18,7 +18,7 @@ from dschat.inference.model.experts import Experts
 
 pytestmark = pytest.mark.usefixtures("operators_of_torch")
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
-NAMES = ["qwen3_moe"]
+NAMES = ["qwen3_moe", "gpt_oss"]
 
 
 def on_stacks(made):

@@ -213,7 +213,8 @@ class Decoder:
             return total if spec.residual_scale == 1.0 else total.mul_(spec.residual_scale)
 
         if spec.parallel_residual:
-            mixed.add_(self._mlp(w, self._add_norm(w.norm2, h, None, step), step))
+            x = x if w.norm2 is None else self._add_norm(w.norm2, h, None, step)
+            mixed.add_(self._mlp(w, x, step))
             return h, add_up(mixed)
         if not spec.pre_norm:
             h = self._add_norm(w.norm1, h, add_up(mixed), step)
@@ -282,7 +283,8 @@ class Decoder:
     ) -> Tensor:
         """(..., 2 I), gate and up one after the other or ``is_interleaved``, -> (..., I)."""
         clamped = self.spec.experts.clamped if self.spec.experts is not None else None
-        if step.kernels is not None and self._activation is F.silu and not is_interleaved:
+        is_usual = self._activation is F.silu and clamped is None and not is_interleaved
+        if step.kernels is not None and is_usual:
             return step.kernels.silu_mul(inner)
         halves = inner.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else inner.chunk(2, -1)
         gate, up = halves if is_gate_first else halves[::-1]

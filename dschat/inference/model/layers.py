@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dschat.inference.model.attention import Scores
@@ -22,7 +23,10 @@ class Norm(NamedTuple):
         if weight is None:
             return None
         assert weight.is_contiguous()
-        return cls(weight, weights.tensors.get(f"{name}.bias"), weights.norm_offset)
+        bias = weights.tensors.get(f"{name}.bias")
+        if bias is None and weights.spec.norm == "layernorm":
+            bias = torch.zeros_like(weight)
+        return cls(weight, bias, weights.norm_offset)
 
     @property
     def scale(self) -> Tensor:
