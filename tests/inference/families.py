@@ -271,6 +271,13 @@ def empty_engine(config, **knobs):
     return InferenceEngine(config, dtype, torch.device("cpu"), sizes, group)
 
 
+def on_stacks(made):
+    """Keep an engine's experts in one tensor, as on a device."""
+    made.weights._stacks = True
+    made.weights.backends = dict.fromkeys(made.weights.backends, "plain")
+    return made
+
+
 def engine(module, **knobs):
     """`empty_engine` with the weights of ``module``."""
     made = empty_engine(module.config, **knobs)

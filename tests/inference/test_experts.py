@@ -8,7 +8,7 @@ import torch
 from fake_cuda import fake_cuda, fake_engine
 from fake_steps import PROMPTS as SHORT
 from fake_steps import SAMPLED, waits
-from families import CONFIGS, PROMPTS, empty_engine, engine, logprob_gap, stream
+from families import CONFIGS, PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
 from test_weights import base_tensors, factors, with_adapters
 
 from dschat.config import UserError
@@ -19,13 +19,6 @@ from dschat.inference.model.experts import Experts
 pytestmark = pytest.mark.usefixtures("operators_of_torch")
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
 NAMES = ["qwen3_moe", "gpt_oss"]
-
-
-def on_stacks(made):
-    """An engine whose experts lie in one tensor, as on a device."""
-    made.weights._stacks = True
-    made.weights.backends = dict.fromkeys(made.weights.backends, "plain")
-    return made
 
 
 @pytest.mark.parametrize("layout", ["copy", "borrowed"])
