@@ -170,7 +170,7 @@ class CapturedCore(Core):
                 num_pages = len(sequence.pages)
                 self._reserve(sequence, sum(self._launched) + width - 1)
                 self._show_pages(row, sequence, num_pages)
-                room = min(len(sequence.pages), self._pages) * self._scheduler.page_size
+                room = min(len(sequence.pages), self._pages) * self._engine.page_size
                 rows[row] = RowDraft(room, len(sequence), list(drafts[row][0]))
             self._state.load_drafts(rows)
         return width

@@ -30,10 +30,11 @@ from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import (
     AnyDecoder,
     ModuleDecoder,
-    ModuleWeights,
     module_spec,
 )
+from dschat.inference.model.module_weights import ModuleWeights
 from dschat.inference.model.rotary import model_positions
+from dschat.inference.model.states import StatePool, num_slots
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sequence import Request
@@ -92,7 +93,8 @@ class InferenceEngine:
         bound = model_positions(self.spec, config)
         self.max_seq_len, self.max_num_seqs = sizes.seq_len(bound), sizes.max_num_seqs
         self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
-        self._capture = capture_for(device, sizes.cuda_graphs)
+        # NOTE: a captured step would have to find slots of states on the device.
+        self._capture = None if self.spec.states else capture_for(device, sizes.cuda_graphs)
         page_size = sizes.tokens_per_page(
             self.max_seq_len, self._capture is not None, self.bytes_per_token(), self._free_bytes()
         )
@@ -114,7 +116,8 @@ class InferenceEngine:
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
         self._length_flags = "the model's positions" if is_models else sizes.length_flags
         mode = sizes.speculate
-        self.speculation = None if mode == "off" else Speculation(mode)
+        # A draft that is refused would need the state before it.
+        self.speculation = Speculation(mode) if mode != "off" and not self.spec.states else None
         self.stats = GenerationStats()
 
     @classmethod
@@ -210,10 +213,15 @@ class InferenceEngine:
                     self.spec.head_size,
                     self.dtype,
                     self.device,
-                    keeps_prefixes=self.page_size < self.max_seq_len,
+                    keeps_prefixes=self.page_size < self.max_seq_len and not self.spec.states,
+                    states=self._states(),
                 )
                 self._cached_loads = self.weights.loads
             return self._cache
+
+    def _states(self) -> StatePool | None:
+        spec, count = self.spec, num_slots(self.max_num_seqs)
+        return StatePool(spec.states, count, self.config, self.device) if spec.states else None
 
     def forget_prefixes(self) -> None:
         """Reuse no keys and values of earlier calls: the weights have changed in place."""
@@ -222,7 +230,10 @@ class InferenceEngine:
                 self._cache.forget()
 
     def _free_bytes(self) -> int:
-        return free_bytes(self.device) if self._sizes.kv_cache_gib is None else 0
+        if self._sizes.kv_cache_gib is not None:
+            return 0
+        states = num_slots(self.max_num_seqs) * sum(state.nbytes for state in self.spec.states)
+        return max(0, free_bytes(self.device) - states)
 
     def _num_pages(self) -> int:
         page_bytes = self.page_size * self.bytes_per_token()

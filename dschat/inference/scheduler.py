@@ -20,7 +20,7 @@ from itertools import islice
 
 from dschat.config import UserError
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.sequence import Request, Sequence, StepSchedule
+from dschat.inference.sequence import Request, Sequence, StepSchedule, rows_of
 
 # With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
 # an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.
@@ -62,24 +62,8 @@ class Scheduler:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue ``sequences``, first those with tokens from an earlier call; longest first."""
-        rows = self._rows_of(sequences)
+        rows = rows_of(sequences, self._samples_apart)
         self._waiting.extend(sorted(rows, key=lambda s: (not s.answer, -len(s))))
-
-    def _rows_of(self, sequences: Iterable[Sequence], known: int = 0) -> list[Sequence]:
-        """Make those with the same tokens a row; returns the first one of each. ``known``: the
-        first tokens of the answers, which are the same.
-        """
-        alike: dict[object, list[Sequence]] = {}
-        for s in sequences:
-            own = s.sample if self._samples_apart and s.answer else None
-            alike.setdefault((s.request, own, *s.answer[known:]), []).append(s)
-        for first, *twins in alike.values():
-            first.twins = twins
-        return [row[0] for row in alike.values()]
-
-    @property
-    def page_size(self) -> int:
-        return self._cache.page_size
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +84,7 @@ class Scheduler:
         decodes = [s for s in self._running if self._decodes(s)]
         if self._separate_prefill and len(decodes) < len(self._running):
             decodes = []
-        decodes.sort(key=lambda s: s.pages[0])
+        decodes.sort(key=lambda s: s.pages[0] if s.slot is None else s.slot)
         budget = max(1, self._max_num_batched_tokens - len(decodes))
         chunks: list[tuple[Sequence, int]] = []
         for sequence in self._running:
@@ -194,8 +178,11 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._cache.release(sequence.pages)
-        sequence.pages, sequence.computed, sequence.next_key = [], 0, None
+        pages, sequence.pages = sequence.pages, []
+        self._cache.release(pages)
+        if self._cache.states is not None and sequence.slot is not None:
+            self._cache.states.release(sequence.slot)
+        sequence.slot, sequence.computed, sequence.next_key = None, 0, None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release a sequence's pages; it waits at the front of the queue and is computed again."""
@@ -230,7 +217,9 @@ class Scheduler:
     def _allocate(self, sequence: Sequence) -> None:
         """Allocate pages for all tokens, but those of a prefix that is in the cache."""
         cache = self._cache
-        pages, sequence.next_key = cache.find(_findable(sequence))
+        if cache.states is not None:
+            sequence.slot = cache.states.allocate()
+        pages, sequence.next_key = cache.find(sequence.findable)
         cache.retain(pages)
         sequence.pages = pages + cache.allocate(cache.pages_for(len(sequence)) - len(pages))
         sequence.computed = len(pages) * cache.page_size
@@ -239,7 +228,7 @@ class Scheduler:
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence is computing a page that this one can share after the step."""
         computing = {s.next_key for s in self._running} - {None}
-        return bool(computing) and self._cache.find(_findable(sequence))[1] in computing
+        return bool(computing) and self._cache.find(sequence.findable)[1] in computing
 
     def _fits_next(self) -> bool:
         """Whether a slot and pages are free for the first sequence in the queue."""
@@ -262,7 +251,7 @@ class Scheduler:
     def _pages_to_admit(self, sequence: Sequence) -> int:
         needed = self._cache.pages_for(len(sequence))
         if not sequence.pages:
-            found, _ = self._cache.find(_findable(sequence))
+            found, _ = self._cache.find(sequence.findable)
             return needed - sum(self._cache.num_users(page) > 0 for page in found)
         return needed - len(sequence.pages) + self._must_copy(sequence)
 
@@ -297,6 +286,8 @@ class Scheduler:
         elif sequence.computed % cache.page_size:
             cache.withdraw(last)  # the tokens in it may be those of a sequence that has ended
         pages += cache.allocate(cache.pages_for(len(sequence)) - len(pages))
+        if cache.states is not None and sequence.slot is not None:
+            sequence.slot = cache.states.own(sequence.slot)
 
     def _compact(self) -> None:
         """If a page holds a whole sequence, move the used pages to the front of the cache.
@@ -323,7 +314,7 @@ class Scheduler:
         for sequence, count in schedule.chunks:
             sequence.computed += count
             self._cache.publish(sequence.tokens(0, sequence.computed), sequence.pages)
-            _, sequence.next_key = self._cache.find(_findable(sequence))
+            _, sequence.next_key = self._cache.find(sequence.findable)
 
     def split_row(self, first: Sequence, unfinished: list[Sequence]) -> None:
         """Record that all sequences of ``first``'s row have drawn. Those with the same answer are a
@@ -335,16 +326,34 @@ class Scheduler:
         # NOTE: the row with the most tokens in the cache keeps the pages. It overwrites none of
         # these tokens, and the other rows need some of them: as many as were drafted right.
         known = first.computed - len(first.request.ids)
-        rows = self._rows_of(sorted(unfinished, key=lambda s: -len(s)), known)
+        longest_first = sorted(unfinished, key=lambda s: -len(s))
+        rows = rows_of(longest_first, self._samples_apart, known)
         pages = first.pages
         self._replace(first, rows[0])
         for sequence in rows:
             sequence.computed = len(sequence) - 1
+        keeps = self._share_state(rows)
         for sequence in rows[1:]:
+            sequence.computed *= keeps
             sequence.pages = pages[: self._cache.pages_for(sequence.computed)]
             self._cache.retain(sequence.pages)
-            self._held[sequence.pages[-1]] += 1
+            if keeps:
+                self._held[sequence.pages[-1]] += 1
         self._waiting.extendleft(reversed(rows[1:]))
+
+    def _share_state(self, rows: list[Sequence]) -> bool:
+        """Whether all ``rows`` keep the state of the first one, which goes on with a copy; else the
+        others are computed again.
+        """
+        states, slot = self._cache.states, rows[0].slot
+        if states is None or slot is None or not rows[1:]:
+            return True
+        if states.num_free <= self._max_num_seqs - len(self._running):
+            return False  # those are for rows that may yet be admitted
+        for sequence in rows[1:]:
+            sequence.slot = states.retain(slot)
+        rows[0].slot = states.own(slot)
+        return True
 
     def _replace(self, first: Sequence, other: Sequence) -> None:
         """Give ``other``, of the same row, the place and the pages of ``first``."""
@@ -353,16 +362,15 @@ class Scheduler:
         queue = self._running if first in self._running else self._waiting
         queue[queue.index(first)] = other
         other.pages, other.computed, other.next_key = first.pages, first.computed, first.next_key
-        first.pages = []
+        other.slot, first.slot, first.pages = first.slot, None, []
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence that has its last token."""
         self._running.remove(sequence)
         # NOTE: steps on the device may have run past the last token.
-        known = min(sequence.computed, len(sequence) - 1)
-        pages, sequence.pages = sequence.pages, []
+        known, pages = min(sequence.computed, len(sequence) - 1), sequence.pages
         self._cache.publish(sequence.tokens(0, known), pages)
-        self._cache.release(pages)
+        self._release(sequence)
         self._promote_holders(pages)
 
     def drop(self, request: Request, sample: int | None = None) -> None:
@@ -386,12 +394,7 @@ class Scheduler:
     def clear(self) -> None:
         """Drop all sequences and free their pages."""
         for sequence in [*self._running, *self._waiting]:
-            self._cache.release(sequence.pages)
+            self._release(sequence)
         self._held.clear()
         self._running.clear()
         self._waiting.clear()
-
-
-def _findable(sequence: Sequence) -> list[int]:
-    """The tokens that may be taken from the cache: all but the last, whose logits are needed."""
-    return sequence.tokens(0, len(sequence) - 1)

@@ -109,6 +109,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False
     pages: list[int] = field(default_factory=list)
+    slot: int | None = None  # of its recurrent state
     computed: int = 0
     draft: list[int] = field(default_factory=list)  # of the next positions, for one step
     uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
@@ -139,11 +140,31 @@ class Sequence:
         """The sequences that draw from its row: itself and its twins."""
         return [self, *self.twins]
 
+    @property
+    def findable(self) -> list[int]:
+        """Tokens that may be taken from the cache: all but the last, whose logits are needed."""
+        return self.tokens(0, len(self) - 1)
+
     def tokens(self, first: int, last: int) -> list[int]:
         ids, num_ids = self.request.ids, len(self.request.ids)
         if first >= num_ids:
             return self.answer[first - num_ids : last - num_ids]
         return ids[first:last] + self.answer[: max(0, last - num_ids)]
+
+
+def rows_of(sequences: Iterable[Sequence], apart: bool, known: int = 0) -> list[Sequence]:
+    """Make those with the same tokens a row; returns the first one of each.
+
+    ``apart``: not those that have drawn a token. ``known``: the first tokens of the answers, which
+    are the same.
+    """
+    alike: dict[object, list[Sequence]] = {}
+    for s in sequences:
+        own = s.sample if apart and s.answer else None
+        alike.setdefault((s.request, own, *s.answer[known:]), []).append(s)
+    for first, *twins in alike.values():
+        first.twins = twins
+    return [row[0] for row in alike.values()]
 
 
 @dataclass

@@ -4,6 +4,8 @@ Packs the tokens of a `StepSchedule`, maps them to cache slots and runs the deco
 """
 
 import logging
+from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from dschat.inference.cuda_graphs import Capture, DecodeGraphs
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.module_decoder import AnyDecoder
+from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
 from dschat.inference.sequence import Sequence, StepSchedule
 
 logger = logging.getLogger("dschat")
@@ -45,6 +47,11 @@ class StepRunner:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
         for each token of the draft.
         """
+        if self._cache.states is None:
+            return self._logits(schedule)
+        return torch.cat([self._logits(part) for part in _parts(schedule)])
+
+    def _logits(self, schedule: StepSchedule) -> Tensor:
         size = self._cache.page_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -77,7 +84,13 @@ class StepRunner:
             self._decoder.slopes,
         )
         ready_R = torch.tensor(ready, dtype=torch.int64).to(self.device) if chunks else None
-        return self._decoder.step(tokens_T, positions_T, attention, ready_R)
+        if self._cache.states is None:
+            return self._decoder.step(tokens_T, positions_T, attention, ready_R)
+        assert isinstance(self._decoder, ModuleDecoder)
+        slots = [s.slot for s, _ in spans if s.slot is not None]
+        with self._cache.states.carried(slots, spans[0][0].computed == 0) as states:
+            rows = Carried(states, len(slots), len(ready) // len(slots))
+            return self._decoder.step(tokens_T, positions_T, attention, carried=rows)
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `CapturedCore`; captured again if weights or cache were reallocated."""
@@ -119,6 +132,20 @@ class StepRunner:
             if size < longest:
                 ragged = ragged or width * size > longest
         return Decodes(count, positions_T[:count] + 1, longest, table, ragged)
+
+
+def _parts(schedule: StepSchedule) -> Iterator[StepSchedule]:
+    """Steps whose sequences compute equally many tokens, and all of them begin or go on."""
+    # NOTE: a prompt of one token may be a decode.
+    for _, decodes in groupby(schedule.decodes, lambda s: (len(s.draft), s.computed == 0)):
+        yield StepSchedule(list(decodes), [])
+
+    def kind(chunk: tuple[Sequence, int]) -> tuple[int, int, bool, bool]:
+        s, count = chunk
+        return count, len(s.draft), s.computed == 0, s.computed + count == len(s)
+
+    for _, chunks in groupby(schedule.chunks, kind):
+        yield StepSchedule([], list(chunks))
 
 
 def _in_order(pages: list[list[int]]) -> bool:

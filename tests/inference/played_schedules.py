@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 from hypothesis import strategies as st
+from transformers import PretrainedConfig
 
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.states import StatePool, StateShape, num_slots
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Request
 
 MAX_SEQ_LEN = 24
+STATE = (StateShape(0, "recurrent_states", 0, (), torch.float32),)
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Case:
     drafts: int = 0  # tokens of a draft at most
     agree: int = 0  # first tokens of all answers to a prompt; as many more of every second one
     samples_apart: bool = False
+    has_states: bool = False
 
     def token(self, prompt, sample, position):
         """The same in every run. The prompt's own are those of "sample" 7."""
@@ -58,6 +62,7 @@ def cases(draw):
     longest = max(p + max(a) for p, a in zip(prompt_lengths, answer_lengths, strict=True))
     fewest = -(-longest // page_size)
     max_num_seqs = draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
+    has_states = draw(st.sampled_from([False, False, True]))
     most = max(fewest, max_num_seqs * -(-MAX_SEQ_LEN // page_size))
     return Case(
         prompt_lengths,
@@ -68,10 +73,11 @@ def cases(draw):
         draw(st.integers(1, 30)),
         draw(st.booleans()),
         draw(st.sampled_from([0, 1, 2])),
-        draw(st.booleans()),
-        draw(st.sampled_from([0, 3, 8])),
+        draw(st.booleans()) and not has_states,
+        0 if has_states else draw(st.sampled_from([0, 3, 8])),
         draw(st.integers(0, 4)),
         draw(st.sampled_from([False, False, True])),
+        has_states,
     )
 
 
@@ -104,7 +110,12 @@ class Run:
     def __post_init__(self):
         case = self.case
         sizes = 1, case.num_pages, case.page_size, 1, 1, torch.float32, torch.device("cpu")
-        self.cache = KVCache(*sizes, case.keeps_prefixes)
+        self.states = None
+        if case.has_states:
+            count = num_slots(case.max_num_seqs)
+            self.states = StatePool(STATE, count, PretrainedConfig(), sizes[-1])
+            (self.state,) = self.states.tensors.values()
+        self.cache = KVCache(*sizes, case.keeps_prefixes, self.states)
         self.call(
             [
                 [case.token(number, 7, position) for position in range(length)]
@@ -136,6 +147,8 @@ class Run:
             self.step()
             assert self.steps < self.bound, "no end in sight"
         assert self.cache.num_free == self.case.num_pages
+        if self.states is not None:
+            assert self.states.num_free == len(self.state)
         return self
 
     def step(self):
@@ -202,9 +215,19 @@ class Run:
             for position, number in enumerate(numbers, start=first):
                 self.cache.keys[0, s.pages[position // size], position % size] = number
             self.prefilled += count if not s.answer else 0
+            if self.states is not None:
+                self.check_state(s, first)
+                self.state[s.slot] = numbers[-1]
+
+    def check_state(self, s, count):
+        """A new state is written without being read."""
+        if self.states is not None and count:
+            numbers = prefix_numbers(s.request.ids + s.answer)
+            assert self.state[s.slot].item() == numbers[count - 1]
 
     def check_content(self, s, count):
         assert s.computed == count
+        self.check_state(s, count)
         held = self.cache.keys[0, s.pages].flatten()[:count].tolist()
         assert held == prefix_numbers(s.request.ids + s.answer)[:count]
 

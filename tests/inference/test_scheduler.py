@@ -23,7 +23,7 @@ def test_every_sequence_finishes_once_and_no_page_is_lost(case):
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_second_call_continues_answers_of_the_first(case, random):
     """Its prompts start like the sequences of the first call, and are as long as the cache lets."""
-    case.keeps_prefixes = True
+    case.keeps_prefixes, case.has_states = True, False
     run = Run(case).to_the_end()
     texts = [
         [case.token(number, 7, i) for i in range(case.prompt_lengths[number])] + list(answer)

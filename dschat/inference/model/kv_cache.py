@@ -11,6 +11,8 @@ from itertools import count
 
 import torch
 
+from dschat.inference.model.states import StatePool
+
 # -- prefix index ----------------------------------------------------------------------------------
 #
 # Finds cache pages by their tokens, so that a prefix that was computed once is not again.
@@ -94,8 +96,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         keeps_prefixes: bool = False,
+        states: StatePool | None = None,
     ) -> None:
-        """``keeps_prefixes``: full pages can be found by their tokens."""
+        """``keeps_prefixes``: full pages can be found by their tokens. ``states``: of layers that
+        have no keys and values.
+        """
         shape = (num_layers, num_pages + 1, page_size, 2, num_kv_heads, head_size)
         # NOTE: zeros, not empty: masked keys have weight 0, and 0 x NaN is NaN. Tensors created in
         # inference mode could not be written outside it.
@@ -111,7 +116,7 @@ class KVCache:
         self.trash_page = num_pages
         self._free = list(range(num_pages))  # a heap: the lowest number first
         self._users = [0] * num_pages
-        self.keeps_prefixes = keeps_prefixes
+        self.keeps_prefixes, self.states = keeps_prefixes, states
         self._index = PrefixIndex(page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # free but in the index, oldest first
 

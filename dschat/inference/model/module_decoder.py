@@ -11,11 +11,10 @@ Shapes: T packed tokens, H query and K key-value heads, D head size.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +28,14 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
-from dschat.distributed import RankGroup
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
-from dschat.inference.model.linear import Linear, fastest_backends
-from dschat.inference.model.weights import DECODE_ROWS
-from dschat.models.linear import OneDnnLinear
+from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
-from dschat.models.packing.model import WINDOW_IN_MASK, beyond_attention
+from dschat.models.packing.model import WINDOW_IN_MASK, selects_keys
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 
@@ -77,76 +73,22 @@ def _attention(
         if others.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} uses {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step(query, key, value, Scores(scale, sliding_window, softcap, s_aux))[None], None
+    # Rows of a batch are tokens like others.
+    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+    out = step(q, k, v, Scores(scale, sliding_window, softcap, s_aux))
+    return out.unflatten(0, (len(query), -1)), None
 
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class ModuleWeights:
-    """What an engine asks of weights, for those of ``module``; on a CPU with packed copies of its
-    linear layers, as the products of the architecture table's decoder are.
-    """
+class Carried(NamedTuple):
+    """The states of a step's sequences, in the order of its tokens: equally many of each."""
 
-    def __init__(
-        self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
-    ) -> None:
-        self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
-        self.version = 0  # changes when tensors are replaced: captured steps hold addresses
-        self.loads = 0  # changes with every value that is loaded
-        self._addresses: list[int] = []
-        self._use = ExitStack()
-        weight = next(module.parameters())
-        self.device = weight.device
-        layers = [m for m in module.modules() if type(m) in (nn.Linear, OneDnnLinear)]
-        shapes = {m: (m.out_features, m.in_features) for m in layers}
-        backends = fastest_backends(set(shapes.values()), DECODE_ROWS, weight.dtype, self.device)
-        self._linears = {
-            m: Linear(shape, False, weight.dtype, self.device, backends[shape])
-            for m, shape in shapes.items()
-            if backends[shape] != "plain"
-        }
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take over the module's present values."""
-        for layer, linear in self._linears.items():
-            linear.pack(layer.weight.detach())
-            linear.bias = None if layer.bias is None else layer.bias.detach()
-        self.loads += 1
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Runs the module in eval mode, with the attention of steps and these products."""
-        addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
-        self.version += addresses != self._addresses
-        self._addresses = addresses
-        given = {layer: layer.forward for layer in self._linears}
-        own = {layer: f for layer, f in given.items() if "forward" in vars(layer)}
-        with paged(self.module):
-            for layer, linear in self._linears.items():
-                vars(layer)["forward"] = partial(_product, linear, given[layer])
-            try:
-                yield
-            finally:
-                for layer in self._linears:
-                    del vars(layer)["forward"]
-                    vars(layer).update({"forward": own[layer]} if layer in own else {})
-
-    def use(self) -> None:
-        """`in_use` for good."""
-        self._use.enter_context(self.in_use())
-
-    def drop(self) -> None:
-        pass
-
-
-def _product(linear: Linear, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-    """The packed product; ``forward`` where training calls a head for more than its product."""
-    if others or torch.is_grad_enabled() or not x.numel():
-        return forward(x, *others)
-    return linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+    states: StepCache
+    num_sequences: int
+    num_ready: int  # the last tokens of each sequence whose logits are wanted
 
 
 class ModuleDecoder:
@@ -171,8 +113,11 @@ class ModuleDecoder:
         attention: Attention,
         ready: Tensor | None = None,
         kernels: StepKernels | None = None,
+        carried: Carried | None = None,
     ) -> Tensor:
-        """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all."""
+        """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all, or
+        as ``carried`` says.
+        """
         calls = iter(range(self.spec.num_layers))
 
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
@@ -181,13 +126,21 @@ class ModuleDecoder:
                 how = how._replace(window=self._windows[layer])
             return _attended(attention, layer, q, k, v, how, self.spec)
 
+        rows = 1 if carried is None else carried.num_sequences
+        if carried is not None:
+            length = len(tokens) // rows
+            ready = torch.arange(length - carried.num_ready, length, device=tokens.device)
         keep: dict[str, Any] = {}
         if self._keeps_logits and ready is not None:
             keep["logits_to_keep"] = ready
+        more = keep if carried is None else keep | {"use_cache": True, CACHE: carried.states}
+        shape = rows, -1
         with _calling(one):
-            logits = _forward(self.module, tokens, positions, **keep)
+            logits = _forward(self.module, tokens.view(shape), positions.view(shape), **more)
         assert next(calls, None) is None, "not all layers called the step's attention"
-        return logits if keep or ready is None else logits.index_select(0, ready)
+        if not keep and ready is not None:
+            logits = logits.index_select(1, ready)
+        return logits.flatten(0, 1)
 
 
 AnyDecoder = Decoder | ModuleDecoder
@@ -201,9 +154,12 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     """
     base = without_adapters(module)
     name = type(base).__name__
-    reason = beyond_attention(base)
-    if reason or "position_ids" not in _parameters(module):
-        reason = reason or "it takes no positions"
+    parameters = _parameters(module)
+    reason = selects_keys(base) or ("" if "position_ids" in parameters else "it takes no positions")
+    has_states = CACHE in parameters and holds_states(base.config)
+    if getattr(base, "_is_stateful", False) and not has_states:
+        reason = reason or "its states are not in transformers' cache"
+    if reason:
         raise UnsupportedModel(f"{name}: {reason}")
     shapes: list[tuple[int, int, int]] = []
     scores: list[Scores] = []
@@ -211,12 +167,10 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
         scores.append(how)
         shapes.append((q.shape[1], k.shape[1], max(q.shape[-1], v.shape[-1])))
-        return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
+        return nothing(q, k, v, how)
 
-    tokens = torch.arange(2, device=next(module.parameters()).device)
     try:
-        with torch.no_grad(), paged(module), _calling(one):
-            logits = _forward(module, tokens, tokens)
+        logits, states = probe(module, one, has_states)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{name} fails ({first_line(error)})") from error
     heads = {q for q, _, _ in shapes}
@@ -238,7 +192,27 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
         activation="",
         max_positions=num_positions(config),
         windows=tuple(windows),
+        states=states,
     )
+
+
+def probe(
+    module: "PreTrainedModel | PeftModel", step: Step, has_states: bool = False
+) -> tuple[Tensor, tuple[StateShape, ...]]:
+    """Logits (1, 2, V) of two tokens with ``step`` for attention, and the states they leave."""
+    tokens = torch.arange(2, device=next(module.parameters()).device)[None]
+    options: dict[str, Any] = {}
+    if has_states:
+        cache = StepCache(config=without_adapters(module).config)
+        options = {"use_cache": True, CACHE: cache}
+    with torch.no_grad(), paged(module), _calling(step):
+        logits = _forward(module, tokens, tokens, **options)
+    return logits, cache.shapes() if has_states else ()
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+    """A `Step` of zeros."""
+    return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
 
 
 def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
@@ -272,16 +246,16 @@ def _calling(step: Step) -> Iterator[None]:
         _step.reset(token)
 
 
-def _forward(module: nn.Module, tokens: Tensor, positions: Tensor, **keep: Any) -> Tensor:
+def _forward(module: nn.Module, tokens: Tensor, positions: Tensor, **options: Any) -> Tensor:
+    """Logits (B, R, V) of tokens and positions (B, T)."""
     output = module(
-        input_ids=tokens[None],
-        position_ids=positions[None],
+        input_ids=tokens,
+        position_ids=positions,
         # Four dimensions: transformers builds no mask of its own, which would be (T, T).
         attention_mask=tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool),
-        use_cache=False,
-        **keep,
+        **{"use_cache": False} | options,
     )
-    return output.logits[0]
+    return output.logits
 
 
 def _attended(

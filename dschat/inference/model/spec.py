@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dschat.config import UserError
+from dschat.inference.model.states import StateShape
 
 
 class UnsupportedModel(UserError):
@@ -91,6 +92,7 @@ class ModelSpec:
     whole_qk_norm: bool = False  # query and key norms are of all heads together, not of each
     alibi: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys that a query attends to; (): all
+    states: tuple[StateShape, ...] = ()  # of layers without keys and values
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
     attention_softcap: float | None = None  # c: scores are c * tanh(score / c)
     tied: bool = False

@@ -192,8 +192,12 @@ def packing_problem(base: PreTrainedModel) -> str:
 
 def beyond_attention(base: PreTrainedModel) -> str:
     """What decides, beside queries and keys, which tokens a layer reads; "" if nothing is known."""
-    if any(name.endswith(".indexer") for name, _ in base.named_modules()):
-        return "its attention selects keys"
     if getattr(base, "_is_stateful", False):
         return "it has a recurrent state"
-    return ""
+    return selects_keys(base)
+
+
+def selects_keys(base: PreTrainedModel) -> str:
+    """That attention reads some keys only; "" if it is not known to."""
+    has_indexer = any(name.endswith(".indexer") for name, _ in base.named_modules())
+    return "its attention selects keys" if has_indexer else ""

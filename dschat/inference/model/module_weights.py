@@ -1,0 +1,167 @@
+"""Holds the weights of transformers' own module for the engine, on a CPU in packed copies.
+
+The module's linear layers then run as the engine's packed products, and those that read the same
+input (queries, keys and values; gate and up) as one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dschat.distributed import RankGroup
+from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.linear import Linear, fastest_backends
+from dschat.inference.model.module_decoder import nothing, paged, probe
+from dschat.inference.model.weights import DECODE_ROWS
+from dschat.models.cpu_matmul import Backend
+from dschat.models.linear import OneDnnLinear
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+class ModuleWeights:
+    """What an engine asks of weights, for those of ``module``; on a CPU with packed copies of its
+    linear layers, as the products of the architecture table's decoder are.
+    """
+
+    def __init__(
+        self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
+    ) -> None:
+        self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
+        self.version = 0  # changes when tensors are replaced: captured steps hold addresses
+        self.loads = 0  # changes with every value that is loaded
+        self._addresses: list[int] = []
+        self._use = ExitStack()
+        weight = next(module.parameters())
+        self.device = weight.device
+        self._products: list[_Product] = []
+        if self.device.type == "cpu":
+            self._products = _products(module, weight.dtype)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the module's present values."""
+        for product in self._products:
+            product.pack()
+        self.loads += 1
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Runs the module in eval mode, with the attention of steps and these products."""
+        addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
+        self.version += addresses != self._addresses
+        self._addresses = addresses
+        with ExitStack() as scope:
+            scope.enter_context(paged(self.module))
+            for product in self._products:
+                scope.enter_context(product.in_use())
+            yield
+
+    def use(self) -> None:
+        """`in_use` for good."""
+        self._use.enter_context(self.in_use())
+
+    def drop(self) -> None:
+        pass
+
+
+class _Product:
+    """One packed product for linear ``layers`` that read the same input."""
+
+    def __init__(self, layers: list[nn.Linear], dtype: torch.dtype, backend: Backend) -> None:
+        self._layers, self._sizes = layers, [layer.out_features for layer in layers]
+        shape = sum(self._sizes), layers[0].in_features
+        self._linear = Linear(shape, False, dtype, torch.device("cpu"), backend)
+        self._input: Tensor | None = None
+        self._input_version = 0  # another one after a change in place
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def pack(self) -> None:
+        weights = [layer.weight.detach() for layer in self._layers]
+        self._linear.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
+        self._linear.bias = None
+        if any(layer.bias is not None for layer in self._layers):
+            self._linear.bias = torch.cat(
+                [
+                    weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()
+                    for layer, weight in zip(self._layers, weights, strict=True)
+                ]
+            )
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with ExitStack() as scope:
+            for number, layer in enumerate(self._layers):
+                forward = partial(self._run, number, layer.forward)
+                scope.enter_context(_calling(layer, forward))
+            yield
+        self._input, self._outputs = None, ()
+
+    def _run(self, number: int, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+        """A layer's output; ``forward`` where training calls a head for more than its product."""
+        if others or torch.is_grad_enabled() or not x.numel():
+            return forward(x, *others)
+        if x is not self._input or x._version != self._input_version:
+            y = self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            self._input, self._input_version = x, x._version
+            self._outputs = y.split(self._sizes, -1)
+        output = self._outputs[number]
+        if number == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return output
+
+
+@contextmanager
+def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Has ``layer`` call ``forward``."""
+    own = vars(layer).get("forward")
+    vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(layer)["forward"]
+        if own is not None:
+            vars(layer)["forward"] = own
+
+
+def _products(module: "PreTrainedModel | PeftModel", dtype: torch.dtype) -> list[_Product]:
+    """Products for all linear layers, where packing is the fastest."""
+    kinds = nn.Linear, OneDnnLinear
+    layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == dtype]
+    groups = _readers_of_one_input(module, layers)
+    shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
+    backends = fastest_backends(set(shapes), DECODE_ROWS, dtype, torch.device("cpu"))
+    return [
+        _Product(group, dtype, backends[shape])
+        for group, shape in zip(groups, shapes, strict=True)
+        if backends[shape] != "plain"
+    ]
+
+
+def _readers_of_one_input(
+    module: "PreTrainedModel | PeftModel", layers: list[nn.Linear]
+) -> list[list[nn.Linear]]:
+    """All ``layers``, those together that read the same tensor in a forward."""
+    readers: dict[tuple[int, int], list[nn.Linear]] = {}
+    inputs: list[Tensor] = []  # kept: else another tensor might have the place of one
+    grouped: set[nn.Linear] = set()
+
+    def note(layer: nn.Linear, given: tuple[Tensor, ...]) -> None:
+        if given and layer not in grouped:
+            grouped.add(layer)
+            inputs.append(given[0])
+            readers.setdefault((id(given[0]), given[0]._version), []).append(layer)
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        probe(module, nothing)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [*readers.values(), *([layer] for layer in layers if layer not in grouped)]

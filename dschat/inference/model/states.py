@@ -1,0 +1,150 @@
+"""Keeps the recurrent states of sequences, of layers that carry one from token to token.
+
+Such layers (Mamba, gated delta nets, short convolutions) have states of a fixed size in place of
+keys and values. A slot holds those of one sequence, of all layers. Samples of a prompt that wait to
+go on from its state share its slot; whoever runs has one alone.
+"""
+
+import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig, cache_utils
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+_KINDS = ("conv_states", "recurrent_states")
+# Before transformers had one class for them, states could not be reached from outside.
+_StateLayer: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+# The argument of a model's forward that takes its cache: named as in what the forward returns.
+CACHE = next(f.name for f in fields(CausalLMOutputWithPast) if "Cache" in str(f.type))
+
+
+def num_slots(max_num_seqs: int) -> int:
+    """Slots for ``max_num_seqs`` rows, and for prompts with samples that wait."""
+    return max_num_seqs + max(2, max_num_seqs // 4)
+
+
+class StateShape(NamedTuple):
+    """A state of a layer, by its place in transformers' cache."""
+
+    layer: int
+    kind: str  # an attribute of the cache's layer: one of `_KINDS`
+    number: int  # there
+    shape: tuple[int, ...]  # of one sequence
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class StepCache(DynamicCache):
+    """What a module reads and writes in one step: states. Keys and values are the engine's."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and masks are given
+
+    def shapes(self) -> tuple[StateShape, ...]:
+        """Of the states that a forward has left here."""
+        return tuple(
+            StateShape(layer_number, kind, number, tuple(state.shape[1:]), state.dtype)
+            for layer_number, layer in enumerate(self.layers)
+            if isinstance(layer, _StateLayer)
+            for kind in _KINDS
+            for number, state in getattr(layer, kind).items()
+            if state is not None
+        )
+
+    def put(self, where: StateShape, state: Tensor) -> None:
+        """Have a forward go on from ``state`` (B, ...), in place."""
+        layer: Any = self.layers[where.layer]
+        getattr(layer, where.kind)[where.number] = state
+        getattr(layer, f"is_{where.kind}_initialized")[where.number] = True
+        layer.has_previous_state[where.number] = True
+        if where.kind == "conv_states":
+            layer.conv_kernel_size[where.number] = state.shape[-1]
+
+
+def holds_states(config: PretrainedConfig) -> bool:
+    """Whether transformers' cache for this model has states."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except (AttributeError, KeyError):  # transformers has none
+        return False
+    return any(isinstance(layer, _StateLayer) for layer in layers)
+
+
+class StatePool:
+    """``num_slots`` slots for states of ``shapes``."""
+
+    def __init__(
+        self,
+        shapes: tuple[StateShape, ...],
+        num_slots: int,
+        config: PretrainedConfig,
+        device: torch.device,
+    ) -> None:
+        self._config, self._users = config, [0] * num_slots
+        self._free = list(range(num_slots))  # a heap: the lowest number first
+        with torch.inference_mode(False):
+            self.tensors = {
+                where: torch.zeros(num_slots, *where.shape, dtype=where.dtype, device=device)
+                for where in shapes
+            }
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take the lowest free slot, with one user."""
+        slot = heapq.heappop(self._free)
+        self._users[slot] = 1
+        return slot
+
+    def retain(self, slot: int) -> int:
+        """Add a user to a slot."""
+        self._users[slot] += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        self._users[slot] -= 1
+        assert self._users[slot] >= 0
+        if not self._users[slot]:
+            heapq.heappush(self._free, slot)
+
+    def own(self, slot: int) -> int:
+        """``slot`` if it has one user; else a copy of it, in its place for this user."""
+        if self._users[slot] == 1:
+            return slot
+        copy = self.allocate()
+        for state in self.tensors.values():
+            state[copy].copy_(state[slot])
+        self.release(slot)
+        return copy
+
+    @contextmanager
+    def carried(self, slots: list[int], is_first: bool) -> Iterator[StepCache]:
+        """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones."""
+        cache = StepCache(config=self._config)
+        first, count = slots[0], len(slots)
+        adjacent = slots == list(range(first, first + count))
+        index = torch.tensor(slots)
+        for where, states in self.tensors.items():
+            if not is_first:
+                cache.put(where, states[first : first + count] if adjacent else states[index])
+        yield cache
+        for where, states in self.tensors.items():
+            given = states[first : first + count] if adjacent else None
+            now = getattr(cache.layers[where.layer], where.kind)[where.number]
+            if given is None:
+                states[index] = now
+            elif now.data_ptr() != given.data_ptr():
+                given.copy_(now)
