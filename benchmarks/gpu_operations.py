@@ -22,8 +22,9 @@ from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, model_spec
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart, HeadLayout
-from dschat.inference.model.decoder import Decoder, _Layer, _Norm, _Step
+from dschat.inference.model.decoder import Decoder, _Step
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.layers import Layer, Mlp, Norm
 from dschat.inference.model.weights import Weights
 from dschat.inference.sampler import Sampler, SamplingKind, StepSampling
 from dschat.inference.sequence import Request
@@ -118,7 +119,7 @@ class Product(Operation):
         """Outputs, inputs, and whether it has a bias."""
         weights = Weights(self.spec, DTYPE, torch.device("meta"), RankGroup())
         name = self.name if self.name == "head" else f"layers.0.{self.name}"
-        shape = weights._linear_shape(name)
+        shape = weights._share.linear_shape(name)
         assert shape is not None
         return *shape, f"{name}.bias" in weights._parts
 
@@ -153,7 +154,7 @@ class Product(Operation):
             linear = BorrowedLinear({"": BorrowedPart(weight, bias)})
             assert kernels is None or kernels.takes(linear, x, activation)
             if is_up:
-                return (decoder._mlp(_layer(up=linear, down=_Same()), x, step),)
+                return (decoder._mlp(_layer(mlp=Mlp(linear, _Same())), x, step),)
             return (step.product(linear, x),)
 
         return run
@@ -168,12 +169,12 @@ class _Same:
         return x
 
 
-def _layer(**parts: Any) -> _Layer:
+def _layer(**parts: Any) -> Layer:
     """A layer with ``parts`` only."""
-    return _Layer(**dict.fromkeys(_Layer._fields) | {"is_gate_first": True} | parts)
+    return Layer(**dict.fromkeys(Layer._fields) | parts)
 
 
-def _no_attention(layer: int, heads_THD: Tensor, layout: HeadLayout) -> Tensor:
+def _no_attention(*call: Any) -> Tensor:
     raise AssertionError("a product has no attention")
 
 
@@ -225,7 +226,7 @@ class DecodeAttention(Operation):
         decodes = Decodes(self.rows, lengths, num_pages * page_size, table, ragged=True)
         step = decoder._step(positions, _no_attention, kernels)
         layout = HeadLayout.of(self.spec.num_heads, self.spec.num_kv_heads)
-        layer, biases = _layer(layout=layout), {}
+        layer, biases = _layer(layout=layout, rotary=decoder.rotary), {}
 
         def run(heads: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
             cache = _CacheLayer(pairs, page_size)
@@ -274,7 +275,7 @@ class AddNorm(Operation):
         def run(
             h: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, ...]:
-            return (decoder._add_norm(_Norm(weight, bias), h, added, step),)
+            return (decoder._add_norm(Norm(weight, bias), h, added, step),)
 
         return run
 

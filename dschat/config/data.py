@@ -177,6 +177,11 @@ class MicroBatchConfig:
     How forwards take a process's rows of an optimizer step; the update does not depend on it.
     """
 
+    attn_implementation: Optional[str] = speed_flag(
+        None,
+        "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
+        "choice.",
+    )
     packing: Literal["auto", "on", "off"] = speed_flag(
         "auto",
         "Train and score on token streams without padding, in which answers to one prompt share "

@@ -87,6 +87,10 @@ ELSEWHERE = {
     "reward_funcs": ("reward_fn",),
     "eval_interval": ("eval_steps",),
     "resume_from_checkpoint": ("resume",),
+    "use_vllm": ("rollout_backend vllm",),
+    "vllm_mode": ("rollout_backend vllm",),
+    "vllm_gpu_memory_utilization": ("kv_cache_gib",),
+    "vllm_tensor_parallel_size": ("inference_tp_size",),
 }
 # Old flags that still work, by the types of their values: DeepSpeed-Chat's.
 _ACCEPTED = {

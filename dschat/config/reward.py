@@ -176,6 +176,7 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         for flag_name, excludes in (
             ("--partial_rollout", self.partial_rollout),
             ("--no_enable_hybrid_engine", not self.enable_hybrid_engine),
+            ("--rollout_backend vllm", self.rollout_backend == "vllm"),
         ):
             require(
                 not (self.has_episodes and excludes),

@@ -75,6 +75,9 @@ class RolloutConfig:
     enable_hybrid_engine: bool = speed_flag(
         True, "Generate with the inference engine, not with the Hugging Face model."
     )
+    rollout_backend: Literal["auto", "engine", "vllm"] = speed_flag(
+        "auto", "What generates: the inference engine (auto), or vLLM in the same process."
+    )
     inference_tp_size: int = speed_flag(
         1, "Tensor-parallel size of generation, in processes.", ge=1
     )
@@ -174,3 +177,24 @@ class RolloutConfig:
             self.inference_tp_size == 1 or self.rollout_layout != "zero_copy",
             "--rollout_layout zero_copy needs --inference_tp_size 1",
         )
+        if self.rollout_backend == "vllm":
+            self._require_of_vllm()
+
+    def _require_of_vllm(self) -> None:
+        truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        lacks = {
+            "--no-enable_hybrid_engine": not self.enable_hybrid_engine,
+            "--partial_rollout": self.partial_rollout,
+            f"--speculate {self.speculate}": self.speculate != "off",
+            "--rollout_layout zero_copy": self.rollout_layout == "zero_copy",
+            "--rollout_lora side": self.rollout_lora == "side",
+            # vLLM's log-probs are of the logits themselves, or of what is drawn from.
+            f"--top_k, --top_p or --min_p with --temperature {self.temperature:g}": truncates
+            and self.temperature not in (0, 1),
+        }
+        for flags, is_set in lacks.items():
+            require(
+                not is_set,
+                f"--rollout_backend vllm does not go with {flags}; drop it, or use "
+                "--rollout_backend engine",
+            )

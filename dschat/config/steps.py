@@ -56,10 +56,10 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     max_steps: int = flag(
         0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
     )
-    attn_implementation: Optional[str] = speed_flag(
+    router_aux_loss_coef: Optional[float] = flag(
         None,
-        "Attention of the training model: sdpa, eager or flash_attention_2; default: transformers' "
-        "choice.",
+        "Load-balancing loss of a mixture of experts; default: its config's, 0 for a policy.",
+        ge=0,
     )
     trust_remote_code: bool = place_flag(False, "Run Python code that a checkpoint brings.")
     # tokenizer

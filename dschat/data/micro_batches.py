@@ -48,8 +48,9 @@ def row_tokens(row: Mapping[str, Any]) -> RowTokens:
 class MicroBatchSize:
     """The size of micro-batches: ``rows`` or, unless 0, ``tokens``.
 
-    ``padded``: whether rows are padded to the longest of their micro-batch, which counts as tokens.
-    A row of more than ``tokens`` is a micro-batch of its own.
+    ``padded``: whether rows are padded to the longest of their micro-batch, which counts as tokens;
+    those of like length are together then. A row of more than ``tokens`` is a micro-batch of its
+    own.
     """
 
     rows: int
@@ -61,8 +62,8 @@ class MicroBatchSize:
         at least one, and the last ones empty on a rank that needs fewer.
         """
         if not self.tokens:
-            starts = range(0, len(rows), self.rows)
-            parts = [list(range(len(rows)))[i : i + self.rows] for i in starts]
+            order = _longest_first(rows) if self.padded else list(range(len(rows)))
+            parts = [sorted(order[i : i + self.rows]) for i in range(0, len(rows), self.rows)]
         else:
             parts = (_padded if self.padded else _packed)(rows, self.tokens)
         count = dist.max_int(max(1, len(parts)))
@@ -131,16 +132,20 @@ def _blocks(rows: Sequence[RowTokens], budget: int) -> tuple[list[list[int]], li
 
 
 def _padded(rows: Sequence[RowTokens], budget: int) -> list[list[int]]:
-    """Rows of similar length together: a micro-batch takes its sequences x the longest."""
+    """A micro-batch takes its sequences x the longest."""
     parts: list[list[int]] = []
     num_sequences = 0
-    for i in sorted(range(len(rows)), key=lambda i: -rows[i].longest):
+    for i in _longest_first(rows):
         num_sequences += rows[i].num_sequences
         if not parts or num_sequences * rows[parts[-1][0]].longest > budget:
             parts.append([])
             num_sequences = rows[i].num_sequences
         parts[-1].append(i)
     return [sorted(part) for part in parts]
+
+
+def _longest_first(rows: Sequence[RowTokens]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda i: -rows[i].longest)
 
 
 # -- tensors

@@ -36,6 +36,8 @@ from dschat.observability.device_span import DeviceSpan
 
 T = TypeVar("T")
 
+RolloutBackend = Literal["auto", "engine", "vllm"]
+
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -44,6 +46,7 @@ class RolloutSettings:
     dtype: torch.dtype
     engine: EngineConfig
     tp_size: int = 1
+    temperature: float = 1.0  # of the answers whose log-probs training reads
     layout: Literal["auto", "copy", "zero_copy"] = "auto"
     lora: Literal["auto", "merge", "side"] = "auto"
     frozen_base: bool = False  # only adapters are trained
@@ -89,7 +92,9 @@ class RolloutForm(Protocol):
         ...
 
 
-def check_tensor_parallel(config: PretrainedConfig, tp_size: int) -> None:
+def check_tensor_parallel(
+    config: PretrainedConfig, tp_size: int, backend: RolloutBackend = "auto"
+) -> None:
     """Raise ``UserError`` if ``tp_size`` processes cannot share a rollout of this model.
 
     Needs only the config: call it before any weight loads.
@@ -102,6 +107,8 @@ def check_tensor_parallel(config: PretrainedConfig, tp_size: int) -> None:
             f"{flag} does not divide the {dist.world_size()} processes; choose a divisor, or start "
             "more of them (train.py --num-gpus)"
         )
+    if backend == "vllm":  # which says itself what it cannot divide
+        return
     try:
         check_shares(model_spec(config), tp_size)
     except UnsupportedModel as reason:

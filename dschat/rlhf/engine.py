@@ -23,6 +23,7 @@ from dschat.config.errors import require
 from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away
 from dschat.hybrid.rollout_form import RolloutForm, RolloutSettings, rollout_form
+from dschat.hybrid.vllm_rollout import VLLMRollout
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
@@ -134,12 +135,7 @@ class DeepSpeedRLHFEngine:
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
         )
-        self.rollout: RolloutForm = rollout_form(
-            unwrap(self.actor),
-            self.actor_config,
-            self._rollout_settings(),
-            self.args.enable_hybrid_engine,
-        )
+        self.rollout = self._rollout_form()
         self.version = 0  # optimizer steps the actor has taken
         self.token_budget = fixed_or_zero(self.args.max_tokens_per_micro_batch)
         self._announce()
@@ -231,12 +227,19 @@ class DeepSpeedRLHFEngine:
         for note in self.checkpoints.notes:
             logger.warning("%s", note)
 
+    def _rollout_form(self) -> RolloutForm:
+        module, config, settings = unwrap(self.actor), self.actor_config, self._rollout_settings()
+        if self.args.rollout_backend == "vllm":
+            return VLLMRollout(module, config, settings)
+        return rollout_form(module, config, settings, self.args.enable_hybrid_engine)
+
     def _rollout_settings(self) -> RolloutSettings:
         args = self.args
         return RolloutSettings(
             dtype=self._actor_zero.dtype,
             engine=EngineConfig.of_rollout(args, self.stop_ids, num_ids(self.tokenizer)),
             tp_size=args.inference_tp_size,
+            temperature=args.temperature,
             layout=args.rollout_layout,
             lora=args.rollout_lora,
             frozen_base=bool(args.actor_lora_dim) and args.only_optimize_lora,

@@ -14,6 +14,7 @@ import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import check_tensor_parallel
+from dschat.hybrid.vllm_rollout import installed_release
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.packing.model import Packing
 from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
@@ -139,7 +140,9 @@ def find_checkpoints(
     found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
     start.check("lm", args.attn_implementation, *lora, args.packing)
-    check_tensor_parallel(start.config, args.inference_tp_size)
+    if args.rollout_backend == "vllm":
+        installed_release()
+    check_tensor_parallel(start.config, args.inference_tp_size, args.rollout_backend)
     scores = bool(named) or (bool(critic) and not args.has_reward_functions)
     # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
     if not (scores or args.has_critic) and critic and critic != actor:

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
+from dschat.config import UserError
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
 from dschat.losses import group_has_variance, group_stats, kl_penalty
 from dschat.memory import peak_memory_gib
+from dschat.models.router_loss import METRIC
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience
 from dschat.runtime.optimizer_step import DeviceSums
 
 logger = logging.getLogger("dschat")
+
+_OTHER_MODEL = 1.0  # nats per token: no rounding, nor dropout, is as much
 
 # Already the same on every rank; the other sums of an update are this rank's.
 _GLOBAL = (
@@ -215,6 +219,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
         "loss/kl_avg": ("kl_loss", "policy_count"),
         "loss/distill_avg": ("distill_loss", "policy_count"),
         "loss/entropy_avg": ("entropy", "policy_count"),
+        METRIC: (METRIC, "policy_count"),
         "rollout/logprob_gap": ("gap", "gap_actions"),
         "rollout/mismatch_kl": ("mismatch_kl", "gap_actions"),
     }
@@ -239,11 +244,20 @@ def mismatch_sums(logprobs: Tensor, batch: Experience) -> DeviceSums:
     }
 
 
-def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype) -> bool:
-    """Warn where ``rollout/logprob_gap`` is larger than rounding explains; whether it did."""
+def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype, backend: str) -> bool:
+    """Warn where ``rollout/logprob_gap`` is larger than rounding explains; whether it did.
+
+    Raises:
+        UserError: vLLM generates with other weights, or computes another model.
+    """
     gap, bound = metrics.get("rollout/logprob_gap", 0.0), 0.01 if dtype == torch.float32 else 0.1
     if not gap > bound:
         return False
+    if backend == "vllm" and not gap < _OTHER_MODEL:
+        raise UserError(
+            f"--rollout_backend vllm: its log-probs differ by {gap:.3g} nats per token from those "
+            "that training computes: it runs this model otherwise; use --rollout_backend engine"
+        )
     logger.warning(
         "rollout/logprob_gap is %.3g nats per token, above %g: answers are sampled from another "
         "distribution than the one that is trained (dropout, low precision, or a model that the "

@@ -26,6 +26,7 @@ from dschat.losses import (
     top_k_reverse_kl,
     value_loss,
 )
+from dschat.models.router_loss import add_router_loss, router_metrics
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.batching import micro_batches, settle_token_budget
@@ -251,8 +252,10 @@ class DeepSpeedPPOTrainer:
             for m in range(args.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
-        self.metrics |= training_metrics(sums)
-        self._warned_of_gap = self._warned_of_gap or warn_of_gap(self.metrics, self.engine.dtype)
+        self.metrics |= training_metrics(sums) | router_metrics(actor)
+        self._warned_of_gap = self._warned_of_gap or warn_of_gap(
+            self.metrics, self.engine.dtype, self.args.rollout_backend
+        )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():
             self.metrics["policy/loss_scale"] = loss_scale(actor)
@@ -362,6 +365,9 @@ class DeepSpeedPPOTrainer:
             sums["entropy"] = bonus.detach()
         if self._measures_gap:
             sums |= mismatch_sums(logprobs.detach(), batch)
+        assert batch.rows is not None
+        weight = aggregation_count(mask, args.aggregation)
+        loss, sums = add_router_loss(self.engine.actor, loss, sums, batch.rows, weight)
         step.backward(loss)
         return sums
 

@@ -344,7 +344,8 @@ def trained_engine(
     packed = wrap(model, config.packing)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
     if isinstance(packed, PackedModel):
-        watch_routers(packed, is_wanted=not is_policy)
+        asked = None if name == "critic" else config.router_aux_loss_coef
+        watch_routers(packed, asked, is_policy)
     return initialize_training(
         packed,
         zero,

@@ -12,6 +12,7 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import StepBatches, endless
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
+from dschat.models.router_loss import router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
@@ -78,7 +79,7 @@ def train_step(
         step.backward(loss)
         parts.append(sums)
     step.finish()
-    return task.summarize(_reduce(parts)), step
+    return task.summarize(_reduce(parts)) | router_metrics(engine), step
 
 
 def train(

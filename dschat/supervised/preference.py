@@ -26,6 +26,7 @@ from dschat.losses import dpo_loss, ipo_loss, kto_loss
 from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import PackedRows
+from dschat.models.router_loss import add_router_loss
 from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
@@ -158,12 +159,13 @@ class PreferenceTask:
         if self._uses_kl:
             kl = batch.kl * batch.num_real
             sums["kl"] = total.new_full((), kl, dtype=torch.float64)
-        return total, sums | {"loss": total.detach()}
+        sums["loss"] = total.detach()
+        return add_router_loss(model, total, sums, batch.rows, batch.present.sum() / 2)
 
     def summarize(self, sums: dict[str, float]) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         of = {side: max(sums[f"num/{side}"], 1.0) for side in ("chosen", "rejected")}
-        of["loss"] = max(sums["num/chosen"] + sums["num/rejected"], 1.0) / 2
+        of["loss"] = of["aux_loss"] = max(sums["num/chosen"] + sums["num/rejected"], 1.0) / 2
         return {
             name: value / of.get(name.rpartition("/")[2], pairs)
             for name, value in sums.items()

@@ -58,6 +58,11 @@ def test_without_a_budget_rows_are_cut_in_their_order(num_rows, size):
     assert len(parts) == max(1, -(-num_rows // size))
 
 
+def test_rows_of_like_length_share_a_padded_micro_batch():
+    rows = [answer(None, 0, n) for n in (3, 9, 4, 8, 1)]
+    assert MicroBatchSize(2, padded=True).split(rows) == [[1, 3], [0, 2], [4]]
+
+
 def test_other_ranks_decide_how_many_micro_batches_there_are(monkeypatch):
     monkeypatch.setattr("dschat.distributed.max_int", lambda value: 3)
     assert MicroBatchSize(2).split([answer(None, 0, 1)] * 3) == [[0, 1], [2], []]

@@ -15,6 +15,7 @@ from test_same_losses import by_name, slow
 
 GAP = 1e-4  # of fp32 log-probs
 FAMILIES = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES += ("qwen3_moe", "gemma3", "gpt_oss")
 STAGES, TP_SIZES, LORA = (0, 2, 3), (1, 2), ("off", "merge", "side")
 AXES = (FAMILIES, STAGES, TP_SIZES, LORA)
 

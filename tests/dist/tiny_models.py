@@ -180,8 +180,9 @@ def score_model(name: str, seed: int = 1) -> torch.nn.Module:
 def randomized(model: torch.nn.Module) -> torch.nn.Module:
     """Biases and norms are drawn too, so that a lost one shows."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            centre = 0.0 if name.endswith("bias") else 1.0
+        if parameter.dim() == 1 or name.endswith("bias"):
+            # Gemma's norms multiply by 1 + their weights, which start from 0.
+            centre = 0.0 if name.endswith("bias") or not parameter.any() else 1.0
             parameter.data.normal_(centre, 0.1)
     return model.eval()
 

@@ -3,7 +3,7 @@
 from collections import deque
 from functools import partial
 
-from families import engine
+from families import empty_engine, on_stacks, stream
 
 from dschat.inference import cuda_graphs, step_runner
 from dschat.inference.captured_core import CapturedCore
@@ -60,7 +60,11 @@ def captured_by(made, capture, kernels=None):
 
 def on_graphs(module, capture=again, **knobs):
     """An engine that decodes as on CUDA; ``capture`` records its steps."""
-    return captured_by(engine(module, **knobs), capture)
+    made = empty_engine(module.config, **knobs)
+    if made.spec.experts is not None:
+        on_stacks(made)
+    made.weights.load(stream(module))
+    return captured_by(made, capture)
 
 
 def graphs_of(made):

@@ -14,13 +14,28 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
@@ -54,6 +69,20 @@ _GPT2 = tiny_models.GPT2 | _IDS | {"n_layer": 3, "n_head": HEADS}
 _BLOOM = _IDS | {"n_layer": 2, "initializer_range": 0.3}
 
 
+_MOE = _LLAMA | {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_GEMMA = _LLAMA | _KINDS | {"num_hidden_layers": 3, "sliding_window": 6, "head_dim": 12}
+_GEMMA |= {"query_pre_attn_scalar": 10, "final_logit_softcapping": 5.0}
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def _rope(kind, **more):
     rope = {"rope_type": kind, "rope_theta": 100.0} | more
     return lambda: LlamaConfig(**_LLAMA, rope_parameters=rope)
@@ -72,6 +101,8 @@ def longrope(inside, **beside):
     sizes = _LLAMA | {"max_position_embeddings": 4 * POSITIONS}
     return LlamaConfig(**sizes, rope_parameters=rope | inside, **beside)
 
+
+_LONGROPE = longrope({}).rope_parameters
 
 CONFIGS = {
     "opt": lambda: OPTConfig(**_OPT),
@@ -118,11 +149,97 @@ CONFIGS = {
     ),
     "qwen3_partial": lambda: Qwen3Config(**_LLAMA, head_dim=12, partial_rotary_factor=0.25),
     "qwen3": lambda: Qwen3Config(**_LLAMA, head_dim=12, attention_bias=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_MOE, head_dim=12, num_experts=5, moe_intermediate_size=16, mlp_only_layers=[1]
+    ),
+    "qwen3_moe_not_renormalized": lambda: Qwen3MoeConfig(
+        **_MOE,
+        num_experts=3,
+        moe_intermediate_size=16,
+        norm_topk_prob=False,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=6,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_GEMMA,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+        },
+    ),
+    "gemma3_untied": lambda: Gemma3TextConfig(
+        **_GEMMA | {"final_logit_softcapping": None},
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma2": lambda: Gemma2Config(**_GEMMA, attn_logit_softcapping=2.0),
+    "olmo2": lambda: Olmo2Config(**_LLAMA, attention_bias=True),
+    "olmo3": lambda: Olmo3Config(
+        **_LLAMA | _KINDS | {"num_hidden_layers": 3},
+        sliding_window=6,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": _YARN,
+        },
+    ),
+    "phi3": lambda: Phi3Config(**_LLAMA, sliding_window=6, partial_rotary_factor=0.5),
+    "phi3_longrope": lambda: Phi3Config(
+        **_LLAMA | {"max_position_embeddings": 4 * POSITIONS},
+        original_max_position_embeddings=POSITIONS,
+        rope_parameters=_LONGROPE,
+    ),
+    "granite": lambda: GraniteConfig(
+        **_LLAMA,
+        attention_bias=True,
+        mlp_bias=True,
+        attention_multiplier=0.3,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        logits_scaling=0.7,
+        tie_word_embeddings=True,
+    ),
+    "smollm3": lambda: SmolLM3Config(
+        **_LLAMA | {"num_hidden_layers": 3}, no_rope_layers=[1, 0, 1], tie_word_embeddings=True
+    ),
+    "smollm3_windows": lambda: SmolLM3Config(
+        **_LLAMA | {"num_hidden_layers": 3},
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=6,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "glm": lambda: GlmConfig(**_LLAMA, head_dim=12, attention_bias=True),
+    "glm4": lambda: Glm4Config(
+        **_LLAMA, head_dim=8, attention_bias=True, partial_rotary_factor=1.0
+    ),
+    "ministral3": lambda: Ministral3Config(
+        **_LLAMA, sliding_window=6, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.5}
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **_MOE | _KINDS,
+        head_dim=8,
+        num_local_experts=4,
+        sliding_window=6,
+        swiglu_limit=0.7,
+        rope_parameters=_YARN | {"truncate": False},
+    ),
+    "mixtral": lambda: MixtralConfig(**_MOE, num_local_experts=4, sliding_window=6),
+    "seed_oss": lambda: SeedOssConfig(
+        **_LLAMA, head_dim=12, attention_bias=True, attention_out_bias=True, mlp_bias=True
+    ),
+    "cohere2": lambda: Cohere2Config(
+        **_LLAMA | _KINDS | {"num_hidden_layers": 3}, sliding_window=6, logit_scale=0.7
+    ),
 }
 
 
 # One of each layout and kind of position; the rest differ from one of these by a line or two.
 CORE = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
+CORE += ("qwen3_moe", "gemma3", "gpt_oss", "olmo3")
 
 
 def every_family(names=tuple(CONFIGS)):
@@ -152,6 +269,13 @@ def empty_engine(config, **knobs):
     group, dtype = knobs.pop("group", None), knobs.pop("dtype", torch.float32)
     sizes = EngineConfig(**{**DEFAULT_SIZES, **knobs})
     return InferenceEngine(config, dtype, torch.device("cpu"), sizes, group)
+
+
+def on_stacks(made):
+    """Keep an engine's experts in one tensor, as on a device."""
+    made.weights._stacks = True
+    made.weights.backends = dict.fromkeys(made.weights.backends, "plain")
+    return made
 
 
 def engine(module, **knobs):

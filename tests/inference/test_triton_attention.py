@@ -174,6 +174,7 @@ def test_decode_attention_by_torch(case):
     if cos is not None:
         rotary = Rotary.__new__(Rotary)
         rotary.dim, rotary.cos, rotary.sin = case.rotary_dim, cos, sin
+        rotary.interleaved = False
         for part in case.layout.rotated:
             rotary.rotate_(heads[:, part], rotary.rows(lengths - 1))
     out = step(0, heads, case.layout)

@@ -203,7 +203,7 @@ def redraw(wrapped, seed):
 
 def base_tensors(wrapped):
     names = {
-        key: key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        key: key.removeprefix("base_model.model.").replace(".base_layer", "")
         for key, _ in wrapped.named_parameters()
     }
     return {names[k]: p.detach() for k, p in wrapped.named_parameters() if ".lora_" not in k}
@@ -219,6 +219,7 @@ def factors(wrapped):
 # Separate q, k and v; (in, out) and fused; interleaved; projections around the embedding.
 LORA_CASES = [("llama", "copy"), ("llama", "borrowed"), ("gpt2", "copy"), ("gpt_neox", "copy")]
 LORA_CASES += [("bloom", "borrowed"), ("opt_350m", "copy"), ("qwen3", "copy")]
+LORA_CASES += [("gemma3", "borrowed"), ("qwen3_moe", "copy")]
 SLOW_LORA_CASES = [("gpt2", "borrowed"), ("opt", "copy"), ("opt", "borrowed"), ("bloom", "copy")]
 SLOW_LORA_CASES += [("llama_biases", "copy"), ("qwen3", "borrowed"), ("opt_350m", "borrowed")]
 

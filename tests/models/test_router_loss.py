@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from dschat.config import RewardConfig
 from dschat.models.language_model import LanguageModel
-from dschat.models.router_loss import METRIC, watch_routers
+from dschat.models.router_loss import MAX_LOAD, METRIC, router_metrics, watch_routers
 from dschat.models.score_model import ScoreModel
+from dschat.supervised.preference import PreferenceTask
 from dschat.supervised.tasks import RewardTask, SFTTask
 from tests.observability.test_flops_of_families import COUNTED, EXPERTS, config_of
 
@@ -32,9 +34,9 @@ def model_of(family: str, coefficient: float = 0.5):
     return AutoModelForCausalLM.from_config(config).train()
 
 
-def wrapped(model, packing: str = "auto", wrap=LanguageModel, is_wanted: bool = True):
+def wrapped(model, packing: str = "auto", wrap=LanguageModel, asked=None, is_policy: bool = False):
     packed = wrap(model, packing)
-    watch_routers(packed, is_wanted)
+    watch_routers(packed, asked, is_policy)
     packed.check(torch.device("cpu"))
     return packed
 
@@ -136,16 +138,71 @@ def test_evaluation_has_none():
 
 def test_policies_leave_it_out_and_say_so(caplog):
     with caplog.at_level(logging.INFO, "dschat"):
-        packed = wrapped(model_of("mixtral"), is_wanted=False)
+        packed = wrapped(model_of("mixtral"), is_policy=True)
     assert packed.router_loss is None
     assert "router_aux_loss_coef 0.5 is not applied to a policy" in caplog.text
+
+
+def preference_task():
+    return PreferenceTask(RewardConfig(loss="dpo", precompute_ref_logprobs=True))
+
+
+def test_policies_add_it_where_asked():
+    """DPO: both answers of a pair are rows of one micro-batch, which counts half the answers."""
+    model = model_of("mixtral", 0.0)
+    ids, mask = padded(ROWS[:2])
+    expected = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    row = {"chosen_ids": ROWS[0], "rejected_ids": ROWS[1], "prompt_length": 1}
+    packed, task = wrapped(model, asked=0.25, is_policy=True), preference_task()
+    batch = task.collate([row | {"ref_logps": [0.0, 0.0]}])
+    total, sums = task.loss(packed, batch)
+    assert task.weight(batch) == 1
+    assert (total - sums["loss"]).item() == pytest.approx(0.25 * expected.item(), rel=1e-4)
+    metrics = task.summarize({k: float(v) for k, v in sums.items()})
+    assert metrics[METRIC] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("asked", "is_policy"), [(0.0, False), (0.0, True)])
+def test_zero_turns_it_off(asked, is_policy):
+    assert wrapped(model_of("mixtral"), asked=asked, is_policy=is_policy).router_loss is None
+
+
+def test_a_model_without_experts_cannot_be_balanced(caplog):
+    with caplog.at_level(logging.INFO, "dschat"):
+        watch_routers(
+            LanguageModel(AutoModelForCausalLM.from_config(config_of("llama"))), 0.1, True
+        )
+    assert "--router_aux_loss_coef: LlamaForCausalLM has no experts" in caplog.text
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_load_of_the_busiest_expert(checkpointing):
+    """Over the micro-batches of a step; counted by hand from the router's choices."""
+    model = model_of("qwen3_moe", 0.0)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    packed, task = wrapped(model), SFTTask()
+    assert router_metrics(packed) == {}
+    for row in ROWS:
+        task.loss(packed, task.collate(sft_rows([row])))[0].backward()
+    with torch.no_grad():
+        task.loss(packed, task.collate(sft_rows()))  # an evaluation is not counted
+        logits = [model(input_ids=torch.tensor([row]), output_router_logits=True) for row in ROWS]
+    largest = 0.0
+    for layer in zip(*(out.router_logits for out in logits), strict=True):
+        chosen = torch.cat(layer).topk(model.config.num_experts_per_tok).indices
+        load = chosen.flatten().bincount(minlength=model.config.num_experts).double()
+        largest = max(largest, float(load.max() / load.mean()))
+    assert router_metrics(packed) == {MAX_LOAD: pytest.approx(largest)}
+    assert router_metrics(packed) == {}
+    assert router_metrics(LanguageModel(AutoModelForCausalLM.from_config(config_of("llama")))) == {}
 
 
 def test_a_family_without_the_loss_says_so(caplog):
     config = config_of("llama4_text", **EXPERTS, intermediate_size_mlp=48)
     model = AutoModelForCausalLM.from_config(config)
     with caplog.at_level(logging.INFO, "dschat"):
-        watch_routers(LanguageModel(model), True)
+        watch_routers(LanguageModel(model), None, False)
     assert "is not applied: its class has no such loss" in caplog.text
 
 
@@ -157,7 +214,7 @@ def test_others_are_untouched(change, caplog):
     packed = LanguageModel(model)
     caplog.clear()
     with caplog.at_level(logging.INFO, "dschat"):
-        watch_routers(packed, True)
+        watch_routers(packed, None, False)
     assert packed.router_loss is None
     assert not caplog.text
     assert not model.model._forward_hooks

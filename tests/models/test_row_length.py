@@ -170,7 +170,7 @@ def test_probes_go_beyond_what_rows_reach():
 
 def test_the_self_check_finds_a_window_that_packed_attention_does_not_see(monkeypatch, load):
     """Qwen2-MoE has its window in the mask alone; rows of five tokens do not reach it."""
-    monkeypatch.setattr("dschat.models.packing.model.WINDOW_IN_MASK", ())
+    monkeypatch.setattr("dschat.models.packing.attention.WINDOW_IN_MASK", ())
     config = OTHERS["qwen2_moe"]()
     config.layer_types = ["sliding_attention"] * 2
     for longest_row, packs in ((6, True), (40, False)):

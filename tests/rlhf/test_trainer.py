@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from program_cases import around_fill_in, ppo_trainer, weights_of
+from program_cases import around_fill_in, ppo_trainer, trainer_of, weights_of
 from step_cases import Case, my_prompts
 from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
@@ -188,6 +188,22 @@ def test_scoring_and_evaluation_have_no_dropout(models_folder):
     with torch.no_grad():
         values = torch.where(batch.answer_mask, action_values(engine.critic, batch), 0.0)
     torch.testing.assert_close(e.values, values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.5])
+def test_experts_are_balanced_where_asked(coefficient, tiny, models_folder):
+    """The added loss is the mean over the micro-batches, each of which weighs as its actions do."""
+    options = {"actor_model_name_or_path": tiny("qwen3_moe"), "router_aux_loss_coef": coefficient}
+    trainer = trainer_of(models_folder, **options, kl_coef=0.0, max_grad_norm=0.0)
+    routers = [p for n, p in unwrap(trainer.engine.actor).named_parameters() if "mlp.gate" in n]
+    before = [p.detach().clone() for p in routers]
+    e = one_iteration(trainer)
+    assert 1 <= trainer.metrics["moe/max_load"] <= 4
+    assert ("moe/aux_loss" in trainer.metrics) == (coefficient is not None)
+    if coefficient:
+        assert trainer.metrics["moe/aux_loss"] >= 2  # the experts of a token
+        assert all((p != q).any() for p, q in zip(before, routers, strict=True))
+    assert e.num_sequences
 
 
 def test_all_answers_truncated(models_folder):

@@ -8,7 +8,7 @@ Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -20,14 +20,17 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.attention import Attention
+from dschat.inference.model.attention import Attention, Scores
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.rotary import Rotary, alibi_slopes
+from dschat.inference.model.experts import Experts
+from dschat.inference.model.layers import Layer, Norm
+from dschat.inference.model.rotary import Rotary, alibi_slopes, query_scales
+from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
 
-# Layer, heads (T, H + 2 K, D), where q, k and v are among them -> (T, H * D)
-Attend = Callable[[int, Tensor, HeadLayout], Tensor]
+# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used, if
+# it is not only as the spec's windows and scales say -> (T, H * D)
+Attend = Callable[[int, Tensor, HeadLayout, Scores | None], Tensor]
 
 # torch's fused versions of activations that transformers composes of small operations.
 _TANH_GELU = partial(F.gelu, approximate="tanh")
@@ -57,16 +60,27 @@ class Decoder:
         self._group = weights.group
         self._activation = _FUSED.get(spec.activation) or ACT2FN[spec.activation]
         device, dtype = weights.device, weights.dtype
-        self.rotary = None
-        if spec.rotary:
-            self.rotary = Rotary(config, spec.partial_rotary, num_positions, dtype, device)
+        self._rotaries = {
+            rope: Rotary(
+                *(config, spec.partial_rotary, num_positions, dtype, device),
+                *(rope, spec.interleaved_rotary),
+            )
+            for rope in dict.fromkeys(spec.rope(i) for i in range(spec.num_layers))
+            if rope is not None
+        }
+        self.rotary = next(iter(self._rotaries.values()), None)  # a kernel takes no others
+        scales = query_scales(spec, num_positions)
+        self._query_scales = None if scales is None else scales.to(device=device, dtype=dtype)
+        # As transformers rounds it.
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype).item()
         self.slopes = None
         if spec.alibi:
             slopes = alibi_slopes(spec.num_heads).view(self._group.size, weights.num_heads)
             self.slopes = slopes[self._group.rank].to(device)
         self._root_of_eps = torch.tensor(math.sqrt(spec.norm_eps), device=device)
         self._inverse_roots: dict[int, Tensor] = {}
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
+        self._kernels_rotate = not (spec.interleaved_rotary or spec.whole_qk_norm)
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
 
@@ -106,6 +120,8 @@ class Decoder:
         if self._version != self.weights.version:
             self._look_up()
         h, added = self._embed(tokens, positions, kernels), None
+        if self._embed_scale != 1.0:
+            h.mul_(self._embed_scale)
         step = self._step(positions, attend, kernels)
         for i in range(self.spec.num_layers):
             h, added = self._layer(i, h, added, step)
@@ -120,12 +136,16 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, kernels: StepKernels | None = None) -> Tensor:
         """(R, embedding size) -> (R, V), whole on every rank. Collective in the group."""
-        head = self.weights.linears["head"]
-        local = head(hidden) if kernels is None else kernels.linear(head, hidden)
-        if self._group.size == 1:
-            return local
-        logits = self._group.all_gather(local).transpose(0, 1).flatten(1)  # R may be 0
-        return logits[:, : self.spec.vocab_size]
+        head, spec = self.weights.linears["head"], self.spec
+        logits = head(hidden) if kernels is None else kernels.linear(head, hidden)
+        if self._group.size > 1:
+            logits = self._group.all_gather(logits).transpose(0, 1).flatten(1)  # R may be 0
+            logits = logits[:, : spec.vocab_size]
+        if spec.logits_scale != 1.0:
+            logits.mul_(spec.logits_scale)
+        if spec.logits_softcap is not None:
+            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
+        return logits
 
     def _embed(self, tokens: Tensor, positions: Tensor, kernels: StepKernels | None) -> Tensor:
         weights, spec = self.weights, self.spec
@@ -151,82 +171,60 @@ class Decoder:
 
     def _step(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
         if cuda is not None and cuda.runs("attention"):
-            return _Step(attend, cuda=cuda, attend_rotates=True)
-        kernels, rotary = self._kernels if cuda is None else None, self.rotary
+            return _Step(attend, positions, cuda=cuda, attend_rotates=True)
+        kernels = self._kernels if cuda is None else None
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
-        if rotary is None:
-            return _Step(attend, kernels, cuda=cuda)
-        if kernels is None:
-            rotate = partial(rotary.rotate_, rows=rotary.rows(positions))
-            return _Step(attend, rotate=rotate, cuda=cuda)
-        return _Step(attend, kernels, rotary=(positions, rotary.cos, rotary.sin))
+        rotates = kernels is None or not self._kernels_rotate
+        rows = {r: r.rows(positions) for r in self._rotaries.values()} if rotates else {}
+        scales = self._query_scales
+        scales = None if scales is None else scales[positions].view(-1, 1, 1)
+        return _Step(attend, positions, kernels, rows, scales, cuda)
 
     def _look_up(self) -> None:
         """Collect each layer's weights, so that a step does not look them up by name."""
-        weights = self.weights
-        tensors, linears = weights.tensors, weights.linears
-
-        def norm(name: str) -> _Norm:
-            return _Norm(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-
-        def optional_norm(name: str) -> _Norm | None:
-            return norm(name) if f"{name}.weight" in tensors else None
-
-        def qk_norms(layer: str) -> tuple[_Norm, _Norm] | None:
-            q_norm, k_norm = optional_norm(f"{layer}.q_norm"), optional_norm(f"{layer}.k_norm")
-            return None if q_norm is None or k_norm is None else (q_norm, k_norm)
-
-        def layer(name: str) -> _Layer:
-            qkv, out, up, down = (linears[f"{name}.{n}"] for n in ("qkv", "out", "up", "down"))
-            return _Layer(
-                norm(f"{name}.norm1"),
-                norm(f"{name}.norm2"),
-                qk_norms(name),
-                qkv,
-                out,
-                up,
-                down,
-                HeadLayout.of(
-                    weights.num_heads, weights.num_kv_heads, qkv.order or "qkv", qkv.interleaved
-                ),
-                up.order != ("up", "gate"),
-            )
-
-        self._embed_norm = optional_norm("embed_norm")
-        self._final_norm = optional_norm("final_norm")
-        self._layers = [layer(f"layers.{i}") for i in range(self.spec.num_layers)]
+        weights, spec = self.weights, self.spec
+        self._embed_norm, self._final_norm = (
+            Norm.of(weights, name) for name in ("embed_norm", "final_norm")
+        )
+        ropes = [spec.rope(i) for i in range(spec.num_layers)]
+        self._layers = [
+            Layer.of(weights, i, None if rope is None else self._rotaries[rope])
+            for i, rope in enumerate(ropes)
+        ]
         self._version = weights.version
-        # The CPU kernels read queries, keys, values and gate, up in this order.
-        in_order = all(w.layout.in_order and w.is_gate_first for w in self._layers)
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
-            self._kernels = cpu.load() if in_order else None
-        layers = (n for w in self._layers for n in (w.norm1, w.norm2, *(w.qk_norms or ())))
-        for n in (self._embed_norm, self._final_norm, *layers):
-            assert n is None or (n.weight.is_contiguous() and n.weight.dtype == weights.dtype)
+            self._kernels = cpu.load() if all(w.is_in_order for w in self._layers) else None
 
     def _layer(
         self, i: int, h: Tensor, added: Tensor | None, step: "_Step"
     ) -> tuple[Tensor, Tensor | None]:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
-        add_up = self._group.all_reduce_sum
         x = self._add_norm(w.norm1, h, added, step) if spec.pre_norm else h
         heads = self._heads(w, step.product(w.qkv, x), step)
-        mixed = step.product(w.out, step.attend(i, heads, w.layout))
+        mixed = step.product(w.out, step.attend(i, heads, w.layout, w.scores))
+
+        def add_up(partial_sum: Tensor, norm: Norm | None = None) -> Tensor:
+            total = self._group.all_reduce_sum(partial_sum)
+            total = total if norm is None else self._add_norm(norm, total, None, step)
+            return total if spec.residual_scale == 1.0 else total.mul_(spec.residual_scale)
+
         if spec.parallel_residual:
-            mixed.add_(self._mlp(w, self._add_norm(w.norm2, h, None, step), step))
+            x = x if w.norm2 is None else self._add_norm(w.norm2, h, None, step)
+            mixed.add_(self._mlp(w, x, step))
             return h, add_up(mixed)
         if not spec.pre_norm:
             h = self._add_norm(w.norm1, h, add_up(mixed), step)
             return self._add_norm(w.norm2, h, add_up(self._mlp(w, h, step)), step), None
         h = x if spec.residual_after_norm else h
-        x = self._add_norm(w.norm2, h, add_up(mixed), step)
-        return (x if spec.residual_after_norm else h), add_up(self._mlp(w, x, step))
+        x = self._add_norm(w.norm2, h, add_up(mixed, w.out_norm), step)
+        mixed = add_up(self._mlp(w, x, step), w.down_norm)
+        return (x if spec.residual_after_norm else h), mixed
 
-    def _heads(self, w: "_Layer", qkv: Tensor, step: "_Step") -> Tensor:
+    def _heads(self, w: Layer, qkv: Tensor, step: "_Step") -> Tensor:
         """Query, key and value heads (T, H + 2 K, D), in the order of ``w.layout``; rotated where
         positions are rotary, unless `_Step.attend` does that.
         """
@@ -234,51 +232,86 @@ class Decoder:
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
         if step.attend_rotates:
             return heads
-        if step.kernels is not None:
-            if w.qk_norms is not None or step.rotary is not None:
-                norms = None
+        if step.kernels is not None and self._kernels_rotate:
+            if w.qk_norms is not None or w.rotary is not None:
+                norms = rotary = None
                 if w.qk_norms is not None:
                     q_norm, k_norm = w.qk_norms
-                    norms = (q_norm.weight, k_norm.weight, self.spec.norm_eps)
-                step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, step.rotary)
-            return heads
-        if w.qk_norms is not None:
-            for norm, part in zip(w.qk_norms, (w.layout.q, w.layout.k), strict=True):
-                heads[:, part].copy_(self._norm(norm, heads[:, part]))
-        if step.rotate is not None:
-            for part in w.layout.rotated:
-                step.rotate(heads[:, part])
+                    norms = (q_norm.scale, k_norm.scale, self.spec.norm_eps)
+                if w.rotary is not None and step.positions is not None:
+                    rotary = (step.positions, w.rotary.cos, w.rotary.sin)
+                step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, rotary)
+        else:
+            if w.qk_norms is not None:
+                self._norm_heads(w.qk_norms, [heads[:, w.layout.q], heads[:, w.layout.k]])
+            if w.rotary is not None:
+                for part in w.layout.rotated:
+                    w.rotary.rotate_(heads[:, part], step.rows[w.rotary])
+        if step.query_scales is not None:
+            heads[:, w.layout.q].mul_(step.query_scales)
         return heads
 
-    def _mlp(self, w: "_Layer", x: Tensor, step: "_Step") -> Tensor:
-        """This rank's partial sum of the MLP."""
-        spec, cuda = self.spec, step.cuda
-        if cuda is not None and cuda.takes(w.up, x, spec.activation):
-            inner = cuda.product(w.up, x, spec.activation, spec.gated, w.is_gate_first)
-            return cuda.linear(w.down, inner)
-        inner = step.product(w.up, x)
-        if not spec.gated:
-            inner = self._activation(inner)
-        elif step.kernels is not None and self._activation is F.silu:
-            inner = step.kernels.silu_mul(inner)
-        else:
-            halves = inner.chunk(2, dim=-1)
-            gate, up = halves if w.is_gate_first else halves[::-1]
-            inner = self._activation(gate).mul_(up)
-        return step.product(w.down, inner)
+    def _norm_heads(self, norms: tuple[Norm, Norm], parts: list[Tensor]) -> None:
+        """Normalize queries and keys, in place: each head, or all of a token together."""
+        if not self.spec.whole_qk_norm:
+            for norm, part in zip(norms, parts, strict=True):
+                part.copy_(self._norm(norm, part))
+            return
+        squares = torch.stack([part.float().square().sum((1, 2)) for part in parts])  # (2, T)
+        squares = self._group.all_reduce_sum(squares)
+        for norm, part, total in zip(norms, parts, squares, strict=True):
+            count = part.shape[1] * part.shape[2] * self._group.size
+            scale = total.div_(count).add_(self.spec.norm_eps).rsqrt_().view(-1, 1, 1)
+            part.copy_((part.float() * scale).mul_(norm.scale.view(part.shape[1:])))
 
-    def _add_norm(self, norm: "_Norm", h: Tensor, added: Tensor | None, step: "_Step") -> Tensor:
-        """``h`` += ``added``, in place; returns its norm."""
+    def _mlp(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
+        """This rank's partial sum of the MLP."""
+        spec, cuda, mlp = self.spec, step.cuda, w.mlp
+        if isinstance(mlp, Experts):
+            is_interleaved = mlp.ups[0].interleaved
+            return mlp(x, lambda inner: self._gated(inner, True, step, is_interleaved))
+        if cuda is not None and cuda.takes(mlp.up, x, spec.activation):
+            inner = cuda.product(mlp.up, x, spec.activation, spec.gated, mlp.is_gate_first)
+            return cuda.linear(mlp.down, inner)
+        inner = step.product(mlp.up, x)
+        if spec.gated:
+            return step.product(mlp.down, self._gated(inner, mlp.is_gate_first, step))
+        return step.product(mlp.down, self._activation(inner))
+
+    def _gated(
+        self, inner: Tensor, is_gate_first: bool, step: "_Step", is_interleaved: bool = False
+    ) -> Tensor:
+        """(..., 2 I), gate and up one after the other or ``is_interleaved``, -> (..., I)."""
+        clamped = self.spec.experts.clamped if self.spec.experts is not None else None
+        is_usual = self._activation is F.silu and clamped is None and not is_interleaved
+        if step.kernels is not None and is_usual:
+            return step.kernels.silu_mul(inner)
+        halves = inner.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else inner.chunk(2, -1)
+        gate, up = halves if is_gate_first else halves[::-1]
+        if clamped is None:
+            return self._activation(gate).mul_(up)
+        factor, limit = clamped
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate.mul(factor).sigmoid_().mul_(gate).mul_(up.add_(1))
+
+    def _add_norm(
+        self, norm: Norm | None, h: Tensor, added: Tensor | None, step: "_Step"
+    ) -> Tensor:
+        """``h`` += ``added``, in place; returns its norm, or without ``norm`` itself."""
+        if norm is None:
+            return h if added is None else h.add_(added)
         if step.kernels is not None:
-            return step.kernels.add_norm(h, added, norm.weight, norm.bias, self.spec.norm_eps)
+            return step.kernels.add_norm(h, added, norm.scale, norm.bias, self.spec.norm_eps)
         if step.cuda is not None and step.cuda.runs("norm"):
-            return step.cuda.add_norm(h, added, norm.weight, norm.bias, self.spec.norm_eps)
+            return step.cuda.add_norm(h, added, norm.scale, norm.bias, self.spec.norm_eps)
         return self._norm(norm, h if added is None else h.add_(added))
 
-    def _norm(self, norm: "_Norm", x: Tensor) -> Tensor:
-        weight, eps = norm.weight, self.spec.norm_eps
+    def _norm(self, norm: Norm, x: Tensor) -> Tensor:
+        weight, eps = norm.scale, self.spec.norm_eps
         if norm.bias is not None:
             return F.layer_norm(x, weight.shape, weight, norm.bias, eps)
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         if x.is_cuda or x.dtype != torch.float32:
             return F.rms_norm(x, weight.shape, weight, eps)
         # x / sqrt(mean(x^2) + eps): takes less than half the time of F.rms_norm on a CPU.
@@ -297,31 +330,12 @@ class _Step(NamedTuple):
     """State that the layers of one step share."""
 
     attend: Attend
+    positions: Tensor | None = None  # (T,)
     kernels: cpu.Kernels | None = None  # None: torch's operations (GPUs, large steps)
-    # With kernels: positions (T,), then cos and sin of all positions.
-    rotary: tuple[Tensor, Tensor, Tensor] | None = None
-    rotate: Callable[[Tensor], None] | None = None  # without kernels: rotates heads in place
+    rows: Mapping[Rotary, tuple[Tensor, Tensor]] = {}  # cos and sin, unless kernels rotate
+    query_scales: Tensor | None = None  # (T, 1, 1)
     cuda: StepKernels | None = None
     attend_rotates: bool = False  # and applies the norms of query and key
 
     def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
         return linear(x) if self.cuda is None else self.cuda.linear(linear, x)
-
-
-class _Norm(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None  # None: RMS norm
-
-
-class _Layer(NamedTuple):
-    """A layer's weights, collected once per version."""
-
-    norm1: _Norm
-    norm2: _Norm
-    qk_norms: tuple[_Norm, _Norm] | None
-    qkv: AnyLinear
-    out: AnyLinear
-    up: AnyLinear
-    down: AnyLinear
-    layout: HeadLayout  # of the output of `qkv`
-    is_gate_first: bool  # in the output of `up`

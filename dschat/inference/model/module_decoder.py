@@ -35,7 +35,8 @@ from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
-from dschat.models.packing.model import WINDOW_IN_MASK, selects_keys
+from dschat.models.packing.attention import WINDOW_IN_MASK
+from dschat.models.packing.model import selects_keys
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 

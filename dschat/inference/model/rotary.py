@@ -7,16 +7,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.spec import ModelSpec
 from dschat.models.row_length import num_positions
 
 
 class Rotary:
     """cos and sin of every position: (num_positions, rotary_dim) each, in the model's dtype.
 
-    Su et al. 2021 (RoFormer), in the "rotate half" layout that all families here share. sin is
-    stored with the sign of the rotation: a rotated x is ``x * cos + swap_halves(x) * sin``.
-    ``partial``: the family rotates only the share of each head in ``partial_rotary_factor``.
+    Su et al. 2021 (RoFormer), in the "rotate half" layout of most families, or of adjacent elements
+    (``interleaved``). sin is stored with the sign of the rotation: a rotated x is ``x * cos +
+    swapped(x) * sin``. ``partial``: the family rotates only the share of each head in
+    ``partial_rotary_factor``. ``layer_type``: of the layers that have these positions; "": all.
     """
 
     def __init__(
@@ -26,13 +27,18 @@ class Rotary:
         num_positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        layer_type: str = "",
+        interleaved: bool = False,
     ) -> None:
-        inv_freq, scale = _frequencies(config, partial)
+        inv_freq, scale = _frequencies(config, partial, layer_type)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self.dim = 2 * inv_freq.numel()
-        self.cos = torch.cat([cos, cos], dim=1).to(device=device, dtype=dtype)
-        self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)
+        self.dim, self.interleaved = 2 * inv_freq.numel(), interleaved
+        pairs = torch.stack([cos, cos]), torch.stack([-sin, sin])  # (2, num_positions, half)
+        order = (1, 2, 0) if interleaved else (1, 0, 2)
+        self.cos, self.sin = (
+            x.permute(order).flatten(1).to(device=device, dtype=dtype) for x in pairs
+        )
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin at ``positions`` (T,): (T, 1, rotary_dim) each."""
@@ -43,20 +49,25 @@ class Rotary:
         cos, sin = rows
         x = x_THD if self.dim == x_THD.shape[-1] else x_THD[..., : self.dim]
         half = self.dim // 2
-        swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+        if self.interleaved:
+            swapped = x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+        else:
+            swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
         x.mul_(cos).addcmul_(swapped, sin)
 
 
-def _frequencies(config: PretrainedConfig, partial: bool) -> tuple[Tensor, float]:
+def _frequencies(config: PretrainedConfig, partial: bool, layer_type: str) -> tuple[Tensor, float]:
     """Inverse frequencies (rotary_dim / 2,) fp32, and the factor of cos and sin.
 
     Scaled kinds (linear, dynamic, yarn, llama3, longrope) use transformers' functions. Some depend
     on the sequence length, but not up to `num_positions`.
     """
     parameters = config.rope_parameters
+    parameters = parameters[layer_type] if layer_type else parameters
     kind = parameters["rope_type"]
     if kind != "default":
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        function, device = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
+        inv_freq, scale = function(config, device, layer_type=layer_type or None)
         return inv_freq.float(), float(scale)
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -70,6 +81,14 @@ def _frequencies(config: PretrainedConfig, partial: bool) -> tuple[Tensor, float
 def model_positions(spec: ModelSpec, config: PretrainedConfig) -> int | None:
     """Longest sequence that the model reads; None: unbounded."""
     return num_positions(config) if spec.rotary else spec.max_positions
+
+
+def query_scales(spec: ModelSpec, num_positions: int) -> Tensor | None:
+    """What queries are multiplied by at each position, fp32; None: nothing up to there."""
+    if spec.query_growth is None or num_positions <= spec.query_growth[1]:
+        return None
+    factor, size = spec.query_growth
+    return 1 + factor * torch.log1p(torch.arange(num_positions) // size)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

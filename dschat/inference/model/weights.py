@@ -2,12 +2,12 @@
 
 A load writes every weight exactly once, else it raises an error that names the tensor. Queries,
 keys and values are fused into one matrix, gate and up into another. A tensor-parallel rank keeps
-its rows (of qkv, up, embedding and head) or columns (of out and down). `Weights.borrow` copies
-nothing: the decoder then reads the tensors of the module in training.
+its rows (of qkv, up, embedding and head) or columns (of out and down), and so of every expert.
+`Weights.borrow` copies nothing: the decoder then reads the tensors of the module in training.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -15,13 +15,15 @@ from torch import Tensor
 
 from dschat.config import UserError
 from dschat.distributed import RankGroup
-from dschat.inference.model.architectures import ModelSpec, WeightSource, check_shares
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
 from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
+from dschat.inference.model.share import Share, is_expert, kind_of
+from dschat.inference.model.spec import ModelSpec, WeightSource, check_shares
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
 DECODE_ROWS = 16  # of the products that are timed
+_ALIGNED_RANK = 8  # a grouped product reads rows of 16 bytes
 LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
 
 
@@ -31,6 +33,9 @@ class WeightMismatch(UserError):
 
 class Weights:
     """Linears by name (``layers.0.qkv``) and other tensors by name (``layers.0.norm1.weight``).
+
+    An expert's linears end in its number (``layers.0.experts.up.3``). On a device their weights are
+    slices of one tensor, which has the name without it.
 
     Raises:
         UserError: the size of ``group`` does not divide the heads or the MLP.
@@ -45,10 +50,9 @@ class Weights:
     ) -> None:
         check_shares(spec, group.size)
         self.spec, self.dtype, self.device, self.group = spec, dtype, device, group
-        self.num_heads = spec.num_heads // group.size
-        self.num_kv_heads = spec.num_kv_heads // group.size
-        self.intermediate_size = spec.intermediate_size // group.size
-        self.vocab_size = -(-spec.vocab_size // group.size)  # the last rank's may be padding
+        self._share = share = Share(spec, group.rank, group.size)
+        self.num_heads, self.num_kv_heads = share.num_heads, share.num_kv_heads
+        self.intermediate_size, self.vocab_size = share.intermediate_size, share.vocab_size
         self.linears: dict[str, AnyLinear] = {}
         self.tensors: dict[str, Tensor] = {}
         self._sources = list(spec.layer_sources())
@@ -58,54 +62,16 @@ class Weights:
         self._parts: dict[str, set[str]] = defaultdict(set)  # target -> parts that fill it
         for source in self._sources:
             self._parts[source.target].add(source.part)
+        self._stacks = device.type != "cpu"
         self._borrowed = False
         self.version = 0  # changes when tensors and linears are replaced, not when written in place
         self.loads = 0  # changes with every value that is loaded
         self.names = frozenset(self._by_name)
 
-    # -- shapes ------------------------------------------------------------------------------------
-
-    def _linear_shape(self, name: str) -> tuple[int, int] | None:
-        """(out, in) of this rank's share; None if ``name`` is not a linear layer."""
-        spec, size = self.spec, self.spec.hidden_size
-        return {
-            "qkv": ((self.num_heads + 2 * self.num_kv_heads) * spec.head_size, size),
-            "out": (size, self.num_heads * spec.head_size),
-            "up": (self.intermediate_size * (2 if spec.gated else 1), size),
-            "down": (size, self.intermediate_size),
-            "head": (self.vocab_size, spec.embedding_size),
-            "project_in": (size, spec.embedding_size),
-            "project_out": (spec.embedding_size, size),
-        }.get(name.rpartition(".")[2])
-
-    def _full_shape(self, source: WeightSource) -> tuple[int, ...]:
-        """Shape of the whole tensor, as the checkpoint stores it."""
-        spec, base = self.spec, source.target.rpartition(".")[0]
-        kind = base.rpartition(".")[2]
-        if source.target == "embed.weight":
-            return (spec.vocab_size, spec.embedding_size)
-        if source.target == "positions.weight":
-            return (spec.num_positions, spec.hidden_size)
-        shape = self._linear_shape(base)
-        if shape is None:
-            return (spec.head_size if kind in ("q_norm", "k_norm") else spec.hidden_size,)
-        rows = {
-            ("qkv", "q"): spec.num_heads * spec.head_size,
-            ("qkv", "k"): spec.num_kv_heads * spec.head_size,
-            ("qkv", "v"): spec.num_kv_heads * spec.head_size,
-            ("qkv", ""): (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size,
-            ("up", ""): spec.intermediate_size,
-            ("up", "gate"): spec.intermediate_size,
-            ("up", "up"): spec.intermediate_size,
-            ("head", ""): spec.vocab_size,
-        }.get((kind, source.part), shape[0])
-        columns = {
-            "out": spec.num_heads * spec.head_size,
-            "down": spec.intermediate_size,
-        }.get(kind, shape[1])
-        if source.target.endswith(".bias"):
-            return (rows,)
-        return (columns, rows) if source.transposed else (rows, columns)
+    @property
+    def norm_offset(self) -> float:
+        """What norms add to their weights; copies have it added."""
+        return self.spec.norm_offset if self._borrowed else 0.0
 
     def _create(self) -> None:
         """Create all tensors and linears, without their values."""
@@ -113,26 +79,45 @@ class Weights:
             return
         self.version += 1
         for source in self._sources:
-            base, _, kind = source.target.rpartition(".")
-            shape = self._linear_shape(base)
+            base = source.target.rpartition(".")[0]
+            shape = self._share.linear_shape(base)
             if shape is None:
-                full = self._full_shape(source)
-                if source.target == "embed.weight":
-                    full = (self.vocab_size, full[1])
-                if source.target not in self.tensors:
-                    empty = torch.zeros(full, dtype=self.dtype, device=self.device)
-                    self.tensors[source.target] = empty
+                self._create_tensor(source)
             elif base not in self.linears:
                 has_bias = f"{base}.bias" in self._parts
                 shared = self.tensors["embed.weight"] if self._head_is_shared(base) else None
-                self.linears[base] = Linear(
-                    shape,
-                    has_bias,
-                    self.dtype,
-                    self.device,
-                    self.backends[shape],
-                    shared,
+                if self._stacks and is_expert(base):
+                    shared = self._slice_of_stack(f"{base}.weight", shape)
+                linear = Linear(
+                    shape, has_bias, self.dtype, self.device, self.backends[shape], shared
                 )
+                if self._stacks and is_expert(base) and has_bias:
+                    linear.bias = self._slice_of_stack(f"{base}.bias", shape[:1])
+                self.linears[base] = linear
+
+    def _create_tensor(self, source: WeightSource) -> None:
+        if source.target in self.tensors:
+            return
+        kind, dtype = kind_of(source.target.rpartition(".")[0]), self.dtype
+        full = self._share.full_shape(source)
+        if source.target == "embed.weight":
+            full = (self.vocab_size, full[1])
+        elif len(full) == 1:
+            full = (self._share.vector_size(kind),)
+        if self.spec.norm_offset and "norm" in kind:
+            dtype = torch.float32  # in 16 bits 1 + weight would be rounded to steps of 1/128
+        self.tensors[source.target] = torch.zeros(full, dtype=dtype, device=self.device)
+
+    def _slice_of_stack(self, target: str, shape: tuple[int, ...]) -> Tensor:
+        """An expert's part of the tensor that has all experts' ``target``."""
+        base, _, suffix = target.rpartition(".")
+        name, _, number = base.rpartition(".")
+        assert self.spec.experts is not None
+        if f"{name}.{suffix}" not in self.tensors:
+            shape = (self.spec.experts.count, *shape)
+            zeros = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self.tensors[f"{name}.{suffix}"] = zeros
+        return self.tensors[f"{name}.{suffix}"][int(number)]
 
     def _head_is_shared(self, base: str) -> bool:
         """Whether the head is the tied embedding; a packing back end stores it in both forms."""
@@ -141,46 +126,8 @@ class Weights:
     @cached_property
     def backends(self) -> dict[Shape, Backend]:
         """Backend of the linear layers of each shape (out, in)."""
-        shapes = (self._linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
+        shapes = (self._share.linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
         return fastest_backends(filter(None, shapes), DECODE_ROWS, self.dtype, self.device)
-
-    # -- this rank's share -------------------------------------------------------------------------
-
-    def _rank_slice(self, rows: Tensor, count: int) -> Tensor:
-        return rows[self.group.rank * count : (self.group.rank + 1) * count]
-
-    def _local_rows(self, source: WeightSource, full: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first row in the target, rows): this rank's share of the rows of ``full``."""
-        kind = source.target.rpartition(".")[0].rpartition(".")[2]
-        spec = self.spec
-        q, kv = self.num_heads * spec.head_size, self.num_kv_heads * spec.head_size
-        if kind == "qkv" and not source.part:
-            if source.interleaved:
-                per_head = full.view(spec.num_heads, 3, spec.head_size, *full.shape[1:])
-                parts = [p.reshape(-1, *full.shape[1:]) for p in per_head.unbind(1)]
-            else:
-                whole = spec.num_kv_heads * spec.head_size
-                parts = full.split([spec.num_heads * spec.head_size, whole, whole])
-            for first, count, part in zip((0, q, q + kv), (q, kv, kv), parts, strict=True):
-                yield first, self._rank_slice(part, count)
-        elif kind == "qkv":
-            first = {"q": 0, "k": q, "v": q + kv}[source.part]
-            yield first, self._rank_slice(full, q if source.part == "q" else kv)
-        elif kind == "up":
-            first = self.intermediate_size if source.part == "up" else 0
-            yield first, self._rank_slice(full, self.intermediate_size)
-        elif kind in ("head", "embed"):
-            yield 0, self._rank_slice(full, self.vocab_size)
-        else:
-            yield 0, full
-
-    def _local_columns(self, source: WeightSource, matrix: Tensor) -> Tensor:
-        """``matrix`` (..., in) cut to this rank's inputs."""
-        kind = source.target.rpartition(".")[0].rpartition(".")[2]
-        count = {"out": self.num_heads * self.spec.head_size, "down": self.intermediate_size}
-        if kind not in count:
-            return matrix
-        return self._rank_slice(matrix.T, count[kind]).T
 
     def _is_whole(self, source: WeightSource) -> bool:
         """Whether the checkpoint's tensor is the whole target: nothing to slice or fuse."""
@@ -194,10 +141,12 @@ class Weights:
 
     def _write(self, source: WeightSource, full: Tensor) -> None:
         base, _, suffix = source.target.rpartition(".")
-        kind = base.rpartition(".")[2]
+        kind = kind_of(base)
         linear = self._owned(base)
         if linear is None:
             target = self.tensors[source.target]
+            if self.spec.norm_offset and "norm" in kind:
+                full = full.to(target) + self.spec.norm_offset
         elif suffix == "bias":
             assert linear.bias is not None
             target = linear.bias
@@ -206,10 +155,10 @@ class Weights:
         if source.transposed and suffix == "weight":
             full = full.T
         if suffix == "weight" and linear is not None:
-            full = self._local_columns(source, full)
+            full = self._share.local_columns(source, full)
         if suffix == "bias" and kind in ("out", "down") and self.group.rank > 0:
             return  # partial sums are added up: only rank 0 adds the bias
-        for first, rows in self._local_rows(source, full):
+        for first, rows in self._share.local_rows(source, full):
             target[first : first + rows.shape[0]].copy_(rows)
 
     # -- loading -----------------------------------------------------------------------------------
@@ -227,7 +176,7 @@ class Weights:
         assert not self._borrowed, "borrowed weights cannot be written"
         self.loads += 1
         self._create()
-        waiting = {target: set(parts) for target, parts in self._parts.items()}
+        waiting = {target: parts - {""} for target, parts in self._parts.items()}
         seen: set[str] = set()
         for name, tensor in stream:
             if name in seen:
@@ -237,17 +186,19 @@ class Weights:
                 continue
             self._check_tensor(name, tuple(tensor.shape))
             for source in self._by_name[name]:
+                part = tensor if source.index is None else tensor[source.index]
                 waiting[source.target].discard(source.part)
                 base, _, suffix = source.target.rpartition(".")
                 linear = self._owned(base) if suffix == "weight" else None
                 if linear is not None and self._head_is_shared(base):
                     linear.seal()
                 elif linear is not None and linear.packs and self._is_whole(source):
-                    linear.pack(tensor.T if source.transposed else tensor)
+                    linear.pack(part.T if source.transposed else part)
                 else:
-                    self._write(source, tensor)
-                    if linear is not None and not waiting[source.target]:
+                    self._write(source, part)
+                    if linear is not None and not (source.part and waiting[source.target]):
                         linear.seal()
+                del part
             del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
         self._check_complete(seen)
 
@@ -268,14 +219,20 @@ class Weights:
         if name not in self._by_name:
             raise WeightMismatch(f"the weights contain {name}, which the model does not have")
         for source in self._by_name[name]:
-            expected = self._full_shape(source)
+            expected = self._share.full_shape(source)
             if shape != expected:
                 raise WeightMismatch(
                     f"the weights contain {name} in shape {shape} instead of {expected}"
                 )
 
     def _check_complete(self, seen: set[str]) -> None:
-        missing = sorted(set(self._by_name) - seen)
+        replaced = {s.instead for s in self._sources if s.instead and s.name in seen}
+        expected = {
+            s.name for s in self._sources if bool(s.instead) == ((s.instead or s.name) in replaced)
+        }
+        if twice := sorted(replaced & seen):
+            raise WeightMismatch(f"the weights contain {twice[0]} twice")
+        missing = sorted(expected - seen)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise WeightMismatch(f"the weights lack {missing[0]}{more}")
@@ -292,15 +249,26 @@ class Weights:
         self.version += 1
         self.loads += 1
         parts: dict[str, dict[str, BorrowedPart]] = defaultdict(dict)
-        for source in self._sources:
+        biases: dict[tuple[str, str], Tensor] = {}
+        # Biases come first.
+        for source in sorted(self._sources, key=lambda s: s.target.endswith(".weight")):
             base, _, suffix = source.target.rpartition(".")
-            if self._linear_shape(base) is None:
-                self.tensors[source.target] = tensors[source.name]
-            elif suffix == "weight":
-                bias_name = f"{source.name.removesuffix('weight')}bias"
-                bias = tensors[bias_name].detach() if f"{base}.bias" in self._parts else None
-                weight = tensors[source.name].detach()
-                part = BorrowedPart(weight, bias, source.transposed, source.interleaved)
+            if source.instead:
+                continue
+            tensor = tensors[source.name].detach()
+            if self._stacks and source.index == 0:
+                stack = base.rpartition(".")[0]
+                whole = tensor.transpose(1, 2) if source.transposed else tensor
+                self.tensors[f"{stack}.{suffix}"] = whole
+            if source.index is not None:
+                tensor = tensor[source.index]
+            if self._share.linear_shape(base) is None:
+                self.tensors[source.target] = tensor
+            elif suffix == "bias":
+                biases[base, source.part] = tensor
+            else:
+                bias = biases.get((base, source.part))
+                part = BorrowedPart(tensor, bias, source.transposed, source.interleaved)
                 parts[base][source.part] = part
         self.linears.update({base: BorrowedLinear(named) for base, named in parts.items()})
 
@@ -308,7 +276,7 @@ class Weights:
         """Names of the checkpoint tensors that a product can read as one if they are adjacent."""
         groups: dict[str, list[str]] = defaultdict(list)
         for source in self._sources:
-            if source.part:
+            if source.part and not source.instead:
                 groups[source.target].append(source.name)
         return list(groups.values())
 
@@ -329,39 +297,45 @@ class Weights:
             seen.add(name)
             if name not in self._by_name:
                 raise WeightMismatch(f"the adapters contain {name}, which the model does not have")
+            b = b.float() * scaling
             for source in self._by_name[name]:
                 base = source.target.rpartition(".")[0]
                 if base not in self.linears:
                     raise WeightMismatch(f"no side product can be added to {name}; merge it")
-                factors[base].append((source, a, b.float() * scaling))
+                factors[base].append((source, *self._share.factors(source, a, b)))
         for linear in self.linears.values():
             if linear.side is not None:
                 linear.side.b.zero_()
         for base, items in factors.items():
-            shape = self._linear_shape(base)
+            shape = self._share.linear_shape(base)
             assert shape is not None
-            self._set_side(self.linears[base], shape, items)
+            self._set_side(base, shape, items)
 
     def _set_side(
-        self,
-        linear: AnyLinear,
-        shape: tuple[int, int],
-        items: list[tuple[WeightSource, Tensor, Tensor]],
+        self, base: str, shape: tuple[int, int], items: list[tuple[WeightSource, Tensor, Tensor]]
     ) -> None:
         """Join the factors of a fused weight into one pair: A stacked, B block-diagonal."""
-        rank = sum(a.shape[0] for _, a, _ in items)
+        linear, rank = self.linears[base], sum(a.shape[0] for _, a, _ in items)
+        is_stacked = self._stacks and is_expert(base)
+        if is_stacked:
+            rank = -(-rank // _ALIGNED_RANK) * _ALIGNED_RANK
         if linear.side is None:
             self.version += 1
+            shapes = {"lora_a": (rank, shape[1]), "lora_b": (shape[0], rank)}
             linear.side = SideProduct(
-                torch.zeros(rank, shape[1], dtype=self.dtype, device=self.device),
-                torch.zeros(shape[0], rank, dtype=self.dtype, device=self.device),
+                *(
+                    self._slice_of_stack(f"{base}.{name}", size)
+                    if is_stacked
+                    else torch.zeros(size, dtype=self.dtype, device=self.device)
+                    for name, size in shapes.items()
+                )
             )
         assert linear.side.a.shape[0] == rank, "the rank of adapters cannot change"
         first = 0
         for source, a, b in items:
             last = first + a.shape[0]
-            linear.side.a[first:last].copy_(self._local_columns(source, a))
-            placed = self._local_rows(source, b)
+            linear.side.a[first:last].copy_(self._share.local_columns(source, a))
+            placed = self._share.local_rows(source, b)
             if isinstance(linear, BorrowedLinear):  # rows are computed as they are stored
                 placed = iter([(linear.first_row[source.part], b)])
             for row, rows in placed:
@@ -383,5 +357,6 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's weights; borrowed ones are not counted."""
-        tensors = [] if self._borrowed else self.tensors.values()
-        return sum(t.nbytes for t in tensors) + sum(w.nbytes for w in self.linears.values())
+        tensors = {} if self._borrowed else self.tensors
+        own = (t for name, t in tensors.items() if ".lora_" not in name)  # the linears count those
+        return sum(t.nbytes for t in own) + sum(w.nbytes for w in self.linears.values())

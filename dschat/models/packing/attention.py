@@ -4,11 +4,12 @@ Every prefix and every answer attends causally to itself; an answer also attends
 prefix. The two parts are joined by their log-sum-exps. Backward runs the kernel's own backward on
 each part with the joined output and log-sum-exp, which gives the exact gradient of the whole: it
 recomputes probabilities as exp(scores - log-sum-exp), as ring attention does (arXiv 2310.01889).
+A head's sink (gpt-oss) is one more part: a key for all queries, whose value is 0.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,10 @@ from dschat.models.packing.kernels import (
     PLAIN,
     Kernel,
     Saved,
+    capped,
+    join,
     per_query_head,
+    plain,
 )
 from dschat.models.packing.segments import Segments
 from dschat.models.packing.varlen import VarlenKernel
@@ -32,7 +36,23 @@ from dschat.models.packing.varlen import VarlenKernel
 NAME = "dschat"
 
 # Arguments of transformers' attention functions that change the scores, or select keys.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_indices")
+_UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
+
+# Families whose masks have a window or chunks of which their attention is not told.
+WINDOW_IN_MASK = ("llama4_text", "phimoe", "qwen2_moe")
+
+_BLOCK = 256  # queries that read the keys of their window in one call, at least
+
+
+class Weighing(NamedTuple):
+    """How a layer weighs the keys of a query."""
+
+    scale: float
+    dropout: float
+    window: int | None  # keys fewer than so many positions back
+    chunk: int | None  # keys of the same ``chunk`` positions
+    softcap: float | None  # scores are softcap * tanh(scores / softcap)
+    sinks: Tensor | None  # (H,): one more score of every query, whose value is 0
 
 
 class UnsupportedAttentionError(ValueError):
@@ -49,33 +69,78 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    positions: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. Without ``segments`` it is transformers' ``sdpa``.
+    """transformers' attention interface. Without ``segments`` it is what its ``sdpa`` is, and its
+    ``eager`` where that has a softcap or sinks.
 
     Args:
         query: (1, H, N, D); key, value: (1, K, N, D), where K divides H.
+        softcap, s_aux: see `Weighing`; ``s_aux`` are the sinks.
+        positions: (N,) of the tokens of ``segments``.
 
     Returns:
         (1, N, H, D), and None for the weights.
     """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    segments = segments or getattr(attention_mask, "segments", None)  # Nemotron drops keywords
     if segments is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
-        )
-        return output, None
+        if softcap is None and s_aux is None:
+            given = module, query, key, value, attention_mask, dropout, scaling
+            return sdpa_attention_forward(*given, **others)[0], None
+        if attention_mask is None:  # as torch's is_causal; a single query reads all keys
+            full = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            attention_mask = full.tril(key.shape[2] - query.shape[2])
+        key, value = per_query_head(key, query), per_query_head(value, query)
+        how = Weighing(scale, dropout, None, None, softcap, s_aux)
+        output = _masked(query, key, value, attention_mask, how)
+        return output.transpose(1, 2).contiguous(), None
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if positions is not None and getattr(module, "attn_temperature_tuning", False):
+        query = _tuned(module, query, positions)
     size = value.shape[-1]
-    window = sliding_window if sliding_window and sliding_window < segments.longest else None
-    if dropout or window:
-        output = _sequence_by_sequence(query, key, value, segments, scale, dropout, window)
+    reach = _reach(module, sliding_window, segments.longest)
+    if dropout or any(reach):
+        how = Weighing(scale, dropout, *reach, softcap, s_aux)
+        output = _sequence_by_sequence(query, key, value, segments, how)
     else:
-        output = PackedAttention.apply(*_same_sizes(query, key, value), segments, scale)
+        heads = _same_sizes(query, key, value)
+        output = PackedAttention.apply(*heads, segments, scale, softcap, s_aux)
     # NOTE: contiguous, as transformers' own: some families take a view of it.
     return output[..., :size].transpose(1, 2).contiguous(), None
+
+
+def _tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries of Llama 4, whose layers without RoPE scale them by their places in the stream,
+    scaled by ``positions`` instead.
+    """
+    if module.use_rope:
+        return query
+
+    def scales(places: Tensor) -> Tensor:
+        steps = ((places.float() + 1) / module.floor_scale).floor()
+        return steps.log1p() * module.attn_scale + 1
+
+    change = scales(positions) / scales(torch.arange(len(positions), device=positions.device))
+    return query * change.to(query.dtype).unsqueeze(1)
+
+
+def _reach(module: Any, window: int | None, longest: int) -> tuple[int | None, int | None]:
+    """The window and the chunk of a layer's attention, None where ``longest`` is within it."""
+    config: Any = getattr(module, "config", None)
+    chunk = None
+    if getattr(config, "model_type", None) in WINDOW_IN_MASK:
+        kinds = getattr(config, "layer_types", None)
+        kind = kinds[module.layer_idx] if kinds else "sliding_attention"
+        window = config.sliding_window if kind == "sliding_attention" else None
+        chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+    within = [None if not size or size >= longest else size for size in (window, chunk)]
+    return within[0], within[1]
 
 
 @contextmanager
@@ -85,7 +150,7 @@ def own_attention(base: PreTrainedModel) -> Iterator[None]:
     if name != NAME:
         yield
         return
-    base.set_attn_implementation("sdpa")
+    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
     try:
         yield
     finally:
@@ -101,19 +166,34 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # (H,)
     ) -> Tensor:
-        output, logsumexp = _kernel(query).forward(query, key, value, segments, scale)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.segments, ctx.scale = segments, scale
+        ctx.kernel, ctx.segments, ctx.scale = _kernel(query, softcap), segments, scale
+        output, logsumexp = ctx.kernel.forward(query, key, value, segments, scale)
+        if sinks is not None:
+            sink = sinks.float().unsqueeze(1)
+            output, logsumexp = join(output, logsumexp, output.new_zeros(()), sink)
+        ctx.save_for_backward(query, key, value, output, logsumexp, sinks)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = Saved(*ctx.saved_tensors)
-        grads = _kernel(saved.q).backward(grad, saved, ctx.segments, ctx.scale)
-        return (*grads, None, None)
+        *tensors, sinks = ctx.saved_tensors
+        saved, of_sinks = Saved(*tensors), None
+        grads = ctx.kernel.backward(grad, saved, ctx.segments, ctx.scale)
+        if sinks is not None and ctx.needs_input_grad[6]:
+            share = (sinks.float().unsqueeze(1) - saved.logsumexp).exp()
+            of_sinks = -(share * (grad.float() * saved.output.float()).sum(-1)).sum((0, 2))
+            of_sinks = of_sinks.to(sinks.dtype)
+        return (*grads, None, None, None, of_sinks)
 
 
 def _same_sizes(*tensors: Tensor) -> list[Tensor]:
@@ -127,10 +207,12 @@ def _same_sizes(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors]
 
 
-def _kernel(query: Tensor) -> Kernel:
-    """The fastest kernel for the device and dtype of ``query``."""
+def _kernel(query: Tensor, softcap: float | None = None) -> Kernel:
+    """The fastest kernel for the device and dtype of ``query``; with a softcap the plain one."""
     if query.is_meta:
         return META
+    if softcap is not None:
+        return plain(softcap)
     if query.device.type == "cpu" and query.dtype in CPU_DTYPES:
         return CPU
     if query.device.type == "cuda" and VarlenKernel.supports(query):
@@ -139,16 +221,14 @@ def _kernel(query: Tensor) -> Kernel:
 
 
 def _sequence_by_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    dropout: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Weighing
 ) -> Tensor:
-    """With dropout or a local window, which log-sum-exps cannot join: row after row."""
+    """With dropout, a local window or chunks, which log-sum-exps cannot join: row after row, in
+    blocks of queries that read the keys within their reach.
+    """
     key, value = per_query_head(key, query), per_query_head(value, query)
+    reach = how.window or how.chunk
+    size = max(_BLOCK, reach) if reach else max(1, segments.longest)
     parts, start = [], 0
     for prefix, answers in segments.groups:
         end = start
@@ -157,15 +237,38 @@ def _sequence_by_sequence(
             keys, values = (
                 torch.cat([x[:, :, of_prefix], x[:, :, own]], dim=2) for x in (key, value)
             )
-            positions = torch.arange(shared + length, device=query.device)
-            distance = positions[shared:, None] - positions
-            mask = distance >= 0
-            if window is not None:
-                mask &= distance < window
-            queries = query[:, :, own]
-            parts.append(
-                F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scale)
-            )
+            for first in range(shared, shared + length, size):
+                last = min(first + size, shared + length)
+                mask = _causal_mask(first, last, how, query.device)
+                queries = query[:, :, end + first - shared : end + last - shared]
+                k, v = (x[:, :, last - mask.shape[1] : last] for x in (keys, values))
+                parts.append(_masked(queries, k, v, mask, how))
             end += length
         start = end
     return torch.cat(parts, dim=2)
+
+
+def _causal_mask(first: int, last: int, how: Weighing, device: torch.device) -> Tensor:
+    """(Q, K) bool: which of the K keys before position ``last`` queries from ``first`` on read."""
+
+    def oldest(position: Any) -> Any:
+        if how.window:
+            return position - how.window + 1
+        return position - position % (how.chunk or last)
+
+    queries = torch.arange(first, last, device=device).unsqueeze(1)
+    keys = torch.arange(max(0, oldest(first)), last, device=device)
+    return (keys <= queries) & (keys >= oldest(queries))
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Weighing) -> Tensor:
+    """Attention (B, H, Q, D) to the keys that ``mask`` (..., Q, K) bool has, by autograd."""
+    if how.softcap is None and how.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, how.dropout, scale=how.scale)
+    scores = capped(q.float() @ k.float().transpose(-1, -2) * how.scale, how.softcap)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if how.sinks is not None:
+        sinks = how.sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probs = F.dropout(scores.softmax(-1)[..., : k.shape[2]], how.dropout)
+    return probs.to(v.dtype) @ v

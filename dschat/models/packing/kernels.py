@@ -5,6 +5,7 @@ segment are those of the same segment up to the query (causal), and all of the s
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -146,30 +147,51 @@ def _cpu_backward(grad: Tensor, saved: Saved, is_causal: bool, scale: float) -> 
     )
 
 
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Gemma 2's softcap: within -``softcap`` and ``softcap``."""
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
+def _scores(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float, softcap: float | None = None
+) -> Tensor:
+    scores = capped(q.float() @ k.float().transpose(-1, -2) * scale, softcap)
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     return scores
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> Output:
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, softcap: float | None = None
+) -> Output:
     """In plain torch, in fp32, for devices and dtypes without a kernel of their own."""
-    scores = _scores(q, k, is_causal, scale)
+    scores = _scores(q, k, is_causal, scale, softcap)
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
-def _plain_backward(grad: Tensor, saved: Saved, is_causal: bool, scale: float) -> Grads:
+def _plain_backward(
+    grad: Tensor, saved: Saved, is_causal: bool, scale: float, softcap: float | None = None
+) -> Grads:
     q, k, v, output, logsumexp = saved
     grad, output = grad.float(), output.float()
-    probs = (_scores(q, k, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    scores = _scores(q, k, is_causal, scale, softcap)
+    probs = (scores - logsumexp.unsqueeze(-1)).exp()
     delta = (grad * output).sum(-1, keepdim=True)
     grad_scores = probs * (grad @ v.float().transpose(-1, -2) - delta) * scale
+    if softcap is not None:  # of tanh; masked scores, which are -inf, have no part
+        grad_scores *= 1 - (scores.clamp(min=-softcap) / softcap).square()
     return (
         (grad_scores @ k.float()).to(q.dtype),
         (grad_scores.transpose(-1, -2) @ q.float()).to(k.dtype),
         (probs.transpose(-1, -2) @ grad).to(v.dtype),
+    )
+
+
+def plain(softcap: float | None = None) -> SegmentKernel:
+    """In plain torch: any device and dtype, with or without a softcap."""
+    return SegmentKernel(
+        partial(_plain_forward, softcap=softcap), partial(_plain_backward, softcap=softcap)
     )
 
 
@@ -189,5 +211,5 @@ class MetaKernel:
 
 
 CPU = SegmentKernel(_cpu_forward, _cpu_backward, most=1 << 18)  # 1 MiB stays in a core's cache
-PLAIN = SegmentKernel(_plain_forward, _plain_backward)
+PLAIN = plain()
 META = MetaKernel()

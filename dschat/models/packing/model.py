@@ -25,11 +25,12 @@ Packing = Literal["auto", "on", "off"]
 # Implementations that packed attention stands in for; others were asked for by name.
 _REPLACED = ("sdpa", "flash_attention_2", attention.NAME)
 
+# Families that call transformers' attention interface and do not say so.
+_CALLS_INTERFACE = ("biogpt", "stablelm")
+_DOGE_MASK = "prepare_dynamic_mask"
+
 # Of `PackedModel.check`: probes, tokens of the longest row of each, and where one probe must do.
 _PROBES, _SHORTEST, _LONG = 3, 5, 512
-
-# Families whose masks have a window or chunks of which their attention is not told.
-WINDOW_IN_MASK = ("doge", "llama4_text", "phimoe", "qwen2_moe")
 
 
 class PackedModel(nn.Module):
@@ -42,10 +43,11 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
-        router_loss: see `dschat.models.router_loss`; None of most models.
+        router_loss, router_loads: see `dschat.models.router_loss`; None of most models.
     """
 
     router_loss: Any = None
+    router_loads: Any = None
 
     def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
         super().__init__()
@@ -127,7 +129,8 @@ class PackedModel(nn.Module):
 
 def backbone(base: PreTrainedModel) -> nn.Module | None:
     """``base`` without its head; None where the family does not name it."""
-    return getattr(base, base.base_model_prefix or " ", None)
+    names = base.base_model_prefix or " ", "model"  # the prefix of Llama 4's is another class's
+    return next((getattr(base, name) for name in names if hasattr(base, name)), None)
 
 
 def packs(model: ModelOrEngine) -> bool:
@@ -141,13 +144,16 @@ def _run(module: nn.Module, rows: PackedRows, output: str, packs: bool) -> Tenso
     if not packs:
         padded = module(input_ids=rows.padded_ids, use_cache=False)
         return getattr(padded, output).flatten(0, 1)[rows.padded_columns]
+    # Four dimensions: transformers builds no mask of its own, which would be (N, N).
+    mask: Any = rows.input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+    mask.segments = rows.segments
     packed = module(
         input_ids=rows.input_ids[None],
         position_ids=rows.position_ids[None],
-        # Four dimensions: transformers builds no mask of its own, which would be (N, N).
-        attention_mask=rows.input_ids.new_zeros(1, 1, 1, 1, dtype=torch.bool),
+        attention_mask=mask,
         use_cache=False,
         segments=rows.segments,
+        positions=rows.position_ids,
     )
     return getattr(packed, output)[0][rows.columns]
 
@@ -175,18 +181,15 @@ def packing_problem(base: PreTrainedModel) -> str:
     """Why the class and settings of ``base`` cannot be packed; "" if they can. Weights are not
     read: it may be on the meta device.
     """
-    attention_name = base.config._attn_implementation
-    if attention_name not in _REPLACED:
-        return f"its attention is {attention_name}"
-    body = backbone(base)
-    if not getattr(base, "_supports_attention_backend", False) or body is None:
+    attention_name, body = base.config._attn_implementation, backbone(base)
+    calls_interface = getattr(base, "_supports_attention_backend", False)
+    calls_interface |= base.config.model_type in _CALLS_INTERFACE
+    if attention_name not in _REPLACED and (base._supports_sdpa or not calls_interface):
+        return f"its attention is {attention_name}"  # not for a softcap or sinks
+    if not calls_interface or body is None:
         return "its attention does not use transformers' interface"
     if "position_ids" not in inspect.signature(body.forward).parameters:
         return "it takes no positions"
-    config = base.config.get_text_config()
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    if config.model_type in WINDOW_IN_MASK and any(windows):
-        return "the window of its attention is in the mask alone"
     return beyond_attention(base)
 
 
@@ -199,5 +202,6 @@ def beyond_attention(base: PreTrainedModel) -> str:
 
 def selects_keys(base: PreTrainedModel) -> str:
     """That attention reads some keys only; "" if it is not known to."""
-    has_indexer = any(name.endswith(".indexer") for name, _ in base.named_modules())
-    return "its attention selects keys" if has_indexer else ""
+    named = base.named_modules()
+    selects = any(n.endswith(".indexer") or hasattr(m, _DOGE_MASK) for n, m in named)
+    return "its attention selects keys" if selects else ""

@@ -9,6 +9,8 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Llama4TextConfig,
+    NemotronConfig,
     Qwen2MoeConfig,
     RecurrentGemmaConfig,
 )
@@ -47,6 +49,18 @@ OTHERS = {
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "llama4": lambda: Llama4TextConfig(  # scales queries by positions from 5 on
+        **_SIZES,
+        **{k: v for k, v in _EXPERTS.items() if k != "moe_intermediate_size"},
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        attention_chunk_size=4,
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        floor_scale=5,
+        attn_scale=0.8,
+    ),
+    "nemotron": lambda: NemotronConfig(**_SIZES),
     "deepseek": lambda: DeepseekV3Config(
         **{k: v for k, v in _SIZES.items() if k not in ("head_dim", "num_key_value_heads")},
         **_EXPERTS,
@@ -77,14 +91,11 @@ PADDED = {
     "bloom": "attention is eager",
     "bloom_residual_after_norm": "attention is eager",
     "tiny_gpt_neo": "attention is eager",
-    "tiny_gpt_oss": "attention is eager",
     "tiny_qwen3_5": "transformers' interface",
     "tiny_nemotron_h": "transformers' interface",
     "tiny_bamba": "transformers' interface",
     "tiny_recurrent_gemma": "recurrent state",
     "recurrent_gemma": "recurrent state",
-    "gemma2": "attention is eager",
-    "qwen2_moe": "in the mask alone",
 }
 FULL_LOGITS = ("tiny_recurrent_gemma", "recurrent_gemma", "gemma2", "gemma3", "cohere")
 

@@ -9,6 +9,8 @@ from fake_cuda import DEVICE, fake_cuda
 from torch import nn
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from dschat.models.packing import Segments, attention
 from dschat.models.packing.kernels import CPU, PLAIN, Saved, SegmentKernel
@@ -48,14 +50,22 @@ def positions_and_mask(segments):
     return position, mask
 
 
-def dense(q, k, v, segments, scale, window=None):
+def dense(q, k, v, segments, scale, window=None, chunk=None, softcap=None, sinks=None):
     """Attention with an (N, N) mask in float64: (1, H, N, D)."""
     position, mask = positions_and_mask(segments)
     if window is not None:
         mask &= position[:, None] - position < window
+    if chunk is not None:
+        mask &= position[:, None] // chunk == position // chunk
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
-    return scores.softmax(-1) @ v
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(~mask, -math.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks[:, None, None])
+    return (scores - total).exp() @ v
 
 
 def tensors(segments, heads=HEADS, kv_heads=HEADS, size=SIZE, dtype=torch.float32, v_size=None):
@@ -67,13 +77,19 @@ def tensors(segments, heads=HEADS, kv_heads=HEADS, size=SIZE, dtype=torch.float3
     return [x.to(dtype).transpose(1, 2).requires_grad_() for x in made]
 
 
-def check(run, q, k, v, upstream, segments, scale, window=None, tolerance=1e-5):
-    """``run(q, k, v)`` (1, H, N, D) and its gradients are the dense ones."""
-    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = dense(*doubles, segments, scale, window)
+def check(run, q, k, v, upstream, segments, scale, *reach, tolerance=1e-5, sinks=None, **how):
+    """``run(q, k, v)`` (1, H, N, D) and its gradients, those of the sinks too, are the dense ones.
+
+    ``reach``: window and chunk.
+    """
+    inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    if sinks is not None:
+        how["sinks"] = doubles[3]
+    expected = dense(*doubles[:3], segments, scale, *reach, **how)
     output = run(q, k, v)
     assert output.dtype == q.dtype
-    grads = torch.autograd.grad(output, (q, k, v), upstream.detach())
+    grads = torch.autograd.grad(output, inputs, upstream.detach())
     references = torch.autograd.grad(expected, doubles, upstream.detach().double())
     for actual, reference in zip((output, *grads), (expected, *references), strict=True):
         assert actual.shape == reference.shape
@@ -82,7 +98,7 @@ def check(run, q, k, v, upstream, segments, scale, window=None, tolerance=1e-5):
 
 
 def with_kernel(monkeypatch, kernel, segments, scale):
-    monkeypatch.setattr(attention, "_kernel", lambda query: kernel)
+    monkeypatch.setattr(attention, "_kernel", lambda query, softcap: kernel)
     return lambda q, k, v: attention.attention(None, q, k, v, None, segments, scale)[0].transpose(
         1, 2
     )
@@ -291,6 +307,65 @@ def test_sliding_window(groups, window):
 
 
 @every_group
+@pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+def test_chunks(groups, chunk):
+    """Llama 4's: keys of the same ``chunk`` positions; its mask alone has them."""
+    segments = Segments(groups)
+    q, k, v, upstream = tensors(segments, kv_heads=2)
+    config = SimpleNamespace(
+        model_type="llama4_text",
+        layer_types=["full_attention", "chunked_attention"],
+        attention_chunk_size=chunk,
+    )
+    for layer, reach in ((0, None), (1, chunk)):
+        module = SimpleNamespace(config=config, layer_idx=layer)
+
+        def run(*x, module=module):
+            how = {"segments": segments, "scaling": 0.5}
+            return attention.attention(module, *x, None, **how)[0].transpose(1, 2)
+
+        check(run, q, k, v, upstream, segments, 0.5, None, reach)
+
+
+@every_group
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (0.7, True)])
+@pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
+def test_softcap_and_sinks(monkeypatch, groups, window, softcap, has_sinks, kernel):
+    """Of Gemma 2 and gpt-oss; sinks are trained. A softcap has no kernel but the plain one."""
+    segments = Segments(groups)
+    q, k, v, upstream = tensors(segments, kv_heads=2)
+    sinks = torch.linspace(-2, 3, HEADS).requires_grad_() if has_sinks else None
+    if softcap is None:
+        made = chosen(monkeypatch, kernel)
+        monkeypatch.setattr(attention, "_kernel", lambda query, softcap: made)
+    how = {"scaling": 0.5, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    run = lambda *x: packed(*x, segments, **how)  # noqa: E731
+    check(run, q, k, v, upstream, segments, 0.5, window, softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("sinks", [-200.0, 200.0])
+def test_sinks_of_hundreds_join_without_overflow(sinks):
+    segments = Segments(GROUPS["mixed"])
+    q, k, v, upstream = tensors(segments)
+    all_sinks = torch.full((HEADS,), sinks).requires_grad_()
+    run = lambda *x: packed(*x, segments, scaling=0.5, s_aux=all_sinks)  # noqa: E731
+    check(run, q, k, v, upstream, segments, 0.5, sinks=all_sinks)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(3, None), (270, None), (None, 3), (None, 270)])
+def test_rows_longer_than_a_block_of_queries(window, chunk):
+    segments = Segments(((600, ()), (300, (7, 590))))
+    q, k, v, upstream = tensors(segments, heads=1, kv_heads=1)
+    how = attention.Weighing(0.5, 0.0, window, chunk, None, None)
+
+    def run(*x):
+        return attention._sequence_by_sequence(*x, segments, how)
+
+    check(run, q, k, v, upstream, segments, 0.5, window, chunk)
+
+
+@every_group
 def test_dropout_runs_row_by_row(groups):
     """Too small to drop anything it is dense attention; else a seed decides."""
     segments = Segments(groups)
@@ -320,7 +395,7 @@ def test_the_result_is_contiguous_as_transformers_is():
             assert output.shape == (1, q.shape[2], HEADS, 8)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "head_mask"])
+@pytest.mark.parametrize("name", ["position_bias", "head_mask", "indices"])
 def test_what_changes_scores_is_refused(name):
     segments = Segments(GROUPS["rows"])
     q, k, v, _ = tensors(segments)
@@ -339,6 +414,32 @@ def test_without_segments_it_is_sdpa():
         actual, _ = attention.attention(module, q, k, v, given, scaling=0.7, sliding_window=2)
         expected, _ = sdpa_attention_forward(module, q, k, v, given, scaling=0.7)
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("kv_len", [1, 4, 9])
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_segments_softcap_and_sinks_are_as_eager_has_them(kv_len, masked):
+    """Generation by the training module: a prompt, or tokens that follow a cache."""
+    torch.manual_seed(0)
+    module = SimpleNamespace(num_key_value_groups=2, training=False, is_causal=True)
+    module.sinks = torch.randn(HEADS)
+    num_queries = 1 if kv_len == 9 else kv_len
+    q = torch.randn(2, HEADS, num_queries, SIZE)
+    k, v = torch.randn(2, 2, 2, kv_len, SIZE)
+    mask = torch.ones(num_queries, kv_len).tril(kv_len - num_queries).bool().expand(2, 1, -1, -1)
+    if masked:
+        mask = mask.clone()
+        mask[0, ..., : kv_len // 2] = False  # padding on the left
+        mask[..., torch.arange(num_queries), torch.arange(kv_len)[-num_queries:]] = True
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    given = mask if masked else None
+    for eager, how in (
+        (modeling_gemma2.eager_attention_forward, {"softcap": 1.5}),
+        (modeling_gpt_oss.eager_attention_forward, {"s_aux": module.sinks}),
+    ):
+        expected, _ = eager(module, q, k, v, added, scaling=0.5, **how)
+        actual, _ = attention.attention(module, q, k, v, given, scaling=0.5, **how)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_sequences_taken_together_give_the_same_bits():

@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from dschat.config import UserError
 from dschat.models.language_model import LanguageModel
-from dschat.models.packing.model import WINDOW_IN_MASK
+from dschat.models.packing.attention import WINDOW_IN_MASK
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 
 
@@ -101,17 +101,17 @@ def test_more_than_rounding_is_a_difference(dtype, rounding, fault):
     assert wrapped.gap(one_probe, expected) is None
 
 
-class SoftcappedAttention(LlamaAttention):
+class BiasedAttention(LlamaAttention):
     def forward(self, *args, **kwargs):
-        return super().forward(*args, softcap=2.0, **kwargs)
+        return super().forward(*args, position_bias=2.0, **kwargs)
 
 
 def test_an_argument_that_packed_attention_does_not_have_pads_the_rows():
     model = build("llama")
     for module in model.modules():
         if type(module) is LlamaAttention:
-            module.__class__ = SoftcappedAttention
-    with pytest.raises(UserError, match="SoftcappedAttention uses softcap"):
+            module.__class__ = BiasedAttention
+    with pytest.raises(UserError, match="BiasedAttention uses position_bias"):
         checked(model, "on")
 
 
@@ -125,9 +125,18 @@ class ScaledLogits(LlamaForCausalLM):
 
 
 class NamelessBody(LlamaForCausalLM):
-    """Its backbone is not where ``base_model_prefix`` says (Llama 4 is one)."""
+    """Its backbone is neither where ``base_model_prefix`` says nor in ``model``."""
 
     base_model_prefix = "language_model"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.stack = self.model
+        del self.model
+
+    def forward(self, input_ids, **kwargs):
+        hidden = self.stack(input_ids=input_ids, **kwargs).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden))
 
 
 @pytest.mark.parametrize(("cls", "packs"), [(ScaledLogits, True), (NamelessBody, False)])
@@ -149,7 +158,7 @@ def test_families_that_change_logits_are_known_before_the_check(name):
 @pytest.mark.slow  # its reason is another version of transformers
 def test_families_whose_windows_are_in_masks_alone():
     """All families of transformers that make such masks, by their source: each either tells its
-    attention of the window or is in our table, or does not use transformers' interface.
+    attention of the window or is in our table, or is not packed.
     """
     missing = []
     for path in Path(transformers.models.__file__).parent.glob("*/modeling_*.py"):
@@ -159,8 +168,9 @@ def test_families_whose_windows_are_in_masks_alone():
         if makes and not tells and "_supports_attention_backend = True" in source:
             missing.append(path.parent.name)
     assert {name.removesuffix("_text") for name in WINDOW_IN_MASK} <= set(missing)
-    # PaliGemma and the assistants are no causal language models.
+    # Doge computes a mask of its own; PaliGemma and the assistants are no causal language models.
     assert set(missing) - {name.removesuffix("_text") for name in WINDOW_IN_MASK} <= {
+        "doge",
         "gemma4_assistant",
         "gemma4_unified_assistant",
         "moonshine_streaming",

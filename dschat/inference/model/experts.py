@@ -1,0 +1,113 @@
+"""Runs a mixture of experts in place of an MLP: each token's rows go through the experts it chose.
+
+On a CPU each expert that has rows multiplies them together, by packed products. A captured step
+must not read on the host which experts have rows: on a device their weights are one tensor, and one
+product takes all experts' rows.
+
+Shapes: T tokens, k experts per token, N experts, E hidden size, I this rank's columns of an expert.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dschat.inference.model.borrowed import BorrowedLinear
+from dschat.inference.model.linear import Linear
+from dschat.inference.model.spec import ExpertSpec
+
+# Tokens that run through all experts at once, where torch has no grouped product.
+_DENSE_TOKENS = 256
+
+Gated = Callable[[Tensor], Tensor]  # (..., 2 I) -> (..., I)
+
+
+class Stack(NamedTuple):
+    """The weights of all experts: y = x W^T + b, and LoRA's side products."""
+
+    weight: Tensor  # (N, out, in)
+    bias: Tensor | None  # (N, out)
+    side: tuple[Tensor, Tensor] | None  # A (N, r, in) and B (N, out, r)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], name: str) -> "Stack":
+        a, b = tensors.get(f"{name}.lora_a"), tensors.get(f"{name}.lora_b")
+        side = None if a is None or b is None else (a, b)
+        return cls(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), side)
+
+    def grouped(self, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+        """Rows sorted by their experts ``ids``; those of expert e end at ``ends[e]``."""
+        y = torch._grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+        if self.side is not None:
+            for factor in self.side:
+                x = torch._grouped_mm(x, factor.transpose(1, 2), offs=ends)
+            y.add_(x)
+        return y if self.bias is None else y.add_(self.bias[ids])
+
+    def dense(self, x: Tensor) -> Tensor:
+        """(T, in) or (N, T, in) -> (N, T, out)."""
+        y = torch.matmul(x, self.weight.transpose(1, 2))
+        for factor in self.side or ():
+            x = torch.matmul(x, factor.transpose(1, 2))
+        y = y if self.side is None else y.add_(x)
+        return y if self.bias is None else y.add_(self.bias.unsqueeze(1))
+
+
+class Experts(NamedTuple):
+    """The experts of a layer, and the router that chooses ``spec.per_token`` of them."""
+
+    spec: ExpertSpec
+    router: Linear | BorrowedLinear
+    ups: Sequence[Linear | BorrowedLinear]
+    downs: Sequence[Linear | BorrowedLinear]
+    stacks: tuple[Stack, Stack] | None  # on a device: of ups and downs
+
+    @classmethod
+    def of(
+        cls,
+        spec: ExpertSpec,
+        linears: Mapping[str, Linear | BorrowedLinear],
+        tensors: Mapping[str, Tensor],
+        layer: str,
+    ) -> "Experts":
+        up, down = f"{layer}.experts.up", f"{layer}.experts.down"
+        ups, downs = ([linears[f"{name}.{e}"] for e in range(spec.count)] for name in (up, down))
+        stacks = None
+        if f"{up}.weight" in tensors:
+            stacks = Stack.of(tensors, up), Stack.of(tensors, down)
+        return cls(spec, linears[f"{layer}.router"], ups, downs, stacks)
+
+    def __call__(self, x: Tensor, gated: Gated) -> Tensor:
+        """(T, E) -> this rank's partial sum, (T, E). ``gated``: what is between the products."""
+        shares, chosen = self.router(x).float().softmax(-1).topk(self.spec.per_token)
+        if self.spec.renormalized:
+            shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares.to(x.dtype)
+        if self.stacks is None or x.dtype == torch.bfloat16:
+            ids, order = chosen.flatten().sort(stable=True)
+            rows = x.index_select(0, order // self.spec.per_token)
+            outputs = self._one_by_one(rows, ids, gated)
+            # Row i is that of the order[i]-th choice.
+            choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
+            return torch.bmm(shares.unsqueeze(1), choices.view(*chosen.shape, -1)).squeeze(1)
+        of_all = x.new_zeros(x.shape[0], self.spec.count).scatter_(1, chosen, shares)
+        blocks = zip(x.split(_DENSE_TOKENS), of_all.split(_DENSE_TOKENS), strict=True)
+        return torch.cat([self._all(block, shares, gated) for block, shares in blocks])
+
+    def _one_by_one(self, x: Tensor, ids: Tensor, gated: Gated) -> Tensor:
+        """Each row by its expert; ``ids`` (rows,) are sorted."""
+        if self.stacks is not None:
+            up, down = self.stacks
+            numbers = torch.arange(self.spec.count, device=x.device)
+            ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
+            return down.grouped(gated(up.grouped(x, ids, ends)), ids, ends)
+        parts = x.split(ids.bincount(minlength=self.spec.count).tolist())
+        experts = zip(parts, self.ups, self.downs, strict=True)
+        return torch.cat([down(gated(up(rows))) for rows, up, down in experts if rows.shape[0]])
+
+    def _all(self, x: Tensor, shares: Tensor, gated: Gated) -> Tensor:
+        """All experts on all rows; ``shares`` (T, N) are zero for those that were not chosen."""
+        assert self.stacks is not None
+        up, down = self.stacks
+        return torch.einsum("tn,nth->th", shares, down.dense(gated(up.dense(x))))
