@@ -13,8 +13,8 @@ _SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 FAMILIES = {
     "phi": {},
-    "gemma3_text": _LAYERS,
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "exaone4": _LAYERS,
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {  # keys are wider than values
         "kv_lora_rank": 8,
         "q_lora_rank": 12,
