@@ -58,6 +58,14 @@ FAMILIES = {
         "activation_sparsity_pattern": [0.0] * 4,
         "intermediate_size": [48] * 4,
     },
+    "llama4_text": {  # its attention is not told of chunks, and scales queries by their columns
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 6,
+        "floor_scale": 4,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -68,7 +76,7 @@ FAMILIES = {
     },
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
 }
-QUICK = ("gptj", "gemma2", "gpt_oss", "deepseek_v3", "lfm2")
+QUICK = ("gptj", "deepseek_v3", "lfm2", "llama4_text")
 STATES = ("lfm2", "qwen3_5_text", "falcon_h1")
 every_family = pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]

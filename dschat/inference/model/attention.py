@@ -64,6 +64,16 @@ class Scores(NamedTuple):
     window: int | None = None  # keys that a query attends to; None: all
     softcap: float | None = None  # c: c * tanh(score / c)
     sinks: Tensor | None = None  # (H,): a further score of each head, whose value is zero
+    chunk: int | None = None  # keys of the same so many positions; None: all
+
+    def within(self, num_keys: int) -> tuple[int | None, int | None]:
+        """Window and chunk, None where they hide none of ``num_keys`` keys."""
+        sizes = [size if size and size < num_keys else None for size in (self.window, self.chunk)]
+        return sizes[0], sizes[1]
+
+    def first_key(self, query: Tensor) -> Tensor:
+        """The first key that queries at these positions attend to, of a window or a chunk."""
+        return query - (query % self.chunk if self.chunk else (self.window or 0) - 1)
 
 
 @dataclass
@@ -130,7 +140,7 @@ class Attention:
         rows, keys, values = self.cache.layers[layer]
         decodes = self.decodes
         how = scores or Scores(self.spec.attention_scale(layer), self.spec.window(layer))
-        is_plain = how.softcap is None and how.sinks is None
+        is_plain = how.softcap is None and how.sinks is None and how.chunk is None
         kernel = self._kernel if layout.in_order and is_plain else None
         if kernel is not None and not self.chunks:
             return kernel(heads_THD, rows, how.window, how.scale)
@@ -201,7 +211,7 @@ class Attention:
         q = q_BHD.unflatten(1, (num_kv_heads, -1))
         if d.width > 1:
             q = q.unflatten(0, (-1, d.width)).transpose(1, 2).flatten(2, 3)
-        bias = self._decode_bias(d, how.window, q, k.shape[1])
+        bias = self._decode_bias(d, how, q, k.shape[1])
         if how.sinks is not None:  # of each query, as they are arranged
             how = how._replace(sinks=how.sinks.view(num_kv_heads, -1).repeat(1, d.width))
         out = _attended(q, k.transpose(1, 2), v.transpose(1, 2), how, bias)
@@ -218,23 +228,20 @@ class Attention:
             return cached[:, : d.max_length].index_select(0, d.block_table[:, 0])
         return cached[d.block_table].flatten(1, 2)
 
-    def _decode_bias(
-        self, d: Decodes, window: int | None, q: Tensor, num_keys: int
-    ) -> Tensor | None:
+    def _decode_bias(self, d: Decodes, how: Scores, q: Tensor, num_keys: int) -> Tensor | None:
         """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window.
 
         With a width, (B / width, 1 or K, width x H / K, L).
         """
-        if window is not None and window >= num_keys:
-            window = None
-        if not d.ragged and window is None and self.slopes is None and num_keys == d.max_length:
+        reach = how.within(num_keys)
+        if not d.ragged and not any(reach) and self.slopes is None and num_keys == d.max_length:
             return None
-        key = ("decode", window)
+        key = ("decode", reach)
         if key not in self._biases:
             positions = torch.arange(num_keys, device=q.device)
             seen = positions < d.lengths.unsqueeze(1)
-            if window is not None:
-                seen &= positions >= (d.lengths - window).unsqueeze(1)
+            if any(reach):
+                seen &= positions >= how.first_key(d.lengths - 1).unsqueeze(1)
             hidden = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
             hidden = hidden.masked_fill_(~seen, float("-inf"))[:, None, None, :]
             if self.slopes is not None:
@@ -302,7 +309,7 @@ class Attention:
 
     def _attend(self, how: Scores, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of (rows, heads, tokens, D)."""
-        bias = self._prompt_bias(how.window, q, dense.prefix, dense.prefix + dense.longest)
+        bias = self._prompt_bias(how, q, dense.prefix, dense.prefix + dense.longest)
         shared = k.shape[1] != q.shape[1]
         in_place = shared and _reads_shared_heads(q, bias)
         if shared and not in_place:
@@ -311,19 +318,18 @@ class Attention:
             how = how._replace(sinks=how.sinks.unsqueeze(1))
         return _attended(q, k, v, how, bias, is_causal=bias is None, enable_gqa=in_place)
 
-    def _prompt_bias(self, window: int | None, q: Tensor, prefix: int, total: int) -> Tensor | None:
+    def _prompt_bias(self, how: Scores, q: Tensor, prefix: int, total: int) -> Tensor | None:
         """Bias of the scores, (1 or H, tokens, total); None if a causal mask is enough."""
-        if window is not None and window >= total:
-            window = None
-        if prefix == 0 and window is None and self.slopes is None:
+        reach = how.within(total)
+        if prefix == 0 and not any(reach) and self.slopes is None:
             return None
-        key = (prefix, total, window)
+        key = (prefix, total, reach)
         if key not in self._biases:
             query = torch.arange(prefix, total, device=q.device).unsqueeze(1)
             positions = torch.arange(total, device=q.device)
             seen = positions <= query
-            if window is not None:
-                seen &= positions > query - window
+            if any(reach):
+                seen &= positions >= how.first_key(query)
             bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
             bias = bias.masked_fill_(~seen, float("-inf")).unsqueeze(0)
             if self.slopes is not None:

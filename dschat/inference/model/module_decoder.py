@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
@@ -35,7 +34,6 @@ from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
-from dschat.models.packing.attention import WINDOW_IN_MASK
 from dschat.models.packing.model import selects_keys
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
@@ -49,7 +47,8 @@ _UNKNOWN = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Query, key and value (1, H or K, T, D) and how their scores are used -> (T, H, D of the value)
 Step = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
-_step: ContextVar[Step | None] = ContextVar("step", default=None)
+# The step that runs, and the positions (T,) of its tokens.
+_step: ContextVar[tuple[Step, Tensor] | None] = ContextVar("step", default=None)
 
 
 def _attention(
@@ -65,8 +64,8 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, T, H, D). Outside steps it is that of training."""
-    step = _step.get()
-    if step is None:
+    running = _step.get()
+    if running is None:
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
         how |= {"softcap": softcap, "s_aux": s_aux}
         return packing.attention(module, query, key, value, attention_mask, **how, **others)
@@ -76,7 +75,11 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Rows of a batch are tokens like others.
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    out = step(q, k, v, Scores(scale, sliding_window, softcap, s_aux))
+    step, positions = running
+    window, chunk = packing.reach(module, sliding_window)
+    if getattr(module, "attn_temperature_tuning", False):
+        q = packing.tuned(module, q, positions)
+    out = step(q, k, v, Scores(scale, window, softcap, s_aux, chunk))
     return out.unflatten(0, (len(query), -1)), None
 
 
@@ -102,7 +105,6 @@ class ModuleDecoder:
     ) -> None:
         self.module, self.spec, self.weights = module, spec, weights
         self._keeps_logits = "logits_to_keep" in _parameters(module)
-        self._windows = _windows(without_adapters(module).config.get_text_config(), spec.num_layers)
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -122,10 +124,7 @@ class ModuleDecoder:
         calls = iter(range(self.spec.num_layers))
 
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-            layer = next(calls)
-            if self._windows:
-                how = how._replace(window=self._windows[layer])
-            return _attended(attention, layer, q, k, v, how, self.spec)
+            return _attended(attention, next(calls), q, k, v, how, self.spec)
 
         rows = 1 if carried is None else carried.num_sequences
         if carried is not None:
@@ -136,7 +135,7 @@ class ModuleDecoder:
             keep["logits_to_keep"] = ready
         more = keep if carried is None else keep | {"use_cache": True, CACHE: carried.states}
         shape = rows, -1
-        with _calling(one):
+        with _calling(one, positions):
             logits = _forward(self.module, tokens.view(shape), positions.view(shape), **more)
         assert next(calls, None) is None, "not all layers called the step's attention"
         if not keep and ready is not None:
@@ -179,7 +178,6 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     if not shapes or any(q % num_kv_heads for q in heads):
         raise UnsupportedModel(f"{name}: its attention cannot be followed")
     config = base.config
-    windows = _windows(config.get_text_config(), len(scores)) or [how.window for how in scores]
     return ModelSpec(
         num_layers=len(shapes),
         hidden_size=0,
@@ -192,7 +190,7 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
         prefix="",
         activation="",
         max_positions=num_positions(config),
-        windows=tuple(windows),
+        windows=tuple(how.window or how.chunk for how in scores),
         states=states,
     )
 
@@ -206,7 +204,7 @@ def probe(
     if has_states:
         cache = StepCache(config=without_adapters(module).config)
         options = {"use_cache": True, CACHE: cache}
-    with torch.no_grad(), paged(module), _calling(step):
+    with torch.no_grad(), paged(module), _calling(step, tokens[0]):
         logits = _forward(module, tokens, tokens, **options)
     return logits, cache.shapes() if has_states else ()
 
@@ -214,15 +212,6 @@ def probe(
 def nothing(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
     """A `Step` of zeros."""
     return q.new_zeros(q.shape[2], q.shape[1], v.shape[-1])
-
-
-def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
-    """The windows of layers, of the families where the mask alone has them; of others nothing."""
-    size = getattr(config, "sliding_window", None)
-    if config.model_type not in WINDOW_IN_MASK or not size:
-        return []
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
-    return [size if kind == "sliding_attention" else None for kind in kinds]
 
 
 @contextmanager
@@ -239,8 +228,8 @@ def paged(module: "PreTrainedModel | PeftModel") -> Iterator[None]:
 
 
 @contextmanager
-def _calling(step: Step) -> Iterator[None]:
-    token = _step.set(step)
+def _calling(step: Step, positions: Tensor) -> Iterator[None]:
+    token = _step.set((step, positions))
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ recomputes probabilities as exp(scores - log-sum-exp), as ring attention does (a
 A head's sink (gpt-oss) is one more part: a key for all queries, whose value is 0.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -102,11 +103,11 @@ def attention(
         if others.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
     if positions is not None and getattr(module, "attn_temperature_tuning", False):
-        query = _tuned(module, query, positions)
+        query = tuned(module, query, positions)
     size = value.shape[-1]
-    reach = _reach(module, sliding_window, segments.longest)
-    if dropout or any(reach):
-        how = Weighing(scale, dropout, *reach, softcap, s_aux)
+    sizes = reach(module, sliding_window, segments.longest)
+    if dropout or any(sizes):
+        how = Weighing(scale, dropout, *sizes, softcap, s_aux)
         output = _sequence_by_sequence(query, key, value, segments, how)
     else:
         heads = _same_sizes(query, key, value)
@@ -115,7 +116,7 @@ def attention(
     return output[..., :size].transpose(1, 2).contiguous(), None
 
 
-def _tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+def tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Queries of Llama 4, whose layers without RoPE scale them by their places in the stream,
     scaled by ``positions`` instead.
     """
@@ -130,7 +131,9 @@ def _tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     return query * change.to(query.dtype).unsqueeze(1)
 
 
-def _reach(module: Any, window: int | None, longest: int) -> tuple[int | None, int | None]:
+def reach(
+    module: Any, window: int | None, longest: int = sys.maxsize
+) -> tuple[int | None, int | None]:
     """The window and the chunk of a layer's attention, None where ``longest`` is within it."""
     config: Any = getattr(module, "config", None)
     chunk = None
