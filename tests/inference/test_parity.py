@@ -106,9 +106,10 @@ def test_the_last_position_is_as_good_as_the_first(module_of):
         assert logprob_gap(module, prompts, rollout) < GAP
 
 
-def test_bf16_draws_near_the_fp32_log_probs(module_of):
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo3"])
+def test_bf16_draws_near_the_fp32_log_probs(name, module_of):
     """The same random numbers on rounded weights: log-probs agree to bf16's eight bits."""
-    module = module_of("llama")
+    module = module_of(name)
     made = InferenceEngine(
         module.config,
         torch.bfloat16,

@@ -80,7 +80,6 @@ class Decoder:
         self._root_of_eps = torch.tensor(math.sqrt(spec.norm_eps), device=device)
         self._inverse_roots: dict[int, Tensor] = {}
         self._layers: list[Layer] = []
-        self._kernels_rotate = not (spec.interleaved_rotary or spec.whole_qk_norm)
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
 
@@ -177,7 +176,7 @@ class Decoder:
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
-        rotates = kernels is None or not self._kernels_rotate
+        rotates = kernels is None or self.spec.interleaved_rotary
         rows = {r: r.rows(positions) for r in self._rotaries.values()} if rotates else {}
         scales = self._query_scales
         scales = None if scales is None else scales[positions].view(-1, 1, 1)
@@ -232,21 +231,20 @@ class Decoder:
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
         if step.attend_rotates:
             return heads
-        if step.kernels is not None and self._kernels_rotate:
-            if w.qk_norms is not None or w.rotary is not None:
-                norms = rotary = None
-                if w.qk_norms is not None:
-                    q_norm, k_norm = w.qk_norms
-                    norms = (q_norm.scale, k_norm.scale, self.spec.norm_eps)
-                if w.rotary is not None and step.positions is not None:
-                    rotary = (step.positions, w.rotary.cos, w.rotary.sin)
-                step.kernels.norm_and_rotate(heads, num_heads, num_kv_heads, norms, rotary)
-        else:
-            if w.qk_norms is not None:
-                self._norm_heads(w.qk_norms, [heads[:, w.layout.q], heads[:, w.layout.k]])
-            if w.rotary is not None:
-                for part in w.layout.rotated:
-                    w.rotary.rotate_(heads[:, part], step.rows[w.rotary])
+        kernels, norms, rotary = step.kernels, w.qk_norms, w.rotary
+        if norms is not None and (kernels is None or self.spec.whole_qk_norm):
+            self._norm_heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]])
+            norms = None
+        rows = None if rotary is None else step.rows.get(rotary)
+        by_kernel = None
+        if rotary is not None and rows is None and step.positions is not None:
+            by_kernel = step.positions, rotary.cos, rotary.sin
+        if kernels is not None and (norms is not None or by_kernel is not None):
+            scales = None if norms is None else (norms[0].scale, norms[1].scale, self.spec.norm_eps)
+            kernels.norm_and_rotate(heads, num_heads, num_kv_heads, scales, by_kernel)
+        if rotary is not None and rows is not None:
+            for part in w.layout.rotated:
+                rotary.rotate_(heads[:, part], rows)
         if step.query_scales is not None:
             heads[:, w.layout.q].mul_(step.query_scales)
         return heads
