@@ -97,7 +97,15 @@ PADDED = {
     "tiny_recurrent_gemma": "recurrent state",
     "recurrent_gemma": "recurrent state",
 }
-FULL_LOGITS = ("tiny_recurrent_gemma", "recurrent_gemma", "gemma2", "gemma3", "cohere")
+FULL_LOGITS = (
+    "tiny_recurrent_gemma",
+    "recurrent_gemma",
+    "gemma2",
+    "gemma3",
+    "cohere",
+    "cohere2",
+    "granite",
+)
 
 
 def build(name):
