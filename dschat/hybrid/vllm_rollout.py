@@ -25,6 +25,7 @@ import dschat.distributed as dist
 from dschat.checkpoint.hub_format import hub_tensors
 from dschat.config import UserError
 from dschat.config.errors import first_line
+from dschat.distributed.env import complete_environment
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
@@ -247,6 +248,7 @@ def imported() -> Any:
         UserError: it is missing, or too old.
     """
     installed_release()
+    complete_environment()  # vLLM reads the ranks from it
     with _environment(0), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return importlib.import_module("vllm")
@@ -275,15 +277,12 @@ def installed_release() -> str:
 @contextmanager
 def _environment(cache_bytes: int) -> Iterator[None]:
     """What vLLM reads from the environment while it starts; all of it is restored."""
-    rank = str(dist.rank())
     wanted = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, cache_bytes >> 30)),
-        "RANK": os.environ.get("RANK", rank),
-        "LOCAL_RANK": os.environ.get("LOCAL_RANK", rank),
     }
     before = {name: os.environ.get(name) for name in wanted}
     threads = torch.get_num_threads()

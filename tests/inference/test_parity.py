@@ -19,7 +19,8 @@ from families import (
     logprob_gap,
     longrope,
 )
-from transformers import GenerationConfig
+from tiny_models import IDS, randomized
+from transformers import AutoModelForCausalLM, GenerationConfig, GPTNeoXConfig
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
@@ -122,3 +123,24 @@ def test_bf16_draws_near_the_fp32_log_probs(name, module_of):
     exact = engine(module).generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=1))
     same = sum(a[0] == b[0] for a, b in zip(rollout.token_ids, exact.token_ids, strict=True))
     assert same >= len(PROMPTS) - 2
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+def test_heads_of_which_a_part_rotates(factor):
+    """Also a single pair: two elements of eight."""
+    config = GPTNeoXConfig(
+        **IDS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=POSITIONS,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": factor,
+        },
+    )
+    module = randomized(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    rollout = engine(module).generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert logprob_gap(module, PROMPTS, rollout) < 1e-4

@@ -36,8 +36,9 @@ class Rotary:
         self.dim, self.interleaved = 2 * inv_freq.numel(), interleaved
         pairs = torch.stack([cos, cos]), torch.stack([-sin, sin])  # (2, num_positions, half)
         order = (1, 2, 0) if interleaved else (1, 0, 2)
+        # NOTE: kernels read it by address, and of a single pair the flattened one is a view.
         self.cos, self.sin = (
-            x.permute(order).flatten(1).to(device=device, dtype=dtype) for x in pairs
+            x.permute(order).flatten(1).to(device=device, dtype=dtype).contiguous() for x in pairs
         )
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
