@@ -36,6 +36,7 @@ from dschat.observability.device_span import DeviceSpan
 
 logger = logging.getLogger("dschat")
 
+_LARGEST_BLOCK = 128  # tokens of one of vLLM's blocks
 OLDEST = 0, 32  # release of vLLM whose arguments are used here
 
 
@@ -106,6 +107,10 @@ class VLLMGenerator:
         """vLLM's engine for ``config``, which it reads from a folder that is gone afterwards."""
         sizes, on_gpu = settings.engine, dist.device().type == "cuda"
         cache_bytes = sizes.cache_bytes(free_bytes(dist.device()))
+        if sizes.kv_cache_gib is None:
+            tokens = sizes.max_num_seqs * (self.max_positions + _LARGEST_BLOCK)
+            token_bytes = _elements_per_token(config) * settings.dtype.itemsize
+            cache_bytes = min(cache_bytes, tokens * token_bytes)
         with tempfile.TemporaryDirectory() as folder, _environment(cache_bytes):
             config = copy.deepcopy(config)
             config.tie_word_embeddings &= not _unties(config)
@@ -224,6 +229,15 @@ class VLLMGenerator:
         )
         params.output_kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         self._engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+
+def _elements_per_token(config: PretrainedConfig) -> int:
+    """Of keys and values in all layers, if none of them has fewer than the others."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return 2 * text.num_hidden_layers * num_kv_heads * size
 
 
 def _unties(config: PretrainedConfig) -> bool:

@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -25,7 +28,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 VOCAB, EOS = 250, 0
 PROMPTS = [[5, 6, 7], [9] * 20, [3], [100, 101, 200, 201, 249], list(range(1, 60))]
-RUN = "train.py --recipe arithmetic --step 3 --rollout_backend vllm --no_report"
+RUN = "train.py --recipe arithmetic --step 3 --actor-model builtin/tiny --no_report"
+RUN += " --rollout_backend vllm"
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +85,8 @@ def test_fifty_versions_are_those_of_the_module(module):
     assert apart.token_ids == again.generate(PROMPTS, sampled).token_ids[2:6]
 
 
-def run(folder, *more):
-    command = [sys.executable, *RUN.split(), "--output_dir", str(folder), *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = (folder / "step3_rlhf" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert max(row.get("rollout/logprob_gap", 0.0) for row in rows) < 1e-4
-    return rows
+def command(folder, flags):
+    return [sys.executable, *RUN.split(), "--output_dir", str(folder), *flags.split()]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +97,22 @@ def run(folder, *more):
         "--step3.advantage_estimator gae --step3.actor_lora_dim 8",
     ],
 )
-def test_two_processes_train_and_resume(tmp_path, flags):
-    short = [*flags.split(), "--step3.save_steps", "1", "--step3.eval_steps", "2"]
-    run(tmp_path / "out", *short, "--max_steps", "2")
-    rows = run(tmp_path / "out", *short, "--max_steps", "4")
-    assert max(row["step"] for row in rows) == 4
+def test_a_run_of_two_processes_that_is_killed_goes_on(tmp_path, flags):
+    started = command(tmp_path, flags + " --max_steps 6 --step3.save_steps 1 --step3.eval_steps 3")
+    first = subprocess.Popen(started, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    checkpoint = tmp_path / "step3_rlhf" / "checkpoints" / "step_000002"
+    deadline = time.monotonic() + 300
+    while not checkpoint.exists():
+        assert first.poll() is None, "it ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    done = subprocess.run(started, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = (tmp_path / "step3_rlhf" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert max(row["step"] for row in rows) == 6
+    assert max(row.get("rollout/logprob_gap", 0.0) for row in rows) < 1e-4
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
+    assert left == []
