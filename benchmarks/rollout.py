@@ -4,6 +4,7 @@
     python benchmarks/rollout.py --cases opt-125m ragged
     python benchmarks/rollout.py --device cuda --dtype bf16 --cases opt-1.3b gpt2
     python benchmarks/rollout.py --cases zero3 lora tp2           # each in two processes
+    python benchmarks/rollout.py --backend vllm --cases ragged    # and vLLM, where it is installed
 
 Models have random weights: nothing is downloaded. The engine loads the weights of the module that
 `generate` runs. Both answer the same prompts in turn (engine, generate, engine, generate, ...)
@@ -17,6 +18,7 @@ goes to stdout, progress to stderr:
 - decode_tokens_per_s: the other tokens / the rest of the wall time. If prompts prefill while others
   decode (ragged, samples), the engine's mixed steps count as prefill.
 - ratio: engine / generate, of the medians. ratio_paired: the same within each round, with spread.
+  With --backend vllm also vllm_ratio and vllm_ratio_paired: engine / vLLM.
 
 The engine also returns every token's log-prob; `generate` does not.
 
@@ -56,7 +58,7 @@ from report import (
     spread,
     take_turns,
 )
-from rollout_sides import RATES, EngineSide, GenerateSide, make_module
+from rollout_sides import RATES, EngineSide, GenerateSide, VLLMSide, make_module
 from rollout_workloads import CASES, MODELS, Case
 from transformers.utils import logging as transformers_logging
 
@@ -89,7 +91,7 @@ def main() -> None:
             launch_ranks(name, args)
             continue
         case = chosen_case(name, args.model)
-        line = measure(name, case, device, dtype, args.rounds)
+        line = measure(name, case, device, dtype, args.rounds, args.backend)
         print(json.dumps(head(name, case, common) | line), flush=True)
 
 
@@ -111,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    parser.add_argument("--backend", choices=["vllm"], help="measure it, too")
     parser.add_argument("--commit", help="to record outside a git checkout")
     parser.add_argument(
         "--profile",
@@ -217,13 +220,23 @@ def measure_as_rank(args: argparse.Namespace, device: torch.device, dtype: torch
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def measure(name: str, case: Case, device: torch.device, dtype: torch.dtype, rounds: int) -> dict:
-    """Measure both sides in turn; returns the fields of the case's line."""
+def measure(
+    name: str,
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    backend: str | None = None,
+) -> dict:
+    """Measure all sides in turn; returns the fields of the case's line."""
     module = make_module(case, device, dtype)
     sides = {
         "engine": EngineSide(case, module, device),
         "generate": GenerateSide(case, module, device),
     }
+    if backend is not None:
+        dist.init()
+        sides[backend] = VLLMSide(case, module, device)
     timings = take_turns(name, sides, rounds, lambda timing: figures(timing.rates()))
     rates = {side: [timing.rates() for timing in done] for side, (_, *done) in timings.items()}
     line: dict = {
@@ -234,17 +247,21 @@ def measure(name: str, case: Case, device: torch.device, dtype: torch.dtype, rou
     for side, runner in sides.items():
         spreads = {rate: spread([r[rate] for r in rates[side]]) for rate in RATES}
         line[side] = spreads | runner.facts()
-    return line | compare(line, rates)
+    line |= compare(line, rates, "generate")
+    if backend is not None:
+        compared = compare(line, rates, backend).items()
+        line |= {f"{backend}_{key}": values for key, values in compared}
+    return line
 
 
-def compare(line: dict, rates: dict[str, list[dict[str, float]]]) -> dict:
-    """Engine / generate: of the medians, and within each round. Keys as in ``Case.targets``."""
+def compare(line: dict, rates: dict[str, list[dict[str, float]]], other: str) -> dict:
+    """Engine / other: of the medians, and within each round. Keys as in ``Case.targets``."""
     ratio, paired = {}, {}
     for rate in RATES:
         key = "tokens" if rate == "tokens_per_s" else rate.partition("_")[0]
-        ratio[key] = rounded(line["engine"][rate]["median"] / line["generate"][rate]["median"])
-        engine, generate = ([r[rate] for r in rates[side]] for side in ("engine", "generate"))
-        paired[key] = ratios(engine, generate)
+        ratio[key] = rounded(line["engine"][rate]["median"] / line[other][rate]["median"])
+        engine, others = ([r[rate] for r in rates[side]] for side in ("engine", other))
+        paired[key] = ratios(engine, others)
     return {"ratio": ratio, "ratio_paired": paired}
 
 

@@ -1,4 +1,4 @@
-"""The two sides of `rollout.py`: dschat's engine and transformers' `generate`, on one module.
+"""The sides of `rollout.py`, on one module: dschat's engine, transformers' `generate`, vLLM.
 
 Every `run` answers the prompts of the case once and returns its `Timing`.
 """
@@ -11,6 +11,8 @@ from rollout_workloads import MODELS, Case
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from dschat.hybrid.rollout_form import RolloutSettings
+from dschat.hybrid.vllm_rollout import VLLMRollout, installed_release
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 
@@ -111,6 +113,52 @@ class EngineSide:
             "cache_use": rounded(stats.cache_use),
             "preemptions": stats.preemptions,
         }
+
+
+class VLLMSide:
+    """vLLM in this process, as ``--rollout_backend vllm`` runs it."""
+
+    def __init__(self, case: Case, module: nn.Module, device: torch.device) -> None:
+        self.case, self.device = case, device
+        seq_len = case.prompt_tokens + case.new_tokens
+        sizes = EngineConfig(max_num_seqs=case.slots, max_seq_len=seq_len)
+        settings = RolloutSettings(module.dtype, pad_id=1, engine=sizes)
+        form = VLLMRollout(module, module.config, settings)
+        self.generator = form.enter(0)
+        self.fill_s = form.last_refresh.seconds
+        self.prompts = make_prompts(case, module.config.vocab_size).tolist()
+        self.lengths = case.lengths()
+
+    def run(self, seed: int) -> Timing:
+        case = self.case
+        prefill_s = self._generate(seed, [1] * case.prompts, samples=1)
+        wall_s = self._generate(seed + 1, self.lengths, case.samples)
+        answer_tokens = case.samples * sum(self.lengths)
+        return Timing(
+            wall_s,
+            prefill_s,
+            case.prompts * case.prompt_tokens,
+            answer_tokens,
+            answer_tokens - case.prompts * case.samples,
+        )
+
+    def _generate(self, seed: int, lengths: list[int], samples: int) -> float:
+        sampling = SamplingParams(
+            max_new_tokens=max(lengths),
+            temperature=self.case.temperature,
+            n=samples,
+            seed=seed,
+            ignore_eos=True,
+        )
+        self.generator.forget_prefixes()
+        started = clock(self.device)
+        rollout = self.generator.generate(self.prompts, sampling, max_new_tokens=lengths)
+        seconds = clock(self.device) - started
+        assert rollout.num_tokens == samples * sum(lengths)
+        return seconds
+
+    def facts(self) -> dict:
+        return {"release": installed_release(), "fill_s": rounded(self.fill_s)}
 
 
 class LengthPerRow(StoppingCriteria):

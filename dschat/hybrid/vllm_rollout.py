@@ -147,6 +147,10 @@ class VLLMGenerator:
     def load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Take over the tensors of ``stream``, by their names on the hub."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Reuse no keys and values of earlier calls."""
         self._engine.reset_prefix_cache()
 
     def sleep(self, cache: bool, weights: bool) -> None:
@@ -165,28 +169,31 @@ class VLLMGenerator:
         prompts: list[list[int]],
         sampling: SamplingParams,
         indices: list[int] | None = None,
+        max_new_tokens: list[int] | None = None,
         *,
         answered: Answered | None = None,
     ) -> Rollout:
         """Answer every prompt ``sampling.n`` times; see `Generator`. Collective in the group.
 
+        ``max_new_tokens``: limit of each prompt's answers; default: the sampling's for all.
+
         Raises:
             UserError: a prompt that is empty, too long or outside the vocabulary; on all ranks.
         """
         indices = list(range(len(prompts))) if indices is None else indices
-        mine = self._problem(prompts, sampling), prompts, indices
+        limits = max_new_tokens or [sampling.max_new_tokens] * len(prompts)
+        mine = self._problem(prompts, limits), prompts, indices, limits
         pooled = self._group.gather_objects(mine)
         if problem := next((problem for problem, *_ in pooled if problem), None):
             raise UserError(problem)
-        first = sum(len(theirs) for _, theirs, _ in pooled[: self._group.rank])
+        first = sum(len(theirs) for _, theirs, *_ in pooled[: self._group.rank])
         own = range(first, first + len(prompts))
-        asked = [
-            pair for _, theirs, numbers in pooled for pair in zip(theirs, numbers, strict=True)
-        ]
+        asked = [one for _, *theirs in pooled for one in zip(*theirs, strict=True)]
         answers: dict[int, list[Rollout | None]] = {row: [None] * sampling.n for row in own}
-        for row, (ids, number) in enumerate(asked):
+        for row, (ids, number, limit) in enumerate(asked):
             for sample in range(sampling.n):
-                self._add(f"{row}-{sample}", ids, sampling, number, sample)
+                seed = _seed(sampling.seed, number, sample)
+                self._add(f"{row}-{sample}", ids, sampling, seed, limit)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 row, sample = map(int, output.request_id.split("-")[:2])
@@ -197,19 +204,19 @@ class VLLMGenerator:
                     answered(row - first, Rollout.joined(filter(None, answers[row])))
         return Rollout.joined(one for row in own for one in answers[row] if one is not None)
 
-    def _problem(self, prompts: list[list[int]], sampling: SamplingParams) -> str | None:
-        for i, ids in enumerate(prompts):
+    def _problem(self, prompts: list[list[int]], limits: list[int]) -> str | None:
+        for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
             if (fault := prompt_problem(i, ids, self._vocab_size)) is not None:
                 return fault
-            if len(ids) + sampling.max_new_tokens > self.max_positions:
+            if len(ids) + limit > self.max_positions:
                 return (
-                    f"prompt {i} has {len(ids)} tokens; with max_new_tokens "
-                    f"{sampling.max_new_tokens} that exceeds {self.max_positions} positions"
+                    f"prompt {i} has {len(ids)} tokens; with max_new_tokens {limit} that exceeds "
+                    f"{self.max_positions} positions"
                 )
         return None
 
     def _add(
-        self, name: str, ids: list[int], sampling: SamplingParams, number: int, sample: int
+        self, name: str, ids: list[int], sampling: SamplingParams, seed: int, limit: int
     ) -> None:
         known = self._num_tokens or self._vocab_size
         ends = sorted(i for i in sampling.end_ids(self._stop_ids) if 0 <= i < known)
@@ -218,8 +225,8 @@ class VLLMGenerator:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=_seed(sampling.seed, number, sample),
-            max_tokens=sampling.max_new_tokens,
+            seed=seed,
+            max_tokens=limit,
             min_tokens=sampling.min_new_tokens,
             stop_token_ids=ends,
             ignore_eos=True,

@@ -96,6 +96,9 @@ def test_answers_depend_on_seed_prompt_and_sample_alone(vllm):
     assert seen[1].token_ids == apart.token_ids[2:]
     assert together.token_ids[::2] != together.token_ids[1::2]
     assert generator.generate([], SAMPLED).token_ids == []
+    short = generator.generate(PROMPTS[3:5], SAMPLED, [3, 4], [2, 5])
+    ends = [2, 2, 5, 5]
+    assert short.token_ids == [ids[:n] for ids, n in zip(apart.token_ids, ends, strict=True)]
 
 
 def test_sampling_is_handed_on(vllm):
