@@ -122,7 +122,7 @@ class VLLMSide:
         self.case, self.device = case, device
         seq_len = case.prompt_tokens + case.new_tokens
         sizes = EngineConfig(max_num_seqs=case.slots, max_seq_len=seq_len)
-        settings = RolloutSettings(module.dtype, pad_id=1, engine=sizes)
+        settings = RolloutSettings(module.dtype, sizes)
         form = VLLMRollout(module, module.config, settings)
         self.generator = form.enter(0)
         self.fill_s = form.last_refresh.seconds

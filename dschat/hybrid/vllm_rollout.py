@@ -46,6 +46,9 @@ class VLLMRollout:
     def __init__(
         self, module: nn.Module, config: PretrainedConfig, settings: RolloutSettings
     ) -> None:
+        config = copy.deepcopy(config)
+        # By its class, which vLLM chooses its own by; a config that was never saved has none.
+        config.architectures = [type(without_adapters(module)).__name__]
         self._module, self._config, self._settings = module, config, settings
         self._version: int | None = None  # of the weights in vLLM
         self.last_refresh = Refresh()
@@ -269,7 +272,6 @@ def imported() -> Any:
         UserError: it is missing, or too old.
     """
     installed_release()
-    complete_environment()  # vLLM reads the ranks from it
     with _environment(0), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return importlib.import_module("vllm")
@@ -305,17 +307,18 @@ def _environment(cache_bytes: int) -> Iterator[None]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, cache_bytes >> 30)),
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    threads = torch.get_num_threads()
+    before, threads = dict(os.environ), torch.get_num_threads()
+    complete_environment()  # vLLM reads the ranks
+    changed = wanted.keys() | (os.environ.keys() - before.keys())
     os.environ.update(wanted)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        for name, value in before.items():
+        for name in changed:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def _seed(seed: int, number: int, sample: int) -> int:
