@@ -104,7 +104,7 @@ class VLLMGenerator:
         self.max_positions = settings.engine.seq_len(num_positions(config))
         self._vllm: Any = imported()
         self._engine = self._made(config, settings)
-        self._asleep: set[str] = set()
+        self._is_asleep = False
 
     def _made(self, config: PretrainedConfig, settings: RolloutSettings) -> Any:
         """vLLM's engine for ``config``, which it reads from a folder that is gone afterwards."""
@@ -158,14 +158,14 @@ class VLLMGenerator:
 
     def sleep(self, cache: bool, weights: bool) -> None:
         """Free the memory of cache and weights, where the device can."""
-        if dist.device().type == "cuda" and (cache or weights) and not self._asleep:
+        if dist.device().type == "cuda" and (cache or weights) and not self._is_asleep:
             self._engine.sleep(level=2 if weights else 1)
-            self._asleep = {"kv_cache", "weights"}
+            self._is_asleep = True
 
     def wake(self) -> None:
-        if self._asleep:
+        if self._is_asleep:
             self._engine.wake_up()
-            self._asleep = set()
+            self._is_asleep = False
 
     def generate(
         self,
