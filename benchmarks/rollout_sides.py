@@ -58,6 +58,16 @@ def make_prompts(case: Case, vocab_size: int) -> Tensor:
     return torch.randint(3, vocab_size, (case.prompts, case.prompt_tokens), generator=generator)
 
 
+def sampling_of(case: Case, seed: int, samples: int) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=case.new_tokens,
+        temperature=case.temperature,
+        n=samples,
+        seed=seed,
+        ignore_eos=True,
+    )
+
+
 class EngineSide:
     """dschat's engine with the weights of ``module``."""
 
@@ -77,13 +87,7 @@ class EngineSide:
 
     def run(self, seed: int) -> Timing:
         case = self.case
-        sampling = SamplingParams(
-            max_new_tokens=case.new_tokens,
-            temperature=case.temperature,
-            n=case.samples,
-            seed=seed,
-            ignore_eos=True,
-        )
+        sampling = sampling_of(case, seed, case.samples)
         started = clock(self.device)
         rollout = self.engine.generate(self.prompts, sampling, max_new_tokens=self.lengths)
         wall_s = clock(self.device) - started
@@ -143,13 +147,7 @@ class VLLMSide:
         )
 
     def _generate(self, seed: int, lengths: list[int], samples: int) -> float:
-        sampling = SamplingParams(
-            max_new_tokens=max(lengths),
-            temperature=self.case.temperature,
-            n=samples,
-            seed=seed,
-            ignore_eos=True,
-        )
+        sampling = sampling_of(self.case, seed, samples)
         self.generator.forget_prefixes()
         started = clock(self.device)
         rollout = self.generator.generate(self.prompts, sampling, max_new_tokens=lengths)

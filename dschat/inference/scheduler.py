@@ -334,7 +334,7 @@ class Scheduler:
             sequence.computed = len(sequence) - 1
         keeps = self._share_state(rows)
         for sequence in rows[1:]:
-            sequence.computed *= keeps
+            sequence.computed = sequence.computed if keeps else 0
             sequence.pages = pages[: self._cache.pages_for(sequence.computed)]
             self._cache.retain(sequence.pages)
             if keeps:

@@ -55,6 +55,22 @@ SMALL = {
     "max_position_embeddings": POSITIONS,
     "initializer_range": 0.3,
 }
+# Of DeepSeek V3: latent attention, whose keys are wider than values, and routed experts.
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 _LLAMA = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1}
 OPT = IDS | {
     "hidden_size": 32,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from estimates import estimated, rlhf_fields
-from tiny_models import IDS, SMALL
+from tiny_models import IDS, LATENT, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat.inference import EngineConfig
@@ -15,21 +15,7 @@ FAMILIES = {
     "phi": {},
     "exaone4": _LAYERS,
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {  # keys are wider than values
-        "kv_lora_rank": 8,
-        "q_lora_rank": 12,
-        "head_dim": 4,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 10,
-        "num_key_value_heads": 2,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": LATENT,
     "qwen3_5_text": {  # states beside keys and values
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 import torch
 from families import EOS, POSITIONS, PROMPTS, logprob_gap
-from tiny_models import IDS, SMALL, causal_lm, ensure, randomized
+from tiny_models import IDS, LATENT, SMALL, causal_lm, ensure, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -32,21 +32,7 @@ FAMILIES = {
     "olmo2": {},
     "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "cohere2": {"sliding_window": 6, "layer_types": _LAYERS, "logit_scale": 0.25},
-    "deepseek_v3": {
-        "kv_lora_rank": 8,
-        "q_lora_rank": 12,
-        "head_dim": 4,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 10,
-        "num_key_value_heads": 2,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": LATENT,
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": [*_LAYERS, *_LAYERS],
@@ -217,3 +203,12 @@ def test_forced_tokens_move_the_states_on(module_of):
     assert all(ids[:9] == forced for ids in rollouts[0].token_ids)
     for rollout, prompt in zip(rollouts, (PROMPTS[1], PROMPTS[3]), strict=True):
         assert logprob_gap(module, [prompt], rollout) < GAP
+
+
+def test_an_engine_may_be_made_and_used_in_inference_mode(module_of):
+    module = module_of("gptj")
+    with torch.inference_mode():
+        made = engine_on(module)
+        with made.weights.in_use():
+            rollout = made.generate(PROMPTS[:3], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert logprob_gap(module, PROMPTS[:3], rollout) < GAP

@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
@@ -77,8 +73,7 @@ def _attention(
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     step, positions = running
     window, chunk = packing.reach(module, sliding_window)
-    if getattr(module, "attn_temperature_tuning", False):
-        q = packing.tuned(module, q, positions)
+    q = packing.tuned(module, q, positions)
     out = step(q, k, v, Scores(scale, window, softcap, s_aux, chunk))
     return out.unflatten(0, (len(query), -1)), None
 
@@ -195,6 +190,7 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
     )
 
 
+@torch.inference_mode(False)  # whose tensors have no versions
 def probe(
     module: "PreTrainedModel | PeftModel", step: Step, has_states: bool = False
 ) -> tuple[Tensor, tuple[StateShape, ...]]:

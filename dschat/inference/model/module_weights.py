@@ -100,7 +100,10 @@ class _Product:
             for number, layer in enumerate(self._layers):
                 forward = partial(self._run, number, layer.forward)
                 scope.enter_context(_calling(layer, forward))
+            scope.callback(self._forget)
             yield
+
+    def _forget(self) -> None:
         self._input, self._outputs = None, ()
 
     def _run(self, number: int, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
@@ -113,7 +116,7 @@ class _Product:
             self._outputs = y.split(self._sizes, -1)
         output = self._outputs[number]
         if number == len(self._sizes) - 1:
-            self._input, self._outputs = None, ()
+            self._forget()
         return output
 
 

@@ -102,7 +102,7 @@ def attention(
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
-    if positions is not None and getattr(module, "attn_temperature_tuning", False):
+    if positions is not None:
         query = tuned(module, query, positions)
     size = value.shape[-1]
     sizes = reach(module, sliding_window, segments.longest)
@@ -117,10 +117,10 @@ def attention(
 
 
 def tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries of Llama 4, whose layers without RoPE scale them by their places in the stream,
-    scaled by ``positions`` instead.
+    """``query``; of Llama 4, whose layers without RoPE scale it by the places in the stream, scaled
+    by ``positions`` instead.
     """
-    if module.use_rope:
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
 
     def scales(places: Tensor) -> Tensor:
