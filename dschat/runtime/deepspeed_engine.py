@@ -341,7 +341,7 @@ def trained_engine(
             "--num_warmup_steps %d of %d steps in all: the learning rate never arrives",
             *(config.num_warmup_steps, num_total_steps),
         )
-    packed = wrap(model, config.packing)
+    packed = wrap(model, *config.row_form)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
     if isinstance(packed, PackedModel):
         asked = None if name == "critic" else config.router_aux_loss_coef
