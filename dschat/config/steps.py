@@ -216,7 +216,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
-    offload_values = ("auto", "optimizer", "params", *FROZEN, "frozen", "rollout")
+    offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
 
     actor_model_name_or_path: str = flag(
         "", "Initial actor: step 1's folder, or any causal LM.", short=True

@@ -335,6 +335,7 @@ def trained_engine(
         flag("lora_modules"),
         config.only_optimize_lora,
         f"--{name}_lora_modules".replace("--_", "--"),
+        config.offloads("activations"),
     )
     if config.num_warmup_steps >= num_total_steps:
         logger.warning(
