@@ -71,6 +71,10 @@ class RolloutConfig:
         ge=1,
         needs="partial_rollout",
     )
+    moe_routing_replay: bool = flag(
+        False,
+        "Mixtures of experts: train each token with the experts that the rollout chose for it.",
+    )
     # the hybrid engine
     enable_hybrid_engine: bool = speed_flag(
         True, "Generate with the inference engine, not with the Hugging Face model."
@@ -161,6 +165,10 @@ class RolloutConfig:
             "--partial_rollout needs --enable_hybrid_engine",
         )
         require(
+            not self.moe_routing_replay or self.enable_hybrid_engine,
+            "--moe_routing_replay needs --enable_hybrid_engine",
+        )
+        require(
             self.max_staleness is None or self.partial_rollout,
             f"--max_staleness {self.max_staleness} needs --partial_rollout",
         )
@@ -185,6 +193,7 @@ class RolloutConfig:
         lacks = {
             "--no-enable_hybrid_engine": not self.enable_hybrid_engine,
             "--partial_rollout": self.partial_rollout,
+            "--moe_routing_replay": self.moe_routing_replay,
             f"--speculate {self.speculate}": self.speculate != "off",
             "--rollout_layout zero_copy": self.rollout_layout == "zero_copy",
             "--rollout_lora side": self.rollout_lora == "side",

@@ -215,6 +215,7 @@ class InferenceEngine:
                     self.device,
                     keeps_prefixes=self.page_size < self.max_seq_len and not self.spec.states,
                     states=self._states(),
+                    keeps_experts=self._sizes.keeps_experts,
                 )
                 self._cached_loads = self.weights.loads
             return self._cache
