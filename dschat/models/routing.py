@@ -127,7 +127,7 @@ def routing_metrics(model: ModelOrEngine) -> dict[str, float]:
     replay = getattr(getattr(model, "module", model), "replay", None)
     if replay is None:
         return {}
-    sums = torch.stack([torch.zeros(2), *(x.cpu() for x in replay.sums)]).sum(0).tolist()
+    sums = torch.stack(replay.sums).sum(0).tolist() if replay.sums else [0.0, 0.0]
     replay.sums.clear()
-    same, compared = dist.sum_floats(sums)
+    same, compared = dist.sum_floats([float(value) for value in sums])
     return {AGREEMENT: same / compared} if compared else {}
