@@ -25,7 +25,8 @@ from dschat.distributed.machine import processor, writable_cache
 
 logger = logging.getLogger("dschat")
 
-Backend = Literal["mkl", "onednn", "plain"]  # plain: torch's own product
+# plain: torch's own product. int8*: see `dschat.inference.model.int8`.
+Backend = Literal["mkl", "onednn", "plain", "int8", "int8_torch", "int8_widened"]
 Shape = tuple[int, int]  # of a weight: (out, in)
 Product = Callable[[], object]
 

@@ -255,7 +255,7 @@ class DeepSpeedPPOTrainer:
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
         self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
         self._warned_of_gap = self._warned_of_gap or warn_of_gap(
-            self.metrics, self.engine.dtype, self.args.rollout_backend
+            self.metrics, self.engine.dtype, self.args
         )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():

@@ -1,6 +1,7 @@
 """The trainer of step 3: its gradient against plain torch, first ratios, awkward rollouts."""
 
 import json
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from dschat.inference.sequence import Request
 from dschat.models.routing import routers_of, routing_metrics
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.forwards import action_values
+from dschat.rlhf.metrics import warn_of_gap
 from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
@@ -137,6 +139,17 @@ def test_a_gap_beyond_rounding_is_warned_of_once(
         one_iteration(trainer, PROMPTS[:8])
         warned.append(caplog.text.count("rollout/logprob_gap is"))
     assert warned == ([0, 1, 0, 0] if dtype == "fp32" else [0, 0, 1, 0])
+
+
+def test_weights_of_8_bits_explain_a_gap(models_folder, caplog):
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        trainer = ppo_trainer(models_folder, rollout_quantization="int8", **FIRST)
+    assert "--rollout_is tis corrects for it" in caplog.text
+    one_iteration(trainer)
+    assert 1e-5 < trainer.metrics["rollout/logprob_gap"] < 0.3
+    for gap, warns in ((0.05, False), (0.2, True)):
+        metrics = {"rollout/logprob_gap": gap}
+        assert warn_of_gap(metrics, torch.float32, trainer.args) == warns
 
 
 @pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.slow) for z in (0, 2)), 3])
