@@ -71,6 +71,10 @@ class RolloutConfig:
         ge=1,
         needs="partial_rollout",
     )
+    moe_routing_replay: bool = flag(
+        False,
+        "Mixtures of experts: train each token with the experts that the rollout chose for it.",
+    )
     # the hybrid engine
     enable_hybrid_engine: bool = speed_flag(
         True, "Generate with the inference engine, not with the Hugging Face model."
@@ -83,6 +87,9 @@ class RolloutConfig:
     )
     rollout_layout: Literal["auto", "copy", "zero_copy"] = speed_flag(
         "auto", "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible)."
+    )
+    rollout_quantization: Literal["off", "int8"] = flag(
+        "off", "int8: keep the rollout's weights in 8 bits, with a scale per output channel."
     )
     rollout_lora: Literal["auto", "merge", "side"] = speed_flag(
         "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
@@ -161,6 +168,19 @@ class RolloutConfig:
             "--partial_rollout needs --enable_hybrid_engine",
         )
         require(
+            not self.moe_routing_replay or self.enable_hybrid_engine,
+            "--moe_routing_replay needs --enable_hybrid_engine",
+        )
+        is_int8 = self.rollout_quantization == "int8"
+        require(
+            not is_int8 or self.enable_hybrid_engine,
+            "--rollout_quantization int8 needs --enable_hybrid_engine",
+        )
+        require(
+            not is_int8 or self.rollout_layout != "zero_copy",
+            "--rollout_quantization int8 needs --rollout_layout copy or auto",
+        )
+        require(
             self.max_staleness is None or self.partial_rollout,
             f"--max_staleness {self.max_staleness} needs --partial_rollout",
         )
@@ -185,6 +205,8 @@ class RolloutConfig:
         lacks = {
             "--no-enable_hybrid_engine": not self.enable_hybrid_engine,
             "--partial_rollout": self.partial_rollout,
+            "--moe_routing_replay": self.moe_routing_replay,
+            "--rollout_quantization int8": self.rollout_quantization != "off",
             f"--speculate {self.speculate}": self.speculate != "off",
             "--rollout_layout zero_copy": self.rollout_layout == "zero_copy",
             "--rollout_lora side": self.rollout_lora == "side",

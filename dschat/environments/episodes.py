@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat.environments.contract import Environment, Observation, ToolResult
@@ -59,6 +60,7 @@ class Episode:
         drawn: (A,) whether the model drew them.
         logprobs: (A,) 0 where it did not.
         rewards: (A,) each turn's at its last drawn token.
+        experts: (P + A, routers, k), see `Rollout`.
         is_over: whether it has ended; then its environment may still reward it.
         is_complete: whether its rewards are known too.
         is_cut: whether the last answer has no stop token, so that nothing can follow it.
@@ -76,6 +78,7 @@ class Episode:
     drawn: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    experts: Tensor | None = None
     num_turns: int = 0
     num_calls: int = 0
     num_failed_calls: int = 0
@@ -221,6 +224,7 @@ class EpisodeRunner:
             if episode is None:
                 continue  # another rank's
             episode.add_answer(sequence.answer, sequence.logprobs)
+            episode.experts = sequence.experts
             episode.is_cut = not sequence.stopped
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
             texts = continued_texts(self._tokenizer, [ids])

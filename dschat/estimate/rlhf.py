@@ -23,6 +23,7 @@ from dschat.estimate.memory import (
     fullest,
     held_by,
 )
+from dschat.estimate.models import Sizes
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
@@ -121,7 +122,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         c, tp = self._config, self._config.inference_tp_size
         with suppress(UnsupportedModel):
             if c.rollout_backend == "vllm":
-                weights = self._copy(RolloutChoice("copy", "merge"), actor)
+                weights = self._copy(RolloutChoice("copy", "merge"), actor, is_wide=True)
                 sizes, form = self._models.attention(actor.use), f"vLLM on its own copy, TP {tp}"
                 return self._in_engine(actor, sizes, held, weights, form)
         try:
@@ -134,7 +135,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         choice = planned_choice(c, self._num_processes, self._device.on_gpu)
         source = "its own copy" if choice.layout == "copy" else "training weights"
         form = f"inference engine on {source}, TP {tp}"
-        return self._in_engine(actor, spec, held, self._copy(choice, actor), form)
+        is_wide = spec.experts is not None and self._device.on_gpu  # experts stay in 16 bits
+        return self._in_engine(actor, spec, held, self._copy(choice, actor, is_wide), form)
 
     def _in_module(self, actor: Learner, held: int) -> RolloutBytes:
         """Transformers' module, in the engine where that can follow its attention."""
@@ -147,7 +149,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         except UnsupportedModel:
             spec = None
         if spec is not None:  # on a CPU also packed copies of the linear layers
-            weights = whole * (sharded + (not self._device.on_gpu))
+            weights = whole * sharded
+            if c.rollout_quantization != "off" or not self._device.on_gpu:
+                weights += self._stored(base)
             return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
         rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
@@ -184,12 +188,19 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             form=f"{form}, up to {engine.max_num_seqs} sequences of {seq_len}",
         )
 
-    def _copy(self, choice: RolloutChoice, actor: Learner) -> int:
-        """Bytes of the weights that the rollout keeps for itself."""
+    def _stored(self, base: Sizes) -> int:
+        """Bytes of a copy of all weights: in 8 bits but for head and embedding, if so asked."""
+        if self._config.rollout_quantization == "off":
+            return self._dtype.itemsize * base.total
+        whole = base.embedding * (1 if base.tied else 2)
+        return self._dtype.itemsize * whole + base.total - whole
+
+    def _copy(self, choice: RolloutChoice, actor: Learner, is_wide: bool) -> int:
+        """Bytes of the weights that the rollout keeps for itself. ``is_wide``: never in 8 bits."""
         size, tp, weights = self._dtype.itemsize, self._config.inference_tp_size, 0
         base = self._models.sizes(actor.use.frozen)
         if choice.layout == "copy":
-            weights = size * base.total // tp
+            weights = (size * base.total if is_wide else self._stored(base)) // tp
             if base.tied and not self._device.on_gpu:
                 weights += size * base.embedding // tp  # packing copies the tied head
         if actor.use.lora_dim and choice.lora == "side":
@@ -298,6 +309,6 @@ def planned_choice(c: RLHFConfig, num_processes: int, on_gpu: bool) -> RolloutCh
         has_adapters=has_adapters,
         frozen_base=has_adapters and c.only_optimize_lora,
         sharded=sharded,
-        readable=whole and c.inference_tp_size == 1,
+        readable=whole and c.inference_tp_size == 1 and c.rollout_quantization == "off",
         on_cpu=not on_gpu,
     )

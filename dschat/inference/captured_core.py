@@ -18,6 +18,7 @@ allocated for the farthest one.
 """
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -134,10 +135,10 @@ class CapturedCore(Core):
         width = self._load_drafts()
         self._state.launch(self._replays[width])
         self._launched.append(width)
-        if self._reads_soon:
-            self._state.fetch()
         if self._drafter is None:
             self._count_on()
+        if self._reads_soon:
+            self._state.fetch()
         self.stats.decode_steps += 1
         self.stats.follow(self._scheduler)
 
@@ -150,6 +151,8 @@ class CapturedCore(Core):
             if num_drawn < sequence.request.max_new_tokens:
                 live.append((row, sequence))
             else:  # NOTE: the next user of its pages writes them in a later step
+                ended = sequence, sequence.pages, sequence.computed
+                self._state.queue.put(partial(self._keep_experts, *ended))
                 self._scheduler.finish(sequence)
         self._live = live
 
@@ -211,6 +214,7 @@ class CapturedCore(Core):
             if self._drafter is not None:
                 sequence.computed = len(sequence) - 1
             if is_over and sequence.pages:  # without pages it ended in `_count_on`
+                self._keep_experts(sequence, sequence.pages, len(sequence) - 1)
                 self._scheduler.finish(sequence)
             if is_over and self._drafter is not None:
                 self._drafter.ended(sequence)

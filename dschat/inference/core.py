@@ -230,12 +230,18 @@ class Core:
                 place += len(draft) + 1
                 if not sequence.is_over:
                     unfinished.append(sequence)
+                else:
+                    self._keep_experts(sequence, row[0].pages, len(sequence) - 1)
             first = row[0]
             if len(row) > 1 or not unfinished:
                 self._scheduler.split_row(first, unfinished)
             else:
                 first.computed = len(first) - 1
         return events
+
+    def _keep_experts(self, sequence: Sequence, pages: list[int], num_tokens: int) -> None:
+        """Take the experts of an answer's tokens from the cache, before its pages are free."""
+        sequence.experts = self._engine.cache.experts_of(pages, num_tokens)
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Event:
         sequence.answer.append(token)

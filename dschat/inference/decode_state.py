@@ -106,7 +106,7 @@ class DecodeState:
     ) -> None:
         self.num_rows, self.num_pages = num_rows, num_pages
         self._page_size, self._trash_page = page_size, trash_page
-        self._queue = queue or DeviceQueue(device)
+        self.queue = queue or DeviceQueue(device)
         pinned = device.type == "cuda"
         size = num_rows * (len(Field) + num_pages)
         shapes = (len(Field), num_rows), (num_rows, num_pages)
@@ -143,7 +143,7 @@ class DecodeState:
         self.owner = owner
         self._launched = self._fetched = self._read = 0
         self._fetches.clear()
-        self._queue.put(self._step.zero_)
+        self.queue.put(self._step.zero_)
 
     def prepare(self, kind: SamplingKind) -> None:
         """Make the memory that steps of ``kind`` read, before one is captured."""
@@ -176,7 +176,7 @@ class DecodeState:
         table = [s.pages + [self._trash_page] * (width - len(s.pages)) for s in sequences]
         self._host_table[:count, :width] = torch.tensor(table)
         self._upload(0)
-        self._sampling.load(sequences, kind, self._queue.put)
+        self._sampling.load(sequences, kind, self.queue.put)
 
     def set_page(self, row: int, index: int, page: int) -> None:
         """The next `launch` reads and writes this page of a sequence."""
@@ -191,7 +191,7 @@ class DecodeState:
         written = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
         written.copy_(torch.tensor(packed))
         copy = self._drafts[: len(rows)].copy_
-        self._queue.put(partial(copy, written, non_blocking=True))
+        self.queue.put(partial(copy, written, non_blocking=True))
 
     def _upload(self, first: int) -> None:
         """Queue the copy of the host's rows, from element ``first`` on.
@@ -199,7 +199,7 @@ class DecodeState:
         NOTE: until all steps have been read, the host changes nothing here but pages that no step
         before the next copy reads. So it does not matter when this copy is done.
         """
-        self._queue.put(
+        self.queue.put(
             partial(self._packed[first:].copy_, self._written[first:], non_blocking=True)
         )
         self._has_new_pages = False
@@ -216,7 +216,7 @@ class DecodeState:
         assert self.num_unread < RING
         if self._has_new_pages:
             self._upload(self._fields.numel())
-        self._queue.put(replay)
+        self.queue.put(replay)
         self._launched += 1
 
     def fetch(self) -> None:
@@ -224,9 +224,9 @@ class DecodeState:
         first = self._fetched % RING
         end = min(RING, first + self._launched - self._fetched)
         copy = self._host_ring[first:end].copy_
-        self._queue.put(partial(copy, self._ring[first:end], non_blocking=True))
+        self.queue.put(partial(copy, self._ring[first:end], non_blocking=True))
         self._fetched += end - first
-        self._fetches.append((self._fetched, self._queue.mark()))
+        self._fetches.append((self._fetched, self.queue.mark()))
 
     def read(self) -> Tensor:
         """Tokens and log-probs of the oldest unread step, (2, Q, S) float64; waits for it.

@@ -82,12 +82,13 @@ class InferenceEngine:
         self.lock = threading.RLock()  # held by `generate`, and for each step of others
         self.group = group or RankGroup()
         self.spec = model_spec(config) if module is None else module_spec(module)
-        self.weights: Any = (
-            Weights(self.spec, dtype, device, self.group)
-            if module is None
-            else ModuleWeights(module, self.spec, self.group)
-        )
         self._sizes = sizes = sizes or EngineConfig()
+        in_int8 = sizes.quantization == "int8"
+        self.weights: Any = (
+            Weights(self.spec, dtype, device, self.group, in_int8)
+            if module is None
+            else ModuleWeights(module, self.spec, self.group, in_int8)
+        )
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = model_positions(self.spec, config)
@@ -215,6 +216,7 @@ class InferenceEngine:
                     self.device,
                     keeps_prefixes=self.page_size < self.max_seq_len and not self.spec.states,
                     states=self._states(),
+                    keeps_experts=self._sizes.keeps_experts,
                 )
                 self._cached_loads = self.weights.loads
             return self._cache

@@ -31,8 +31,11 @@ def module_engine(
     weight, config = next(module.parameters()), without_adapters(module).config
     engine = InferenceEngine(config, weight.dtype, weight.device, sizes, module=module)
     if not is_checked:
-        checked = engine.num_tokens, engine.max_seq_len, engine.spec.windows
-        problem = decoding_problem(engine, module, engine.weights.in_use(), *checked)
+        weights, windows = engine.weights, engine.spec.windows
+        # NOTE: with the same products: rounding weights to 8 bits is no wrong decoding.
+        plain = weights.products_in_use() if sizes.quantization != "off" else None
+        checked = engine.num_tokens, engine.max_seq_len, windows, plain
+        problem = decoding_problem(engine, module, weights.in_use(), *checked)
         if problem is not None:
             raise UnsupportedModel(f"{type(module).__name__} in the engine: {problem}")
     engine.stats = GenerationStats()

@@ -5,7 +5,11 @@ that drew it; keys and values are computed again, by the present weights.
 """
 
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Answered, FinishReason, SamplingParams
@@ -20,7 +24,19 @@ class OpenPrompt:
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
     finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: goes on
+    experts: list[Tensor | None] = field(default_factory=list)  # of complete answers, if kept
     staleness: int = 0  # calls of `advance` since the one that drew its first token
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able."""
+        experts = [e if e is None else e.tolist() for e in self.experts]
+        return asdict(replace(self, experts=[])) | {"experts": experts}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> "OpenPrompt":
+        """From a `state`."""
+        experts = [e and torch.tensor(e, dtype=torch.int16) for e in state.get("experts", ())]
+        return cls(**state | {"experts": experts})
 
     @property
     def is_complete(self) -> bool:
@@ -36,6 +52,8 @@ class OpenPrompt:
         if self.token_ids:
             stopped = [reason == "stop" for reason in self.finish_reasons]
             request.resume(zip(self.token_ids, self.logprobs, stopped, strict=True))
+            for sequence, experts in zip(request.sequences, self.experts, strict=True):
+                sequence.experts = experts
         return request
 
     def follow(self, request: Request) -> None:
@@ -45,6 +63,7 @@ class OpenPrompt:
         self.token_ids = [s.answer for s in begun]
         self.logprobs = [s.logprobs for s in begun]
         self.finish_reasons = [s.finish_reason for s in begun]
+        self.experts = [None if s.experts is None else s.experts.cpu() for s in begun]
 
 
 @dataclass

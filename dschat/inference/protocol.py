@@ -8,11 +8,14 @@ them.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from dschat.config import UserError
 from dschat.config.fields import require_types
 from dschat.config.rollout import RolloutConfig, temperature_problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -114,6 +117,8 @@ class Rollout:
     finish_reasons: list[FinishReason] = field(default_factory=list)  # S
     # S, ragged; False: the environment's, between two turns. None: the model drew all tokens.
     drawn: list[list[bool]] | None = None
+    # S, (prompt + answer, routers, k): the experts of every token, -1 of the last. None: not kept.
+    experts: "list[Tensor] | None" = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -130,16 +135,19 @@ class Rollout:
             self.logprobs[rows],
             self.finish_reasons[rows],
             None if self.drawn is None else self.drawn[rows],
+            None if self.experts is None else self.experts[rows],
         )
 
     @classmethod
     def joined(cls, parts: "Iterable[Rollout]") -> "Rollout":
         """The answers of all ``parts``."""
-        rollout = cls()
+        rollout, parts = cls(), list(parts)
         for part in parts:
             rollout.token_ids += part.token_ids
             rollout.logprobs += part.logprobs
             rollout.finish_reasons += part.finish_reasons
+        if parts and all(part.experts is not None for part in parts):
+            rollout.experts = [rows for part in parts for rows in part.experts or ()]
         return rollout
 
     @property

@@ -1,7 +1,7 @@
 """Holds a generator's log-probs against plain forwards of the same module, without a cache."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -26,11 +26,13 @@ def decoding_problem(
     num_ids: int,
     positions: int,
     windows: Iterable[int | None] = (),
+    plain_scope: AbstractContextManager[None] | None = None,
 ) -> str | None:
     """One line that says why ``generator`` does not compute what ``module`` does; None if it does.
 
     Compares two answers each to a random prompt that is longer than all ``windows`` and a short
-    one, within ``positions``. ``scope``: the generator runs in it, and the plain forward does not.
+    one, within ``positions``. ``scope``: the generator runs in it, and the plain forward in
+    ``plain_scope``.
     """
     new = max(1, min(_NEW, positions // 2))
     longest = max([_LONG, *(2 + window for window in windows if window)])
@@ -45,7 +47,8 @@ def decoding_problem(
         if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
             raise
         return f"its cache fails ({first_line(error)})"
-    gap = _gap_to_plain(module, prompts, rollout, 2)
+    with plain_scope or nullcontext():
+        gap = _gap_to_plain(module, prompts, rollout, 2)
     if gap <= _TOLERANCE.get(next(module.parameters()).dtype, _TOLERANCE_16_BIT):
         return None
     return f"with its cache log-probs differ by {gap:.2g} nats from those that training computes"

@@ -92,7 +92,9 @@ class Request:
         """The answers, all of which are complete."""
         rows = self.sequences
         reasons = [reason for s in rows if (reason := s.finish_reason) is not None]
-        return Rollout([s.answer for s in rows], [s.logprobs for s in rows], reasons)
+        experts = [s.experts.cpu() for s in rows if s.experts is not None]
+        answers = [s.answer for s in rows], [s.logprobs for s in rows], reasons
+        return Rollout(*answers, experts=experts if len(experts) == len(rows) else None)
 
 
 @dataclass(eq=False)
@@ -100,7 +102,8 @@ class Sequence:
     """An answer to a request: its tokens so far and their pages.
 
     ``twins``: other answers to the request with the same tokens so far. They have no pages: what
-    this one computes is theirs too, and they draw from the same row of logits.
+    this one computes is theirs too, and they draw from the same row of logits. ``experts``: see
+    `Rollout`, of a complete answer.
     """
 
     request: Request
@@ -115,6 +118,7 @@ class Sequence:
     uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
     next_key: Key | None = None  # of the first page that it computes itself
     twins: list["Sequence"] = field(default_factory=list)
+    experts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.request.ids) + len(self.answer)

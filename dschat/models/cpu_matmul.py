@@ -25,7 +25,8 @@ from dschat.distributed.machine import processor, writable_cache
 
 logger = logging.getLogger("dschat")
 
-Backend = Literal["mkl", "onednn", "plain"]  # plain: torch's own product
+# plain: torch's own product. int8*: see `dschat.inference.model.int8`.
+Backend = Literal["mkl", "onednn", "plain", "int8", "int8_torch", "int8_widened"]
 Shape = tuple[int, int]  # of a weight: (out, in)
 Product = Callable[[], object]
 
@@ -92,11 +93,12 @@ def _time(shape: Shape, makers: Mapping[Backend, Callable[[Shape], Product]]) ->
 
 def _forced() -> Backend | None:
     value = os.environ.get(VARIABLE, "auto")
-    for name in get_args(Backend):
+    known = [name for name in get_args(Backend) if not name.startswith("int8")]
+    for name in known:
         if value == name:
             return name
     if value != "auto":
-        names = ", ".join(get_args(Backend))
+        names = ", ".join(known)
         raise UserError(f"{VARIABLE}={value} in the environment is unknown; use auto, {names}")
     return None
 

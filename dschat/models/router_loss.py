@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dschat.distributed as dist
 from dschat.models.packing.model import PackedModel, backbone
 from dschat.models.packing.rows import PackedRows
+from dschat.models.routing import routers_of
 from dschat.models.training_engine import ModelOrEngine
 
 logger = logging.getLogger("dschat")
@@ -29,11 +30,7 @@ def watch_routers(packed: PackedModel, asked: float | None, is_policy: bool) -> 
     ``asked``: ``--router_aux_loss_coef``; None: the config's, and for a policy or critic none.
     """
     config, body = packed.base.config.get_text_config(), backbone(packed.base)
-    whole = body or packed.base
-    recorders = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits", [])
-    recorders = recorders if isinstance(recorders, list) else [recorders]
-    kinds = tuple(recorder.target_class for recorder in recorders)
-    routers = [module for module in whole.modules() if isinstance(module, kinds)]
+    whole, routers = body or packed.base, routers_of(packed.base)
     _count_loads(packed, routers)
     names = ("router_aux_loss_coef", "aux_loss_coef")  # the second is JetMoE's
     own = next(filter(None, (getattr(config, name, None) for name in names)), 0.0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dschat.distributed as dist
+from dschat.config import UserError
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
 from dschat.rewards.samples import Samples
@@ -221,6 +222,10 @@ class Collector:
         answers = Rollout.joined(group.answers for group in groups)
         if any(group.answers.drawn is not None for group in groups):
             answers.drawn = [drawn for group in groups for drawn in group.answers.drawn or ()]
+        if groups and answers.experts is None and self.scorer.args.moe_routing_replay:
+            raise UserError(
+                "--moe_routing_replay needs the inference engine, which does not run this model"
+            )
         pad_id = self._engine.tokenizer.pad_token_id
         return from_rollout(ids, answers, pad_id, first, sources or None)
 

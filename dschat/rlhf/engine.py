@@ -33,6 +33,7 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
+from dschat.models.routing import replay_routing
 from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, without_adapters
 from dschat.models.vocabulary import num_ids
@@ -158,7 +159,10 @@ class DeepSpeedRLHFEngine:
         dropout = self.args.actor_dropout or 0.0
         model = self.checkpoints.language_model(self.checkpoints.actor, self._actor_zero, dropout)
         announce_rest(model)
-        return self._trained(model, "actor", self._actor_zero, LanguageModel)
+        actor = self._trained(model, "actor", self._actor_zero, LanguageModel)
+        if self.args.moe_routing_replay:
+            replay_routing(actor)
+        return actor
 
     def _build_critic(self) -> TrainingEngine | None:
         if self.checkpoints.critic is None:
@@ -224,6 +228,11 @@ class DeepSpeedRLHFEngine:
                 args.distill_gamma,
             )
         logger.info("rollout: %s", self.rollout.describe())
+        if args.rollout_quantization != "off" and args.rollout_is == "off":
+            logger.info(
+                "rollouts draw from weights of 8 bits, another distribution than the one that is "
+                "trained; --rollout_is tis corrects for it"
+            )
         for note in self.checkpoints.notes:
             logger.warning("%s", note)
 

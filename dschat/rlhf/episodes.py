@@ -219,6 +219,7 @@ def rollout_of(episodes: list[Episode]) -> Rollout:
         [e.logprobs for e in episodes],
         [e.finish_reason for e in episodes],
         [e.drawn for e in episodes],
+        [e.experts for e in episodes if e.experts is not None] or None,
     )
 
 

@@ -56,6 +56,8 @@ class Experience:
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
+    # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
+    experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
 
@@ -79,7 +81,8 @@ class Experience:
         starts = part.prompt_lengths.tolist()
         masks = zip(starts, part.answer_mask, strict=True)
         reads = [start - 1 + mask.nonzero().flatten().numpy() for start, mask in masks]
-        part.rows = pack(sequences, reads, starts)
+        part.rows = pack(sequences, reads, starts, part.experts)
+        part.experts = None
         if part.candidates.shape[-1]:
             part.rows.candidates = part.candidates[part.answer_mask]
         return part.to(device)
@@ -211,6 +214,7 @@ def from_rollout(
         recomputed=torch.zeros(len(sequences), dtype=torch.bool),
         weights=mask.float(),
         sources=sources,
+        experts=rollout.experts,
         **per_action,
     )
 

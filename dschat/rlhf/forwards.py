@@ -103,6 +103,8 @@ def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFC
     """Collective. The log-probs of reference and teacher, and the critic's values."""
     filled = []
     for part, batch in pieces(engine, e, args.per_device_training_batch_size):
+        assert batch.rows is not None
+        batch.rows.experts = None  # the reference may be the actor without adapters
         values: dict[str, Tensor] = {}
         if engine.has_reference:
             with engine.reference() as reference:

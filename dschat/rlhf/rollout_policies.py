@@ -2,7 +2,6 @@
 
 import logging
 import math
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -148,7 +147,7 @@ class PartialRollouts(RolloutPolicy):
         """Collective. JSON-able state of all ranks that the next rollout depends on."""
         mine = {
             "table": vars(self._table),
-            "open": [asdict(prompt) for prompt in self._open],
+            "open": [prompt.state() for prompt in self._open],
             "ages": list(self._ages),  # NOTE: the next iteration changes the list in place
         }
         return super().state_dict() | {"under_way": dist.gather_objects(mine)}
@@ -160,7 +159,7 @@ class PartialRollouts(RolloutPolicy):
         parts = state.get("under_way", [])
         is_own = len(parts) == dist.world_size()
         for part in [parts[dist.rank()]] if is_own else parts:
-            opened = [OpenPrompt(**prompt) for prompt in part["open"]]
+            opened = [OpenPrompt.of_state(prompt) for prompt in part["open"]]
             self._add(PromptTable(**part["table"]), opened, part["ages"])
         if not is_own:
             order = sorted(range(len(self._ages)), key=lambda i: -self._ages[i])

@@ -27,6 +27,7 @@ from dschat.losses import (
     value_loss,
 )
 from dschat.models.router_loss import add_router_loss, router_metrics
+from dschat.models.routing import routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.batching import micro_batches, settle_token_budget
@@ -253,9 +254,9 @@ class DeepSpeedPPOTrainer:
             for m in range(args.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
-        self.metrics |= training_metrics(sums) | router_metrics(actor)
+        self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
         self._warned_of_gap = self._warned_of_gap or warn_of_gap(
-            self.metrics, self.engine.dtype, self.args.rollout_backend
+            self.metrics, self.engine.dtype, self.args
         )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():

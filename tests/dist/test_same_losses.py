@@ -58,6 +58,7 @@ DAPO += (("reward_model_weight", 0.0), ("reward_fn", "mostly_alike"))
 TEACHER = (("teacher_model_name_or_path", "gpt2"), ("distill_coef", 0.2))
 TOP = (("teacher_model_name_or_path", "gpt2"), ("distill_top_k", 5))
 TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
+REPLAY = BUDGET + (("moe_routing_replay", True), ("old_logprobs", "recompute"))
 GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -75,6 +76,7 @@ TWO = [
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
     Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=SP),
+    Case("ppo", 3, 4, "qwen3_moe", iterations=1, shares=(3, 5), options=REPLAY),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -130,6 +132,7 @@ SLOW_TWO += [
     Case("ppo", 0, 4, shares=(3, 5), options=SP + AUTO),
     Case("ppo", 3, 4, iterations=1, shares=(8, 0), options=SP + TOP_LORA),
     Case("ppo", 2, 4, iterations=1, options=SP + TEACHER),
+    Case("ppo", 3, 4, "qwen3_moe", iterations=1, shares=(8, 0), options=SP + REPLAY),
     Case("ppo", 3, 4, "llama_stops", iterations=1, options=SP + TP),
 ]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]

@@ -42,9 +42,9 @@ class ScriptedCore:
     def step(self):
         answer = self.engine.script.pop(0)
         logprobs = [-0.5] * len(answer)
-        sequence = SimpleNamespace(
-            request=self.requests.pop(0), answer=answer, logprobs=logprobs, stopped=True
-        )
+        request = self.requests.pop(0)
+        values = {"answer": answer, "logprobs": logprobs, "stopped": True, "experts": None}
+        sequence = SimpleNamespace(request=request, **values)
         return [Event(sequence, answer[-1], logprobs[-1], True)]
 
     def close(self):

@@ -1,6 +1,7 @@
 """The trainer of step 3: its gradient against plain torch, first ratios, awkward rollouts."""
 
 import json
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +14,17 @@ from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
+from dschat.inference.sequence import Request
+from dschat.models.routing import routers_of, routing_metrics
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.forwards import action_values
+from dschat.rlhf.metrics import warn_of_gap
 from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import OptimizerStep, learning_rate
 
+rollout = Request.rollout
 ONE = Case("ppo", iterations=1)
 
 
@@ -136,6 +141,17 @@ def test_a_gap_beyond_rounding_is_warned_of_once(
     assert warned == ([0, 1, 0, 0] if dtype == "fp32" else [0, 0, 1, 0])
 
 
+def test_weights_of_8_bits_explain_a_gap(models_folder, caplog):
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        trainer = ppo_trainer(models_folder, rollout_quantization="int8", **FIRST)
+    assert "--rollout_is tis corrects for it" in caplog.text
+    one_iteration(trainer)
+    assert 1e-5 < trainer.metrics["rollout/logprob_gap"] < 0.3
+    for gap, warns in ((0.05, False), (0.2, True)):
+        metrics = {"rollout/logprob_gap": gap}
+        assert warn_of_gap(metrics, torch.float32, trainer.args) == warns
+
+
 @pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.slow) for z in (0, 2)), 3])
 def test_the_first_ratio_in_bf16(zero, models_folder):
     trainer = ppo_trainer(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
@@ -204,6 +220,43 @@ def test_experts_are_balanced_where_asked(coefficient, tiny, models_folder):
         assert trainer.metrics["moe/aux_loss"] >= 2  # the experts of a token
         assert all((p != q).any() for p, q in zip(before, routers, strict=True))
     assert e.num_sequences
+
+
+@pytest.mark.parametrize("lora", [{}, {"actor_lora_dim": 4, "only_optimize_lora": True}])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_training_runs_the_experts_of_the_rollout(family, lora, tiny, models_folder):
+    """Of a KL to the actor itself, the reference's forward chooses its own."""
+    options = {"actor_model_name_or_path": tiny(family), "old_logprobs": "recompute", **lora}
+    trainer = trainer_of(models_folder, **FIRST, **options, moe_routing_replay=True)
+    actor, chosen = trainer.engine.actor, []
+    routers = routers_of(actor.module.base)
+    e = trainer.generate_experience(my_prompts(ONE, 0, trainer.args))
+    for row, experts in enumerate(e.experts):
+        assert experts.shape == (int(e.lengths[row]), len(routers), experts.shape[2])
+    hooks = [r.register_forward_hook(lambda m, args, out: chosen.append(out[-1])) for r in routers]
+    trainer.train_rlhf(e)
+    assert trainer.metrics["moe/routing_agreement"] == 1.0
+    for router in routers:  # then the weights are others
+        router.weight.data.add_(torch.randn_like(router.weight))
+    chosen.clear()
+    batch = e.take(list(range(e.num_sequences)), torch.device("cpu"))
+    given = batch.rows.experts
+    with torch.no_grad():
+        actor(batch.rows)
+    now, known = torch.stack(chosen, 1), given[:, 0, 0] >= 0
+    assert torch.equal(now[known], given[known].long())
+    assert 0 < known.sum() < len(known)  # not the last token of an answer
+    assert routing_metrics(actor)["moe/routing_agreement"] < 1
+    for hook in hooks:
+        hook.remove()
+
+
+def test_an_experience_whose_experts_are_not_known_is_refused(tiny, models_folder, monkeypatch):
+    name = tiny("qwen3_moe")
+    trainer = trainer_of(models_folder, actor_model_name_or_path=name, moe_routing_replay=True)
+    monkeypatch.setattr(Request, "rollout", lambda r: replace(rollout(r), experts=None))
+    with pytest.raises(UserError, match="--moe_routing_replay needs the inference engine"):
+        one_iteration(trainer)
 
 
 def test_all_answers_truncated(models_folder):

@@ -43,6 +43,7 @@ _SIGNATURES = {
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
+    "dschat_int8_linear": (*[_POINTER] * 5, *[_INT] * 3),
     "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
@@ -73,6 +74,7 @@ class Kernels:
         self._silu_mul = holding.dschat_silu_mul
         self._norm_and_rotate = holding.dschat_norm_and_rotate
         self._attend = releasing.dschat_decode_attention
+        self._int8_linear = releasing.dschat_int8_linear
         self._draw = releasing.dschat_draw
 
     def add_norm(
@@ -98,6 +100,22 @@ class Kernels:
         rows, size = gate_up.shape
         out = gate_up.new_empty(rows, size // 2)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size // 2)
+        return out
+
+    def int8_linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """``x`` (rows, in), ``weight`` (out, in) int8, ``scales`` and ``bias`` (out,) -> (rows,
+        out): x (scales weight)^T + bias.
+        """
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        self._int8_linear(
+            x.data_ptr(),
+            weight.data_ptr(),
+            scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            *weight.shape,
+        )
         return out
 
     def norm_and_rotate(

@@ -8,7 +8,9 @@ Shapes: T packed tokens (B decoding ones first), H query heads, K key-value head
 keys.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,9 @@ from dschat.inference.model.kv_cache import KVCache
 _KERNEL_BYTES_PER_S, _TORCH_BYTES_PER_S, _TORCH_START_S = 16e9, 9e9, 25e-6
 _TORCH_GATHERED_BYTES_PER_S = 1e9
 
+
+# Router, experts that the tokens chose (T, k), and of how many; see `KVCache.keep_experts`.
+KeepExperts = Callable[[Hashable, Tensor, int], None]
 
 # Keys that one batch of chunks with cached prefixes gathers: 128 MiB a layer for Llama-2-7B's in
 # bf16.
@@ -162,6 +167,12 @@ class Attention:
             else:
                 outputs.append(self._continued(how, dense, q_THD[part], keys, values))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @property
+    def keep_experts(self) -> KeepExperts | None:
+        """Keeps the experts that the tokens chose, if the cache is to."""
+        cache = self.cache
+        return partial(cache.keep_experts, self.slot_mapping) if cache.keeps_experts else None
 
     def _store(self, rows: Tensor, heads_THD: Tensor, layout: HeadLayout) -> None:
         """Write keys and values into the cache's ``rows`` (slots, 2 K, D)."""

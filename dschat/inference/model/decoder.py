@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.model.attention import Attention, Scores
+from dschat.inference.model.attention import Attention, KeepExperts, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
 from dschat.inference.model.layers import Layer, Norm
@@ -99,7 +99,7 @@ class Decoder:
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
             attend = kernels.attention(attention, self.rotary, self.weights.tensors)
-        hidden = self.hidden(tokens, positions, attend, kernels)
+        hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
     @torch.inference_mode()
@@ -109,19 +109,20 @@ class Decoder:
         positions: Tensor,
         attend: Attend,
         kernels: StepKernels | None = None,
+        keep_experts: KeepExperts | None = None,
     ) -> Tensor:
         """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
         Collective in the tensor-parallel group.
 
         If ``kernels`` run the attention, ``attend`` is theirs: it gets heads before their norms and
-        rotation.
+        rotation. ``keep_experts``: see `Experts`.
         """
         if self._version != self.weights.version:
             self._look_up()
         h, added = self._embed(tokens, positions, kernels), None
         if self._embed_scale != 1.0:
             h.mul_(self._embed_scale)
-        step = self._step(positions, attend, kernels)
+        step = self._step(positions, attend, kernels)._replace(keep_experts=keep_experts)
         for i in range(self.spec.num_layers):
             h, added = self._layer(i, h, added, step)
         if self._final_norm is not None:
@@ -267,7 +268,9 @@ class Decoder:
         spec, cuda, mlp = self.spec, step.cuda, w.mlp
         if isinstance(mlp, Experts):
             is_interleaved = mlp.ups[0].interleaved
-            return mlp(x, lambda inner: self._gated(inner, True, step, is_interleaved))
+            return mlp(
+                x, lambda inner: self._gated(inner, True, step, is_interleaved), step.keep_experts
+            )
         if cuda is not None and cuda.takes(mlp.up, x, spec.activation):
             inner = cuda.product(mlp.up, x, spec.activation, spec.gated, mlp.is_gate_first)
             return cuda.linear(mlp.down, inner)
@@ -334,6 +337,7 @@ class _Step(NamedTuple):
     query_scales: Tensor | None = None  # (T, 1, 1)
     cuda: StepKernels | None = None
     attend_rotates: bool = False  # and applies the norms of query and key
+    keep_experts: KeepExperts | None = None
 
     def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
         return linear(x) if self.cuda is None else self.cuda.linear(linear, x)

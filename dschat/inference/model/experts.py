@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dschat.inference.model.attention import KeepExperts
 from dschat.inference.model.borrowed import BorrowedLinear
 from dschat.inference.model.linear import Linear
 from dschat.inference.model.spec import ExpertSpec
@@ -62,6 +63,7 @@ class Experts(NamedTuple):
     ups: Sequence[Linear | BorrowedLinear]
     downs: Sequence[Linear | BorrowedLinear]
     stacks: tuple[Stack, Stack] | None  # on a device: of ups and downs
+    layer: str
 
     @classmethod
     def of(
@@ -76,11 +78,16 @@ class Experts(NamedTuple):
         stacks = None
         if f"{up}.weight" in tensors:
             stacks = Stack.of(tensors, up), Stack.of(tensors, down)
-        return cls(spec, linears[f"{layer}.router"], ups, downs, stacks)
+        return cls(spec, linears[f"{layer}.router"], ups, downs, stacks, layer)
 
-    def __call__(self, x: Tensor, gated: Gated) -> Tensor:
-        """(T, E) -> this rank's partial sum, (T, E). ``gated``: what is between the products."""
+    def __call__(self, x: Tensor, gated: Gated, keep: KeepExperts | None = None) -> Tensor:
+        """(T, E) -> this rank's partial sum, (T, E). ``gated``: what is between the products.
+
+        ``keep``: gets the experts that were chosen.
+        """
         shares, chosen = self.router(x).float().softmax(-1).topk(self.spec.per_token)
+        if keep is not None:
+            keep(self.layer, chosen, self.spec.count)
         if self.spec.renormalized:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares.to(x.dtype)

@@ -7,9 +7,12 @@ until it is allocated for others: pages that nothing can find first, then the le
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Hashable
 from itertools import count
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from dschat.inference.model.states import StatePool
 
@@ -97,9 +100,10 @@ class KVCache:
         device: torch.device,
         keeps_prefixes: bool = False,
         states: StatePool | None = None,
+        keeps_experts: bool = False,
     ) -> None:
         """``keeps_prefixes``: full pages can be found by their tokens. ``states``: of layers that
-        have no keys and values.
+        have no keys and values. ``keeps_experts``: see `keep_experts`.
         """
         shape = (num_layers, num_pages + 1, page_size, 2, num_kv_heads, head_size)
         # NOTE: zeros, not empty: masked keys have weight 0, and 0 x NaN is NaN. Tensors created in
@@ -117,6 +121,8 @@ class KVCache:
         self._free = list(range(num_pages))  # a heap: the lowest number first
         self._users = [0] * num_pages
         self.keeps_prefixes, self.states = keeps_prefixes, states
+        self.keeps_experts = keeps_experts
+        self._experts: dict[Hashable, Tensor] = {}  # by router: (num_pages + 1, page_size, k)
         self._index = PrefixIndex(page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # free but in the index, oldest first
 
@@ -196,6 +202,31 @@ class KVCache:
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first ``num_tokens`` tokens of a page, in all layers."""
         self.pairs[:, target, :num_tokens].copy_(self.pairs[:, source, :num_tokens])
+        for experts in self._experts.values():
+            experts[target, :num_tokens].copy_(experts[source, :num_tokens])
+
+    # -- experts -----------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def keep_experts(self, slots: Tensor, router: Hashable, chosen: Tensor, count: int) -> None:
+        """Write the experts ``chosen`` (T, k), of ``count``, beside the keys in ``slots``. Routers
+        of a model call it in the same order in every step.
+        """
+        if router not in self._experts:
+            shape = *self.pairs.shape[1:3], chosen.shape[1]
+            dtype = torch.int8 if count <= 128 else torch.int16  # also holds -1: not known
+            self._experts[router] = torch.zeros(shape, dtype=dtype, device=chosen.device)
+        rows = self._experts[router].flatten(0, 1)
+        rows.index_copy_(0, slots, chosen.to(rows.dtype))
+
+    def experts_of(self, pages: list[int], num_tokens: int) -> Tensor | None:
+        """Those of the first ``num_tokens`` in ``pages``, and -1 for a further one, which was not
+        computed: (1 + tokens, routers, k); None: not kept.
+        """
+        kept = [rows[pages].flatten(0, 1)[:num_tokens] for rows in self._experts.values()]
+        return F.pad(torch.stack(kept, 1), (0, 0, 0, 0, 0, 1), value=-1) if kept else None
+
+    # -- moved pages -------------------------------------------------------------------------------
 
     def swap_out(self, page: int, num_tokens: int) -> int:
         """Move a page with one user to the lowest free page if that is lower; its new number."""

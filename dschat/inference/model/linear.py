@@ -2,7 +2,8 @@
 
 On a CPU that is timed per shape. MKL and oneDNN pack a weight into the blocks that their kernel
 reads, and its plain form is freed. Elsewhere a weight keeps its address across versions, so
-that captured graphs stay valid. LoRA factors can be added as a side product.
+that captured graphs stay valid. LoRA factors can be added as a side product. A weight may be kept
+in 8 bits.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dschat.inference.model import int8
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
 
@@ -21,14 +23,26 @@ _MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
 
 
 def fastest_backends(
-    shapes: Iterable[Shape], num_rows: int, dtype: torch.dtype, device: torch.device
+    shapes: Iterable[Shape],
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_int8: bool = False,
 ) -> dict[Shape, Backend]:
     """The fastest backend for products of ``num_rows`` rows with weights of ``shapes`` (out, in).
 
     On a CPU measured, see `cpu_matmul`; of a large weight a part of the outputs is timed.
     """
     if device.type != "cpu":
-        return dict.fromkeys(shapes, "plain")
+        return dict.fromkeys(shapes, "int8_widened" if in_int8 else "plain")
+    candidates = int8.backends_for(dtype) if in_int8 else _of_floats(dtype)
+    makers = {name: partial(_timed_product, name, dtype, num_rows) for name in candidates}
+    timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
+    choices = cpu_matmul.choose(f"decoding-{num_rows}", timed.values(), dtype, makers)
+    return {shape: choices[timed[shape]] for shape in timed}
+
+
+def _of_floats(dtype: torch.dtype) -> list[Backend]:
     candidates: list[Backend] = ["plain"]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         candidates.append("mkl")
@@ -36,10 +50,7 @@ def fastest_backends(
         in_bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if dtype == torch.float32 or in_bf16:  # which needs AVX512-BW
             candidates.append("onednn")
-    makers = {name: partial(_timed_product, name, dtype, num_rows) for name in candidates}
-    timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
-    choices = cpu_matmul.choose(f"decoding-{num_rows}", timed.values(), dtype, makers)
-    return {shape: choices[timed[shape]] for shape in timed}
+    return candidates
 
 
 def _timed_product(name: Backend, dtype: torch.dtype, num_rows: int, shape: Shape) -> Product:
@@ -96,6 +107,7 @@ class Linear:
         self._shared = shared  # a tied weight has one address for both uses
         self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
+        self._int8: int8.Int8Weight | None = None
         # NOTE: MKL's operator also takes the unpacked weight, but reads only its shape.
         self._shape_only = torch.empty(1).expand(shape)
 
@@ -126,6 +138,11 @@ class Linear:
     def pack(self, weight: Tensor) -> None:
         """Pack the whole ``weight`` (out, in); no reference to it is kept."""
         self._plain = self._packed = None
+        if self._backend.startswith("int8"):
+            if self._int8 is None:
+                self._int8 = int8.Int8Weight(self.shape, self._backend, self._device)
+            self._int8.write(weight)  # in place: captured steps hold its address
+            return
         reorder = (
             torch.ops.mkl._mkl_reorder_linear_weight
             if self._backend == "mkl"
@@ -135,12 +152,14 @@ class Linear:
 
     def drop(self) -> None:
         """Free all tensors, even if a decoder still holds this object. It cannot be used again."""
-        self._plain = self._packed = self._shared = self.bias = self.side = None
+        self._plain = self._packed = self._int8 = self._shared = self.bias = self.side = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
         if self._plain is not None:
             y = F.linear(x, self._plain, self.bias)
+        elif self._int8 is not None:
+            y = self._int8.product(x, self.bias)
         elif self._backend == "mkl":
             y = self._product(x, self._packed, self._shape_only, self.bias, x.shape[0])
         else:
@@ -152,5 +171,6 @@ class Linear:
         """Bytes of weight, bias and LoRA factors, without a packing's padding."""
         stored = self._packed is not None or self._plain is not self._shared
         size = self.shape[0] * self.shape[1] * self._dtype.itemsize if stored else 0
+        size += 0 if self._int8 is None else self._int8.nbytes
         size += self.bias.nbytes if self.bias is not None else 0
         return size + (self.side.nbytes if self.side is not None else 0)

@@ -11,8 +11,9 @@ Shapes: T packed tokens, H query and K key-value heads, D head size.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,12 +26,13 @@ from transformers.masking_utils import sdpa_mask
 from dschat.config.errors import first_line
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
-from dschat.inference.model.attention import Attention, Scores
+from dschat.inference.model.attention import Attention, KeepExperts, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
 from dschat.models.packing.model import selects_keys
+from dschat.models.routing import routers_of
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 
@@ -100,6 +102,7 @@ class ModuleDecoder:
     ) -> None:
         self.module, self.spec, self.weights = module, spec, weights
         self._keeps_logits = "logits_to_keep" in _parameters(module)
+        self._routers = routers_of(without_adapters(module))
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -130,12 +133,20 @@ class ModuleDecoder:
             keep["logits_to_keep"] = ready
         more = keep if carried is None else keep | {"use_cache": True, CACHE: carried.states}
         shape = rows, -1
-        with _calling(one, positions):
+        with ExitStack() as scope:
+            scope.enter_context(_calling(one, positions))
+            if (write := attention.keep_experts) is not None:
+                for router in self._routers:
+                    scope.enter_context(router.register_forward_hook(partial(_keep, write)))
             logits = _forward(self.module, tokens.view(shape), positions.view(shape), **more)
         assert next(calls, None) is None, "not all layers called the step's attention"
         if not keep and ready is not None:
             logits = logits.index_select(1, ready)
         return logits.flatten(0, 1)
+
+
+def _keep(keep: KeepExperts, router: nn.Module, args: Any, output: Any) -> None:
+    keep(router, output[-1], output[0].shape[-1])
 
 
 AnyDecoder = Decoder | ModuleDecoder

@@ -20,6 +20,7 @@ from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
+from dschat.models.training_engine import without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -31,7 +32,11 @@ class ModuleWeights:
     """
 
     def __init__(
-        self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
+        self,
+        module: "PreTrainedModel | PeftModel",
+        spec: ModelSpec,
+        group: RankGroup,
+        in_int8: bool = False,
     ) -> None:
         self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
         self.version = 0  # changes when tensors are replaced: captured steps hold addresses
@@ -41,8 +46,8 @@ class ModuleWeights:
         weight = next(module.parameters())
         self.device = weight.device
         self._products: list[_Product] = []
-        if self.device.type == "cpu":
-            self._products = _products(module, weight.dtype)
+        if self.device.type == "cpu" or in_int8:
+            self._products = _products(module, weight, in_int8)
         self.refresh()
 
     def refresh(self) -> None:
@@ -59,6 +64,13 @@ class ModuleWeights:
         self._addresses = addresses
         with ExitStack() as scope:
             scope.enter_context(paged(self.module))
+            scope.enter_context(self.products_in_use())
+            yield
+
+    @contextmanager
+    def products_in_use(self) -> Iterator[None]:
+        """Runs the module's linear layers as the engine does."""
+        with ExitStack() as scope:
             for product in self._products:
                 scope.enter_context(product.in_use())
             yield
@@ -74,10 +86,11 @@ class ModuleWeights:
 class _Product:
     """One packed product for linear ``layers`` that read the same input."""
 
-    def __init__(self, layers: list[nn.Linear], dtype: torch.dtype, backend: Backend) -> None:
+    def __init__(self, layers: list[nn.Linear], backend: Backend) -> None:
         self._layers, self._sizes = layers, [layer.out_features for layer in layers]
         shape = sum(self._sizes), layers[0].in_features
-        self._linear = Linear(shape, False, dtype, torch.device("cpu"), backend)
+        weight = layers[0].weight
+        self._linear = Linear(shape, False, weight.dtype, weight.device, backend)
         self._input: Tensor | None = None
         self._input_version = 0  # another one after a change in place
         self._outputs: tuple[Tensor, ...] = ()
@@ -133,18 +146,23 @@ def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             vars(layer)["forward"] = own
 
 
-def _products(module: "PreTrainedModel | PeftModel", dtype: torch.dtype) -> list[_Product]:
-    """Products for all linear layers, where packing is the fastest."""
-    kinds = nn.Linear, OneDnnLinear
-    layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == dtype]
+def _products(
+    module: "PreTrainedModel | PeftModel", weight: Tensor, in_int8: bool
+) -> list[_Product]:
+    """Products for all linear layers like ``weight``, where packing is the fastest; ``in_int8``:
+    all but the head.
+    """
+    kinds, like = (nn.Linear, OneDnnLinear), (weight.dtype, weight.device)
+    layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == like[0]]
+    head = without_adapters(module).get_output_embeddings()
     groups = _readers_of_one_input(module, layers)
     shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
-    backends = fastest_backends(set(shapes), DECODE_ROWS, dtype, torch.device("cpu"))
-    return [
-        _Product(group, dtype, backends[shape])
+    backends = [
+        fastest_backends([shape], DECODE_ROWS, *like, in_int8 and head not in group)[shape]
         for group, shape in zip(groups, shapes, strict=True)
-        if backends[shape] != "plain"
     ]
+    pairs = zip(groups, backends, strict=True)
+    return [_Product(group, backend) for group, backend in pairs if backend != "plain"]
 
 
 def _readers_of_one_input(

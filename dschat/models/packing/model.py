@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,11 +48,13 @@ class PackedModel(nn.Module):
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
         router_loss, router_loads: see `dschat.models.router_loss`; None of most models.
+        replay: see `dschat.models.routing`; None of most models.
     """
 
     router_loss: Any = None
     router_loads: Any = None
     _share: Share | None = None  # of the last forward
+    replay: Any = None
 
     def __init__(
         self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto", parallel: int = 1
@@ -100,7 +103,8 @@ class PackedModel(nn.Module):
 
     def run(self, rows: PackedRows, output: str, module: nn.Module | None = None) -> Tensor:
         """``output`` (..., D) of ``module`` at the columns that ``rows`` reads: (M, D)."""
-        return _run(module or self.base, rows, output, self.packs)
+        with nullcontext() if self.replay is None else self.replay.of(rows):
+            return _run(module or self.base, rows, output, self.packs)
 
     def check(self, device: torch.device) -> None:
         """Collective under ZeRO-3. Run a few tokens both ways, on the device that trains.

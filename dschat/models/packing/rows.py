@@ -36,6 +36,7 @@ class PackedRows:
     num_rows: int  # 0 for a dummy
     lengths: tuple[int, ...]  # of the rows; (1,) for a dummy
     candidates: Tensor | None = None  # (M, K) int64, other ids whose log-probs a forward adds
+    experts: Tensor | None = None  # (N, routers, k), that each token runs; -1: its own choice
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +51,7 @@ def pack(
     rows: Sequence[Ids],
     reads: Sequence[Ids],
     prefix_lengths: Sequence[int] | None = None,
+    experts: Sequence[Tensor] | None = None,
 ) -> PackedRows:
     """Pack ``rows``; none become one dummy token, of which nothing is read.
 
@@ -58,6 +60,7 @@ def pack(
         reads: the columns to read of each row, counted from its start.
         prefix_lengths: tokens of each row's prompt. Rows whose prompts are equal share them; at
             least one token must follow a prompt. None: nothing is shared.
+        experts: (T, routers, k) of each row.
     """
     arrays = [np.asarray(row, dtype=np.int64) for row in rows] or [np.zeros(1, np.int64)]
     where = [np.asarray(columns, dtype=np.int64) for columns in reads] or [np.zeros(0, np.int64)]
@@ -66,8 +69,7 @@ def pack(
     for i, (row, length) in enumerate(zip(arrays, lengths, strict=True)):
         key: bytes | int = row[:length].tobytes() if 0 < length < len(row) else i
         groups.setdefault(key, []).append(i)
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
+    pieces: list[tuple[int, slice]] = []  # of a row, in the order of the stream
     segments: list[tuple[int, tuple[int, ...]]] = []
     columns: list[np.ndarray] = [np.zeros(0, np.int64)] * len(arrays)
     start = 0
@@ -75,8 +77,8 @@ def pack(
         first = arrays[members[0]]
         prefix = lengths[members[0]] if len(members) > 1 else len(first)
         answers = [arrays[i][prefix:] for i in members]  # a row that shares nothing: empty
-        ids += [first[:prefix], *answers]
-        positions += [np.arange(prefix), *(np.arange(prefix, len(arrays[i])) for i in members)]
+        pieces.append((members[0], slice(prefix)))
+        pieces += [(i, slice(prefix, len(arrays[i]))) for i in members]
         end = start + prefix
         for i, answer in zip(members, answers, strict=True):
             columns[i] = where[i] + np.where(where[i] < prefix, start, end - prefix)
@@ -92,8 +94,10 @@ def pack(
     for line, row in zip(padded, arrays, strict=True):
         line[: len(row)] = row
     return PackedRows(
-        input_ids=torch.from_numpy(np.concatenate(ids)),
-        position_ids=torch.from_numpy(np.concatenate(positions)),
+        input_ids=torch.from_numpy(np.concatenate([arrays[i][part] for i, part in pieces])),
+        position_ids=torch.from_numpy(
+            np.concatenate([np.arange(len(arrays[i]))[part] for i, part in pieces])
+        ),
         columns=torch.from_numpy(np.concatenate(columns)),
         targets=torch.from_numpy(np.concatenate(targets)),
         row_of=torch.from_numpy(np.repeat(np.arange(len(where)), [len(c) for c in where])),
@@ -104,4 +108,5 @@ def pack(
         segments=Segments(tuple(segments)),
         num_rows=len(rows),
         lengths=tuple(map(len, arrays)),
+        experts=torch.cat([experts[i][part] for i, part in pieces]) if experts else None,
     )

@@ -168,7 +168,7 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
 
     NOTE: it waits for the device, once in a forward: sizes are not known before.
     """
-    fields = ("input_ids", "position_ids", "columns", "targets", "candidates")
+    fields = ("input_ids", "position_ids", "columns", "targets", "candidates", "experts")
     given = [None if (x := getattr(rows, f)) is None else x.cpu().numpy() for f in fields]
     members = group.gather_objects((rows.num_rows, rows.lengths, rows.segments.groups, *given))
     starts = np.cumsum([0, *(len(m[3]) for m in members)])
@@ -181,8 +181,11 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
     def joined(field: int, chosen: slice | np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate([m[field] for m in members])[chosen])
 
+    part, experts = slice(cuts[me], cuts[me + 1]), None
+    if sizes := [m[8].shape[1:] for m in members if m[8] is not None]:  # a dummy has none
+        of = (np.full((len(m[3]), *sizes[0]), -1) if m[8] is None else m[8] for m in members)
+        experts = torch.from_numpy(np.concatenate([*of])[part])
     spread = Spread(group, tuple(np.diff(cuts).tolist()))
-    part = slice(cuts[me], cuts[me + 1])
     share = PackedRows(
         input_ids=joined(3, part),
         position_ids=joined(4, part),
@@ -195,6 +198,7 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
         num_rows=sum(m[0] for m in members),
         lengths=tuple(n for m in members for n in m[1]),
         candidates=None if rows.candidates is None else joined(7, mine),
+        experts=experts,
     )
     device = rows.input_ids.device
     return Share(
