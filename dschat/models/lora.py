@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -67,11 +69,7 @@ def add_lora(
             # It has dropped dense layers that are named as experts were in transformers 4.
             layers = (n for n in linear_layers(model) if not check_target_module_exists(config, n))
             config.target_parameters |= {f"{name}.weight" for name in layers}
-        with warnings.catch_warnings():
-            # PEFT looks for its own pattern among modules only, and calls transformers' old names.
-            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
-            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-            wrapped = get_peft_model(model, config)
+        wrapped = _wrapped(model, config)
     except ValueError as error:
         raise UserError(f"{flag} {' '.join(modules)}: {str(error).splitlines()[0]}") from error
     for name, parameter in wrapped.named_parameters():
@@ -80,6 +78,14 @@ def add_lora(
     if only_optimize_lora and "all-linear" in modules:
         _tell_coverage(wrapped)
     return wrapped
+
+
+def _wrapped(model: nn.Module, config: LoraConfig) -> PeftModel:
+    with warnings.catch_warnings():
+        # PEFT looks for its own pattern among modules only, and calls transformers' old names.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        return get_peft_model(model, config)
 
 
 def _tell_coverage(wrapped: PeftModel) -> None:
@@ -217,14 +223,41 @@ def prepare_for_training(
     only_optimize_lora: bool,
     flag: str,
 ) -> nn.Module:
-    """Enable gradient checkpointing and add adapters, before an engine wraps the model."""
+    """Enable gradient checkpointing and add adapters, where ``model`` has none, before an engine
+    wraps the model.
+    """
     if gradient_checkpointing:
         # renamed in transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    if not lora_dim:
+    if not lora_dim or isinstance(model, PeftModel):
         return model
     return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)
+
+
+def load_adapter(model: nn.Module, config_file: Path, weights_file: Path) -> PeftModel:
+    """Wrap ``model`` with the adapter in PEFT's files, which `add_lora` made, and load its score
+    head. Both train.
+
+    Raises:
+        UserError: the adapter is of another model.
+    """
+    config = LoraConfig.from_pretrained(str(config_file.parent))
+    config.inference_mode = False
+    config.task_type = config.modules_to_save = None  # PEFT would wrap the score head
+    config.base_model_name_or_path = None  # it becomes that of ``model``
+    wrapped, stored = _wrapped(model, config), load_file(weights_file)
+    for name, parameter in wrapped.named_parameters():
+        is_head = ".score." in f".{name}"
+        if is_head or ".lora_" in name:
+            parameter.requires_grad_(True)
+            tensor = stored.pop(name.replace(".default.", "."), None)
+            if tensor is None or tensor.shape != parameter.shape:
+                raise UserError(f"{weights_file} has no {name} of {tuple(parameter.shape)}")
+            parameter.data.copy_(tensor)
+    if stored:
+        raise UserError(f"{weights_file} has unexpected weights, such as {min(stored)}")
+    return wrapped
 
 
 def adapters_off(module: nn.Module) -> AbstractContextManager[None]:
