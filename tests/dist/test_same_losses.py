@@ -57,6 +57,8 @@ DAPO += (("reward_model_weight", 0.0), ("reward_fn", "mostly_alike"))
 TEACHER = (("teacher_model_name_or_path", "gpt2"), ("distill_coef", 0.2))
 TOP = (("teacher_model_name_or_path", "gpt2"), ("distill_top_k", 5))
 TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
+# Three models on the actor's weights.
+SHARED = (("actor_lora_dim", 4), ("critic_lora_dim", 4), ("share_base", True))
 GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -72,6 +74,7 @@ TWO = [
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
+    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -112,6 +115,8 @@ SLOW_TWO += [
     Case("reward", 3, 4, rows="ranked", options=BUDGET),
     Case("reward", 0, 2, rows="ranked", options=(("packing", "off"),)),
     Case("reward", 3, 4, options=AUTO),
+    Case("ppo", 0, 4, reward="llama_adapted", shares=(3, 5), options=SHARED),
+    Case("ppo", 1, 2, "gpt2", "gpt2_adapted", options=SHARED),
 ]
 SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
