@@ -108,6 +108,7 @@ def check_shared(base: Checkpoint, models: list[Checkpoint]) -> None:
                 f"train it with step 2 from {base.name}, name {name} as {base.flag}, or leave "
                 f"{FLAG} out"
             )
+        _adapter_files(model)
     if not getattr(base.config, "auto_map", None):  # else loading checks it
         kinds = [type(backbone(base.shapes(kind))) for kind in ("lm", "score")]
         if kinds[0] is not kinds[1]:

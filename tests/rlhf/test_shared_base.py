@@ -6,10 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
+from tiny_models import VOCAB, causal_lm, ensure
+from transformers import AutoModelForSequenceClassification
 
+from dschat.checkpoint.manager import CheckpointManager
 from dschat.models import shared_base
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel
+from dschat.rlhf.engine import base_of
 from dschat.rlhf.initial_checkpoints import find_checkpoints
 from dschat.runtime.deepspeed_engine import initialize_frozen, unwrap, zero_settings
 
@@ -24,10 +28,10 @@ def trainer_of(models_folder, zero=0, model="llama", options=()):
     return build_trainer(ppo_config(case, models_folder)), case
 
 
-def history(trainer, case, iterations=3):
+def history(trainer, case, iterations=range(3)):
     """Metrics and probes after each iteration."""
     result = []
-    for iteration in range(iterations):
+    for iteration in iterations:
         experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
         trainer.train_rlhf(experience)
         engine = trainer.engine
@@ -127,3 +131,67 @@ def test_grpo_is_that_of_merged_checkpoints(zero, models_folder):
         trainer, case = trainer_of(models_folder, zero, options=(*options, *GRPO))
         histories.append(history(trainer, case))
     assert_equal(*histories)
+
+
+@pytest.mark.parametrize("zero", [2, *(pytest.param(z, marks=pytest.mark.slow) for z in (0, 1))])
+def test_a_resumed_run_computes_the_same_to_the_bit(zero, models_folder, tmp_path):
+    first, case = trainer_of(models_folder, zero, options=SHARED)
+    history(first, case, range(1))
+    checkpoints = CheckpointManager(tmp_path, {})
+    checkpoints.save(1, first.run_state())
+    expected = history(first, case, range(1, 3))
+    second, _ = trainer_of(models_folder, zero, options=SHARED)
+    state = second.run_state()
+    second.load_run_state(checkpoints.load(checkpoints.latest(), state))
+    for (metrics, ids, probes), (*others, probes_2) in zip(
+        history(second, case, range(1, 3)), expected, strict=True
+    ):
+        losses = [
+            {k: m[k] for k in m if k.startswith(("loss/", "val/"))} for m in (metrics, others[0])
+        ]
+        assert losses[0] == losses[1]
+        assert ids == others[1]
+        assert probes == probes_2
+
+
+def test_a_critic_with_one_more_token_for_padding_has_an_embedding_of_its_own(
+    models_folder, tmp_path
+):
+    """Its tokenizer has a pad token beside EOS, as others' pooling needs; the actor's has not."""
+    actor = ensure(tmp_path, "llama_padeos")
+    ensure(tmp_path, "llama_padeos_adapted")
+    trainer, case = trainer_of(tmp_path, model="llama_padeos", options=SHARED)
+    weights = causal_lm("llama").get_input_embeddings().weight
+    history(trainer, case, range(1))
+    engine = trainer.engine
+    assert torch.equal(base_of(engine.actor).get_input_embeddings().weight, weights)
+    rows = base_of(engine.critic).get_input_embeddings().weight
+    assert torch.equal(rows[:-1], weights)
+    torch.testing.assert_close(rows[-1], weights.mean(0))
+    actor, critic, reward = map(set, parameters_of(engine))
+    assert len(actor & reward) == len(actor & critic) + 1
+    engine.save(tmp_path / "saved")
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved" / "critic")
+    assert critic.config.pad_token_id == VOCAB == critic.config.vocab_size - 1
+
+
+def test_a_critic_without_a_reward_model(models_folder):
+    """It has a new score head and a new adapter, of the actor's rank."""
+    options = (
+        ("share_base", True),
+        ("reward_fn", "mostly_alike"),
+        ("reward_model_name_or_path", ""),
+    )
+    config = ppo_config(Case("ppo", options=options), models_folder)
+    config = replace(config, critic_model_name_or_path="", actor_lora_dim=4)
+    assert config.critic_lora_dim == 4
+    trainer = build_trainer(config)
+    actor, critic = map(set, parameters_of(trainer.engine))
+    ranks = {
+        p.shape[0] for n, p in unwrap(trainer.engine.critic).named_parameters() if "lora_A" in n
+    }
+    assert ranks == {4}
+    assert len(actor & critic) == len(list(causal_lm("llama").model.parameters()))
+    before = probe_scores(trainer.engine.critic)
+    trainer.train_rlhf(trainer.generate_experience([[3, 4, 5], [6, 7]] * 4))
+    assert probe_scores(trainer.engine.critic) != pytest.approx(before, abs=1e-4)
