@@ -158,7 +158,7 @@ def step_runs(
             reason = "input" if n in needed and last in runs else "base"
         made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, status, reason))
     _check(made, selected)
-    if {2, 3} <= {run.number for run in made if run.status == "runs"}:
+    if {2, 3} <= runs | before and folders[2] in fields[3].values():
         _check_shared_base(fields[2], fields[3])
     return made
 

@@ -81,9 +81,10 @@ class SharedBase:
 def sharing_copy(module: nn.Module) -> nn.Module:
     """A copy of ``module`` that has the same parameters and buffers."""
     kept: list[object] = [*module.parameters(), *module.buffers()]
-    # How a quantized layer decodes its weight.
-    kept += [part.quant_state for part in module.modules() if hasattr(part, "quant_state")]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
+    # What decodes a weight of bitsandbytes, in layers of 4 and of 8 bits.
+    states = (getattr(m, name, None) for m in module.modules() for name in ("quant_state", "state"))
+    kept += [state for state in states if type(state).__module__.startswith("bitsandbytes")]
+    return copy.deepcopy(module, {id(one): one for one in kept})
 
 
 def check_shared(base: Checkpoint, models: list[Checkpoint]) -> None:

@@ -20,6 +20,7 @@ from dschat.runtime.deepspeed_engine import initialize_frozen, unwrap, zero_sett
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 SHARED = (*LORA, ("share_base", True))
 GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3))
+BORROWED = (("rollout_layout", "zero_copy"),)  # which moves weights, of all models
 RECOMPUTED = (("actor_gradient_checkpointing", True), ("critic_gradient_checkpointing", True))
 
 
@@ -80,13 +81,13 @@ def parameters_of(engine):
 @pytest.mark.parametrize(
     ("zero", "model", "more"),
     [
-        (0, "llama", ()),
+        (0, "llama", BORROWED),
         (2, "gpt2", RECOMPUTED),
         *(
             pytest.param(zero, model, more, marks=pytest.mark.slow)
             for zero in (0, 1, 2)
             for model in ("llama", "gpt2")
-            for more in ((), RECOMPUTED)
+            for more in ((), RECOMPUTED, BORROWED)
         ),
     ],
 )
