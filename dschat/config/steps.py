@@ -217,7 +217,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
-    offload_values = ("auto", "optimizer", "params", *FROZEN, "frozen", "rollout")
+    offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
 
     actor_model_name_or_path: str = flag(
         "", "Initial actor: step 1's folder, or any causal LM.", short=True

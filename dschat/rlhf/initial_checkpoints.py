@@ -149,7 +149,7 @@ def find_checkpoints(
     tokenizer = tokenizer or start.tokenizer(**args.tokenizer_flags)
     found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
-    start.check("lm", args.attn_implementation, *lora, args.packing)
+    start.check("lm", args.attn_implementation, *lora, *args.row_form)
     if args.rollout_backend == "vllm":
         installed_release()
     check_tensor_parallel(start.config, args.inference_tp_size, args.rollout_backend)
@@ -167,7 +167,7 @@ def find_checkpoints(
         reward = named if separate else critic or named
         found.reward = Checkpoint(reward, REWARD if separate else CRITIC, trust)
         found.reward_tokenizer, notes = check_reward(
-            found.reward, tokenizer, args.attn_implementation, args.packing
+            found.reward, tokenizer, args.attn_implementation, *args.row_form
         )
         found.notes += notes
     if args.has_critic:
@@ -187,6 +187,7 @@ def check_reward(
     tokenizer: PreTrainedTokenizerBase,
     attn_implementation: str | None = None,
     packing: Packing = "auto",
+    parallel: int = 1,
 ) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
     """Check a reward model for answers in the ids of ``tokenizer``.
 
@@ -196,7 +197,7 @@ def check_reward(
         UserError: missing, not a reward model, or unusable with ``tokenizer``.
     """
     reward.require_reward_model()
-    reward.check("score", attn_implementation, packing=packing)
+    reward.check("score", attn_implementation, 0, (), "", packing, parallel)
     own = _tokenizer_of(reward, tokenizer)
     if own is None:
         return None, [f"{reward.name} has no tokenizer: assuming that it shares the actor's"]
@@ -234,7 +235,7 @@ def _find_critic(found: InitialCheckpoints, name: str | None) -> None:
         critic = critic_tokenizer = None
     found.critic = critic = critic or found.actor
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
-    critic.check("score", args.attn_implementation, *lora, args.packing)
+    critic.check("score", args.attn_implementation, *lora, *args.row_form)
     # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.
     found.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
     ensure_distinct_pad(found.critic_tokenizer)
@@ -245,7 +246,7 @@ def _check_teacher(
     teacher: Checkpoint, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise ``UserError`` unless it is a causal LM that reads the actor's ids."""
-    teacher.check("lm", args.attn_implementation, packing=args.packing)
+    teacher.check("lm", args.attn_implementation, 0, (), "", *args.row_form)
     own = _tokenizer_of(teacher, tokenizer)
     if own is not None and not same_ids(tokenizer, own):
         raise teacher.error(
