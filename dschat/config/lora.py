@@ -38,25 +38,20 @@ class LoraConfig:
     def validate_shared_base(
         self, sharded: bool, dropouts: tuple[Optional[float], Optional[float]]
     ) -> None:
-        """Raise ``UserError`` where the models cannot share their base.
-
-        ``sharded``: a model is, by ZeRO-3 or offloading; ``dropouts``: of actor and critic.
-        """
+        """``sharded``: a model is, by ZeRO-3 or offloading; ``dropouts``: of actor and critic."""
         if not self.share_base:
             return
         require(
             self.actor_lora_dim > 0 and self.only_optimize_lora,
-            "--share_base needs frozen weights: pass --actor_lora_dim, such as 64 (and not "
-            "--no_only_optimize_lora)",
+            "--share_base needs frozen weights: pass --actor_lora_dim, such as 64",
         )
         require(
             not sharded,
-            "--share_base excludes ZeRO-3 and --offload reward, which shard the weights of one "
-            "model: use --actor_zero_stage and --critic_zero_stage 2 or less",
+            "--share_base excludes ZeRO-3 and --offload reward, which shard a model's weights: use "
+            "--actor_zero_stage and --critic_zero_stage 2 or less",
         )
         actor, critic = (dropout or 0.0 for dropout in dropouts)
         require(
             actor == critic,
-            f"--share_base: --actor_dropout {actor:g} and --critic_dropout {critic:g} differ; make "
-            "them equal",
+            f"--share_base: --actor_dropout {actor:g} and --critic_dropout {critic:g} must be one",
         )

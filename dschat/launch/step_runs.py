@@ -158,7 +158,8 @@ def step_runs(
             reason = "input" if n in needed and last in runs else "base"
         made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, status, reason))
     _check(made, selected)
-    if {2, 3} <= runs | before and folders[2] in fields[3].values():
+    is_shared = 3 in runs and fields[3].get("share_base") and fields[3].get("actor_lora_dim")
+    if is_shared and 2 in runs | before and folders[2] in fields[3].values():
         _check_shared_base(fields[2], fields[3])
     return made
 
@@ -189,11 +190,7 @@ def _check_shared_base(reward: Fields, rlhf: Fields) -> None:
     """Raise ``UserError`` where step 2 trains what step 3 cannot put on the actor's weights."""
     base, actor = reward.get(BASE), rlhf[ACTOR]
     has_adapters = reward.get("lora_dim") and reward.get("only_optimize_lora", True)
-    if (
-        rlhf.get("share_base")
-        and rlhf.get("actor_lora_dim")
-        and not (base == actor and has_adapters)
-    ):
+    if not (base == actor and has_adapters):
         raise UserError(
             f"--share_base: step 2 must train LoRA adapters on the actor's weights, {actor}, not "
             f"{'adapters' if has_adapters else 'all weights'} of {base}; leave --reward_model and "

@@ -30,6 +30,7 @@ from dschat.models.training_engine import full_shape
 
 logger = logging.getLogger("dschat")
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEADS = ("score", "lm_head", "embed_out")
 # PEFT refuses adapters on their out_proj, whose weight Mamba's kernels read.
 _MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
@@ -235,28 +236,27 @@ def prepare_for_training(
     return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)
 
 
-def load_adapter(model: nn.Module, config_file: Path, weights_file: Path) -> PeftModel:
-    """Wrap ``model`` with the adapter in PEFT's files, which `add_lora` made, and load its score
-    head. Both train.
+def load_adapter(model: nn.Module, folder: Path) -> PeftModel:
+    """Wrap ``model`` with the adapter in PEFT's ``folder``, and load its score head. Both train.
 
     Raises:
         UserError: the adapter is of another model.
     """
-    config = LoraConfig.from_pretrained(str(config_file.parent))
+    config = LoraConfig.from_pretrained(str(folder))
     config.inference_mode = False
     config.task_type = config.modules_to_save = None  # PEFT would wrap the score head
     config.base_model_name_or_path = None  # it becomes that of ``model``
-    wrapped, stored = _wrapped(model, config), load_file(weights_file)
-    for name, parameter in wrapped.named_parameters():
-        is_head = ".score." in f".{name}"
-        if is_head or ".lora_" in name:
-            parameter.requires_grad_(True)
-            tensor = stored.pop(name.replace(".default.", "."), None)
-            if tensor is None or tensor.shape != parameter.shape:
-                raise UserError(f"{weights_file} has no {name} of {tuple(parameter.shape)}")
-            parameter.data.copy_(tensor)
-    if stored:
-        raise UserError(f"{weights_file} has unexpected weights, such as {min(stored)}")
+    wrapped = _wrapped(model, config)
+    own = {
+        name.replace(".default.", "."): parameter
+        for name, parameter in wrapped.named_parameters()
+        if ".lora_" in name or ".score." in f".{name}"
+    }
+    stored = load_file(folder / ADAPTER_WEIGHTS)
+    if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in stored.items()}:
+        raise UserError(f"{folder} is an adapter of another model than a {type(model).__name__}")
+    for name, parameter in own.items():
+        parameter.requires_grad_(True).data.copy_(stored[name])
     return wrapped
 
 

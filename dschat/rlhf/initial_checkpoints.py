@@ -75,7 +75,7 @@ class InitialCheckpoints:
                 zero.dtype, dropout, attention, num_tokens, self.args.longest_row
             )
         if self.args.share_base and checkpoint is self.actor:
-            self.base = SharedBase(model, checkpoint)
+            self.base = SharedBase(model)
         return model
 
     def critic_model(self, zero: ZeroSettings, dropout: float) -> nn.Module:
@@ -177,8 +177,7 @@ def find_checkpoints(
         found.teacher = Checkpoint(teacher, TEACHER, trust)
         _check_teacher(found.teacher, args, tokenizer)
     if args.share_base:
-        models = (found.reward, found.critic)
-        check_shared(start, [model for model in models if model is not None])
+        check_shared(start, [model for model in (found.reward, found.critic) if model])
     return found
 
 

@@ -5,12 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import PeftModel
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
 from tiny_models import VOCAB, causal_lm, ensure
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+)
 
 from dschat.checkpoint.manager import CheckpointManager
 from dschat.models import shared_base
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel
 from dschat.rlhf.engine import base_of
@@ -81,7 +87,6 @@ def parameters_of(engine):
 @pytest.mark.parametrize(
     ("zero", "model", "more"),
     [
-        (0, "llama", BORROWED),
         (2, "gpt2", RECOMPUTED),
         *(
             pytest.param(zero, model, more, marks=pytest.mark.slow)
@@ -124,7 +129,8 @@ def test_it_starts_as_models_from_merged_checkpoints_do(models_folder):
     torch.testing.assert_close(first.advantages, expected.advantages, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 2])
 def test_grpo_is_that_of_merged_checkpoints(zero, models_folder):
     """Without a critic: actor and reward model on one base."""
     histories = []
@@ -196,3 +202,27 @@ def test_a_critic_without_a_reward_model(models_folder):
     before = probe_scores(trainer.engine.critic)
     trainer.train_rlhf(trainer.generate_experience([[3, 4, 5], [6, 7]] * 4))
     assert probe_scores(trainer.engine.critic) != pytest.approx(before, abs=1e-4)
+
+
+def test_a_quantized_base_is_shared_too(models_folder):
+    """With what decodes its weights, in layers of 4 bits: those stay small."""
+    pytest.importorskip("bitsandbytes")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        models_folder / "llama", quantization_config=settings, dtype=torch.float32
+    )
+    reward = Checkpoint(models_folder / "llama_adapted", "--x")
+    scores = shared_base.SharedBase(model).score_model(reward, 1)
+    layers = [
+        m.get_submodule("model.layers.1.mlp.up_proj") for m in (model, scores.get_base_model())
+    ]
+    assert layers[1].base_layer.weight is layers[0].weight
+    assert layers[1].base_layer.quant_state is layers[0].quant_state
+    expected = AutoModelForSequenceClassification.from_pretrained(
+        models_folder / "llama", num_labels=1, quantization_config=settings, dtype=torch.float32
+    )
+    expected = PeftModel.from_pretrained(expected, models_folder / "llama_adapted" / "adapter")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        values = [m.eval()(input_ids=ids).logits.item() for m in (scores, expected)]
+    assert values[0] == pytest.approx(values[1], abs=1e-5)
