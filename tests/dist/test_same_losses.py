@@ -120,6 +120,7 @@ SLOW_TWO += [
     Case("reward", 3, 4, options=AUTO),
     Case("ppo", 0, 4, reward="llama_adapted", shares=(3, 5), options=SHARED),
     Case("ppo", 1, 2, "gpt2", "gpt2_adapted", options=SHARED),
+    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, options=SHARED + SP),
 ]
 SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
 CHECKPOINTED = (("gradient_checkpointing", True),)
