@@ -74,7 +74,7 @@ def merged_reward(trainer):
     """The reward model of step 2's merged folder, as a run without a shared base loads it."""
     args = replace(trainer.args, share_base=False)
     names = args.actor_model_name_or_path, args.critic_model_name_or_path
-    zero = zero_settings(args, "critic").frozen(False)
+    zero = zero_settings(args, "critic")
     model = find_checkpoints(*names, args).reward_model(zero)
     return initialize_frozen(ScoreModel(model), zero)
 
