@@ -190,10 +190,11 @@ def write_models(folder: Path) -> None:
     good = tiny_models.ensure(folder, "llama")
     reward = tiny_models.ensure(folder, "llama_reward")
     tiny_models.ensure(folder, "bloom")
+    adapted = tiny_models.ensure(folder, "llama_adapted")
     tiny_models.ensure(folder, "llama_reward_reversed").rename(folder / "reversed_reward")
     tiny_models.ensure(folder, "llama_reversed").rename(folder / "reversed")
     for name, damage in DAMAGES.items():
-        source = reward if name.endswith("_reward") else good
+        source = {"reward": reward, "adapted": adapted}.get(name.rpartition("_")[2], good)
         damage(Path(shutil.copytree(source, folder / name)))
 
 
@@ -318,6 +319,8 @@ DAMAGES = {
     "pickled": _pickled,
     "bert": _bert,
     "adapter": _adapter,
+    "half_adapted": lambda path: (path / "adapter/adapter_model.safetensors").unlink(),
+    "dora_adapted": _changed("adapter/adapter_config.json", use_dora=True),
     "no_tokenizer": lambda path: [file.unlink() for file in path.glob("tokenizer*")],
     "broken_tokenizer": lambda path: (path / "tokenizer.json").write_text("{"),
 }

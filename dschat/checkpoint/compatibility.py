@@ -207,8 +207,8 @@ def check_step_size(checkpoint: CheckpointInfo, config: CommonConfig, num_proces
 
 def check_state(checkpoint: CheckpointInfo, config: CommonConfig) -> None:
     """``UserError`` where the checkpoint holds other trained weights: LoRA adapters of another
-    rank or on other modules, or none; a critic or none; no moving average. Or answers under way
-    (``partial_rollout``) of another number to a prompt, or longer ones than are sampled now.
+    rank or on other modules or weights, or none; a critic or none; no moving average. Or answers
+    under way (``partial_rollout``) of another number to a prompt, or longer ones than now.
     """
     before = _config_of(checkpoint, type(config))
     for model in config.deepspeed_models:
@@ -234,6 +234,7 @@ def _trained_by(config: CommonConfig, model: str) -> dict[str, Any]:
         chosen["advantage_estimator"] = config.has_critic
         if not config.has_critic:
             return chosen
+        chosen["share_base"] = config.share_base  # its adapters fit other weights
     rank, modules = (f"{model}_lora_{of}".removeprefix("_") for of in ("dim", "modules"))
     names = [rank, modules, "only_optimize_lora"] if getattr(config, rank) else [rank]
     return chosen | {name: getattr(config, name) for name in names}

@@ -18,6 +18,7 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
+from dschat.config.lora import LoraConfig
 from dschat.config.renamed import translated
 from dschat.config.reward import EnvironmentConfig
 
@@ -212,7 +213,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
 
 @dataclass
-class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonConfig):
+class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonConfig):
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
@@ -290,21 +291,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     critic_gradient_checkpointing: bool = speed_flag(
         False, "Recompute the critic's activations in the backward pass."
     )
-    # LoRA
-    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.", ge=0)
-    critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0: full fine-tuning.", ge=0)
-    lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.", ge=0)
-    actor_lora_modules: list[str] = flag(
-        ["all-linear"],
-        "Modules of the actor with LoRA adapters.",
-        aliases=["--actor_lora_module_name"],
-    )
-    critic_lora_modules: list[str] = flag(
-        ["all-linear"],
-        "Modules of the critic with LoRA adapters.",
-        aliases=["--critic_lora_module_name"],
-    )
-    only_optimize_lora: bool = flag(True, "Train LoRA adapters (and the score head) only.")
     # evaluation and printing
     eval_steps: int = flag(
         0, "Evaluate every N iterations, and before and after training; 0: only these two.", ge=0
@@ -339,6 +325,8 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         if not critic:
             actor = self.actor_model_name_or_path if self.has_reward_functions else ""
             self.critic_model_name_or_path = reward or actor
+        if self.share_base:
+            self.critic_lora_dim = self.critic_lora_dim or self.actor_lora_dim
 
     def mini_batch_size(self, world_size: int) -> int:
         """Sequences in one optimizer step, over all processes."""
@@ -377,6 +365,10 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         self.validate_algorithm(self.num_samples_per_prompt, self.max_answer_seq_len)
         self.validate_rewards()
         self.validate_distillation()
+        self.validate_shared_base(
+            3 in (self.actor_zero_stage, self.critic_zero_stage) or self.offloads("reward"),
+            (self.actor_dropout, self.critic_dropout),
+        )
         require(
             bool(self.actor_model_name_or_path),
             "--actor_model_name_or_path is missing; name a folder or a hub model",

@@ -158,8 +158,12 @@ class StepEstimator(Generic[Config]):
     def _zero(self, model: str) -> ZeroSettings:
         return ZeroSettings.of(self._config, model, self._dtype)
 
+    def _sizes(self, use: Use) -> Sizes:
+        """Of what is loaded for ``use``."""
+        return self._models.sizes(use)
+
     def _learner(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Learner:
-        sizes, args = self._models.sizes(use), (zero, self._num_processes, self._device.on_gpu)
+        sizes, args = self._sizes(use), (zero, self._num_processes, self._device.on_gpu)
         t = training_bytes(sizes.total, sizes.trained, sizes.largest, *args)
         held = {
             f"{name} weights": t.weights,
@@ -171,7 +175,7 @@ class StepEstimator(Generic[Config]):
 
     def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings, offload: bool) -> Model:
         """A frozen model beside one that is trained with ``zero``."""
-        zero, sizes = zero.frozen(offload), self._models.sizes(use)
+        zero, sizes = zero.frozen(offload), self._sizes(use)
         weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes)
         return Model(name, use, sizes, work, zero, {f"{name} weights": weights}, gathered)
 

@@ -23,7 +23,7 @@ from dschat.estimate.memory import (
     fullest,
     held_by,
 )
-from dschat.estimate.models import Sizes
+from dschat.estimate.models import Sizes, Use
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
@@ -85,6 +85,12 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
 
     # -- models ------------------------------------------------------------------------------------
 
+    def _sizes(self, use: Use) -> Sizes:
+        sizes = super()._sizes(use)
+        if self._config.share_base and use.kind == "score":  # the rest is the actor's
+            return replace(sizes, total=sizes.trained)
+        return sizes
+
     def _learners(self) -> list[Learner]:
         """The models that train: the actor, and with gae a critic."""
         use, zero = self._use("actor_", "lm"), self._zero("actor")
@@ -102,7 +108,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
                 "reference", actor.use.frozen, "policy", actor.zero, c.offloads("reference")
             )
         if name := c.reward_model_name_or_path:
-            use, flag = self._use("critic_", "score").frozen, "--reward_model_name_or_path"
+            use, flag = self._use("critic_", "score"), "--reward_model_name_or_path"
+            use = use.reading if c.share_base else use.frozen
             use, zero = replace(use, name=name, flag=flag), self._zero("critic")
             models["reward model"] = self._frozen(
                 "reward", use, "value", zero, c.offloads("reward")
@@ -288,6 +295,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         reward = "none"
         if "reward model" in frozen:
             reward = f"{count(frozen['reward model'].sizes.total)} parameters"
+            if self._config.share_base:
+                reward += " on the actor's"
         teacher = [self._line(frozen["teacher"])] if "teacher" in frozen else []
         return [
             *(self._line(learner) for learner in learners),

@@ -127,6 +127,9 @@ def step_runs(
     needed: set[int] = set()
     trained: set[int] = set()
     for n, keys in _inputs_of(steps, values).items() if last in selected else ():
+        if n == 2 and fields[last].get("share_base"):
+            fields[n].setdefault(BASE, fields[last].get(ACTOR))
+            fields[n].setdefault("lora_dim", fields[last].get("actor_lora_dim", 0))
         base = fields[n].get(BASE)
         if any(fields[last].get(key, folders[n]) != folders[n] for key in keys):
             continue  # its own fields name a model
@@ -155,6 +158,9 @@ def step_runs(
             reason = "input" if n in needed and last in runs else "base"
         made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, status, reason))
     _check(made, selected)
+    is_shared = 3 in runs and fields[3].get("share_base") and fields[3].get("actor_lora_dim")
+    if is_shared and 2 in runs | before and folders[2] in fields[3].values():
+        _check_shared_base(fields[2], fields[3])
     return made
 
 
@@ -178,6 +184,18 @@ def _check(made: list[StepRun], selected: Collection[int]) -> None:
                 f"{_BASE_FLAGS[run.number]} is missing: name the base model of step {run.number}, "
                 "a folder or a hub model"
             )
+
+
+def _check_shared_base(reward: Fields, rlhf: Fields) -> None:
+    """Raise ``UserError`` where step 2 trains what step 3 cannot put on the actor's weights."""
+    base, actor = reward.get(BASE), rlhf[ACTOR]
+    has_adapters = reward.get("lora_dim") and reward.get("only_optimize_lora", True)
+    if not (base == actor and has_adapters):
+        raise UserError(
+            f"--share_base: step 2 must train LoRA adapters on the actor's weights, {actor}, not "
+            f"{'adapters' if has_adapters else 'all weights'} of {base}; leave --reward_model and "
+            "step 2's LoRA flags out"
+        )
 
 
 def _inputs_of(steps: Mapping[int, TrainingStep], values: Values) -> dict[int, tuple[str, ...]]:

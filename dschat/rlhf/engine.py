@@ -204,18 +204,18 @@ class DeepSpeedRLHFEngine:
         reference = "a frozen copy" if self.ref is not None else "none"
         if self._is_its_own_reference:
             reference = "the actor without adapters"
+        if args.share_base:
+            reference += "; all on one base"
         critic = "no critic"
         if self.critic is not None:
-            critic = "critic {:.1f}M ({}{})".format(
-                count_parameters(unwrap(self.critic)) / 1e6,
-                self._critic_zero.describe(),
-                f", LoRA {args.critic_lora_dim}" if args.critic_lora_dim else "",
-            )
+            size = count_parameters(unwrap(self.critic)) / 1e6
+            settings = self._critic_zero.describe() + _adapters_of(self.critic)
+            critic = f"critic {size:.1f}M ({settings})"
         logger.info(
             "actor %.1fM parameters (%s%s), %s, %s, reference: %s",
             count_parameters(unwrap(self.actor)) / 1e6,
             self._actor_zero.describe(),
-            f", LoRA {args.actor_lora_dim}" if args.actor_lora_dim else "",
+            _adapters_of(self.actor),
             critic,
             str(self._actor_zero.dtype).removeprefix("torch."),
             reference,
@@ -356,6 +356,12 @@ class DeepSpeedRLHFEngine:
         if is_lora and not is_average:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
         write_card(folder, self.args)
+
+
+def _adapters_of(model: ModelOrEngine) -> str:
+    """``, LoRA 8``; empty for a model without adapters."""
+    configs = getattr(unwrap(model), "peft_config", {})
+    return "".join(f", LoRA {config.r}" for config in configs.values())
 
 
 def base_of(model: ModelOrEngine) -> PreTrainedModel:

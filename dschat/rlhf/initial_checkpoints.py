@@ -17,6 +17,7 @@ from dschat.hybrid.rollout_form import check_tensor_parallel
 from dschat.hybrid.vllm_rollout import installed_release
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.packing.model import Packing
+from dschat.models.shared_base import SharedBase, check_shared
 from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tokens
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading
@@ -37,6 +38,7 @@ class InitialCheckpoints:
         reward_tokenizer: None where the reward model reads the actor's ids; else the reward model's
             tokenizer, for which the text is re-tokenized.
         notes: warnings for the user.
+        base: with ``share_base``, the weights of the actor once it is loaded.
     """
 
     args: RLHFConfig
@@ -48,6 +50,7 @@ class InitialCheckpoints:
     critic_tokenizer: PreTrainedTokenizerBase | None = None
     reward_tokenizer: PreTrainedTokenizerBase | None = None
     notes: list[str] = field(default_factory=list)
+    base: SharedBase | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -68,9 +71,12 @@ class InitialCheckpoints:
         """Collective. A causal LM that reads the actor's ids."""
         attention, num_tokens = self.args.attn_implementation, num_ids(self.tokenizer)
         with sharded_loading(zero):
-            return checkpoint.language_model(
+            model = checkpoint.language_model(
                 zero.dtype, dropout, attention, num_tokens, self.args.longest_row
             )
+        if self.args.share_base and checkpoint is self.actor:
+            self.base = SharedBase(model)
+        return model
 
     def critic_model(self, zero: ZeroSettings, dropout: float) -> nn.Module:
         """Collective. The critic, with a new score head if it starts from a language model."""
@@ -95,6 +101,10 @@ class InitialCheckpoints:
         pad_id = checkpoint.config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
         if pad_id is None:
             pad_id = (self.critic_tokenizer or self.tokenizer).pad_token_id
+        if self.base is not None:
+            adapter = None if checkpoint is self.actor else checkpoint
+            tokenizer = tokenizer or self.reward_tokenizer or self.tokenizer
+            return self.base.score_model(adapter, pad_id, num_ids(tokenizer))
         with sharded_loading(zero):
             return checkpoint.score_model(
                 zero.dtype,
@@ -166,6 +176,8 @@ def find_checkpoints(
     if args.has_teacher:
         found.teacher = Checkpoint(teacher, TEACHER, trust)
         _check_teacher(found.teacher, args, tokenizer)
+    if args.share_base:
+        check_shared(start, [model for model in (found.reward, found.critic) if model])
     return found
 
 

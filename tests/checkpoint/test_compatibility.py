@@ -213,6 +213,16 @@ def test_answers_under_way_keep_their_number_and_length(changed, message):
         compatibility.check_state(saved, now)
 
 
+def test_adapters_on_one_base_do_not_fit_a_merged_reward_model():
+    lora = {"actor_lora_dim": 4, "critic_lora_dim": 4}
+    saved = found(compatibility.settings_of(RLHFConfig(**lora)))
+    with pytest.raises(UserError, match="^--share_base true: .* --share_base false; resume with"):
+        compatibility.check_state(saved, RLHFConfig(**lora, share_base=True))
+    grpo = lora | {"advantage_estimator": "grpo"}  # only the actor trains, on the same weights
+    saved = found(compatibility.settings_of(RLHFConfig(**grpo)))
+    compatibility.check_state(saved, RLHFConfig(**grpo, share_base=True))
+
+
 def checkpoint_in(folder, step=12, log_bytes=0):
     """A checkpoint of a run whose metrics.jsonl had ``log_bytes``."""
     path = folder / f"checkpoints/step_{step:06d}"

@@ -55,6 +55,7 @@ MODELS = (
 MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenizes the text
 MODELS += ("qwen3_5", "nemotron_h", "mixtral", "bamba")  # ZeRO-3 gathers theirs differently
 MODELS += ("qwen3_moe",)  # replays the experts of rollouts
+MODELS += ("llama_adapted", "gpt2_adapted")  # reward models whose base is an actor
 MODELS += ("llama_stops",)  # answers of a few tokens; two ranks can share its heads
 GLOBAL_BATCH = 8
 

@@ -59,6 +59,8 @@ TEACHER = (("teacher_model_name_or_path", "gpt2"), ("distill_coef", 0.2))
 TOP = (("teacher_model_name_or_path", "gpt2"), ("distill_top_k", 5))
 TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
 REPLAY = BUDGET + (("moe_routing_replay", True), ("old_logprobs", "recompute"))
+# Three models on the actor's weights.
+SHARED = (("actor_lora_dim", 4), ("critic_lora_dim", 4), ("share_base", True))
 GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -74,6 +76,7 @@ TWO = [
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
+    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
     Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
     Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=SP),
     Case("ppo", 3, 4, "qwen3_moe", iterations=1, shares=(3, 5), options=REPLAY),
@@ -117,6 +120,9 @@ SLOW_TWO += [
     Case("reward", 3, 4, rows="ranked", options=BUDGET),
     Case("reward", 0, 2, rows="ranked", options=(("packing", "off"),)),
     Case("reward", 3, 4, options=AUTO),
+    Case("ppo", 0, 4, reward="llama_adapted", shares=(3, 5), options=SHARED),
+    Case("ppo", 1, 2, "gpt2", "gpt2_adapted", options=SHARED),
+    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, options=SHARED + SP),
 ]
 SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
 CHECKPOINTED = (("gradient_checkpointing", True),)

@@ -22,6 +22,7 @@ from transformers import (
 
 LORA = (("lora_dim", 4),)
 LORA_BOTH = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
+SHARED = (*LORA_BOTH, ("share_base", True))
 # As test_settings.py has it: one run serves both.
 OFFLOADED = (("offload", ("optimizer",)), *LORA_BOTH, ("deepspeed_config", "settings.json"))
 OFFLOADED += (("align_overflow", True), ("actor_zero_stage", 2), ("critic_zero_stage", 3))
@@ -38,6 +39,7 @@ TWO = [
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 0, 4, iterations=1, options=OFFLOADED),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
+    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
 ]
 SLOW = [
     Case("sft", 3, 4, options=(("eot_token", "<|endoftext|>"),)),
@@ -50,6 +52,7 @@ SLOW = [
     Case("ppo", 2, 4, model="gpt2", reward="opt_350m_reward", options=LORA_BOTH),
     Case("ppo", 3, 4, model="opt", reward="opt_350m_reward"),
     Case("ppo", 0, 4, options=(*LORA_BOTH, ("only_optimize_lora", False))),
+    Case("ppo", 1, 4, model="gpt2", reward="gpt2_adapted", options=SHARED),
 ]
 
 
@@ -110,7 +113,8 @@ def check_adapters(case, result, folder, models):
         assert_logprobs(with_adapter, result["probe"])
         with with_adapter.disable_adapter():
             assert_logprobs(with_adapter, result["ref_probe"])
-        base = AutoModelForSequenceClassification.from_pretrained(models / case.reward)
+        of_critic = case.model if options.get("share_base") else case.reward
+        base = AutoModelForSequenceClassification.from_pretrained(models / of_critic, num_labels=1)
         critic = PeftModel.from_pretrained(base, folder / "critic" / "adapter").eval()
         ids, mask = padded_probes(base.config.pad_token_id)
         with torch.no_grad():

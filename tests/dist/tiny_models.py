@@ -8,10 +8,12 @@ by symmetry.
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BambaConfig,
     BloomConfig,
     GPT2Config,
@@ -208,10 +210,12 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
 
 def ensure(folder: Path, name: str) -> Path:
     """``folder/name``, made when asked for: a config's name, and perhaps ``_reward``, ``_padeos``,
-    ``_reversed`` (another vocabulary).
+    ``_reversed`` (another vocabulary); or ``_adapted``, see `adapted`.
     """
     path = folder / name
-    if not path.exists():
+    if not path.exists() and name.endswith("_adapted"):
+        adapted(path, ensure(folder, name.removesuffix("_adapted")))
+    elif not path.exists():
         base = name.removesuffix("_padeos").removesuffix("_reversed").removesuffix("_reward")
         model = score_model(base) if "_reward" in name else causal_lm(base)
         if name.endswith("_padeos"):
@@ -219,3 +223,20 @@ def ensure(folder: Path, name: str) -> Path:
         model.save_pretrained(path)
         tokenizer(name.endswith("_padeos"), name.endswith("_reversed")).save_pretrained(path)
     return path
+
+
+def adapted(path: Path, base: Path) -> None:
+    """Write a reward model as PEFT makes it on ``base``: merged into ``path``, the adapter with the
+    score head in ``path/adapter``.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        scores = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        settings = LoraConfig(task_type="SEQ_CLS", r=3, target_modules="all-linear")
+        model = get_peft_model(scores, settings)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name or ".score." in name:
+                parameter.data.normal_(0, 0.3)
+    model.save_pretrained(path / "adapter")
+    model.merge_and_unload().save_pretrained(path)
+    AutoTokenizer.from_pretrained(base).save_pretrained(path)

@@ -65,6 +65,20 @@ def test_memory_of_a_critic(tiny):
     assert pair[0].items["critic weights"] == 2 * sizes.total
 
 
+def test_models_on_one_base_hold_their_adapters_and_heads(tiny):
+    """Of rank 4 on q and o (32, 32), k and v (32, 16), three of (32, 48), in two layers."""
+    trained = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48)) + 32
+    done = rlhf_estimate(tiny, actor_lora_dim=4, share_base=True)
+    apart = rlhf_estimate(tiny, actor_lora_dim=4, critic_lora_dim=4)
+    whole = Models().sizes(Use(tiny("llama"), "--x", "score", torch.bfloat16)).total
+    for mode, other in zip(done.modes, apart.modes, strict=True):
+        for name in ("critic", "reward"):
+            assert mode.items[f"{name} weights"] == 2 * trained
+        assert mode.items["actor weights"] == other.items["actor weights"]
+        assert mode.items["optimizer states"] == other.items["optimizer states"]
+        assert other.items["reward weights"] == 2 * whole
+
+
 def test_the_policy_on_pairs_by_hand(tiny):
     """Training takes the memory of SFT with twice the rows, plus a frozen copy if loaded."""
     rows = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 32}

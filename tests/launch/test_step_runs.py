@@ -80,6 +80,27 @@ def test_the_last_step_starts_from_the_others():
     assert BASES == {1: {BASE: "a"}, 2: {BASE: "r"}, 3: {}}  # nothing given is changed
 
 
+def test_a_shared_base_is_that_of_step_2():
+    """Which trains adapters of the actor's rank on it, unless its own fields say otherwise."""
+    shared = {"share_base": True, "actor_lora_dim": 8}
+
+    def reward(more=(), trained=(), **rlhf):
+        fields = {1: {BASE: "a"}, 2: dict(more), 3: shared | rlhf}
+        made = step_runs(STEPS, fields, (), Found(trained=frozenset(trained)), OUT)
+        return {run.number: (run.fields[BASE], run.fields["lora_dim"]) for run in made[:-1][-1:]}
+
+    assert reward() == {2: (SFT, 8)}
+    assert reward({"lora_dim": 2}) == {2: (SFT, 2)}
+    assert reward(trained=(1,)) == {2: ("a", 8)}
+    for wrong, line in (
+        ({BASE: "r"}, "on the actor's weights, out/step1_sft, not adapters of r; leave"),
+        ({"lora_dim": 0}, "out/step1_sft, not all weights of out/step1_sft; leave"),
+        ({"only_optimize_lora": False}, "not all weights of out/step1_sft; leave"),
+    ):
+        with pytest.raises(UserError, match=f"^--share_base: step 2 must train .*{line}"):
+            reward(wrong)
+
+
 def test_what_cannot_run():
     with pytest.raises(UserError, match="^--reward_model is missing: .* step 2"):
         step_runs(STEPS, {**BASES, 2: {}}, (), Found(), OUT)
