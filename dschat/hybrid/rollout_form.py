@@ -166,7 +166,7 @@ class EngineRollout:
         readable = s.tp_size == 1 and all(
             t.is_whole and t.tensor.device.type == device.type and t.tensor.dtype == s.dtype
             for t in borrowed
-            if t.tensor.is_floating_point()
+            if t.dtype.is_floating_point
         )
         return rollout_choice(
             s.layout,

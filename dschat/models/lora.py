@@ -156,7 +156,8 @@ def _other_linears(model: nn.Module) -> set[str]:
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-        if type(module).__name__ != "FalconLinear"  # the same product in two operations
+        # the same product in other operations
+        if type(module).__name__ not in ("FalconLinear", "Linear4bit", "Linear8bitLt")
     }
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     return others | {"out_proj"} if model_type in _MAMBAS else others

@@ -185,14 +185,16 @@ class DeepSpeedRLHFEngine:
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
-        zero = self._critic_zero.frozen(self.args.offloads("reward"))
+        bits = self.args.weight_bits("reward")
+        zero = self._critic_zero.frozen(self.args.offloads("reward"), bits)
         model = ScoreModel(self.checkpoints.reward_model(zero), self.args.packing)
         return initialize_frozen(model, zero)
 
     def _build_teacher(self) -> nn.Module | None:
         if self.checkpoints.teacher is None:
             return None
-        zero = self._actor_zero.frozen(self.args.offloads("teacher"))
+        bits = self.args.weight_bits("teacher")
+        zero = self._actor_zero.frozen(self.args.offloads("teacher"), bits)
         return self._frozen_language_model(self.checkpoints.teacher, zero)
 
     def _announce(self) -> None:

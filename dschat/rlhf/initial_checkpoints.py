@@ -68,9 +68,8 @@ class InitialCheckpoints:
         """Collective. A causal LM that reads the actor's ids."""
         attention, num_tokens = self.args.attn_implementation, num_ids(self.tokenizer)
         with sharded_loading(zero):
-            return checkpoint.language_model(
-                zero.dtype, dropout, attention, num_tokens, self.args.longest_row
-            )
+            options = dropout, attention, num_tokens, self.args.longest_row, zero.weight_bits
+            return checkpoint.language_model(zero.dtype, *options)
 
     def critic_model(self, zero: ZeroSettings, dropout: float) -> nn.Module:
         """Collective. The critic, with a new score head if it starts from a language model."""
@@ -104,6 +103,7 @@ class InitialCheckpoints:
                 self.args.attn_implementation,
                 0 if tokenizer is None else num_ids(tokenizer),
                 self.args.longest_row,
+                zero.weight_bits,
             )
 
 
@@ -139,7 +139,7 @@ def find_checkpoints(
     tokenizer = tokenizer or start.tokenizer(**args.tokenizer_flags)
     found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
-    start.check("lm", args.attn_implementation, *lora, args.packing)
+    start.check("lm", args.attn_implementation, *lora, args.packing, args.weight_bits("actor"))
     if args.rollout_backend == "vllm":
         installed_release()
     check_tensor_parallel(start.config, args.inference_tp_size, args.rollout_backend)
@@ -157,7 +157,11 @@ def find_checkpoints(
         reward = named if separate else critic or named
         found.reward = Checkpoint(reward, REWARD if separate else CRITIC, trust)
         found.reward_tokenizer, notes = check_reward(
-            found.reward, tokenizer, args.attn_implementation, args.packing
+            found.reward,
+            tokenizer,
+            args.attn_implementation,
+            args.packing,
+            args.weight_bits("reward"),
         )
         found.notes += notes
     if args.has_critic:
@@ -174,6 +178,7 @@ def check_reward(
     tokenizer: PreTrainedTokenizerBase,
     attn_implementation: str | None = None,
     packing: Packing = "auto",
+    weight_bits: int = 0,
 ) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
     """Check a reward model for answers in the ids of ``tokenizer``.
 
@@ -183,7 +188,7 @@ def check_reward(
         UserError: missing, not a reward model, or unusable with ``tokenizer``.
     """
     reward.require_reward_model()
-    reward.check("score", attn_implementation, packing=packing)
+    reward.check("score", attn_implementation, packing=packing, weight_bits=weight_bits)
     own = _tokenizer_of(reward, tokenizer)
     if own is None:
         return None, [f"{reward.name} has no tokenizer: assuming that it shares the actor's"]
@@ -221,7 +226,8 @@ def _find_critic(found: InitialCheckpoints, name: str | None) -> None:
         critic = critic_tokenizer = None
     found.critic = critic = critic or found.actor
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
-    critic.check("score", args.attn_implementation, *lora, args.packing)
+    bits = args.weight_bits("critic")
+    critic.check("score", args.attn_implementation, *lora, args.packing, bits)
     # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.
     found.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
     ensure_distinct_pad(found.critic_tokenizer)
@@ -232,7 +238,8 @@ def _check_teacher(
     teacher: Checkpoint, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise ``UserError`` unless it is a causal LM that reads the actor's ids."""
-    teacher.check("lm", args.attn_implementation, packing=args.packing)
+    bits = args.weight_bits("teacher")
+    teacher.check("lm", args.attn_implementation, packing=args.packing, weight_bits=bits)
     own = _tokenizer_of(teacher, tokenizer)
     if own is not None and not same_ids(tokenizer, own):
         raise teacher.error(

@@ -74,6 +74,7 @@ class ZeroSettings:
     offload_parameters: bool = False
     max_grad_norm: float = 1.0
     overrides: Mapping[str, Any] = field(default_factory=dict)  # from the user's JSON file
+    weight_bits: int = 0  # of quantized linear layers: 4 or 8; 0: not quantized
 
     @classmethod
     def of(
@@ -89,13 +90,14 @@ class ZeroSettings:
             offload_parameters=config.offloads_parameters(model),
             max_grad_norm=config.max_grad_norm,
             overrides=config.deepspeed_overrides(model, world_size),
+            weight_bits=config.weight_bits(model or "model"),
         )
 
     @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
-    def frozen(self, offload: bool) -> "ZeroSettings":
+    def frozen(self, offload: bool, weight_bits: int = 0) -> "ZeroSettings":
         """Settings of a frozen model. It is sharded where its trained twin is, or where it is
         offloaded to CPU memory (``offload``).
         """
@@ -109,6 +111,7 @@ class ZeroSettings:
             self.dtype,
             offload_parameters=offload,
             overrides={**self.overrides, "zero_optimization": zero},
+            weight_bits=weight_bits,
         )
 
     @property
