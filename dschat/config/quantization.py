@@ -21,7 +21,6 @@ class QuantizationConfig:
         None,
         "Hold the frozen linear layers in 4 bits (NF4). Step 3: those of actor, critic, reward, "
         "teacher; no value: of all of them.",
-        short=True,
         nargs="*",
     )
     load_in_8bit: Optional[list[str]] = flag(None, "The same in 8 bits.", nargs="*")

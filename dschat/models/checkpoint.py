@@ -34,7 +34,7 @@ from dschat.models.load import (
     no_score_head,
     not_causal_lm,
 )
-from dschat.models.lora import check_rank, expert_parameters
+from dschat.models.lora import check_rank
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 from dschat.models.quantized import check_quantizable
 from dschat.models.tokenizer import complete_tokenizer, read_tokenizer
@@ -187,7 +187,7 @@ class Checkpoint(CheckpointFiles):
         if lora_dim:
             check_rank(model, lora_dim, lora_modules, lora_flag)
         if weight_bits:
-            check_quantizable(model, weight_bits, bool(expert_parameters(model)))
+            check_quantizable(model, weight_bits)
 
     def check_positions(self, length: int, flags: str, remedy: str) -> None:
         """Raise ``UserError`` if ``length`` tokens exceed its positions, or Doge's window."""

@@ -12,29 +12,29 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.models.lora import MAMBAS, expert_parameters
 
 
-def check_quantizable(model: PreTrainedModel, bits: int, has_experts: bool) -> None:
-    """Raise ``UserError`` unless bitsandbytes is installed and can quantize ``model``'s layers.
-
-    ``has_experts``: it has fused ones.
-    """
+def check_quantizable(model: PreTrainedModel, bits: int) -> None:
+    """Raise ``UserError`` unless bitsandbytes is installed and can quantize ``model``'s layers."""
     flag, name = f"--load_in_{bits}bit", type(model).__name__
     if find_spec("bitsandbytes") is None:
         raise UserError(f"{flag}: bitsandbytes is not installed; pip install 'dschat[qlora]'")
-    fault = "in fused experts" if has_experts else ""
-    if any(isinstance(module, Conv1D) for module in model.modules()):
-        fault = "in Conv1D layers"
-    if fault:
+    found = {
+        "in fused experts": bool(expert_parameters(model)),
+        "in Conv1D layers": any(isinstance(module, Conv1D) for module in model.modules()),
+        "read by Mamba's kernels": model.config.model_type in MAMBAS,
+    }
+    for fault in (fault for fault, is_so in found.items() if is_so):
         raise UserError(
-            f"{flag}: the weights of a {name} are {fault}, which bitsandbytes cannot quantize; "
-            "leave it out, or choose another model"
+            f"{flag}: weights of a {name} are {fault}, which does not go with bitsandbytes; leave "
+            "it out, or choose another model"
         )
 
 
@@ -51,13 +51,16 @@ def loading_options(bits: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def finish_loading(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Note the shape and dtype of the dequantized weights, and fix the products' precision."""
+    """Note shape and dtype of the dequantized weights; fix what layers compute and what of them is
+    in a state: checkpoints leave frozen weights out, with their scales.
+    """
     for layer in model.modules():
         kind = type(layer).__name__
         if kind not in ("Linear4bit", "Linear8bitLt"):
             continue
         layer.weight.whole_shape = torch.Size((layer.out_features, layer.in_features))
         layer.weight.whole_dtype = dtype
+        layer._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, layer)
         if kind == "Linear4bit":
             # NOTE: else evaluation on some CPUs would multiply in bf16, whatever the dtype.
             layer.support_avx512bf16_for_cpu = False
