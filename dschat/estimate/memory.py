@@ -159,7 +159,7 @@ class StepEstimator(Generic[Config]):
 
     def _learner(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Learner:
         sizes, args = self._models.sizes(use), (zero, self._num_processes, self._device.on_gpu)
-        t = training_bytes(sizes.total, sizes.trained, sizes.largest, *args)
+        t = training_bytes(sizes.total, sizes.trained, sizes.largest, *args, sizes.linear)
         held = {
             f"{name} weights": t.weights,
             "optimizer states": t.masters + t.moments,
@@ -170,8 +170,9 @@ class StepEstimator(Generic[Config]):
 
     def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings, offload: bool) -> Model:
         """A frozen model beside one that is trained with ``zero``."""
-        zero, sizes = zero.frozen(offload), self._models.sizes(use)
-        weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes)
+        zero = zero.frozen(offload, self._config.weight_bits(name))
+        sizes = self._models.sizes(use)
+        weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes, sizes.linear)
         return Model(name, use, sizes, work, zero, {f"{name} weights": weights}, gathered)
 
     def _line(self, model: Model) -> str:
@@ -179,6 +180,8 @@ class StepEstimator(Generic[Config]):
         trained = f", {count(sizes.trained)} of them trained (LoRA)" if model.use.lora_dim else ""
         dtype = str(self._dtype).removeprefix("torch.")
         zero = model.zero.describe()
+        if model.zero.weight_bits:
+            dtype += f", linear layers in {model.zero.weight_bits} bits"
         return f"{model.name}: {count(sizes.total)} parameters{trained}, {zero}, {dtype}"
 
     # -- passes ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from dschat.estimate.memory import (
     fullest,
     held_by,
 )
-from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
+from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.model.architectures import ModelSpec, check_shares
@@ -121,7 +121,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
         except UnsupportedModel:
             spec = None
-        if spec is None:
+        quantized = bool(actor.zero.weight_bits)
+        if spec is None or runs_module(quantized, c.rollout_layout, c.rollout_lora, tp):
             return self._in_module(actor, held)
         check_shares(spec, tp)
         choice = planned_choice(c, self._num_processes, self._device.on_gpu)
@@ -139,8 +140,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             spec = self._models.attention(actor.use) if c.enable_hybrid_engine else None
         except UnsupportedModel:
             spec = None
-        if spec is not None:  # on a CPU also packed copies of the linear layers
-            weights = whole * (sharded + (not self._device.on_gpu))
+        if spec is not None:  # on a CPU also packed copies of linear layers that are not quantized
+            packed = whole - size * base.linear[0] * bool(actor.zero.weight_bits)
+            weights = whole * sharded + packed * (not self._device.on_gpu)
             return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
         rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
