@@ -57,6 +57,10 @@ DAPO += (("reward_model_weight", 0.0), ("reward_fn", "mostly_alike"))
 TEACHER = (("teacher_model_name_or_path", "gpt2"), ("distill_coef", 0.2))
 TOP = (("teacher_model_name_or_path", "gpt2"), ("distill_top_k", 5))
 TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
+# 4 bits: frozen models and those with adapters, of one step.
+QUANTIZED = (*LORA, ("load_in_4bit", ("all",)))
+ALL_QUANTIZED = (("actor_lora_dim", 4), ("critic_lora_dim", 4), ("load_in_4bit", ("all",)))
+ALL_QUANTIZED += (("teacher_model_name_or_path", "llama"), ("distill_coef", 0.2))
 GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -112,6 +116,8 @@ SLOW_TWO += [
     Case("reward", 3, 4, rows="ranked", options=BUDGET),
     Case("reward", 0, 2, rows="ranked", options=(("packing", "off"),)),
     Case("reward", 3, 4, options=AUTO),
+    Case("sft", 2, 2, options=QUANTIZED + (("gradient_checkpointing", True),)),
+    Case("ppo", 1, 4, iterations=1, shares=(3, 5), options=ALL_QUANTIZED),
 ]
 SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]

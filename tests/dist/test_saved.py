@@ -95,6 +95,7 @@ def check_saved(case, result, folder):
         assert_logprobs(whole(AutoModelForCausalLM, folder), result["probe"])
         assert GenerationConfig.from_pretrained(folder).eos_token_id == EOS
     else:
+        assert max(result["gap"]) < 1e-5  # between rollout and training
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor"), result["probe"])
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor_ema"), result["ema_probe"])
         critic = whole(AutoModelForSequenceClassification, folder / "critic")
