@@ -180,8 +180,6 @@ class StepEstimator(Generic[Config]):
         trained = f", {count(sizes.trained)} of them trained (LoRA)" if model.use.lora_dim else ""
         dtype = str(self._dtype).removeprefix("torch.")
         zero = model.zero.describe()
-        if model.zero.weight_bits:
-            dtype += f", linear layers in {model.zero.weight_bits} bits"
         return f"{model.name}: {count(sizes.total)} parameters{trained}, {zero}, {dtype}"
 
     # -- passes ------------------------------------------------------------------------------------

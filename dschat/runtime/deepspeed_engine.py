@@ -131,7 +131,8 @@ class ZeroSettings:
         parts = {"optimizer": self.offload_optimizer, "parameters": self.offload_parameters}
         offloaded = " and ".join(name for name, is_offloaded in parts.items() if is_offloaded)
         where = f", {offloaded} in CPU memory" if offloaded else ""
-        return f"ZeRO-{self.used_stage}{raised}{where}"
+        bits = f", linear layers in {self.weight_bits} bits" if self.weight_bits else ""
+        return f"ZeRO-{self.used_stage}{raised}{where}{bits}"
 
 
 def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
