@@ -187,6 +187,12 @@ class MicroBatchConfig:
         "Train and score on token streams without padding, in which answers to one prompt share "
         "it; auto: pad where the model's family cannot, on: stop there.",
     )
+    sequence_parallel_size: int = speed_flag(
+        1,
+        "Ranks that compute each micro-batch together, a part of its tokens each, for rows that "
+        "are too long for one.",
+        ge=1,
+    )
     gradient_accumulation_steps: int = flag(
         1,
         "Micro-batches per optimizer step and process.",
@@ -201,13 +207,22 @@ class MicroBatchConfig:
         ge=0,
     )
 
+    @property
+    def row_form(self) -> tuple[Literal["auto", "on", "off"], int]:
+        """How models take rows: ``packing``, ``sequence_parallel_size``."""
+        return self.packing, self.sequence_parallel_size
+
     def validate_micro_batches(self, longest_row: int, flags: str) -> None:
         """``UserError`` where a micro-batch cannot hold the longest row, of ``flags`` tokens."""
-        budget = self.max_tokens_per_micro_batch
+        budget, parallel = self.max_tokens_per_micro_batch, self.sequence_parallel_size
+        require(
+            parallel == 1 or self.packing != "off",
+            f"--sequence_parallel_size {parallel} needs packed rows; leave --packing off out",
+        )
         if budget == AUTO:
             return
         require(
-            not 0 < int(budget) < longest_row,
+            not 0 < int(budget) * parallel < longest_row,
             f"--max_tokens_per_micro_batch {budget} is less than one row can have: "
             f"{flags} = {longest_row}; raise it, or use auto",
         )

@@ -36,8 +36,9 @@ class DeepSpeedConfig:
     )
     offload: Optional[list[str]] = speed_flag(
         None,
-        "Keep in CPU memory: optimizer, params (ZeRO-3), reference, reward, teacher, frozen (those "
-        "three), rollout (optimizer states in rollouts); no value or auto: the first two.",
+        "Keep in CPU memory: optimizer, params (ZeRO-3), activations (what gradient checkpointing "
+        "keeps), reference, reward, teacher, frozen (those three), rollout (optimizer states in "
+        "rollouts); no value or auto: the first two.",
         short=True,
         nargs="*",
     )
@@ -56,7 +57,7 @@ class DeepSpeedConfig:
 
     # Flag prefixes of the models that this step trains, and the values that --offload has here.
     deepspeed_models: ClassVar[tuple[str, ...]] = ("",)
-    offload_values: ClassVar[tuple[str, ...]] = ("auto", "optimizer", "params")
+    offload_values: ClassVar[tuple[str, ...]] = (*("auto", "optimizer", "params", "activations"),)
 
     def deepspeed_overrides(self, model: str = "", world_size: int | None = None) -> dict[str, Any]:
         """Settings of the file of ``model``, which override dschat's.
@@ -123,6 +124,11 @@ class DeepSpeedConfig:
         require(
             not self.offloads("params") or bool(sharded),
             f"--offload params needs {' or '.join(stages)} 3: lower stages do not shard parameters",
+        )
+        flags = [f"{model}_gradient_checkpointing".strip("_") for model in self.deepspeed_models]
+        require(
+            not self.offloads("activations") or any(getattr(self, flag) for flag in flags),
+            f"--offload activations needs --{' or --'.join(flags)}",
         )
         for model in self.deepspeed_models:
             require(

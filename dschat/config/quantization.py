@@ -11,10 +11,12 @@ from dschat.config.fields import flag
 
 # Frozen model -> the trained one whose ZeRO stage it has.
 _FROZEN = {"reward": "critic", "teacher": "actor"}
+# Model -> what is set where the run has it.
+_PRESENT = {"critic": "has_critic"} | {name: f"{name}_model_name_or_path" for name in _FROZEN}
 
 
 @dataclass
-class QuantizationConfig:
+class QuantizedConfig:
     """Quantized weights (QLoRA)."""
 
     load_in_4bit: Optional[list[str]] = flag(
@@ -31,10 +33,6 @@ class QuantizationConfig:
     def weight_bits(self, model: str = "model") -> int:
         """Bits of a weight in the linear layers of ``model``: 4, 8, or 0 if not quantized."""
         return next((b for b in (4, 8) if model in self._quantized(b)), 0)
-
-    def has_model(self, model: str) -> bool:
-        """Whether the run has ``model``, of `quantizable`."""
-        return True
 
     def _quantized(self, bits: int) -> set[str]:
         names = getattr(self, f"load_in_{bits}bit") or ()
@@ -55,7 +53,7 @@ class QuantizationConfig:
             "out, or name other models",
         )
         for model in self.quantizable:
-            if self.weight_bits(model) and self.has_model(model):
+            if self.weight_bits(model) and getattr(self, _PRESENT.get(model, ""), True):
                 self._validate_quantized(model)
 
     def _validate_quantized(self, model: str) -> None:

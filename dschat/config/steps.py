@@ -18,7 +18,7 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
-from dschat.config.quantization import QuantizationConfig
+from dschat.config.quantization import QuantizedConfig
 from dschat.config.renamed import translated
 from dschat.config.reward import EnvironmentConfig
 
@@ -29,7 +29,7 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 
 
 @dataclass
-class CommonConfig(QuantizationConfig, DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
+class CommonConfig(QuantizedConfig, DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
 
     # output
@@ -218,7 +218,7 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
     deepspeed_models = ("actor", "critic")
-    offload_values = ("auto", "optimizer", "params", *FROZEN, "frozen", "rollout")
+    offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
     quantizable = ("actor", "critic", "reward", "teacher")
 
     actor_model_name_or_path: str = flag(
@@ -342,10 +342,6 @@ class RLHFConfig(DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonC
         if not critic:
             actor = self.actor_model_name_or_path if self.has_reward_functions else ""
             self.critic_model_name_or_path = reward or actor
-
-    def has_model(self, model: str) -> bool:
-        present = {"critic": self.has_critic, "reward": self.reward_model_name_or_path}
-        return bool({**present, "teacher": self.has_teacher}.get(model, True))
 
     def mini_batch_size(self, world_size: int) -> int:
         """Sequences in one optimizer step, over all processes."""

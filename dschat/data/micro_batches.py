@@ -48,6 +48,9 @@ def row_tokens(row: Mapping[str, Any]) -> RowTokens:
 class MicroBatchSize:
     """The size of micro-batches: ``rows`` or, unless 0, ``tokens``.
 
+    With sequence parallelism ``ranks`` compute each micro-batch together, of rows of one of them,
+    in turn; ``tokens`` are what each computes.
+
     ``padded``: whether rows are padded to the longest of their micro-batch, which counts as tokens;
     those of like length are together then. A row of more than ``tokens`` is a micro-batch of its
     own.
@@ -56,6 +59,7 @@ class MicroBatchSize:
     rows: int
     tokens: int = 0
     padded: bool = False
+    ranks: int = 1
 
     def split(self, rows: Sequence[RowTokens]) -> list[list[int]]:
         """Collective. Indices of this rank's ``rows`` by micro-batch: equally many on every rank,
@@ -65,9 +69,12 @@ class MicroBatchSize:
             order = _longest_first(rows) if self.padded else list(range(len(rows)))
             parts = [sorted(order[i : i + self.rows]) for i in range(0, len(rows), self.rows)]
         else:
-            parts = (_padded if self.padded else _packed)(rows, self.tokens)
+            parts = (_padded if self.padded else _packed)(rows, self.tokens * self.ranks)
         count = dist.max_int(max(1, len(parts)))
-        return parts + [[] for _ in range(count - len(parts))]
+        turns: list[list[int]] = [[] for _ in range(count * self.ranks)]
+        for i, part in enumerate(parts):
+            turns[i * self.ranks + dist.rank() % self.ranks] = part
+        return turns
 
 
 def spread(sizes: Sequence[int], count: int) -> list[list[int]]:

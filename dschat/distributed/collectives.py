@@ -212,6 +212,22 @@ class RankGroup:
         _all_gather(gathered.view(-1), tensor.reshape(-1), self._handle)
         return gathered
 
+    def all_to_all(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+        """Collective. Flat pieces of ``sent`` of these ``sizes`` to the members in rank order; the
+        pieces that they sent here, of the sizes ``received``, joined.
+        """
+        joined = sent.new_empty(sum(received))
+        as_bytes = sent.device.type == "cpu"  # gloo does not know every dtype
+        size = sent.element_size() if as_bytes else 1
+        torch_dist.all_to_all_single(
+            joined.view(torch.uint8) if as_bytes else joined,
+            sent.contiguous().view(torch.uint8) if as_bytes else sent,
+            [size * n for n in received],
+            [size * n for n in sizes],
+            group=self._handle,
+        )
+        return joined
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Collective. Copy the first member's values to all members, in place."""
         if self.size > 1:

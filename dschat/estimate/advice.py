@@ -94,8 +94,12 @@ def _changes(estimate: StepEstimate) -> Iterator[Change]:
         if config.enable_ema:
             yield Change({"enable_ema": False}, 3)
         yield from _halves(config, "max_answer_seq_len", cost=4)
+    size = 2 * config.sequence_parallel_size
+    if estimate.num_processes % size == 0 and config.packing != "off":
+        yield Change({"sequence_parallel_size": size}, 1.25)
     if estimate.device.on_gpu:
         yield from _offload(config, "optimizer", 2)
+        yield from _offload(config, "activations", 1.5)
         if config.training_dtype == "fp32":
             yield Change({"dtype": "bf16"}, 1.5)
 

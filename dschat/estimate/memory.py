@@ -152,6 +152,7 @@ class StepEstimator(Generic[Config]):
             tuple(setting("lora_modules")),
             c.only_optimize_lora,
             c.packing,
+            self._device.on_gpu and c.offloads("activations"),
         )
 
     def _zero(self, model: str) -> ZeroSettings:
@@ -187,14 +188,17 @@ class StepEstimator(Generic[Config]):
     def _micro_batch(self, rows: Batch, step_rows: int, share: float = 1.0) -> tuple[Batch, int]:
         """The largest micro-batch of an optimizer step of ``step_rows`` sequences, and how many
         there are: ``rows``, or as many of them as hold ``share`` of the token budget. Where that is
-        auto, the smallest that it tries: more are taken only where they fit.
+        auto, the smallest that it tries: more are taken only where they fit. With sequence
+        parallelism, what a rank computes of them.
         """
-        budget = self._config.max_tokens_per_micro_batch
+        budget, ranks = self._config.max_tokens_per_micro_batch, self._config.sequence_parallel_size
         if budget:
             tokens = FIRST_TRIAL_TOKENS if budget == AUTO else int(budget)
-            num_rows = max(1, math.ceil(share * tokens / rows.seq_len))
+            num_rows = max(1, math.ceil(share * tokens * ranks / rows.seq_len))
             rows = rows._replace(num_rows=min(num_rows, step_rows))
-        return rows, math.ceil(step_rows / rows.num_rows)
+        count = math.ceil(step_rows / rows.num_rows) * ranks  # those of each rank in turn
+        lengths = (-(-length // ranks) for length in (rows.seq_len, rows.num_read))
+        return Batch(rows.num_rows, *lengths), count
 
     def _retained(self, small: int) -> int | None:
         """Bytes that malloc retains of ``small`` bytes in freed small blocks; None on a GPU."""
@@ -232,6 +236,14 @@ class StepEstimator(Generic[Config]):
             items["gradients"] = max(gradients, from_before)
             moments.append((moment, items))
         return moments
+
+    def _kept_on_host(self, learners: Sequence[Learner], batch: Batch) -> int:
+        """Bytes of host memory for inputs of layers (``--offload activations``), on a GPU."""
+        tokens, most = batch.num_rows * batch.seq_len, 0
+        for use, shape in ((m.use, m.sizes.shape) for m in learners):
+            if use.gradient_checkpointing and use.activations_on_host and shape is not None:
+                most = max(most, tokens * shape.num_layers * shape.hidden * self._dtype.itemsize)
+        return most
 
     def _forward(self, model: Model, batch: Batch, leftover: int) -> Items:
         """A pass without gradients; ``leftover``: see `_leftover`."""
@@ -313,10 +325,12 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
                 moments.append(("reference", self._forward(reference, batch, leftover)))
                 evaluation.append(("reference", self._forward(reference, held_out, leftover)))
             lines.append(f"reference: {name}")
+        held = held_by(present)
+        held[1]["activations"] = self._kept_on_host([model], batch)
         return self._finished(
             1 if pairs is None else 2,
             lines,
-            held_by(present),
+            held,
             [fullest("training", moments), fullest("evaluation", evaluation)],
             present,
             leftover,

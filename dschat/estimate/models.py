@@ -58,6 +58,7 @@ class Use:
     lora_modules: tuple[str, ...] = ()
     only_optimize_lora: bool = True
     packing: Packing = "auto"
+    activations_on_host: bool = False
 
     @property
     def only_adapters(self) -> bool:
@@ -67,7 +68,7 @@ class Use:
     @property
     def reading(self) -> "Use":
         """The same model in passes without gradients."""
-        return replace(self, dropout=0.0, gradient_checkpointing=False)
+        return replace(self, dropout=0.0, gradient_checkpointing=False, activations_on_host=False)
 
     @property
     def frozen(self) -> "Use":
@@ -121,6 +122,7 @@ class Models:
             dropout=None,
             attn_implementation=None,
             gradient_checkpointing=False,
+            activations_on_host=False,
             packing="off",
         )
         return self._sized(plain)
@@ -207,6 +209,7 @@ class Models:
                 list(use.lora_modules),
                 use.only_optimize_lora,
                 use.flag,
+                use.activations_on_host,
             )
             wrap = ScoreModel if use.kind == "score" else LanguageModel
             packed = wrap(module, use.packing)

@@ -54,6 +54,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         columns = c.longest_row, c.max_answer_seq_len
         rows = Batch(c.per_device_training_batch_size, *columns)
         batch, num_micro_batches = self._micro_batch(rows, c.mini_batch_size(1))
+        held[1]["activations"] = self._kept_on_host(learners, batch)
         scored, _ = self._micro_batch(rows, c.rollout_samples(1))
         evaluated, _ = self._micro_batch(Batch(c.eval_batch_size, *columns), c.eval_batch_size)
         leftover = self._leftover(learners, batch)

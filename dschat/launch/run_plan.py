@@ -128,7 +128,7 @@ def plan(
             compared = earlier[run.number]
             run = replace(run, fields={**compared, "output_dir": run.folder})
         notes += check_finished(run, compared, num_processes, config.reuse)
-    _check_tensor_parallel(runs, num_processes)
+    _check_parallel(runs, num_processes)
     for run in runs if machines.is_first and not config.dry_run else ():
         check_writable(Path(run.folder))
     restart_flags = _restart_flags(config, runs)
@@ -170,15 +170,17 @@ def _restart_flags(config: TrainConfig, runs: Sequence[StepRun]) -> list[str]:
     return [flag for flag, is_given in given.items() if is_given]
 
 
-def _check_tensor_parallel(runs: Sequence[StepRun], num_processes: int) -> None:
-    """Checked by step 3 too, but only after the steps before it have run."""
-    for size in [run.fields.get("inference_tp_size", 1) for run in runs if run.number == 3]:
-        if num_processes % size:
-            plural = "es" if num_processes > 1 else ""
-            raise UserError(
-                f"--inference_tp_size {size} does not divide the {num_processes} process{plural}; "
-                "choose a divisor, or another --num_gpus"
-            )
+def _check_parallel(runs: Sequence[StepRun], num_processes: int) -> None:
+    """Checked by the steps too, but only after those before them have run."""
+    for run in runs:
+        for flag in ("inference_tp_size", "sequence_parallel_size"):
+            size = run.fields.get(flag, 1)
+            if num_processes % size:
+                plural = "es" if num_processes > 1 else ""
+                raise UserError(
+                    f"--{flag} {size} does not divide the {num_processes} process{plural}; "
+                    "choose a divisor, or another --num_gpus"
+                )
 
 
 def _found(steps: Mapping[int, TrainingStep], values: Values, out: Path) -> Found:

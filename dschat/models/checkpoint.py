@@ -36,6 +36,7 @@ from dschat.models.load import (
 )
 from dschat.models.lora import check_rank
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
+from dschat.models.packing.sequence_parallel import check_ranks
 from dschat.models.quantized import check_quantizable
 from dschat.models.tokenizer import complete_tokenizer, read_tokenizer
 from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
@@ -151,6 +152,7 @@ class Checkpoint(CheckpointFiles):
         lora_modules: Sequence[str] = (),
         lora_flag: str = "--lora_dim",
         packing: Packing = "auto",
+        parallel: int = 1,
         weight_bits: int = 0,
     ) -> None:
         """Raise ``UserError`` unless this loads as a model of ``kind``.
@@ -160,6 +162,7 @@ class Checkpoint(CheckpointFiles):
 
         Args:
             lora_dim: rank of the adapters on ``lora_modules``; 0: no adapters.
+            parallel: ``--sequence_parallel_size``.
 
         Raises:
             UserError: another kind; missing, unexpected, reshaped or integer weights; an attention
@@ -176,14 +179,15 @@ class Checkpoint(CheckpointFiles):
         self.check_checksums()
         if kind == "lm":
             _ = self.generation_config
+        check_ranks(self.config, parallel, self.name)
         if getattr(self.config, "auto_map", None):
             return  # only its own code can build it, which loading runs
         with blamed_on(self):
             model = self.shapes(kind)
         if attn_implementation:
             model = self._with_attention(kind, attn_implementation)
-        if packing == "on" and (problem := packing_problem(model)):
-            raise cannot_pack(model, problem)
+        if (packing == "on" or parallel > 1) and (problem := packing_problem(model)):
+            raise cannot_pack(model, problem, parallel)
         if lora_dim:
             check_rank(model, lora_dim, lora_modules, lora_flag)
         if weight_bits:

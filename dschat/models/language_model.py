@@ -34,8 +34,10 @@ _CHANGES_LOGITS = re.compile(r"logit.*(soft_?cap|scal)|(lm_head|output)_mult|mup
 class LanguageModel(PackedModel):
     """Log-probs of the ids that follow the columns which rows read."""
 
-    def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
-        super().__init__(model, packing)
+    def __init__(
+        self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto", parallel: int = 1
+    ) -> None:
+        super().__init__(model, packing, parallel)
         head = self.base.get_output_embeddings()
         self._head_is_linear = (
             type(head) in (nn.Linear, OneDnnLinear)
@@ -45,7 +47,7 @@ class LanguageModel(PackedModel):
         if self._head_is_linear:
             head.forward = partial(_head_forward, head)
 
-    def forward(
+    def compute(
         self,
         rows: PackedRows,
         temperature: float = 1.0,

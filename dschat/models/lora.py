@@ -23,6 +23,7 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.memory import available_memory
+from dschat.models.recompute import recompute_activations
 from dschat.models.training_engine import full_shape
 
 logger = logging.getLogger("dschat")
@@ -217,12 +218,11 @@ def prepare_for_training(
     lora_modules: list[str],
     only_optimize_lora: bool,
     flag: str,
+    activations_on_host: bool = False,
 ) -> nn.Module:
     """Enable gradient checkpointing and add adapters, before an engine wraps the model."""
     if gradient_checkpointing:
-        # renamed in transformers 5.23
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        recompute_activations(model, activations_on_host)
     if not lora_dim:
         return model
     return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)

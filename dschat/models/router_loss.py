@@ -61,7 +61,7 @@ def watch_routers(packed: PackedModel, asked: float | None, is_policy: bool) -> 
             recorded[:] = [output.router_logits] if torch.is_grad_enabled() else []
 
         def loss(mask: Tensor | None) -> tuple[float, Tensor]:
-            logits = recorded.pop()
+            logits = tuple(map(packed.of_tokens, recorded.pop()))
             return coefficient, function(logits, logits[0].shape[-1], top_k, mask)
 
         body.register_forward_pre_hook(ask, with_kwargs=True)

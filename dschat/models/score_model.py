@@ -21,7 +21,7 @@ _ROWS = 64  # of one forward of a `RewardModel`
 class ScoreModel(PackedModel):
     """Scores at the columns that rows read."""
 
-    def forward(self, rows: PackedRows) -> Tensor:
+    def compute(self, rows: PackedRows) -> Tensor:
         """Scores (M,) fp32."""
         return self.base.score(self.hidden_states(rows)).squeeze(-1).float()
 

@@ -29,7 +29,7 @@ def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
     """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
     models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
     pads = any(model is not None and not packs(model) for model in models)
-    return MicroBatchSize(rows, engine.token_budget, pads)
+    return MicroBatchSize(rows, engine.token_budget, pads, engine.args.sequence_parallel_size)
 
 
 def micro_batches(
@@ -61,7 +61,9 @@ def settle_token_budget(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> None:
     """
     if args.max_tokens_per_micro_batch != AUTO or engine.token_budget:
         return
-    start, length = args.max_prompt_seq_len, args.longest_row
+    start, length = (
+        -(-n // args.sequence_parallel_size) for n in (args.max_prompt_seq_len, args.longest_row)
+    )
 
     def longest(num_rows: int) -> PackedRows:
         """The longest rows, of different prompts."""

@@ -180,14 +180,14 @@ class DeepSpeedRLHFEngine:
 
     def _frozen_language_model(self, checkpoint: Checkpoint, zero: ZeroSettings) -> nn.Module:
         model = self.checkpoints.language_model(checkpoint, zero)
-        return initialize_frozen(LanguageModel(model, self.args.packing), zero)
+        return initialize_frozen(LanguageModel(model, *self.args.row_form), zero)
 
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
         bits = self.args.weight_bits("reward")
         zero = self._critic_zero.frozen(self.args.offloads("reward"), bits)
-        model = ScoreModel(self.checkpoints.reward_model(zero), self.args.packing)
+        model = ScoreModel(self.checkpoints.reward_model(zero), *self.args.row_form)
         return initialize_frozen(model, zero)
 
     def _build_teacher(self) -> nn.Module | None:

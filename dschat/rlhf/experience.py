@@ -8,7 +8,7 @@ have places too, at which the mask is False. Masks come from lengths and from th
 pad may equal EOS. Only `Experience.take` does this arithmetic.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -121,7 +121,11 @@ class Experience:
 
     def pick_or_dummy(self, rows: list[int]) -> "Experience":
         """These rows; without any, one sequence that is masked."""
-        return self.pick(rows) if rows else _dummy()
+        if rows:
+            return self.pick(rows)
+        shape = 1, 1, self.candidates.shape[-1]
+        candidates, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        return replace(_dummy(), candidates=candidates, teacher_candidates=logprobs)
 
     def to(self, device: torch.device) -> "Experience":
         return to_device(self, device)

@@ -139,7 +139,8 @@ def find_checkpoints(
     tokenizer = tokenizer or start.tokenizer(**args.tokenizer_flags)
     found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
-    start.check("lm", args.attn_implementation, *lora, args.packing, args.weight_bits("actor"))
+    bits = args.weight_bits("actor")
+    start.check("lm", args.attn_implementation, *lora, *args.row_form, bits)
     if args.rollout_backend == "vllm":
         installed_release()
     check_tensor_parallel(start.config, args.inference_tp_size, args.rollout_backend)
@@ -160,7 +161,7 @@ def find_checkpoints(
             found.reward,
             tokenizer,
             args.attn_implementation,
-            args.packing,
+            *args.row_form,
             args.weight_bits("reward"),
         )
         found.notes += notes
@@ -178,6 +179,7 @@ def check_reward(
     tokenizer: PreTrainedTokenizerBase,
     attn_implementation: str | None = None,
     packing: Packing = "auto",
+    parallel: int = 1,
     weight_bits: int = 0,
 ) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
     """Check a reward model for answers in the ids of ``tokenizer``.
@@ -188,7 +190,7 @@ def check_reward(
         UserError: missing, not a reward model, or unusable with ``tokenizer``.
     """
     reward.require_reward_model()
-    reward.check("score", attn_implementation, packing=packing, weight_bits=weight_bits)
+    reward.check("score", attn_implementation, 0, (), "", packing, parallel, weight_bits)
     own = _tokenizer_of(reward, tokenizer)
     if own is None:
         return None, [f"{reward.name} has no tokenizer: assuming that it shares the actor's"]
@@ -227,7 +229,7 @@ def _find_critic(found: InitialCheckpoints, name: str | None) -> None:
     found.critic = critic = critic or found.actor
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
     bits = args.weight_bits("critic")
-    critic.check("score", args.attn_implementation, *lora, args.packing, bits)
+    critic.check("score", args.attn_implementation, *lora, *args.row_form, bits)
     # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.
     found.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
     ensure_distinct_pad(found.critic_tokenizer)
@@ -239,7 +241,7 @@ def _check_teacher(
 ) -> None:
     """Raise ``UserError`` unless it is a causal LM that reads the actor's ids."""
     bits = args.weight_bits("teacher")
-    teacher.check("lm", args.attn_implementation, packing=args.packing, weight_bits=bits)
+    teacher.check("lm", args.attn_implementation, 0, (), "", *args.row_form, bits)
     own = _tokenizer_of(teacher, tokenizer)
     if own is not None and not same_ids(tokenizer, own):
         raise teacher.error(

@@ -339,13 +339,14 @@ def trained_engine(
         flag("lora_modules"),
         config.only_optimize_lora,
         f"--{name}_lora_modules".replace("--_", "--"),
+        config.offloads("activations"),
     )
     if config.num_warmup_steps >= num_total_steps:
         logger.warning(
             "--num_warmup_steps %d of %d steps in all: the learning rate never arrives",
             *(config.num_warmup_steps, num_total_steps),
         )
-    packed = wrap(model, config.packing)
+    packed = wrap(model, *config.row_form)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
     if isinstance(packed, PackedModel):
         asked = None if name == "critic" else config.router_aux_loss_coef

@@ -68,7 +68,7 @@ def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
     checkpoint = Checkpoint(name, BASE, trust)
     lora = config.lora_dim, config.lora_modules, "--lora_dim"
     bits = config.weight_bits()
-    checkpoint.check(kind, config.attn_implementation, *lora, config.packing, bits)
+    checkpoint.check(kind, config.attn_implementation, *lora, *config.row_form, bits)
     checkpoint.check_positions(config.max_seq_len, "--max_seq_len", "lower it")
     source = checkpoint
     if config.tokenizer_name_or_path:
@@ -129,7 +129,7 @@ def step_batches(
     def batches(
         rows: RowTable | RowStream, size: int, per_device: int, shuffle: bool
     ) -> StepBatches:
-        micro_batch = MicroBatchSize(per_device, tokens)
+        micro_batch = MicroBatchSize(per_device, tokens, ranks=config.sequence_parallel_size)
         return StepBatches(rows, size, micro_batch, dist.rank(), world, config.seed, shuffle)
 
     check_same_rows(train, held_out)
@@ -146,7 +146,7 @@ def settle_micro_batches(
     """Collective. Set the size of micro-batches by what they depend on the model for: padding, and
     the token budget where that is auto.
     """
-    size = MicroBatchSize(0, batches[0].size.tokens, padded=not packs(engine))
+    size = replace(batches[0].size, padded=not packs(engine))
     if config.max_tokens_per_micro_batch == AUTO:
         size = replace(size, tokens=_measured_budget(config, engine, task))
     for each in batches:
@@ -155,7 +155,7 @@ def settle_micro_batches(
 
 def _measured_budget(config: SupervisedConfig, engine: TrainingEngine, task: Task) -> int:
     """Collective. The token budget by a trial of the longest rows."""
-    row = task.longest_row(config.max_seq_len)
+    row = task.longest_row(-(-config.max_seq_len // config.sequence_parallel_size))
     longest = row_tokens(row).total
 
     def forward(num_rows: int) -> Tensor:

@@ -146,6 +146,7 @@ def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     import episode_cases
     import preference_cases
     import rollout_cases
+    import sequence_parallel_cases
     import soak_cases
 
     out.mkdir(parents=True, exist_ok=True)
@@ -155,6 +156,7 @@ def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         | preference_cases.RUNNERS
         | balance_cases.RUNNERS
         | collective_cases.RUNNERS
+        | sequence_parallel_cases.RUNNERS
         | episode_cases.RUNNERS
         | {
             "sft": _run_supervised,

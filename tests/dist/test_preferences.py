@@ -39,6 +39,8 @@ SLOW += [
     Case("dpo", 2, 2, options=(("max_tokens_per_micro_batch", "auto"),)),
 ]
 SLOW = [case for case in SLOW if case not in [*HERE, *TWO]]
+PARALLEL = (("sequence_parallel_size", 2),)
+ACROSS = [Case("kto", 3, 2, options=PARALLEL + BUDGET), Case("dpo", 0, 2, options=PARALLEL + LORA)]
 SIGNS = {"rewards/accuracies", "eval/rewards/accuracies"}  # of margins that may be roundings of 0
 
 
@@ -64,7 +66,7 @@ def test_one_process(case, run_here):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], ids=by_name)
+@pytest.mark.parametrize("case", [*TWO, *slow(SLOW + ACROSS)], ids=by_name)
 def test_two_processes(case, two_processes, run_here):
     check(case, *two_processes(case), run_here(plain(case))[0])
 

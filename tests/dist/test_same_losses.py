@@ -38,13 +38,14 @@ def _report(name, value, expected):
 
 def reference(case):
     """The same case in one process, ZeRO 0, whole batches."""
-    options = tuple(option for option in case.options if option not in BUDGET + AUTO + TP)
+    options = tuple(option for option in case.options if option not in BUDGET + AUTO + TP + SP)
     return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options)
 
 
 BUDGET = (("max_tokens_per_micro_batch", 38),)
 AUTO = (("max_tokens_per_micro_batch", "auto"),)
 TP = (("inference_tp_size", 2),)
+SP = (("sequence_parallel_size", 2),)
 LORA = (("lora_dim", 4),)
 # Estimators without a critic, whose groups lie on one rank or another.
 GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3), ("loss_aggregation", "sequence"))
@@ -76,6 +77,8 @@ TWO = [
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 0, 4, iterations=1, shares=(3, 5), options=DAPO),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
+    Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
+    Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=SP),
 ]
 PRODUCT = list(itertools.product(("sft", "reward", "ppo"), (0, 1, 2, 3), (1, 2, 4, 8)))
 SLOW_HERE = [
@@ -120,6 +123,21 @@ SLOW_TWO += [
     Case("ppo", 1, 4, iterations=1, shares=(3, 5), options=ALL_QUANTIZED),
 ]
 SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
+CHECKPOINTED = (("gradient_checkpointing", True),)
+SLOW_TWO += [Case(step, zero, 4, options=SP) for step in ("sft", "ppo") for zero in (0, 1, 2, 3)]
+SLOW_TWO += [
+    Case("sft", 3, 2, options=SP + LORA + CHECKPOINTED),
+    Case("sft", 0, 4, "opt", options=SP + BUDGET),
+    Case("sft", 3, 4, "mixtral", options=SP + (("router_aux_loss_coef", 0.1),)),
+    Case("sft", 0, 4, options=SP, rows="one"),
+    Case("reward", 3, 4, rows="ranked", options=SP),
+    Case("reward", 1, 2, options=SP + BUDGET),
+    Case("ppo", 3, 2, shares=(5, 3), options=SP + GRPO + BUDGET),
+    Case("ppo", 0, 4, shares=(3, 5), options=SP + AUTO),
+    Case("ppo", 3, 4, iterations=1, shares=(8, 0), options=SP + TOP_LORA),
+    Case("ppo", 2, 4, iterations=1, options=SP + TEACHER),
+    Case("ppo", 3, 4, "llama_stops", iterations=1, options=SP + TP),
+]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
 FEWER = [case for case in TWO if case.iterations < NUM_ITERATIONS]
 SLOW_TWO += [replace(case, iterations=NUM_ITERATIONS) for case in FEWER]

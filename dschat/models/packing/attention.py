@@ -104,6 +104,10 @@ def attention(
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
     if positions is not None:
         query = tuned(module, query, positions)
+    spread = segments.spread
+    if spread is not None:
+        query, key, value = spread.to_heads(query, key, value)
+        s_aux = None if s_aux is None else spread.own_heads(s_aux)
     size = value.shape[-1]
     sizes = reach(module, sliding_window, segments.longest)
     if dropout or any(sizes):
@@ -112,8 +116,11 @@ def attention(
     else:
         heads = _same_sizes(query, key, value)
         output = PackedAttention.apply(*heads, segments, scale, softcap, s_aux)
+    output = output[..., :size]
+    if spread is not None:
+        output = spread.to_tokens(output)
     # NOTE: contiguous, as transformers' own: some families take a view of it.
-    return output[..., :size].transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 def tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
+from dschat.models.packing.sequence_parallel import Share, share_of
 from dschat.models.row_length import probe_length
 from dschat.models.training_engine import ModelOrEngine, evaluating
 
@@ -39,6 +41,7 @@ class PackedModel(nn.Module):
     Args:
         model: with or without a head.
         packing: ``--packing``.
+        parallel: ``--sequence_parallel_size``.
 
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
@@ -48,11 +51,15 @@ class PackedModel(nn.Module):
 
     router_loss: Any = None
     router_loads: Any = None
+    _share: Share | None = None  # of the last forward
 
-    def __init__(self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto") -> None:
+    def __init__(
+        self, model: "PreTrainedModel | PeftModel", packing: Packing = "auto", parallel: int = 1
+    ) -> None:
         super().__init__()
         self.model = model
-        self._packing = packing
+        self._group = dist.RankGroup(parallel)
+        self._packing = "on" if parallel > 1 else packing
         self._attention = self.base.config._attn_implementation
         self.packs = packing != "off"
         if reason := self.packs and packing_problem(self.base):
@@ -66,6 +73,26 @@ class PackedModel(nn.Module):
         # NOTE: PEFT's wrapper has a `model` attribute of its own, which would shadow the backbone.
         model = self.model
         return model.get_base_model() if hasattr(model, "peft_config") else model
+
+    def forward(self, rows: PackedRows, *args: Any, **options: Any) -> Any:
+        """Collective with sequence parallelism. `compute` of ``rows``."""
+        if self._group.size == 1:
+            return self.compute(rows, *args, **options)
+        self._share = share = share_of(rows, self._group)
+        results = self.compute(share.rows, *args, **options)
+        if isinstance(results, Tensor):
+            return share.own(results)
+        return tuple(None if result is None else share.own(result) for result in results)
+
+    def compute(self, rows: PackedRows, *args: Any, **options: Any) -> Any:
+        """What a forward returns, at the columns that ``rows`` reads."""
+        raise NotImplementedError
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Collective with sequence parallelism. What the last forward computed of each token that
+        it was given (N, ...), from ``values`` of those computed here.
+        """
+        return values if self._share is None else self._share.of_tokens(values)
 
     def hidden_states(self, rows: PackedRows) -> Tensor:
         """Last hidden states at the columns that ``rows`` reads: (M, D)."""
@@ -121,7 +148,7 @@ class PackedModel(nn.Module):
         """Run padded rows from here on."""
         self.packs = False
         if self._packing == "on":
-            raise cannot_pack(self.base, reason)
+            raise cannot_pack(self.base, reason, self._group.size)
         if self.base.config._attn_implementation != self._attention:
             self.base.set_attn_implementation(self._attention)
         logger.info("%s: rows are padded, not packed (%s)", type(self.base).__name__, reason)
@@ -169,11 +196,13 @@ def probe(base: PreTrainedModel, length: int = _SHORTEST, count: int = _PROBES) 
     return pack(ids, [range(len(row)) for row in ids], [shared, shared, 1] * count)
 
 
-def cannot_pack(base: PreTrainedModel, reason: str) -> UserError:
-    """The error where ``--packing on`` asks for what ``base`` cannot do."""
+def cannot_pack(base: PreTrainedModel, reason: str, parallel: int = 1) -> UserError:
+    """The error where ``--packing on`` or sequence parallelism asks for what ``base`` cannot do."""
+    flag, remedy = "--packing on", "--packing auto pads its rows"
+    if parallel > 1:
+        flag, remedy = f"--sequence_parallel_size {parallel}", "leave it out"
     return UserError(
-        f"--packing on: a {type(base).__name__} cannot run on packed rows ({reason}); "
-        "--packing auto pads its rows"
+        f"{flag}: a {type(base).__name__} cannot run on packed rows ({reason}); {remedy}"
     )
 
 

@@ -6,6 +6,7 @@ A group is a prefix and the answers after it. A row that shares nothing is a pre
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ class Segments:
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
     table: VarlenTable = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    spread: Any = field(default=None, compare=False, repr=False)  # see `Spread`; None: all is here
 
     def __post_init__(self) -> None:
         if self.table is None:

@@ -1,0 +1,218 @@
+"""Sequence parallelism: the ranks of a group compute one stream of tokens together (Ulysses,
+arXiv 2309.14509).
+
+In a forward the rows of all ranks of a group become one stream, which is cut evenly, whatever the
+rows' borders. Each rank computes its tokens. For attention the ranks exchange tokens for heads and
+back; a key or value head that fewer ranks than the group need is repeated. Log-probs and scores
+return to the rank whose row they belong to. So batches, losses and optimizer steps do not know of
+it, and the gradient is that of one rank for each row: every rank has a part of each sum.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+import dschat.distributed as dist
+from dschat.config import UserError
+from dschat.models.packing.rows import PackedRows
+from dschat.models.packing.segments import Segments
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the tokens of a stream lie on the ranks of ``group``: consecutive ones each."""
+
+    group: dist.RankGroup
+    tokens: tuple[int, ...]  # of each rank
+
+    @property
+    def own(self) -> slice:
+        """This rank's places in the stream."""
+        start = sum(self.tokens[: self.group.rank])
+        return slice(start, start + self.tokens[self.group.rank])
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Those of ``values`` (H,) that belong to the heads of this rank."""
+        return values.view(self.group.size, -1)[self.group.rank]
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Collective. (1, H, own tokens, D) each to (1, H / ranks, all tokens, D)."""
+        most = tensors[0].shape[1]
+        repeated = [_repeated(x, self.group.size, most) for x in tensors]
+        return _ToHeads.apply(self, *repeated)
+
+    def to_tokens(self, heads: Tensor) -> Tensor:
+        """Collective. (1, H / ranks, all tokens, D) to (1, H, own tokens, D)."""
+        return _ToTokens.apply(self, heads)
+
+    def collected(self, values: Tensor, places: slice | Tensor, total: int) -> Tensor:
+        """Collective. ``values`` (n, ...) of every rank at its ``places`` of (total, ...)."""
+        return _Collected.apply(values, places, total, self.group)
+
+
+def _repeated(x: Tensor, ranks: int, heads: int) -> Tensor:
+    """Key or value heads, repeated so far that every rank gets those which its query heads read."""
+    times = lcm(x.shape[1], ranks) // x.shape[1]
+    assert heads % (x.shape[1] * times) == 0, "checked by `check_ranks`"
+    return x.repeat_interleave(times, dim=1) if times > 1 else x
+
+
+def _send_tokens(spread: Spread, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    size, counts = spread.group.size, spread.tokens
+    n = counts[spread.group.rank]
+    # By receiving rank: its heads of every tensor.
+    parts = [x.reshape(size, -1) for x in tensors]
+    widths = [part.shape[1] // n for part in parts]  # elements a token
+    sent = torch.cat(parts, dim=1)
+    received = spread.group.all_to_all(
+        sent.flatten(), [sent.shape[1]] * size, [sum(widths) * count for count in counts]
+    )
+    pieces = received.split([width * count for count in counts for width in widths])
+    by_tensor = [pieces[i :: len(tensors)] for i in range(len(tensors))]
+    return tuple(
+        torch.cat([p.view(1, -1, n, x.shape[-1]) for p, n in zip(parts, counts, strict=True)], 2)
+        for parts, x in zip(by_tensor, tensors, strict=True)
+    )
+
+
+def _send_heads(spread: Spread, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    size, counts = spread.group.size, spread.tokens
+    n = counts[spread.group.rank]
+    pieces = [x.split(list(counts), dim=2) for x in tensors]
+    sent = [piece.flatten() for by_rank in zip(*pieces, strict=True) for piece in by_rank]
+    widths = [x.shape[1] * x.shape[3] for x in tensors]
+    received = spread.group.all_to_all(
+        torch.cat(sent), [sum(widths) * count for count in counts], [sum(widths) * n] * size
+    )
+    by_tensor = received.view(size, -1).split([width * n for width in widths], dim=1)
+    return tuple(
+        part.reshape(1, size * x.shape[1], n, x.shape[3])
+        for part, x in zip(by_tensor, tensors, strict=True)
+    )
+
+
+_once = torch.autograd.function.once_differentiable
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, spread: Spread, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.spread = spread
+        return _send_tokens(spread, tensors)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_send_heads(ctx.spread, grads)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, spread: Spread, heads: Tensor) -> Tensor:
+        ctx.spread = spread
+        return _send_heads(spread, (heads,))[0]
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_send_tokens(ctx.spread, (grad,))
+
+
+class _Collected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, places: slice | Tensor, total: int, group: dist.RankGroup
+    ) -> Tensor:
+        ctx.places, ctx.group = places, group
+        whole = values.new_zeros(total, *values.shape[1:])
+        whole[places] = values
+        return group.all_reduce_sum(whole)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Each rank's loss reads its own rows: the gradient is the sum over the ranks.
+        return ctx.group.all_reduce_sum(grad.clone())[ctx.places], None, None, None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank computes of the rows of its group."""
+
+    rows: PackedRows  # its tokens and their columns; the segments are the whole stream's
+    spread: Spread
+    columns: Tensor  # (m,) int64, places of its columns among those of all ranks
+    num_columns: int  # of all ranks
+    own_columns: slice  # of this rank's rows
+    own_tokens: slice
+
+    def own(self, values: Tensor) -> Tensor:
+        """Collective. At the columns of this rank's rows, (M, ...), from what every rank computed
+        at the columns of its tokens, (m, ...).
+        """
+        return self.spread.collected(values, self.columns, self.num_columns)[self.own_columns]
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Collective. Of this rank's rows (N, ...), from what every rank computed of its tokens."""
+        total = sum(self.spread.tokens)
+        return self.spread.collected(values, self.spread.own, total)[self.own_tokens]
+
+
+def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
+    """Collective. This rank's share of the ``rows`` of every rank of ``group``, on their device.
+
+    NOTE: it waits for the device, once in a forward: sizes are not known before.
+    """
+    fields = ("input_ids", "position_ids", "columns", "targets", "candidates")
+    given = [None if (x := getattr(rows, f)) is None else x.cpu().numpy() for f in fields]
+    members = group.gather_objects((rows.num_rows, rows.lengths, rows.segments.groups, *given))
+    starts = np.cumsum([0, *(len(m[3]) for m in members)])
+    firsts = np.cumsum([0, *(len(m[5]) for m in members)])
+    total, me = int(starts[-1]), group.rank
+    cuts = [total * r // group.size for r in range(group.size + 1)]
+    places = np.concatenate([m[5] + start for m, start in zip(members, starts, strict=False)])
+    mine = np.flatnonzero((cuts[me] <= places) & (places < cuts[me + 1]))
+
+    def joined(field: int, chosen: slice | np.ndarray) -> Tensor:
+        return torch.from_numpy(np.concatenate([m[field] for m in members])[chosen])
+
+    spread = Spread(group, tuple(np.diff(cuts).tolist()))
+    part = slice(cuts[me], cuts[me + 1])
+    share = PackedRows(
+        input_ids=joined(3, part),
+        position_ids=joined(4, part),
+        columns=torch.from_numpy(places[mine] - cuts[me]),
+        targets=joined(6, mine),
+        row_of=rows.row_of[:0],
+        padded_ids=rows.padded_ids[:0],
+        padded_columns=rows.padded_columns[:0],
+        segments=Segments(tuple(g for m in members for g in m[2]), spread=spread),
+        num_rows=sum(m[0] for m in members),
+        lengths=tuple(n for m in members for n in m[1]),
+        candidates=None if rows.candidates is None else joined(7, mine),
+    )
+    device = rows.input_ids.device
+    return Share(
+        share.to(device),
+        spread,
+        torch.from_numpy(mine).to(device),
+        int(firsts[-1]),
+        slice(int(firsts[me]), int(firsts[me + 1])),
+        slice(int(starts[me]), int(starts[me + 1])),
+    )
+
+
+def check_ranks(config: PretrainedConfig, size: int, name: str) -> None:
+    """``UserError`` where ``--sequence_parallel_size`` divides not both heads and processes."""
+    heads = getattr(config.get_text_config(), "num_attention_heads", size)
+    for count, of in ((heads, f"heads of {name}"), (dist.world_size(), "processes")):
+        if count % size:
+            raise UserError(
+                f"--sequence_parallel_size {size} does not divide the {count} {of}; choose a "
+                "divisor"
+            )
