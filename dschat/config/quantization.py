@@ -1,6 +1,6 @@
 """Flags of quantized weights (QLoRA): which models hold their linear layers in 4 or 8 bits.
 
-Part of `dschat.config.CommonConfig`.
+Part of `DeepSpeedConfig`, which neither shards nor offloads these.
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,6 @@ from dschat.config.fields import (
     require_types,
     speed_flag,
 )
-from dschat.config.quantization import QuantizedConfig
 from dschat.config.renamed import translated
 from dschat.config.reward import EnvironmentConfig
 
@@ -29,7 +28,7 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 
 
 @dataclass
-class CommonConfig(QuantizedConfig, DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
+class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
 
     # output
@@ -90,7 +89,6 @@ class CommonConfig(QuantizedConfig, DeepSpeedConfig, MicroBatchConfig, DataConfi
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
         self.validate_deepspeed()
-        self.validate_quantization()
 
     @property
     def tokenizer_flags(self) -> dict[str, Any]:
