@@ -169,10 +169,9 @@ class StepEstimator(Generic[Config]):
         }
         return Learner(name, use, sizes, work, zero, held, t.gathered, t)
 
-    def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings, offload: bool) -> Model:
+    def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Model:
         """A frozen model beside one that is trained with ``zero``."""
-        zero = zero.frozen(offload, self._config.weight_bits(name))
-        sizes = self._models.sizes(use)
+        zero, sizes = zero.frozen(self._config, name), self._models.sizes(use)
         weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes, sizes.linear)
         return Model(name, use, sizes, work, zero, {f"{name} weights": weights}, gathered)
 
@@ -316,8 +315,7 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             name = "the model without adapters"
             if pairs.loads_reference:
                 name = "a copy of the model"
-                offload = pairs.offloads("reference")
-                reference = self._frozen("reference", use.frozen, "sft", model.zero, offload)
+                reference = self._frozen("reference", use.frozen, "sft", model.zero)
                 present.append(reference)
             if pairs.precompute_ref_logprobs:
                 name = "its log-probs, computed before training"

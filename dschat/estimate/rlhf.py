@@ -96,19 +96,15 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         """Reference, reward model and teacher, if loaded."""
         c, models = self._config, {}
         if c.needs_reference and not actor.use.only_adapters:
-            models["reference"] = self._frozen(
-                "reference", actor.use.frozen, "policy", actor.zero, c.offloads("reference")
-            )
+            use = actor.use.frozen
+            models["reference"] = self._frozen("reference", use, "policy", actor.zero)
         if name := c.reward_model_name_or_path:
             use, flag = self._use("critic_", "score").frozen, "--reward_model_name_or_path"
             use, zero = replace(use, name=name, flag=flag), self._zero("critic")
-            models["reward model"] = self._frozen(
-                "reward", use, "value", zero, c.offloads("reward")
-            )
+            models["reward model"] = self._frozen("reward", use, "value", zero)
         if name := c.teacher_model_name_or_path:
             use = replace(actor.use.frozen, name=name, flag="--teacher_model_name_or_path")
-            offload = c.offloads("teacher")
-            models["teacher"] = self._frozen("teacher", use, "policy", actor.zero, offload)
+            models["teacher"] = self._frozen("teacher", use, "policy", actor.zero)
         return models
 
     # -- the rollout -------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class DeepSpeedRLHFEngine:
     def _build_reference(self) -> nn.Module | None:
         if self._is_its_own_reference or not self.args.needs_reference:
             return None
-        zero = self._actor_zero.frozen(self.args.offloads("reference"))
+        zero = self._actor_zero.frozen(self.args, "reference")
         return self._frozen_language_model(self.checkpoints.actor, zero)
 
     def _frozen_language_model(self, checkpoint: Checkpoint, zero: ZeroSettings) -> nn.Module:
@@ -185,16 +185,14 @@ class DeepSpeedRLHFEngine:
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
-        bits = self.args.weight_bits("reward")
-        zero = self._critic_zero.frozen(self.args.offloads("reward"), bits)
+        zero = self._critic_zero.frozen(self.args, "reward")
         model = ScoreModel(self.checkpoints.reward_model(zero), *self.args.row_form)
         return initialize_frozen(model, zero)
 
     def _build_teacher(self) -> nn.Module | None:
         if self.checkpoints.teacher is None:
             return None
-        bits = self.args.weight_bits("teacher")
-        zero = self._actor_zero.frozen(self.args.offloads("teacher"), bits)
+        zero = self._actor_zero.frozen(self.args, "teacher")
         return self._frozen_language_model(self.checkpoints.teacher, zero)
 
     def _announce(self) -> None:

@@ -97,10 +97,11 @@ class ZeroSettings:
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
-    def frozen(self, offload: bool, weight_bits: int = 0) -> "ZeroSettings":
-        """Settings of a frozen model. It is sharded where its trained twin is, or where it is
-        offloaded to CPU memory (``offload``).
+    def frozen(self, config: CommonConfig, name: str) -> "ZeroSettings":
+        """Settings of the frozen reference, reward model or teacher (``name``), whose trained twin
+        has these. It is sharded where that is, or where it is offloaded to CPU memory.
         """
+        offload = config.offloads(name)
         zero = {
             key: value
             for key, value in self.overrides.get("zero_optimization", {}).items()
@@ -111,7 +112,7 @@ class ZeroSettings:
             self.dtype,
             offload_parameters=offload,
             overrides={**self.overrides, "zero_optimization": zero},
-            weight_bits=weight_bits,
+            weight_bits=config.weight_bits(name),
         )
 
     @property
