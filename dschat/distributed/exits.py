@@ -18,14 +18,15 @@ def watch(detector: FailureDetector) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit; one of several ranks without tearing down its interpreter.
+    """Exit; one of several ranks, or with vLLM, without tearing down the interpreter.
 
     NOTE: a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
     the interpreter is being torn down by then, the thread aborts the process (SIGABRT), even after
     `shutdown` where something still refers to the group. So the exit handlers run and the output
-    is flushed, but the teardown is skipped.
+    is flushed, but the teardown is skipped. In that, libraries of vLLM print what they leak.
     """
-    if world_size() == 1 or "torch.distributed" not in sys.modules:
+    alone = world_size() == 1 and "vllm" not in sys.modules
+    if alone or "torch.distributed" not in sys.modules:
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -5,6 +5,7 @@ and teacher are optional.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from dschat.config import RLHFConfig
@@ -114,6 +115,11 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         rollout: the size of the cache depends on the free memory then.
         """
         c, tp = self._config, self._config.inference_tp_size
+        with suppress(UnsupportedModel):
+            if c.rollout_backend == "vllm":
+                weights = self._copy(RolloutChoice("copy", "merge"), actor)
+                sizes, form = self._models.attention(actor.use), f"vLLM on its own copy, TP {tp}"
+                return self._in_engine(actor, sizes, held, weights, form)
         try:
             spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
         except UnsupportedModel:

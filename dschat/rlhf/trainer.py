@@ -196,7 +196,8 @@ class DeepSpeedPPOTrainer:
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt
             mini_batch = self._mini_batches(rollout.experience, epoch=0)
-            rollout.balance(mini_batch, samples, self.engine.token_budget)
+            budget = self.engine.token_budget * self.args.sequence_parallel_size
+            rollout.balance(mini_batch, samples, budget)
         # Before the scores: reward functions may run meanwhile.
         self._say_old_logprobs(fill_in(self.engine, rollout.experience, self.args))
         e = rollout.score()

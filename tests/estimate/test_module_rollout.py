@@ -31,6 +31,14 @@ def planned(name, folder, **knobs):
     return config, estimated(rlhf_fields(str(folder)) | knobs)[0].rollout
 
 
+@pytest.mark.parametrize("name", ["phi", "exaone4"])
+def test_vllm_holds_a_copy_of_the_weights(name, tmp_path):
+    config, rollout = planned(name, tmp_path, rollout_backend="vllm")
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert rollout.form.startswith("vLLM on its own copy, TP 1")
+    assert rollout.weights == 2 * sum(p.numel() for p in module.parameters())
+
+
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt_neo"])
 def test_the_cache_is_that_of_the_engine(name, tmp_path):
     config, rollout = planned(name, tmp_path, kv_page_size=8)

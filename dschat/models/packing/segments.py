@@ -6,11 +6,14 @@ A group is a prefix and the answers after it. A row that shares nothing is a pre
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from dschat.models.packing.sequence_parallel import Spread
 
 _Bounds = tuple[int, int]  # (first, last + 1)
 Bounds = Sequence[_Bounds]
@@ -68,7 +71,8 @@ class Segments:
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
     table: VarlenTable = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
-    spread: Any = field(default=None, compare=False, repr=False)  # see `Spread`; None: all is here
+    # How the tokens lie on several ranks; None: all of them are here.
+    spread: "Spread | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.table is None:
