@@ -66,6 +66,9 @@ def finish_loading(model: PreTrainedModel, dtype: torch.dtype) -> None:
             layer.support_avx512bf16_for_cpu = False
         else:
             layer.forward = MethodType(_weight_only, layer)
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and not is_quantized(parameter):
+            parameter.data = parameter.data.clone()  # of a view all files would stay in memory
     # A save holds dequantized weights, and what reads the configuration must not expect others.
     del model.config.quantization_config
 
