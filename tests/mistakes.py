@@ -189,8 +189,9 @@ def write_models(folder: Path) -> None:
     folder.mkdir()
     good = tiny_models.ensure(folder, "llama")
     reward = tiny_models.ensure(folder, "llama_reward")
-    tiny_models.ensure(folder, "bloom")
     adapted = tiny_models.ensure(folder, "llama_adapted")
+    for name in ("bloom", "gpt2", "qwen3_moe"):
+        tiny_models.ensure(folder, name)
     tiny_models.ensure(folder, "llama_reward_reversed").rename(folder / "reversed_reward")
     tiny_models.ensure(folder, "llama_reversed").rename(folder / "reversed")
     for name, damage in DAMAGES.items():

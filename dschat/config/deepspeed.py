@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Optional
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
 from dschat.config.fields import flag, speed_flag
+from dschat.config.quantization import QuantizedConfig
 
 # --lr_scheduler_type -> DeepSpeed's name of the same schedule.
 _SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -24,7 +25,7 @@ FROZEN = ("reference", "reward", "teacher")
 
 
 @dataclass
-class DeepSpeedConfig:
+class DeepSpeedConfig(QuantizedConfig):
     """DeepSpeed."""
 
     deepspeed_config: Optional[str] = flag(
@@ -137,6 +138,7 @@ class DeepSpeedConfig:
                 f"{'--' + model + '_zero_stage' if model else '--zero_stage'} 3",
             )
         self._precision_of_files()
+        self.validate_quantization()
 
     def _flag(self, model: str, name: str) -> Any:
         return getattr(self, f"{model}_{name}" if model else name)

@@ -114,8 +114,9 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` by the flags of today."""
     old: Callable[[str], Any] = values.get
     new = {name: value for name, value in values.items() if name not in RENAMED}
-    if "offload" in values:
-        new["offload"] = _parts(values["offload"])
+    for name, every in (("offload", "auto"), ("load_in_4bit", "all"), ("load_in_8bit", "all")):
+        if name in values:
+            new[name] = _parts(values[name], every)
     for name, (flag, item) in RENAMED.items():
         if flag in ("offload", "columns") and old(name):
             new[flag] = [*(new.get(flag) or ()), item.replace("COLUMN", str(old(name)))]
@@ -145,12 +146,14 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _parts(offload: Any) -> list[str] | None:
-    """``--offload`` as a list of words: they may be joined by commas, or be true or false."""
-    words = [] if isinstance(offload, bool) else [w for v in offload or () for w in v.split(",")]
-    if offload is None or offload is False or words in (["false"], ["no"]):
+def _parts(value: Any, every: str) -> list[str] | None:
+    """``--offload`` and its like as a list of words: they may be joined by commas, or be true,
+    which is the word ``every``, or false.
+    """
+    words = [] if isinstance(value, bool) else [w for v in value or () for w in v.split(",")]
+    if value is None or value is False or words in (["false"], ["no"]):
         return None
-    return ["auto"] if words in ([], ["true"], ["yes"]) else words
+    return [every] if words in ([], ["true"], ["yes"]) else words
 
 
 def hint(name: str, names: Collection[str], prefix: str = "") -> str:

@@ -218,6 +218,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
 
     deepspeed_models = ("actor", "critic")
     offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
+    quantizable = ("actor", "critic", "reward", "teacher")
 
     actor_model_name_or_path: str = flag(
         "", "Initial actor: step 1's folder, or any causal LM.", short=True

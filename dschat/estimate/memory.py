@@ -164,7 +164,7 @@ class StepEstimator(Generic[Config]):
 
     def _learner(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Learner:
         sizes, args = self._sizes(use), (zero, self._num_processes, self._device.on_gpu)
-        t = training_bytes(sizes.total, sizes.trained, sizes.largest, *args)
+        t = training_bytes(sizes.total, sizes.trained, sizes.largest, *args, sizes.linear)
         held = {
             f"{name} weights": t.weights,
             "optimizer states": t.masters + t.moments,
@@ -173,10 +173,10 @@ class StepEstimator(Generic[Config]):
         }
         return Learner(name, use, sizes, work, zero, held, t.gathered, t)
 
-    def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings, offload: bool) -> Model:
+    def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Model:
         """A frozen model beside one that is trained with ``zero``."""
-        zero, sizes = zero.frozen(offload), self._sizes(use)
-        weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes)
+        zero, sizes = zero.frozen(self._config, name), self._sizes(use)
+        weights, gathered = frozen_bytes(sizes.total, zero, self._num_processes, sizes.linear)
         return Model(name, use, sizes, work, zero, {f"{name} weights": weights}, gathered)
 
     def _line(self, model: Model) -> str:
@@ -319,8 +319,7 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             name = "the model without adapters"
             if pairs.loads_reference:
                 name = "a copy of the model"
-                offload = pairs.offloads("reference")
-                reference = self._frozen("reference", use.frozen, "sft", model.zero, offload)
+                reference = self._frozen("reference", use.frozen, "sft", model.zero)
                 present.append(reference)
             if pairs.precompute_ref_logprobs:
                 name = "its log-probs, computed before training"

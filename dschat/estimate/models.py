@@ -31,7 +31,7 @@ from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.config_files import blamed_on, muted
 from dschat.models.language_model import LanguageModel
 from dschat.models.load import set_dropout
-from dschat.models.lora import prepare_for_training
+from dschat.models.lora import linear_layers, prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.score_model import ScoreModel
 from dschat.models.vocabulary import drop_pad
@@ -87,6 +87,7 @@ class Sizes:
     embedding: int
     tied: bool  # the LM head is the embedding
     shape: ModelShape | None  # None: not known
+    linear: tuple[int, int] = (0, 0)  # of all linear layers' weights but the head's, of the largest
 
 
 class Models:
@@ -219,6 +220,8 @@ def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
     embedding = module.base.get_input_embeddings().weight
     head = module.base.get_output_embeddings()
     counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    layers = linear_layers(module.base).items()
+    linear = [m.weight.numel() for name, m in layers if ".lora_" not in name]
     return Sizes(
         total=sum(n for n, _ in counts),
         trained=sum(n for n, trained in counts if trained),
@@ -227,6 +230,7 @@ def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
         shape=shape_of(module.base),
+        linear=(sum(linear), max(linear, default=0)),
     )
 
 

@@ -24,7 +24,7 @@ from dschat.estimate.memory import (
     held_by,
 )
 from dschat.estimate.models import Sizes, Use
-from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
+from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.model.architectures import ModelSpec, check_shares
@@ -88,7 +88,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
     def _sizes(self, use: Use) -> Sizes:
         sizes = super()._sizes(use)
         if self._config.share_base and use.kind == "score":  # the rest is the actor's
-            return replace(sizes, total=sizes.trained)
+            return replace(sizes, total=sizes.trained, linear=(0, 0))
         return sizes
 
     def _learners(self) -> list[Learner]:
@@ -104,20 +104,16 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         """Reference, reward model and teacher, if loaded."""
         c, models = self._config, {}
         if c.needs_reference and not actor.use.only_adapters:
-            models["reference"] = self._frozen(
-                "reference", actor.use.frozen, "policy", actor.zero, c.offloads("reference")
-            )
+            use = actor.use.frozen
+            models["reference"] = self._frozen("reference", use, "policy", actor.zero)
         if name := c.reward_model_name_or_path:
             use, flag = self._use("critic_", "score"), "--reward_model_name_or_path"
             use = use.reading if c.share_base else use.frozen
             use, zero = replace(use, name=name, flag=flag), self._zero("critic")
-            models["reward model"] = self._frozen(
-                "reward", use, "value", zero, c.offloads("reward")
-            )
+            models["reward model"] = self._frozen("reward", use, "value", zero)
         if name := c.teacher_model_name_or_path:
             use = replace(actor.use.frozen, name=name, flag="--teacher_model_name_or_path")
-            offload = c.offloads("teacher")
-            models["teacher"] = self._frozen("teacher", use, "policy", actor.zero, offload)
+            models["teacher"] = self._frozen("teacher", use, "policy", actor.zero)
         return models
 
     # -- the rollout -------------------------------------------------------------------------------
@@ -136,7 +132,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
         except UnsupportedModel:
             spec = None
-        if spec is None:
+        quantized = bool(actor.zero.weight_bits)
+        if spec is None or runs_module(quantized, c.rollout_layout, c.rollout_lora, tp):
             return self._in_module(actor, held)
         check_shares(spec, tp)
         choice = planned_choice(c, self._num_processes, self._device.on_gpu)
@@ -155,10 +152,11 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             spec = self._models.attention(actor.use) if c.enable_hybrid_engine else None
         except UnsupportedModel:
             spec = None
-        if spec is not None:  # on a CPU also packed copies of the linear layers
+        if spec is not None:  # with copies of linear layers that are packed, or in 8 bits
             weights = whole * sharded
             if c.rollout_quantization != "off" or not self._device.on_gpu:
-                weights += self._stored(base)
+                in_place = size * base.linear[0] * bool(actor.zero.weight_bits)
+                weights += self._stored(base) - in_place
             return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
         rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0

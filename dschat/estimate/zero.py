@@ -6,6 +6,7 @@ copy, the last one after the backward pass; a GPU allocates the whole bucket, a 
 that has been written.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ BUCKET_DEFAULTS = {
     "stage3_max_live_parameters": 1_000_000_000,
     "sub_group_size": 1_000_000_000,
 }
+# Bytes of a quantized weight. 4 bits: with a scale of 1 byte for every 64, and 4 bytes for 256 of
+# these; the scales of 8 bits, 4 bytes a row, are not counted.
+_QUANTIZED = {4: 0.5 + (1 + 4 / 256) / 64, 8: 1.0}
 ALLREDUCE_BUCKET = 500_000_000  # of ZeRO 0: a constant of DeepSpeed's engine
 
 
@@ -89,10 +93,18 @@ class _Elements(NamedTuple):
 
 
 def training_bytes(
-    total: int, trained: int, largest: int, zero: ZeroSettings, num_processes: int, on_gpu: bool
+    total: int,
+    trained: int,
+    largest: int,
+    zero: ZeroSettings,
+    num_processes: int,
+    on_gpu: bool,
+    linear: tuple[int, int] = (0, 0),
 ) -> Training:
-    """Memory for training ``trained`` of ``total`` parameters; ``largest``: numel of one tensor."""
-    weights, gathered = frozen_bytes(total, zero, num_processes)
+    """Memory for training ``trained`` of ``total`` parameters; ``largest``: numel of one tensor;
+    ``linear``: see `frozen_bytes`.
+    """
+    weights, gathered = frozen_bytes(total, zero, num_processes, linear)
     size, limit = zero.dtype.itemsize, bucket_sizes(zero)["reduce_bucket_size"]
     elements = _Elements(
         trained,
@@ -182,11 +194,18 @@ def _stage_3(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool)
 _STAGES = (_stage_0, _stage_1, _stage_2, _stage_3)
 
 
-def frozen_bytes(total: int, zero: ZeroSettings, num_processes: int) -> tuple[Held, int]:
+def frozen_bytes(
+    total: int, zero: ZeroSettings, num_processes: int, linear: tuple[int, int] = (0, 0)
+) -> tuple[Held, int]:
     """Bytes of a model's weights, and the bytes that a forward pass gathers on top: in stage 3 up
-    to ``stage3_max_live_parameters``.
+    to ``stage3_max_live_parameters``; of quantized weights one, dequantized.
+
+    ``linear``: elements of all linear layers, which can be quantized, and of the largest.
     """
     size = zero.dtype.itemsize
+    if zero.weight_bits:
+        quantized = math.ceil(_QUANTIZED[zero.weight_bits] * linear[0])
+        return Held(size * (total - linear[0]) + quantized), size * linear[1]
     if not zero.shards_parameters:
         return Held(size * total), 0
     shard = size * -(-total // num_processes)

@@ -12,6 +12,18 @@ Layout = Literal["copy", "zero_copy"]
 LoraForm = Literal["merge", "side"]
 
 
+def runs_module(
+    quantized: bool,
+    layout: Literal["auto", "copy", "zero_copy"],
+    lora: Literal["auto", "merge", "side"],
+    tp_size: int,
+) -> bool:
+    """Whether transformers' own module generates on training's weights, though the engine knows its
+    family: a copy of quantized ones would be whole.
+    """
+    return quantized and layout != "copy" and lora == "auto" and tp_size == 1
+
+
 @dataclass(frozen=True)
 class RolloutChoice:
     """``lora`` means nothing for an actor without adapters."""
@@ -48,7 +60,7 @@ def rollout_choice(
         raise UserError(
             "--rollout_layout zero_copy needs whole weights on every process's device: "
             "--actor_zero_stage 2 or less (or one process without --offload params), "
-            "--inference_tp_size 1, no LoRA or --rollout_lora side"
+            "--inference_tp_size 1, no LoRA or --rollout_lora side (auto, if quantized)"
         )
     if layout == "auto":
         # On a CPU packed weights are faster.

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.hybrid.module_copy import empty_copy, fill
-from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice
+from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import (
     Buckets,
     factor_stream,
@@ -32,6 +32,7 @@ from dschat.inference.model.checkpoint_reader import normalized_names
 from dschat.inference.module_engine import module_generator
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
+from dschat.models.quantized import is_quantized
 from dschat.observability.device_span import DeviceSpan
 
 T = TypeVar("T")
@@ -129,10 +130,13 @@ def rollout_form(
         if settings.tp_size > 1:
             raise UserError("--inference_tp_size needs --enable_hybrid_engine")
         return ModuleRollout(module, config, settings)
-    try:
-        return EngineRollout(module, config, settings)
-    except UnsupportedModel:
-        return ModuleRollout(module, config, settings, in_engine=True)
+    quantized = any(map(is_quantized, module.parameters()))
+    if not runs_module(quantized, settings.layout, settings.lora, settings.tp_size):
+        try:
+            return EngineRollout(module, config, settings)
+        except UnsupportedModel:
+            pass
+    return ModuleRollout(module, config, settings, in_engine=True)
 
 
 class EngineRollout:
@@ -170,7 +174,7 @@ class EngineRollout:
             and all(
                 t.is_whole and t.tensor.device.type == device.type and t.tensor.dtype == s.dtype
                 for t in borrowed
-                if t.tensor.is_floating_point()
+                if t.dtype.is_floating_point
             )
         )
         return rollout_choice(

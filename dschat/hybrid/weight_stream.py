@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dschat.distributed as dist
 from dschat.inference.model.borrowed import are_adjacent
 from dschat.models.lora import LoraAdapter, adapters, merge, unwrapped_name
+from dschat.models.quantized import dequantized, is_quantized, whole_dtype
 from dschat.models.training_engine import full_shape
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -39,8 +40,13 @@ class Shard:
 
     name: str
     shape: torch.Size
-    tensor: Tensor  # (n,) if partitioned, else of `shape`
+    tensor: Tensor  # (n,) if partitioned; a quantized parameter; else of `shape`
     partitioned: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the whole tensor."""
+        return whole_dtype(self.tensor)
 
     @property
     def numel(self) -> int:
@@ -66,7 +72,8 @@ def module_shards(module: nn.Module) -> list[Shard]:
         if hasattr(p, "ds_tensor"):
             shards.append(Shard(name, full_shape(p), p.ds_tensor.data, partitioned=True))
         else:
-            shards.append(Shard(name, p.shape, p.data, partitioned=False))
+            values = p if is_quantized(p) else p.data
+            shards.append(Shard(name, full_shape(p), values, partitioned=False))
     saved = module.state_dict(keep_vars=True).keys()
     for name, buffer in module.named_buffers():
         if name in saved:
@@ -112,7 +119,7 @@ def whole_tensors(
     for shard in shards:
         if not shard.partitioned:
             buckets.num_bytes += shard.tensor.nbytes
-            yield shard.name, shard.tensor
+            yield shard.name, dequantized(shard.tensor)
 
 
 def _gather(
@@ -149,7 +156,7 @@ def weight_stream(
     """
     replace = replace or {}
     own_shards = module_shards(module)
-    dtypes = {shard.name: shard.tensor.dtype for shard in own_shards}
+    dtypes = {shard.name: shard.dtype for shard in own_shards}
     shards = [replace.get(shard.name, shard) for shard in own_shards]
     by_target = adapters(module) if merged else {}
     factors = _factors(shards, by_target, device, buckets)
@@ -167,7 +174,7 @@ def weight_stream(
 def weight_bytes(module: nn.Module) -> int:
     """Total bytes of the tensors that `weight_stream` yields for ``module``."""
     shards = [shard for shard in module_shards(module) if unwrapped_name(shard.name) is not None]
-    return sum(shard.numel * shard.tensor.element_size() for shard in shards)
+    return sum(shard.numel * shard.dtype.itemsize for shard in shards)
 
 
 def _factors(

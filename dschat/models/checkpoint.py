@@ -37,6 +37,7 @@ from dschat.models.load import (
 from dschat.models.lora import check_rank
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 from dschat.models.packing.sequence_parallel import check_ranks
+from dschat.models.quantized import check_quantizable
 from dschat.models.tokenizer import complete_tokenizer, read_tokenizer
 from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
 
@@ -69,9 +70,10 @@ class Checkpoint(CheckpointFiles):
                 method = (
                     settings.get("quant_method", "?") if isinstance(settings, dict) else settings
                 )
+                remedy = ", and quantize it with --load_in_4bit" * (method == "bitsandbytes")
                 raise self.error(
                     f" is quantized ({method}), which neither training nor generation supports; "
-                    "name the checkpoint it was made from"
+                    f"name the checkpoint it was made from{remedy}"
                 )
             return read_config(self)
         except UserError as error:
@@ -151,6 +153,7 @@ class Checkpoint(CheckpointFiles):
         lora_flag: str = "--lora_dim",
         packing: Packing = "auto",
         parallel: int = 1,
+        weight_bits: int = 0,
     ) -> None:
         """Raise ``UserError`` unless this loads as a model of ``kind``.
 
@@ -187,6 +190,8 @@ class Checkpoint(CheckpointFiles):
             raise cannot_pack(model, problem, parallel)
         if lora_dim:
             check_rank(model, lora_dim, lora_modules, lora_flag)
+        if weight_bits:
+            check_quantizable(model, weight_bits)
 
     def check_positions(self, length: int, flags: str, remedy: str) -> None:
         """Raise ``UserError`` if ``length`` tokens exceed its positions, or Doge's window."""
@@ -219,6 +224,7 @@ class Checkpoint(CheckpointFiles):
         attn_implementation: str | None = None,
         num_tokens: int = 0,
         longest_row: int = 0,
+        weight_bits: int = 0,
     ) -> PreTrainedModel:
         """An ``AutoModelForCausalLM`` with exactly these weights, on the CPU or sharded.
 
@@ -227,6 +233,7 @@ class Checkpoint(CheckpointFiles):
             num_tokens: size of the tokenizer; embedding and head grow to it where they are
                 smaller.
             longest_row: tokens of the longest row that the run's flags allow; 0: not known.
+            weight_bits: quantize its linear layers to 4 or 8 bits, on the device; 0: do not.
 
         Raises:
             UserError: not a causal LM, or unreadable, missing, unexpected, reshaped or non-finite
@@ -238,7 +245,7 @@ class Checkpoint(CheckpointFiles):
         if getattr(config.get_text_config(), "tie_word_embeddings", False) and self.has_own_head:
             # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
             config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-        options = dtype, dropout, attn_implementation, longest_row
+        options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
         model, info = from_pretrained(AutoModelForCausalLM, self, config, *options)
         check_weights(model, info, self)
         model.rest = info["rest"]
@@ -257,6 +264,7 @@ class Checkpoint(CheckpointFiles):
         attn_implementation: str | None = None,
         num_tokens: int = 0,
         longest_row: int = 0,
+        weight_bits: int = 0,
     ) -> PreTrainedModel:
         """An ``AutoModelForSequenceClassification(num_labels=1)``; see `language_model`.
 
@@ -273,7 +281,7 @@ class Checkpoint(CheckpointFiles):
         config = copy.deepcopy(self.config)
         config.num_labels = 1
         drop_pad(config)
-        options = dtype, dropout, attn_implementation, longest_row
+        options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
         model, info = from_pretrained(AutoModelForSequenceClassification, self, config, *options)
         if not hasattr(model, "score"):
             raise no_score_head(self, type(model).__name__)

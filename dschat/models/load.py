@@ -45,6 +45,7 @@ from dschat.models.checkpoint_tensors import (
     text_prefix,
 )
 from dschat.models.config_files import muted
+from dschat.models.quantized import dequantized, finish_loading, loading_options
 from dschat.models.row_length import fix_rotary
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
@@ -88,8 +89,12 @@ def from_pretrained(
     attn_implementation: str | None,
     longest_row: int,
     device: str | None = None,
+    weight_bits: int = 0,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and transformers' report of missing, unexpected and reshaped weights."""
+    """The model, and transformers' report of missing, unexpected and reshaped weights.
+
+    ``weight_bits``: quantize the linear layers to so many; 0: do not.
+    """
     if dropout is not None:
         set_dropout(config, dropout)
     fix_rotary(config, longest_row)
@@ -106,6 +111,8 @@ def from_pretrained(
         options["attn_implementation"] = attn_implementation
     if device:
         options["device_map"] = device
+    if weight_bits:
+        options |= loading_options(weight_bits, dtype)
     keys = set(options.get("state_dict") or files.keys)
     prefix, plain = text_prefix(keys)
     if prefix:
@@ -137,6 +144,8 @@ def from_pretrained(
             ": transformers cannot load this family in shards "
             f"({first_line(error.__cause__ or error)}); use ZeRO stage 2 or less"
         ) from error
+    if weight_bits:
+        finish_loading(model, dtype)
     if dropout == 0.0:
         silence_routers(model)
     model.longest_row = longest_row  # `PackedModel.check` reads it
@@ -207,7 +216,7 @@ def check_weights(
     # NOTE: under ZeRO-3 a rank sees only its shards, and all ranks must raise together.
     ranks = dist.gather_objects(not_finite) if is_deepspeed_zero3_enabled() else [not_finite]
     if names := sorted(set().union(*ranks)):
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        dtype = str(model.dtype).removeprefix("torch.")
         raise files.error(
             f" has values that are NaN or infinite (in {dtype}) in "
             f"{len(names)} weights, such as {names[0]}; copy it again, or name a model from before "
@@ -223,7 +232,7 @@ def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
             rest = parameter.ds_numel - dist.rank() * shard.numel()
             yield name, shard[: max(0, rest)]
         else:
-            yield name, parameter.data
+            yield name, dequantized(parameter).data
 
 
 def _unused_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:

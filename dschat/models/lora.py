@@ -33,7 +33,7 @@ logger = logging.getLogger("dschat")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEADS = ("score", "lm_head", "embed_out")
 # PEFT refuses adapters on their out_proj, whose weight Mamba's kernels read.
-_MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _LAYER = re.compile(r"^.*?\.\d+\.")
 _WRAPPER = re.compile(r"\.base_layer(?=\.)")  # one a wrapper: PEFT nests those of fused experts
 
@@ -164,10 +164,11 @@ def _other_linears(model: nn.Module) -> set[str]:
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-        if type(module).__name__ != "FalconLinear"  # the same product in two operations
+        # the same product in other operations
+        if type(module).__name__ not in ("FalconLinear", "Linear4bit", "Linear8bitLt")
     }
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return others | {"out_proj"} if model_type in _MAMBAS else others
+    return others | {"out_proj"} if model_type in MAMBAS else others
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ import dschat.distributed as dist
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.packing.model import PackedModel
 from dschat.models.packing.rows import PackedRows, pack
+from dschat.models.training_engine import full_shape
 
 _ROWS = 64  # of one forward of a `RewardModel`
 
@@ -62,4 +63,4 @@ class RewardModel:
 
 def count_parameters(module: nn.Module) -> int:
     """Number of parameters, unsharded (ZeRO-3 keeps the full count in ``ds_numel``)."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    return sum(full_shape(p).numel() for p in module.parameters())

@@ -16,8 +16,11 @@ import dschat.distributed as dist
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Shape of the whole parameter: under ZeRO-3 its ``ds_shape``, as a rank holds only a shard."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    """Shape of the whole parameter: under ZeRO-3 a rank holds only a shard, and a quantized one
+    (`dschat.models.quantized`) is packed.
+    """
+    sharded = getattr(parameter, "ds_shape", parameter.shape)
+    return torch.Size(getattr(parameter, "whole_shape", sharded))
 
 
 class TrainingEngine(Protocol):

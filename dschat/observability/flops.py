@@ -69,7 +69,9 @@ def _shape_of(model: PreTrainedModel) -> ModelShape:
         if module is head or "lora_" in path or isinstance(module, _WITHOUT_MATRICES):
             continue
         for name, p in module.named_parameters(recurse=False):
-            shape = torch.Size(getattr(p, "ds_shape", p.shape))  # ZeRO-3's shards are flat
+            # ZeRO-3's shards are flat, quantized weights are packed.
+            flat = getattr(p, "whole_shape", getattr(p, "ds_shape", p.shape))
+            shape = torch.Size(flat)
             if len(shape) in (2, 3) and "bias" not in name:
                 share = min(1.0, active / shape[0]) if active and len(shape) == 3 else 1.0
                 outer_inner[any(map(str.isdigit, path.split(".")))] += share * shape.numel()

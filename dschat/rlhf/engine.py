@@ -179,7 +179,7 @@ class DeepSpeedRLHFEngine:
     def _build_reference(self) -> nn.Module | None:
         if self._is_its_own_reference or not self.args.needs_reference:
             return None
-        zero = self._actor_zero.frozen(self.args.offloads("reference"))
+        zero = self._actor_zero.frozen(self.args, "reference")
         return self._frozen_language_model(self.checkpoints.actor, zero)
 
     def _frozen_language_model(self, checkpoint: Checkpoint, zero: ZeroSettings) -> nn.Module:
@@ -189,14 +189,14 @@ class DeepSpeedRLHFEngine:
     def _build_reward(self) -> nn.Module | None:
         if self.checkpoints.reward is None:
             return None
-        zero = self._critic_zero.frozen(self.args.offloads("reward"))
+        zero = self._critic_zero.frozen(self.args, "reward")
         model = ScoreModel(self.checkpoints.reward_model(zero), *self.args.row_form)
         return initialize_frozen(model, zero)
 
     def _build_teacher(self) -> nn.Module | None:
         if self.checkpoints.teacher is None:
             return None
-        zero = self._actor_zero.frozen(self.args.offloads("teacher"))
+        zero = self._actor_zero.frozen(self.args, "teacher")
         return self._frozen_language_model(self.checkpoints.teacher, zero)
 
     def _announce(self) -> None:

@@ -71,9 +71,8 @@ class InitialCheckpoints:
         """Collective. A causal LM that reads the actor's ids."""
         attention, num_tokens = self.args.attn_implementation, num_ids(self.tokenizer)
         with sharded_loading(zero):
-            model = checkpoint.language_model(
-                zero.dtype, dropout, attention, num_tokens, self.args.longest_row
-            )
+            options = dropout, attention, num_tokens, self.args.longest_row, zero.weight_bits
+            model = checkpoint.language_model(zero.dtype, *options)
         if self.args.share_base and checkpoint is self.actor:
             self.base = SharedBase(model)
         return model
@@ -114,6 +113,7 @@ class InitialCheckpoints:
                 self.args.attn_implementation,
                 0 if tokenizer is None else num_ids(tokenizer),
                 self.args.longest_row,
+                zero.weight_bits,
             )
 
 
@@ -149,7 +149,8 @@ def find_checkpoints(
     tokenizer = tokenizer or start.tokenizer(**args.tokenizer_flags)
     found = InitialCheckpoints(args, tokenizer, start)
     lora = args.actor_lora_dim, args.actor_lora_modules, "--actor_lora_dim"
-    start.check("lm", args.attn_implementation, *lora, *args.row_form)
+    bits = args.weight_bits("actor")
+    start.check("lm", args.attn_implementation, *lora, *args.row_form, bits)
     if args.rollout_backend == "vllm":
         installed_release()
     check_tensor_parallel(start.config, args.inference_tp_size, args.rollout_backend)
@@ -167,7 +168,11 @@ def find_checkpoints(
         reward = named if separate else critic or named
         found.reward = Checkpoint(reward, REWARD if separate else CRITIC, trust)
         found.reward_tokenizer, notes = check_reward(
-            found.reward, tokenizer, args.attn_implementation, *args.row_form
+            found.reward,
+            tokenizer,
+            args.attn_implementation,
+            *args.row_form,
+            args.weight_bits("reward"),
         )
         found.notes += notes
     if args.has_critic:
@@ -187,6 +192,7 @@ def check_reward(
     attn_implementation: str | None = None,
     packing: Packing = "auto",
     parallel: int = 1,
+    weight_bits: int = 0,
 ) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
     """Check a reward model for answers in the ids of ``tokenizer``.
 
@@ -196,7 +202,7 @@ def check_reward(
         UserError: missing, not a reward model, or unusable with ``tokenizer``.
     """
     reward.require_reward_model()
-    reward.check("score", attn_implementation, 0, (), "", packing, parallel)
+    reward.check("score", attn_implementation, 0, (), "", packing, parallel, weight_bits)
     own = _tokenizer_of(reward, tokenizer)
     if own is None:
         return None, [f"{reward.name} has no tokenizer: assuming that it shares the actor's"]
@@ -234,7 +240,8 @@ def _find_critic(found: InitialCheckpoints, name: str | None) -> None:
         critic = critic_tokenizer = None
     found.critic = critic = critic or found.actor
     lora = args.critic_lora_dim, args.critic_lora_modules, "--critic_lora_dim"
-    critic.check("score", args.attn_implementation, *lora, *args.row_form)
+    bits = args.weight_bits("critic")
+    critic.check("score", args.attn_implementation, *lora, *args.row_form, bits)
     # Saved with the critic; others pool at the last token that is not padding, so pad != EOS.
     found.critic_tokenizer = copy.deepcopy(critic_tokenizer or tokenizer)
     ensure_distinct_pad(found.critic_tokenizer)
@@ -245,7 +252,8 @@ def _check_teacher(
     teacher: Checkpoint, args: RLHFConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise ``UserError`` unless it is a causal LM that reads the actor's ids."""
-    teacher.check("lm", args.attn_implementation, 0, (), "", *args.row_form)
+    bits = args.weight_bits("teacher")
+    teacher.check("lm", args.attn_implementation, 0, (), "", *args.row_form, bits)
     own = _tokenizer_of(teacher, tokenizer)
     if own is not None and not same_ids(tokenizer, own):
         raise teacher.error(

@@ -74,6 +74,7 @@ class ZeroSettings:
     offload_parameters: bool = False
     max_grad_norm: float = 1.0
     overrides: Mapping[str, Any] = field(default_factory=dict)  # from the user's JSON file
+    weight_bits: int = 0  # of quantized linear layers: 4 or 8; 0: not quantized
 
     @classmethod
     def of(
@@ -89,16 +90,18 @@ class ZeroSettings:
             offload_parameters=config.offloads_parameters(model),
             max_grad_norm=config.max_grad_norm,
             overrides=config.deepspeed_overrides(model, world_size),
+            weight_bits=config.weight_bits(model or "model"),
         )
 
     @property
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
-    def frozen(self, offload: bool) -> "ZeroSettings":
-        """Settings of a frozen model. It is sharded where its trained twin is, or where it is
-        offloaded to CPU memory (``offload``).
+    def frozen(self, config: CommonConfig, name: str) -> "ZeroSettings":
+        """Settings of the frozen reference, reward model or teacher (``name``), whose trained twin
+        has these. It is sharded where that is, or where it is offloaded to CPU memory.
         """
+        offload = config.offloads(name)
         zero = {
             key: value
             for key, value in self.overrides.get("zero_optimization", {}).items()
@@ -109,6 +112,7 @@ class ZeroSettings:
             self.dtype,
             offload_parameters=offload,
             overrides={**self.overrides, "zero_optimization": zero},
+            weight_bits=config.weight_bits(name),
         )
 
     @property
@@ -128,7 +132,8 @@ class ZeroSettings:
         parts = {"optimizer": self.offload_optimizer, "parameters": self.offload_parameters}
         offloaded = " and ".join(name for name, is_offloaded in parts.items() if is_offloaded)
         where = f", {offloaded} in CPU memory" if offloaded else ""
-        return f"ZeRO-{self.used_stage}{raised}{where}"
+        bits = f", linear layers in {self.weight_bits} bits" if self.weight_bits else ""
+        return f"ZeRO-{self.used_stage}{raised}{where}{bits}"
 
 
 def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:

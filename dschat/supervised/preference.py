@@ -86,7 +86,7 @@ def load_reference(
     """
     if not config.loads_reference:
         return None
-    frozen = zero.frozen(config.offloads("reference"))
+    frozen = zero.frozen(config, "reference")
     model = LanguageModel(load(frozen, 0.0), *config.row_form)
     return initialize_frozen(model, frozen)
 

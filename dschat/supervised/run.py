@@ -78,6 +78,7 @@ def _train_reward_model(
             attn_implementation=config.attn_implementation,
             num_tokens=num_ids(base.tokenizer),
             longest_row=config.max_seq_len,
+            weight_bits=zero.weight_bits,
         )
     ends = stop_ids(base.tokenizer)
     files = setup.HubFiles(model.config, base.tokenizer, ends)

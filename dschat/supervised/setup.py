@@ -67,7 +67,8 @@ def read_base(config: SupervisedConfig, kind: Literal["lm", "score"]) -> Base:
     trust = config.trust_remote_code
     checkpoint = Checkpoint(name, BASE, trust)
     lora = config.lora_dim, config.lora_modules, "--lora_dim"
-    checkpoint.check(kind, config.attn_implementation, *lora, *config.row_form)
+    bits = config.weight_bits()
+    checkpoint.check(kind, config.attn_implementation, *lora, *config.row_form, bits)
     checkpoint.check_positions(config.max_seq_len, "--max_seq_len", "lower it")
     source = checkpoint
     if config.tokenizer_name_or_path:
@@ -81,7 +82,7 @@ def load_policy(
     """Collective. ``base`` as a causal LM in ``zero``'s layout; dropout None: the model's own."""
     options = dropout, config.attn_implementation, num_ids(base.tokenizer), config.max_seq_len
     with sharded_loading(zero):
-        model = base.checkpoint.language_model(zero.dtype, *options)
+        model = base.checkpoint.language_model(zero.dtype, *options, zero.weight_bits)
     announce_rest(model)
     return model
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, set_seed
 import dschat.distributed as dist
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.models.lora import prepare_for_training
+from dschat.models.quantized import finish_loading, loading_options
 from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
 from dschat.runtime.optimizer_step import OptimizerStep
@@ -36,10 +37,11 @@ class Spec:
     lora: bool = False
     offload: bool = False
     model: str = "llama"
+    bits: int = 0  # of quantized weights
 
     @property
     def name(self) -> str:
-        extras = "_lora" * self.lora + "_offload" * self.offload
+        extras = "_lora" * self.lora + "_offload" * self.offload + f"_{self.bits}" * bool(self.bits)
         return f"{self.model}_z{self.zero}_{self.dtype}{extras}"
 
 
@@ -75,7 +77,10 @@ class SmallRun:
         )
         path = _saved_model(spec.model, folder)
         with sharded_loading(zero):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=zero.dtype)
+            quantized = loading_options(spec.bits, zero.dtype) if spec.bits else {}
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=zero.dtype, **quantized)
+        if spec.bits:
+            finish_loading(model, zero.dtype)
         modules = ["q_proj", "v_proj"]
         model = prepare_for_training(
             model, False, 4 if spec.lora else 0, 0.0, modules, True, "--lora_modules"

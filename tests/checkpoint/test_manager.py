@@ -14,8 +14,9 @@ TWO = [
     *(Spec(0, lora=True), Spec(2, lora=True), Spec(3, lora=True)),
     *(Spec(2, offload=True), Spec(3, offload=True), Spec(2, BF16, offload=True)),
     *(Spec(2, model="llama_tied"), Spec(3, model="llama_tied")),
+    *(Spec(2, lora=True, bits=4), Spec(2, BF16, lora=True, bits=4), Spec(1, lora=True, bits=8)),
 ]
-HERE = [Spec(0, model="gpt2"), Spec(3, lora=True)]  # GPT-2 has dropout
+HERE = [Spec(0, model="gpt2"), Spec(3, lora=True), Spec(0, lora=True, bits=4)]  # GPT-2 has dropout
 
 
 def specs(quick, slow):

@@ -168,7 +168,7 @@ def test_one_file_for_both_models_or_each_its_own(file):
 
     assert buckets(config) == [1000, 1000]
     assert buckets(replace(config, critic_deepspeed_config=own)) == [1000, 2000]
-    frozen = zero_settings(config, "actor").frozen(offload=False)
+    frozen = zero_settings(config, "actor").frozen(config, "reward")
     assert deepspeed_config(frozen)["zero_optimization"]["reduce_bucket_size"] == 1000
 
 
@@ -177,11 +177,12 @@ def test_a_frozen_model_is_offloaded_by_its_own_flag_alone(file):
     config = RLHFConfig(**MODELS, actor_deepspeed_config=path, dtype="fp32", actor_zero_stage=3)
     zero = zero_settings(config, "actor")
     assert zero.offload_parameters
-    assert "offload_param" not in deepspeed_config(zero.frozen(False))["zero_optimization"]
-    assert "offload_param" in deepspeed_config(zero.frozen(True))["zero_optimization"]
+    away = replace(config, offload=["frozen"])
+    frozen = [deepspeed_config(zero.frozen(c, "reference")) for c in (config, away)]
+    assert ["offload_param" in each["zero_optimization"] for each in frozen] == [False, True]
     critic = zero_settings(config, "critic")
-    assert critic.frozen(False).stage == 0
-    assert critic.frozen(True).stage == 3
+    assert critic.frozen(config, "reward").stage == 0
+    assert critic.frozen(away, "reward").stage == 3
 
 
 def zero(**section):

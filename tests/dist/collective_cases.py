@@ -42,7 +42,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
 def _through_deepspeed() -> list[Any]:
     layer = nn.Linear(600, 600, bias=False)
     layer.weight.data = torch.arange(360_000.0).remainder(7).view(600, 600)
-    frozen = initialize_frozen(layer, ZeroSettings(3, torch.float32).frozen(offload=False))
+    frozen = initialize_frozen(layer, ZeroSettings(3, torch.float32))
     calls, original = [], dist.gather_on_host
 
     def counted(*args: Any) -> bool:

@@ -48,7 +48,8 @@ def build_preference(case: Case, models: Path, out: Path):
 
     def load(zero: ZeroSettings, dropout: float):
         with sharded_loading(zero):
-            return Checkpoint(path, "--model_name_or_path").language_model(zero.dtype, dropout)
+            checkpoint = Checkpoint(path, "--model_name_or_path")
+            return checkpoint.language_model(zero.dtype, dropout, weight_bits=zero.weight_bits)
 
     model = load(zero, 0.0)
     files = setup.HubFiles(model.config, tokenizer, (EOS,))

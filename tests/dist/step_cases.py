@@ -80,7 +80,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        values = {k: "+".join(v) if k == "offload" else v for k, v in self.options}
+        joined = ("offload", "load_in_4bit", "load_in_8bit")
+        values = {k: "+".join(v) if k in joined else v for k, v in self.options}
         extras = "_".join(f"{k}-{v}" for k, v in values.items())
         shares = "-".join(map(str, self.shares))
         parts = (
@@ -210,12 +211,16 @@ def build_supervised(case: Case, models: Path, out: Path):
                 from_base=True,
                 num_tokens=num_ids(tokenizer),
                 dropout=config.dropout,
+                weight_bits=zero.weight_bits,
             )
         wrap, task = ScoreModel, tasks.RewardTask()
     else:
         with sharded_loading(zero):
             model = Checkpoint(path, flag).language_model(
-                zero.dtype, config.dropout, num_tokens=num_ids(tokenizer)
+                zero.dtype,
+                config.dropout,
+                num_tokens=num_ids(tokenizer),
+                weight_bits=zero.weight_bits,
             )
         wrap, task = LanguageModel, tasks.SFTTask()
     stops = (EOS,) if case.step == "sft" else ()

@@ -19,7 +19,10 @@ BEFORE = (("precompute_ref_logprobs", True),)
 BUDGET = (("max_tokens_per_micro_batch", 60),)
 AWAY = (("offload", ("reference",)),)
 HERE = [Case("dpo", 0, 4, options=LORA + BEFORE)]
-TWO = [Case("kto", 2, 2, options=BUDGET)]
+TWO = [
+    Case("kto", 2, 2, options=BUDGET),
+    Case("dpo", 1, 2, options=(*LORA, ("load_in_4bit", ("all",)))),
+]
 SLOW = [
     Case(loss, zero, 2, options=options)
     for loss in ("dpo", "ipo", "kto")
@@ -43,7 +46,9 @@ SIGNS = {"rewards/accuracies", "eval/rewards/accuracies"}  # of margins that may
 
 def plain(case):
     """The same run in one process, ZeRO 0, whole batches, with a frozen copy as the reference."""
-    kept = tuple((name, value) for name, value in case.options if "lora" in name)
+    kept = tuple(
+        (name, value) for name, value in case.options if "lora" in name or "load_in" in name
+    )
     return replace(case, zero=0, micro=GLOBAL_BATCH, options=kept)
 
 

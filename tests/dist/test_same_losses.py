@@ -61,6 +61,10 @@ TOP_LORA = TOP + (("actor_lora_dim", 4), ("advantage_estimator", "rloo"))
 REPLAY = BUDGET + (("moe_routing_replay", True), ("old_logprobs", "recompute"))
 # Three models on the actor's weights.
 SHARED = (("actor_lora_dim", 4), ("critic_lora_dim", 4), ("share_base", True))
+# 4 bits: frozen models and those with adapters, of one step.
+QUANTIZED = (*LORA, ("load_in_4bit", ("all",)))
+ALL_QUANTIZED = (("actor_lora_dim", 4), ("critic_lora_dim", 4), ("load_in_4bit", ("all",)))
+ALL_QUANTIZED += (("teacher_model_name_or_path", "llama"), ("distill_coef", 0.2))
 GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding has rows
 # A pairwise selection over step, ZeRO stage, micro-batch and shares of prompts; all of it is marked
 # slow.
@@ -123,6 +127,8 @@ SLOW_TWO += [
     Case("ppo", 0, 4, reward="llama_adapted", shares=(3, 5), options=SHARED),
     Case("ppo", 1, 2, "gpt2", "gpt2_adapted", options=SHARED),
     Case("ppo", 2, 4, reward="llama_adapted", iterations=1, options=SHARED + SP),
+    Case("sft", 2, 2, options=QUANTIZED + (("gradient_checkpointing", True),)),
+    Case("ppo", 1, 4, iterations=1, shares=(3, 5), options=ALL_QUANTIZED),
 ]
 SLOW_TWO += [Case("sft", 3, 4, model) for model in ("nemotron_h", "mixtral")]
 CHECKPOINTED = (("gradient_checkpointing", True),)

@@ -17,12 +17,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
 )
 
 LORA = (("lora_dim", 4),)
 LORA_BOTH = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 SHARED = (*LORA_BOTH, ("share_base", True))
+LORA_4BIT = (*LORA, ("load_in_4bit", ("all",)))
+BOTH_4BIT = (*LORA_BOTH, ("load_in_4bit", ("all",)))
 # As test_settings.py has it: one run serves both.
 OFFLOADED = (("offload", ("optimizer",)), *LORA_BOTH, ("deepspeed_config", "settings.json"))
 OFFLOADED += (("align_overflow", True), ("actor_zero_stage", 2), ("critic_zero_stage", 3))
@@ -33,10 +36,15 @@ HERE = [
     Case("reward", 3, 8),
     Case("reward", 0, 8, model="opt_350m", options=LORA),
     Case("ppo", 0, 8),
+    Case("sft", 0, 8, options=LORA_4BIT),
+    Case("reward", 0, 8, model="opt_350m", options=LORA_4BIT),
+    Case("sft", 2, 8, options=(*LORA, ("load_in_8bit", ("all",)))),
+    Case("ppo", 0, 8, iterations=1, options=BOTH_4BIT),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
     Case("reward", 3, 4, model="llama_padeos"),
+    Case("ppo", 2, 4, iterations=1, options=BOTH_4BIT),
     Case("ppo", 0, 4, iterations=1, options=OFFLOADED),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
@@ -90,6 +98,7 @@ def check_saved(case, result, folder):
         assert_logprobs(whole(AutoModelForCausalLM, folder), result["probe"])
         assert GenerationConfig.from_pretrained(folder).eos_token_id == EOS
     else:
+        assert max(result["gap"]) < 1e-5  # between rollout and training
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor"), result["probe"])
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor_ema"), result["ema_probe"])
         critic = whole(AutoModelForSequenceClassification, folder / "critic")
@@ -101,28 +110,42 @@ def check_saved(case, result, folder):
     assert not list(folder.glob("**/.*.saving")), "a half-written folder was left behind"
 
 
+def quantized(options):
+    """How PEFT's users load the base of a run with these ``options``."""
+    bits = [bits for bits in (4, 8) if options.get(f"load_in_{bits}bit")]
+    if not bits:
+        return {}
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    settings |= {f"load_in_{bits[0]}bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    return {"quantization_config": BitsAndBytesConfig(**settings)}
+
+
 def check_adapters(case, result, folder, models):
     options = dict(case.options)
+    how = quantized(options)
     if case.step == "ppo":
         kept = bool(options.get("actor_lora_dim")) and options.get("only_optimize_lora", True)
         assert (folder / "actor" / "adapter").exists() == kept
         if not kept:
             return
-        base = AutoModelForCausalLM.from_pretrained(models / case.model)
+        base = AutoModelForCausalLM.from_pretrained(models / case.model, **how)
         with_adapter = PeftModel.from_pretrained(base, folder / "actor" / "adapter").eval()
         assert_logprobs(with_adapter, result["probe"])
         with with_adapter.disable_adapter():
             assert_logprobs(with_adapter, result["ref_probe"])
         of_critic = case.model if options.get("share_base") else case.reward
-        base = AutoModelForSequenceClassification.from_pretrained(models / of_critic, num_labels=1)
+        base = AutoModelForSequenceClassification.from_pretrained(models / of_critic, **how)
         critic = PeftModel.from_pretrained(base, folder / "critic" / "adapter").eval()
         ids, mask = padded_probes(base.config.pad_token_id)
         with torch.no_grad():
             logits = critic(input_ids=ids, attention_mask=mask.long()).logits
         assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])
     elif case.step == "sft" and "lora_dim" in options:
-        base = AutoModelForCausalLM.from_pretrained(models / case.model)
-        adapter = PeftModel.from_pretrained(base, folder / "adapter").eval()
+        base = AutoModelForCausalLM.from_pretrained(models / case.model, **how)
+        # In evaluation bitsandbytes' 8-bit layers round their inputs too.
+        adapter = PeftModel.from_pretrained(base, folder / "adapter").train(
+            "load_in_8bit" in options
+        )
         assert_logprobs(adapter, result["probe"])
 
 

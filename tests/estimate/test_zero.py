@@ -5,7 +5,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from dschat.estimate import zero
-from dschat.estimate.zero import Held, training_bytes
+from dschat.estimate.zero import Held, frozen_bytes, training_bytes
 from dschat.runtime.deepspeed_engine import ZeroSettings
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -47,6 +47,17 @@ def test_weights_gradients_and_optimizer_by_hand(case):
     computed = t.weights, optimizer, t.per_gradient, t.partition, t.gradients
     weights, states, per_gradient, partition, gradients = BY_HAND[case]
     assert computed == (Held(weights), Held(states), per_gradient, partition, Held(gradients))
+
+
+@pytest.mark.parametrize(("bits", "weights"), [(4, 320 + 2 * 200), (8, 600 + 2 * 200), (0, 1600)])
+def test_quantized_by_hand(bits, weights):
+    """600 of 800 weights in linear layers, of which the largest has 256: half a byte each, and for
+    every 64 a scale of a byte, and 4 bytes for 256 scales.
+    """
+    settings = ZeroSettings(2, BF16, weight_bits=bits)
+    held, gathered = frozen_bytes(800, settings, 1, (600, 256))
+    assert held.device == pytest.approx(weights, abs=11)
+    assert gathered == (512 if bits else 0)
 
 
 def test_lora_by_hand():

@@ -19,6 +19,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout
 from dschat.inference import InferenceEngine, hf_generator, module_engine
 from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.models.checkpoint import Checkpoint
 
 # -- choices ---------------------------------------------------------------------------------------
 
@@ -83,6 +84,40 @@ def test_one_line_says_what_was_chosen(zero, lora, settings, said):
     line = form.describe()
     assert "\n" not in line
     assert [words for words in said if words not in line] == []
+
+
+# -- quantized weights -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("settings", "said", "copies"),
+    [
+        ({}, "the Hugging Face module on training's own weights", False),
+        ({"layout": "zero_copy"}, "the Hugging Face module on training's own weights", False),
+        ({"layout": "copy"}, "its own copy (", True),
+        ({"lora": "side"}, "its own copy (", True),
+    ],
+)
+def test_quantized_weights_are_read_in_place_or_copied_whole(bits, settings, said, copies, tiny):
+    checkpoint = Checkpoint(tiny("llama"), "--actor_model_name_or_path")
+    actor = Actor(checkpoint.language_model(torch.float32, weight_bits=bits), 0, lora=True)
+    form = actor.form(**settings)
+    assert said in form.describe()
+    assert isinstance(form, EngineRollout) == copies
+    for _ in range(2):
+        answers = form.enter(actor.version).generate(PROMPTS, SAMPLED)
+        form.leave()
+        assert actor.gap(PROMPTS, answers) < 1e-4
+        actor.step()
+    assert actor.gap(PROMPTS, answers) > 0.01  # older adapters would have shown
+
+
+def test_quantized_weights_are_not_borrowed_by_the_table_s_decoder(tiny):
+    checkpoint = Checkpoint(tiny("llama"), "--actor_model_name_or_path")
+    actor = Actor(checkpoint.language_model(torch.float32, weight_bits=4), 0, lora=True)
+    with pytest.raises(UserError, match=r"--rollout_layout zero_copy .*auto, if quantized"):
+        actor.form(layout="zero_copy", lora="side")
 
 
 # -- families outside the table --------------------------------------------------------------------

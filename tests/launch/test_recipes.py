@@ -47,10 +47,14 @@ PUBLISHED = {
     "openrlhf-13b": ((4, 8, 1), OPENRLHF, LONG, (256, 256, 1024, 128)),
     "openrlhf-34b": ((6, 8, 4), OPENRLHF, LONG, (None, None, 1152, 144)),
     "openrlhf-70b": ((4, 8, 8), OPENRLHF, LONG, (256, 256, 1024, 128)),
+    "qlora-8b-24gb": (  # ten times the rates of full fine-tuning
+        *((1, 1, 1), (2e-4, 1e-4, 3e-5, None), (2048, 2048, 512, 1024)),
+        (128, 64, None, None),
+    ),
     "qwen3-8b": ((None,) * 3, (2e-5, 1e-5, 3e-6, 3e-6), (2048, 2048, 512, 1024), (None,) * 4),
 }
-# rank of steps 1 and 2, of actor and critic; the scale is 1 / rank
-RANKS = {"llama-2-7b-lora": (128, 128, 64, 64)} | dict.fromkeys(
+# rank of steps 1 and 2, of actor and critic; the scale is 1 / rank, of QLoRA's 2
+RANKS = {"llama-2-7b-lora": (128, 128, 64, 64), "qlora-8b-24gb": (32, 32, 32, 0)} | dict.fromkeys(
     ("opt-13b", "opt-30b-lora", "opt-66b", "opt-175b"), (128, 0, 128, 0)
 )
 
@@ -123,7 +127,9 @@ def test_a_recipe_has_the_published_numbers(name):
         assert known == list(published)
     ranks = (sft.lora_dim, reward.lora_dim, last.actor_lora_dim, last.critic_lora_dim)
     assert ranks == RANKS.get(name, (0, 0, 0, 0))
-    assert {c.lora_alpha for c in (sft, reward, last)} == {1.0 if any(ranks) else 0.0}
+    assert {c.lora_alpha for c in (sft, reward, last)} == {
+        1.0 if any(ranks) and "qlora" not in name else 0.0
+    }
 
 
 def test_a_recipe_names_the_source_of_its_numbers():

@@ -1,0 +1,104 @@
+"""Frozen linear layers in 4 or 8 bits (QLoRA): bitsandbytes' layers, loaded by transformers.
+
+Embeddings, heads, norms and adapters stay in the run's dtype. A product is always that of the input
+with the dequantized weight, whatever the device and the batch: rollout, scoring and training agree,
+and so does the merged model that is saved.
+
+Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314): NF4 with double quantization.
+"""
+
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import dschat.distributed as dist
+from dschat.config import UserError
+from dschat.models.lora import MAMBAS, expert_parameters
+
+
+def check_quantizable(model: PreTrainedModel, bits: int) -> None:
+    """Raise ``UserError`` unless bitsandbytes is installed and can quantize ``model``'s layers."""
+    flag, name = f"--load_in_{bits}bit", type(model).__name__
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{flag}: bitsandbytes is not installed; pip install 'dschat[qlora]'")
+    found = {
+        "in fused experts": bool(expert_parameters(model)),
+        "in Conv1D layers": any(isinstance(module, Conv1D) for module in model.modules()),
+        "read by Mamba's kernels": model.config.model_type in MAMBAS,
+    }
+    for fault in (fault for fault, is_so in found.items() if is_so):
+        raise UserError(
+            f"{flag}: weights of a {name} are {fault}, which does not go with bitsandbytes; leave "
+            "it out, or choose another model"
+        )
+
+
+def loading_options(bits: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments for ``from_pretrained``: layers are quantized on the device while they load."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings, "device_map": {"": dist.device()}}
+
+
+def finish_loading(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Note shape and dtype of the dequantized weights; fix what layers compute and what of them is
+    in a state: checkpoints leave frozen weights out, with their scales.
+    """
+    for layer in model.modules():
+        kind = type(layer).__name__
+        if kind not in ("Linear4bit", "Linear8bitLt"):
+            continue
+        layer.weight.whole_shape = torch.Size((layer.out_features, layer.in_features))
+        layer.weight.whole_dtype = dtype
+        layer._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, layer)
+        if kind == "Linear4bit":
+            # NOTE: else evaluation on some CPUs would multiply in bf16, whatever the dtype.
+            layer.support_avx512bf16_for_cpu = False
+        else:
+            layer.forward = MethodType(_weight_only, layer)
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and not is_quantized(parameter):
+            parameter.data = parameter.data.clone()  # of a view all files would stay in memory
+    # A save holds dequantized weights, and what reads the configuration must not expect others.
+    del model.config.quantization_config
+
+
+def _weight_only(layer: Any, x: Tensor) -> Tensor:
+    """The forward of an 8-bit layer. bitsandbytes' own rounds inputs to 8 bits too, by the largest
+    of a batch, except in training on a CPU.
+    """
+    from bitsandbytes.autograd._functions import MatMul8bitFp
+
+    layer.state.CB, layer.state.SCB = layer.weight.data, layer.weight.SCB
+    y: Tensor = MatMul8bitFp.apply(x, layer.weight, None, layer.bias, layer.state)
+    return y
+
+
+def is_quantized(weight: Tensor) -> bool:
+    return hasattr(weight, "whole_dtype")
+
+
+def whole_dtype(weight: Any) -> torch.dtype:
+    """The dtype of `dequantized`."""
+    return getattr(weight, "whole_dtype", weight.dtype)
+
+
+def dequantized(weight: Any) -> Tensor:
+    """``weight``; if it is quantized, the values that products read."""
+    if not is_quantized(weight):
+        return weight
+    from bitsandbytes import functional
+
+    if hasattr(weight, "quant_state"):
+        return functional.dequantize_4bit(weight.data, weight.quant_state).to(weight.whole_dtype)
+    return functional.int8_vectorwise_dequant(weight.data, weight.SCB).to(weight.whole_dtype)

@@ -1,0 +1,70 @@
+"""Planned memory of quantized weights: that of the loaded ones, and of the recipe on 24 GB."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from estimates import estimated, rlhf_fields
+from tiny_models import ensure
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from dschat.config.renamed import translated
+from dschat.estimate.devices import GIB
+from dschat.models.checkpoint import Checkpoint
+
+RECIPE = Path(__file__).parents[2] / "training/recipes/qlora-8b-24gb.yaml"
+
+
+def held_bytes(model):
+    """Bytes of the weights of a loaded model, with their scales."""
+    total = 0
+    for parameter in model.parameters():
+        total += parameter.nbytes
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            total += state.absmax.nbytes + state.state2.absmax.nbytes
+    return total
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_planned_weights_are_those_loaded(bits, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    loaded = Checkpoint(tmp_path, "--model").language_model(torch.bfloat16, weight_bits=bits)
+    fields = {f"load_in_{bits}bit": ["actor"], "actor_lora_dim": 4}
+    step, _ = estimated(rlhf_fields(str(tmp_path)) | fields)
+    adapters = step.present[0].sizes.trained
+    planned = step.modes[0].items["actor weights"] - 2 * adapters
+    assert planned == pytest.approx(held_bytes(loaded), rel=0.005)
+
+
+def test_the_rollout_reads_training_weights_unless_told(tmp_path):
+    fields = rlhf_fields(ensure(tmp_path, "llama")) | {"actor_lora_dim": 4}
+    quantized = {"load_in_4bit": ["actor"]}
+    for knobs, weights in ((quantized, 0), (quantized | {"rollout_layout": "copy"}, 2)):
+        step, _ = estimated(fields | knobs)
+        whole = step.present[0].sizes.total - step.present[0].sizes.trained
+        assert step.rollout.weights == weights * whole
+
+
+def qwen3(folder, hidden, inner, layers, heads, tied):
+    Qwen3Config(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, head_dim=128,
+        num_attention_heads=heads, num_key_value_heads=8, vocab_size=151936,
+        tie_word_embeddings=tied, architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def test_the_recipe_fits_on_24_gib(tmp_path):
+    """8.19B weights, as Qwen3-8B has: 6.95B of its linear layers at 0.516 bytes, 1.24B at 2."""
+    recipe = yaml.safe_load(RECIPE.read_text())
+    fields = translated(recipe["common"] | recipe["step3"])
+    fields["actor_model_name_or_path"] = qwen3(tmp_path / "8b", 4096, 12288, 36, 32, False)
+    fields["reward_model_name_or_path"] = qwen3(tmp_path / "0.6b", 1024, 3072, 28, 16, True)
+    step, _ = estimated(fields, gib=24)
+    adapters = 2 * step.present[0].sizes.trained / GIB
+    assert step.modes[0].items["actor weights"] / GIB - adapters == pytest.approx(5.66, abs=0.02)
+    assert step.fits
+    assert step.peak.total < 0.9 * step.device.memory
