@@ -37,9 +37,8 @@ class DeepSpeedConfig(QuantizedConfig):
     )
     offload: Optional[list[str]] = speed_flag(
         None,
-        "Keep in CPU memory: optimizer, params (ZeRO-3), activations (what gradient checkpointing "
-        "keeps), reference, reward, teacher, frozen (those three), rollout (optimizer states in "
-        "rollouts); no value or auto: the first two.",
+        "Keep in CPU memory: optimizer, params (ZeRO-3), activations, reference, reward, teacher, "
+        "frozen (those three), rollout (states, in rollouts); no value or auto: the first two.",
         short=True,
         nargs="*",
     )
