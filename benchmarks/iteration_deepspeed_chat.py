@@ -166,7 +166,7 @@ class DeepSpeedChatRLHF:
         # NOTE: eos_token_id=None in a call of `generate` would mean the model's EOS.
         actor.generation_config.eos_token_id = None
         self.actor = self._trained(actor, "actor")
-        frozen = self.zero.frozen(False)
+        frozen = self.zero.frozen(args, "reference")
         self.ref = initialize_frozen(self._load(AutoModelForCausalLM, "actor", folder), frozen)
         self.critic = self.reward = None
         if case.task == "ppo":

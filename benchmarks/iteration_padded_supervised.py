@@ -39,11 +39,11 @@ class PaddedSupervised:
         self.zero = zero_settings(self.config)
         wrap = ScoreEveryColumn if case.task == "rm" else lambda model: model
         self.engine = build_engine(
-            self._load(), self.config, self.zero, SCHEDULE_STEPS, lambda model, _: wrap(model)
+            self._load(), self.config, self.zero, SCHEDULE_STEPS, lambda model, *_: wrap(model)
         )
         self.ref = None
         if case.task == "dpo":
-            self.ref = initialize_frozen(self._load(), self.zero.frozen(False))
+            self.ref = initialize_frozen(self._load(), self.zero.frozen(self.config, "reference"))
         self.loss = {"sft": self._sft_loss, "rm": self._rm_loss, "dpo": self._dpo_loss}[case.task]
 
     def _load(self) -> Any:

@@ -134,6 +134,7 @@ def check_adapters(case, result, folder, models):
         with with_adapter.disable_adapter():
             assert_logprobs(with_adapter, result["ref_probe"])
         of_critic = case.model if options.get("share_base") else case.reward
+        how |= {"num_labels": 1}
         base = AutoModelForSequenceClassification.from_pretrained(models / of_critic, **how)
         critic = PeftModel.from_pretrained(base, folder / "critic" / "adapter").eval()
         ids, mask = padded_probes(base.config.pad_token_id)

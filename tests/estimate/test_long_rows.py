@@ -26,17 +26,13 @@ def llama_8b(tmp_path_factory):
 def test_the_recipe_fits_on_eight_gpus(llama_8b):
     """One row of 64k tokens on 8 ranks: inputs of 32 layers are 2 GiB on each host process."""
     recipe = yaml.safe_load(RECIPE.read_text())
-    for number, name in ((1, "model_name_or_path"), (3, "actor_model_name_or_path")):
-        fields = translated(recipe["common"] | recipe[f"step{number}"]) | {name: llama_8b}
-        step, make = estimated(fields, number, num_processes=8)
-        assert step.fits
-        training = next(mode for mode in step.modes if mode.name == "training")
-        shared = training.items["activations"]
-        assert shared < 4 * 2**30
-        assert step.host["activations"] == pytest.approx(2 * 2**30, rel=0.04)
-        alone = make(type(step.config)(**fields | {"sequence_parallel_size": 1}), 8)
-        training = next(mode for mode in alone.modes if mode.name == "training")
-        assert training.items["activations"] > 2.5 * shared
+    fields = translated(recipe["common"] | recipe["step3"])
+    fields["actor_model_name_or_path"] = llama_8b
+    step, _ = estimated(fields, num_processes=8)
+    assert step.fits
+    training = next(mode for mode in step.modes if mode.name == "training")
+    assert training.items["activations"] < 4 * 2**30
+    assert step.host["activations"] == pytest.approx(2 * 2**30, rel=0.04)
 
 
 def test_ranks_share_the_activations(tiny):
