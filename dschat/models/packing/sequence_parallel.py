@@ -8,7 +8,7 @@ return to the rank whose row they belong to. So batches, losses and optimizer st
 it, and the gradient is that of one rank for each row: every rank has a part of each sum.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -168,37 +168,41 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
 
     NOTE: it waits for the device, once in a forward: sizes are not known before.
     """
-    fields = ("input_ids", "position_ids", "columns", "targets", "candidates", "experts")
-    given = [None if (x := getattr(rows, f)) is None else x.cpu().numpy() for f in fields]
-    members = group.gather_objects((rows.num_rows, rows.lengths, rows.segments.groups, *given))
-    starts = np.cumsum([0, *(len(m[3]) for m in members)])
-    firsts = np.cumsum([0, *(len(m[5]) for m in members)])
+    names = ("input_ids", "position_ids", "columns", "targets", "candidates", "experts")
+    given = {name: getattr(rows, name) for name in names}
+    own = {name: None if x is None else x.cpu().numpy() for name, x in given.items()}
+    own |= {"num_rows": rows.num_rows, "lengths": rows.lengths, "segments": rows.segments.groups}
+    members = group.gather_objects(own)
+    starts = np.cumsum([0, *(len(m["input_ids"]) for m in members)])
+    firsts = np.cumsum([0, *(len(m["columns"]) for m in members)])
     total, me = int(starts[-1]), group.rank
     cuts = [total * r // group.size for r in range(group.size + 1)]
-    places = np.concatenate([m[5] + start for m, start in zip(members, starts, strict=False)])
-    mine = np.flatnonzero((cuts[me] <= places) & (places < cuts[me + 1]))
+    part = slice(cuts[me], cuts[me + 1])
+    columns = [m["columns"] + start for m, start in zip(members, starts, strict=False)]
+    places = np.concatenate(columns)
+    mine = np.flatnonzero((part.start <= places) & (places < part.stop))
 
-    def joined(field: int, chosen: slice | np.ndarray) -> Tensor:
-        return torch.from_numpy(np.concatenate([m[field] for m in members])[chosen])
+    def joined(name: str, chosen: slice | np.ndarray) -> Tensor:
+        return torch.from_numpy(np.concatenate([m[name] for m in members])[chosen])
 
-    part, experts = slice(cuts[me], cuts[me + 1]), None
-    if sizes := [m[8].shape[1:] for m in members if m[8] is not None]:  # a dummy has none
-        of = (np.full((len(m[3]), *sizes[0]), -1) if m[8] is None else m[8] for m in members)
-        experts = torch.from_numpy(np.concatenate([*of])[part])
+    if sizes := [m["experts"].shape[1:] for m in members if m["experts"] is not None]:
+        for m in (m for m in members if m["experts"] is None):  # a dummy
+            m["experts"] = np.full((len(m["input_ids"]), *sizes[0]), -1)
     spread = Spread(group, tuple(np.diff(cuts).tolist()))
-    share = PackedRows(
-        input_ids=joined(3, part),
-        position_ids=joined(4, part),
-        columns=torch.from_numpy(places[mine] - cuts[me]),
-        targets=joined(6, mine),
+    share = replace(
+        rows,
+        input_ids=joined("input_ids", part),
+        position_ids=joined("position_ids", part),
+        columns=torch.from_numpy(places[mine] - part.start),
+        targets=joined("targets", mine),
         row_of=rows.row_of[:0],
         padded_ids=rows.padded_ids[:0],
         padded_columns=rows.padded_columns[:0],
-        segments=Segments(tuple(g for m in members for g in m[2]), spread=spread),
-        num_rows=sum(m[0] for m in members),
-        lengths=tuple(n for m in members for n in m[1]),
-        candidates=None if rows.candidates is None else joined(7, mine),
-        experts=experts,
+        segments=Segments(tuple(g for m in members for g in m["segments"]), spread=spread),
+        num_rows=sum(m["num_rows"] for m in members),
+        lengths=tuple(n for m in members for n in m["lengths"]),
+        candidates=None if rows.candidates is None else joined("candidates", mine),
+        experts=joined("experts", part) if sizes else None,
     )
     device = rows.input_ids.device
     return Share(
