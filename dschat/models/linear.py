@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from dschat.config.cuda_kernels import cuda_kernels
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Product, Shape
+from dschat.models.recompute import run_in_pieces, runs_in_pieces
 
 _MAX_SIDE = 1024  # of the weight that is timed; beyond it the ratio of the libraries is constant
 _ROWS = 256
@@ -158,8 +159,10 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
         return
     from transformers.integrations.liger import apply_liger_kernel
 
-    before = _with_own_forward(model)
+    before, long = _with_own_forward(model), [*filter(runs_in_pieces, model.modules())]
     apply_liger_kernel(model, _OFF)
+    for module in long:
+        run_in_pieces(module)
     names = sorted({type(m).__name__ for m in _with_own_forward(model) - before})
     logger.info("by Liger's kernels, not measured on a device yet: %s", ", ".join(names) or "none")
 

@@ -29,7 +29,17 @@ def recompute_activations(model: PreTrainedModel, on_host: bool = False) -> None
         if on_host and run is not None:
             module._gradient_checkpointing_func = partial(_with_inputs_on_host, run)
         if name.endswith(_MLPS) and _is_dense(module):
-            module.forward = partial(_in_pieces, module.forward)
+            run_in_pieces(module)
+
+
+def run_in_pieces(module: nn.Module) -> None:
+    """Let ``module`` (tokens, width) run its present forward on pieces of long streams."""
+    if not runs_in_pieces(module):
+        module.forward = partial(_in_pieces, module.forward)
+
+
+def runs_in_pieces(module: nn.Module) -> bool:
+    return getattr(module.forward, "func", None) is _in_pieces
 
 
 def _is_dense(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 from tiny_models import causal_lm
 
 from dschat.models.linear import _with_own_forward, use_liger
+from dschat.models.recompute import recompute_activations, runs_in_pieces
 
 HERE = Path(__file__).parent
 REASON = "needs Liger: pip install 'dschat[kernels]'"
@@ -27,6 +28,26 @@ def test_off_by_default_on_cpus_and_without_liger(asked, device, looked_for, mon
     use_liger(model, torch.device(device))
     assert not _with_own_forward(model)
     assert len(found) == looked_for
+
+
+def test_recomputed_layers_still_run_in_pieces(monkeypatch):
+    """Liger gives each MLP a forward of its own."""
+    model = causal_lm("llama")
+    recompute_activations(model)
+
+    def apply(model, _):
+        for layer in model.model.layers:
+            layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(mlp.up_proj(x))
+
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
+    monkeypatch.setattr("dschat.models.linear.find_spec", lambda _: True)
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", apply)
+    use_liger(model, torch.device("cuda"))
+    for layer in model.model.layers:
+        assert runs_in_pieces(layer.mlp)
+        assert not runs_in_pieces(layer.self_attn)
+        x = torch.ones(1, 3, 32)
+        torch.testing.assert_close(layer.mlp(x), layer.mlp.down_proj(layer.mlp.up_proj(x)))
 
 
 @pytest.mark.slow
