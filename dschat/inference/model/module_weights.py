@@ -157,11 +157,12 @@ def _products(
     head = without_adapters(module).get_output_embeddings()
     groups = _readers_of_one_input(module, layers)
     shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
-    backends = [
-        fastest_backends([shape], DECODE_ROWS, *like, in_int8 and head not in group)[shape]
+    of_floats = fastest_backends(set(shapes), DECODE_ROWS, *like)
+    others = fastest_backends(set(shapes), DECODE_ROWS, *like, in_int8) if in_int8 else of_floats
+    pairs = [
+        (group, (of_floats if head in group else others)[shape])
         for group, shape in zip(groups, shapes, strict=True)
     ]
-    pairs = zip(groups, backends, strict=True)
     return [_Product(group, backend) for group, backend in pairs if backend != "plain"]
 
 
