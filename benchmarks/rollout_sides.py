@@ -29,6 +29,12 @@ class Timing:
     answer_tokens: int
     decode_tokens: int
 
+    @classmethod
+    def apart(cls, case: Case, wall_s: float, prefill_s: float, answer_tokens: int) -> "Timing":
+        """Of a call whose prefill was timed in another one, with the first tokens of answers."""
+        decoded = answer_tokens - case.prompts * case.samples
+        return cls(wall_s, prefill_s, case.prompts * case.prompt_tokens, answer_tokens, decoded)
+
     def rates(self) -> dict[str, float]:
         """Tokens per second, by the names in ``RATES``."""
         # With noise, a separately timed prefill can exceed the whole call. The rate is absurd then;
@@ -137,14 +143,7 @@ class VLLMSide:
         case = self.case
         prefill_s = self._generate(seed, [1] * case.prompts, samples=1)
         wall_s = self._generate(seed + 1, self.lengths, case.samples)
-        answer_tokens = case.samples * sum(self.lengths)
-        return Timing(
-            wall_s,
-            prefill_s,
-            case.prompts * case.prompt_tokens,
-            answer_tokens,
-            answer_tokens - case.prompts * case.samples,
-        )
+        return Timing.apart(case, wall_s, prefill_s, case.samples * sum(self.lengths))
 
     def _generate(self, seed: int, lengths: list[int], samples: int) -> float:
         sampling = sampling_of(self.case, seed, samples)
@@ -183,14 +182,7 @@ class GenerateSide:
         torch.manual_seed(seed)
         prefill_s = self._generate(new_tokens=1)
         wall_s = self._generate(case.new_tokens)
-        answer_tokens = case.samples * int(self.lengths.sum())
-        return Timing(
-            wall_s,
-            prefill_s,
-            case.prompts * case.prompt_tokens,
-            answer_tokens,
-            answer_tokens - case.prompts * case.samples,
-        )
+        return Timing.apart(case, wall_s, prefill_s, case.samples * int(self.lengths.sum()))
 
     def _generate(self, new_tokens: int) -> float:
         """Seconds to answer all prompts with at most ``new_tokens`` each."""
