@@ -1,7 +1,7 @@
 """Chooses the library of a CPU's matrix products by timing the candidates on this machine.
 
 torch's own fp32 products use MKL on every x86 processor. On an AMD EPYC oneDNN's are 1.3 to 3 times
-as fast; on an Intel machine MKL's packed product was the fastest. DSCHAT_CPU_MATMUL sets the
+as fast; on an Intel machine MKL's packed product was faster than either. DSCHAT_CPU_MATMUL sets the
 library for all products instead.
 
 NOTE: libraries round differently. A choice is therefore made once per machine: the first process
@@ -25,8 +25,8 @@ from dschat.distributed.machine import processor, writable_cache
 
 logger = logging.getLogger("dschat")
 
-# plain: torch's own product. int8*: see `dschat.inference.model.int8`.
-Backend = Literal["mkl", "onednn", "plain", "int8", "int8_torch", "int8_widened"]
+# plain: torch's own product; panels: dschat's. int8*: see `dschat.inference.model.int8`.
+Backend = Literal["mkl", "onednn", "panels", "plain", "int8", "int8_torch", "int8_widened"]
 Shape = tuple[int, int]  # of a weight: (out, in)
 Product = Callable[[], object]
 

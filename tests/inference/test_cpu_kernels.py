@@ -360,7 +360,7 @@ def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path):
 def test_every_vector_is_a_register(processor, tmp_path):
     """Wider ones go through memory: on AVX2 that was ten times slower."""
     command = ["gcc", *for_processor(processor), "-Werror=vector-operation-performance"]
-    command += ["-Wno-psabi", "-o", str(tmp_path / "out.so"), str(cpu._SOURCE), "-lm"]
+    command += ["-Wno-psabi", "-o", str(tmp_path / "out.so"), *map(str, cpu._SOURCES), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

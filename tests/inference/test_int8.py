@@ -81,17 +81,6 @@ def test_sums_in_fp16_do_not_overflow():
     torch.testing.assert_close(y, torch.full_like(y, 4.096), rtol=5e-3, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8])
-def test_a_row_depends_on_no_other_one(rows):
-    if cpu.load() is None:
-        pytest.skip("no C compiler")
-    weight = Int8Weight((19, 37), "int8", CPU)
-    weight.write(torch.randn(19, 37))
-    x = torch.randn(rows, 37)
-    one_by_one = torch.cat([weight.product(row[None], None) for row in x])
-    assert torch.equal(weight.product(x, None), one_by_one)
-
-
 def test_ways_to_multiply(monkeypatch):
     assert backends_for(torch.bfloat16) == ["int8_torch"]
     assert backends_for(torch.float16) == ["int8_widened"]

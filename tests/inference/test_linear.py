@@ -31,7 +31,7 @@ def assert_agree(made, module):
 @pytest.mark.parametrize("name", ["opt", "llama"])  # a tied head with biases; neither
 def test_backends_agree(name, module_of, monkeypatch):
     answers = []
-    for backend in ("plain", "mkl", "onednn"):
+    for backend in ("plain", "mkl", "onednn", "panels"):
         monkeypatch.setenv(VARIABLE, backend)
         made = engine(build(name, seed=1))
         assert set(made.weights.backends.values()) == {backend}

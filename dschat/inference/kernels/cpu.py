@@ -1,19 +1,22 @@
-"""Compiles cpu_kernels.c on first use and calls its kernels on tensors.
+"""Compiles cpu_kernels.c and cpu_products.c on first use and calls their kernels on tensors.
 
 Besides its matrix products, a decode step takes about a hundred torch operations, whose launch
-costs more than their computation. The kernels need a call or two per layer instead. The system's C
-compiler builds them into the user's cache folder, once per source, compiler and processor. If that
-fails, `load` returns None and torch's operations are used.
+costs more than their computation. The kernels need a call or two per layer instead; the products
+are one of those that are timed. The system's C compiler builds them into the user's cache folder,
+once per source, compiler and processor. If that fails, `load` returns None and torch's operations
+are used.
 
 NOTE: the kernels read raw addresses. Tensors must be contiguous fp32 on the CPU (indices int64)
 unless a docstring says otherwise; callers check that once, not in every call.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -28,10 +31,12 @@ from dschat.distributed.machine import processor, user_cache
 logger = logging.getLogger("dschat")
 
 _FOLDER = Path(__file__).parent
-_SOURCE, _HEADER = _FOLDER / "cpu_kernels.c", _FOLDER / "cpu_kernels.h"
+_HEADER = _FOLDER / "cpu_kernels.h"
+_SOURCES = [_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_products.c"]
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: it reorders sums, so that answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_MIN_PRODUCTS = 1 << 16  # multiplications that are worth a thread: waking it takes microseconds
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -43,7 +48,10 @@ _SIGNATURES = {
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
-    "dschat_int8_linear": (*[_POINTER] * 5, *[_INT] * 3),
+    "dschat_use_openmp": (_POINTER, _POINTER, _POINTER),
+    "dschat_packed_size": (_INT, _INT),
+    "dschat_pack": (_POINTER, _POINTER, _INT, _INT, _INT),
+    "dschat_product": (*[_POINTER] * 5, *[_INT] * 5),
     "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
@@ -59,7 +67,7 @@ class _Step(ctypes.Structure):
 
 
 class Kernels:
-    """The kernels of the compiled library at ``path``. All run on the calling thread.
+    """The kernels of the compiled library at ``path``. All but products run on the calling thread.
 
     Those that may take milliseconds release the GIL: the threads of a server work meanwhile.
     """
@@ -74,7 +82,13 @@ class Kernels:
         self._silu_mul = holding.dschat_silu_mul
         self._norm_and_rotate = holding.dschat_norm_and_rotate
         self._attend = releasing.dschat_decode_attention
-        self._int8_linear = releasing.dschat_int8_linear
+        self._pack, self._product = releasing.dschat_pack, releasing.dschat_product
+        self._packed_size = holding.dschat_packed_size
+        self._packed_size.restype = _INT
+        openmp = _openmp_of_torch()
+        self._has_threads = openmp is not None
+        if openmp is not None:
+            holding.dschat_use_openmp(*openmp)
         self._draw = releasing.dschat_draw
 
     def add_norm(
@@ -102,19 +116,45 @@ class Kernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size // 2)
         return out
 
-    def int8_linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        """``x`` (rows, in), ``weight`` (out, in) int8, ``scales`` and ``bias`` (out,) -> (rows,
-        out): x (scales weight)^T + bias.
+    def pack(self, weight: Tensor, packed: Tensor | None = None) -> Tensor:
+        """``weight`` (out, in), fp32 or int8, in the order that `product` reads; into ``packed``,
+        an earlier result, if given.
         """
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        self._int8_linear(
+        weight = weight.contiguous()
+        if packed is None:
+            packed = weight.new_empty(self._packed_size(*weight.shape))
+        self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, weight.itemsize)
+        return packed
+
+    def product(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        outs: int,
+        bias: Tensor | None,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` (rows, in), times the `packed` weight of ``outs`` outputs -> (rows, out):
+        x (scales weight)^T + bias. ``scales`` (out,): of an int8 weight.
+        """
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        (rows, size), threads = x.shape, 1
+        out = x.new_empty(rows, outs)
+        if self._has_threads:
+            worthwhile = rows * outs * size // _MIN_PRODUCTS
+            threads = max(1, min(torch.get_num_threads(), worthwhile))
+        self._product(
             x.data_ptr(),
-            weight.data_ptr(),
-            scales.data_ptr(),
+            packed.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            x.shape[0],
-            *weight.shape,
+            rows,
+            x.stride(0),
+            outs,
+            size,
+            threads,
         )
         return out
 
@@ -266,6 +306,23 @@ def load() -> Kernels | None:
         return None
 
 
+def _openmp_of_torch() -> list[int | None] | None:
+    """Addresses of the functions by which torch's OpenMP runs on its threads. A second runtime, as
+    the compiler would link, competes with torch's for the cores.
+    """
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:  # not Linux
+        return None
+    libraries = sorted(path for path in mapped if re.search(r"lib([gi]?omp|iomp5)[^/]*\.so", path))
+    libraries.sort(key=lambda path: not path.startswith(str(Path(torch.__file__).parent)))
+    for library in map(ctypes.CDLL, libraries):
+        names = ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num")
+        with contextlib.suppress(AttributeError):
+            return [ctypes.cast(getattr(library, name), _POINTER).value for name in names]
+    return None
+
+
 def _library(compiler: str) -> Path:
     """Path of the compiled library, built if the cache folder lacks it.
 
@@ -279,7 +336,7 @@ def _library(compiler: str) -> Path:
     handle, temporary = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
-        command = [compiler, *_FLAGS, "-o", temporary, str(_SOURCE), "-lm"]
+        command = [compiler, *_FLAGS, "-o", temporary, *map(str, _SOURCES), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             raise RuntimeError(f"{compiler}: {done.stderr.strip()[:500]}")
@@ -298,6 +355,6 @@ def _is_whole(data: bytes) -> bool:
 def _key(compiler: str) -> str:
     """Hash of all that the machine code depends on: different machines may share a home folder."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
-    sources = [path.read_bytes() for path in (_HEADER, _SOURCE)]
+    sources = [path.read_bytes() for path in (_HEADER, *_SOURCES)]
     parts = [*sources, " ".join(_FLAGS).encode(), version, processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]

@@ -1,9 +1,9 @@
 /* Computes the operations of a decode step between its matrix products: norms, rotary positions,
- * the gated activation, attention over the paged cache; products with weights of 8 bits; and draws
- * tokens. Called through ctypes by cpu.py.
+ * the gated activation, attention over the paged cache; and draws tokens. Called through ctypes by
+ * cpu.py.
  *
  * One thread: a second OpenMP runtime would compete with torch's for the cores. All arrays are
- * fp32 unless they say int8, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
+ * fp32, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
  * one and summed in an order that depends on the size of a vector alone, not on addresses: a row's
  * result depends neither on the other rows nor on how the cache is paged.
  */
@@ -81,53 +81,6 @@ void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t siz
         for (; i + LANES <= size; i += LANES) store(out + i, silu(load(gate_up + i)) * load(up + i));
         if (rest)
             store_some(out + i, silu(load_some(gate_up + i, rest)) * load_some(up + i, rest), rest);
-    }
-}
-
-/* -- products with weights of 8 bits ---------------------------------------------------------- */
-
-/* num_rows of x times num_outs rows of weight, each sum in the same order whatever these are. */
-INLINE void int8_block(
-    const float *x, const int8_t *weight, const float *scale, const float *bias, float *y,
-    int64_t size, int64_t stride, int num_rows, int num_outs)
-{
-    vec sums[num_rows][num_outs];
-    for (int r = 0; r < num_rows; r++)
-        for (int o = 0; o < num_outs; o++) sums[r][o] = (vec){0};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int o = 0; o < num_outs; o++) {
-            vec w = widened(weight + o * size + i);
-            for (int r = 0; r < num_rows; r++) sums[r][o] += load(x + r * size + i) * w;
-        }
-    for (int r = 0; r < num_rows; r++)
-        for (int o = 0; o < num_outs; o++) {
-            float total = sum(sums[r][o]);
-            for (int64_t j = i; j < size; j++) total += x[r * size + j] * weight[o * size + j];
-            y[r * stride + o] = total * scale[o] + (bias ? bias[o] : 0.0f);
-        }
-}
-
-/* y (rows, outs) = scale * (x (rows, size) weight^T) + bias, for weight (outs, size) in 8 bits. */
-void dschat_int8_linear(
-    const float *x, const int8_t *weight, const float *scale, const float *bias, float *y,
-    int64_t rows, int64_t outs, int64_t size)
-{
-    for (int64_t o = 0; o < outs;) {
-        int64_t left = outs - o, wide = rows < 4 ? 8 : 2;
-        int64_t count = left < wide ? 1 : wide;
-        const int8_t *w = weight + o * size;
-        const float *b = bias ? bias + o : 0;
-        for (int64_t r = 0; r < rows;) {
-            const float *in = x + r * size;
-            float *out = y + r * outs + o;
-            if (count == 8) int8_block(in, w, scale + o, b, out, size, outs, 1, 8), r++;
-            else if (count == 2 && rows - r >= 4)
-                int8_block(in, w, scale + o, b, out, size, outs, 4, 2), r += 4;
-            else if (count == 2) int8_block(in, w, scale + o, b, out, size, outs, 1, 2), r++;
-            else int8_block(in, w, scale + o, b, out, size, outs, 1, 1), r++;
-        }
-        o += count;
     }
 }
 

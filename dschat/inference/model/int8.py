@@ -1,7 +1,7 @@
 """Keeps the weight of a product as integers of 8 bits, with a scale for each output.
 
 A CPU reads a quarter of fp32's bytes: steps of few rows wait for those. Our kernel multiplies fp32
-rows; torch's operator rounds rows to bf16. Where rows are many, and on other devices, the weight is
+rows. torch's operator rounds rows to bf16; where they are many, and on other devices, the weight is
 widened first.
 """
 
@@ -27,10 +27,13 @@ class Int8Weight:
     """W (out, in), rounded to the nearest of 255 values between +- its row's largest."""
 
     def __init__(self, shape: tuple[int, int], backend: Backend, device: torch.device) -> None:
+        self.shape = shape
+        self._kernels = cpu.load() if backend == "int8" else None
         with torch.inference_mode(False):  # else they could be written in that mode only
             self.values = torch.empty(shape, dtype=torch.int8, device=device)
+            if self._kernels is not None:
+                self.values = self._kernels.pack(self.values)
             self.scales = torch.empty(shape[0], dtype=torch.float32, device=device)
-        self._kernel = cpu.load() if backend == "int8" else None
         # NOTE: torch's operator reads in blocks, past the end of other shapes.
         is_even = shape[0] % 16 == 0 and shape[1] % 32 == 0
         self._by_torch = backend == "int8_torch" and is_even
@@ -41,13 +44,16 @@ class Int8Weight:
         largest = weight.abs().amax(1).clamp(min=1e-30)
         # NOTE: scales that bf16 holds: torch's operator takes them in the rows' dtype.
         self.scales.copy_((largest / 127).bfloat16())
-        scaled = weight / self.scales.unsqueeze(1)
-        self.values.copy_(scaled.round_().clamp_(-127, 127))
+        rounded = (weight / self.scales.unsqueeze(1)).round_().clamp_(-127, 127)
+        if self._kernels is None:
+            self.values.copy_(rounded)
+        else:
+            self._kernels.pack(rounded.to(torch.int8), self.values)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``x`` (rows, in) -> x W^T + bias, (rows, out)."""
-        if x.shape[0] <= _FEW_ROWS and self._kernel is not None:
-            return self._kernel.int8_linear(x.contiguous(), self.values, self.scales, bias)
+        if self._kernels is not None:
+            return self._kernels.product(x, self.values, self.shape[0], bias, self.scales)
         scales = self.scales.to(x.dtype)
         if x.shape[0] <= _FEW_ROWS and self._by_torch:
             operands = x.bfloat16(), self.values, scales.bfloat16()
@@ -60,4 +66,4 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+        return self.shape[0] * self.shape[1] + self.scales.nbytes

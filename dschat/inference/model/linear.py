@@ -1,7 +1,7 @@
 """Multiplies activations by the decoder's weights, with the fastest kernel of the device.
 
-On a CPU that is timed per shape. MKL and oneDNN pack a weight into the blocks that their kernel
-reads, and its plain form is freed. Elsewhere a weight keeps its address across versions, so
+On a CPU that is timed per shape. MKL, oneDNN and our kernel pack a weight into the blocks that they
+read, and its plain form is freed. Elsewhere a weight keeps its address across versions, so
 that captured graphs stay valid. LoRA factors can be added as a side product. A weight may be kept
 in 8 bits.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dschat.inference.kernels import cpu
 from dschat.inference.model import int8
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
@@ -50,6 +51,8 @@ def _of_floats(dtype: torch.dtype) -> list[Backend]:
         in_bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if dtype == torch.float32 or in_bf16:  # which needs AVX512-BW
             candidates.append("onednn")
+    if dtype == torch.float32 and cpu.load() is not None:
+        candidates.append("panels")
     return candidates
 
 
@@ -104,6 +107,10 @@ class Linear:
             self._product = torch.ops.mkl._mkl_linear.default
         elif backend == "onednn":
             self._product = torch.ops.mkldnn._linear_pointwise.default
+        elif backend == "panels":
+            kernels = cpu.load()
+            assert kernels is not None, "offered without a compiler"
+            self._pack_panels, self._product = kernels.pack, kernels.product
         self._shared = shared  # a tied weight has one address for both uses
         self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
@@ -137,7 +144,11 @@ class Linear:
 
     def pack(self, weight: Tensor) -> None:
         """Pack the whole ``weight`` (out, in); no reference to it is kept."""
-        self._plain = self._packed = None
+        self._plain = None
+        if self._backend == "panels":
+            self._packed = self._pack_panels(weight.to(self._dtype), self._packed)
+            return
+        self._packed = None
         if self._backend.startswith("int8"):
             if self._int8 is None:
                 self._int8 = int8.Int8Weight(self.shape, self._backend, self._device)
@@ -160,6 +171,8 @@ class Linear:
             y = F.linear(x, self._plain, self.bias)
         elif self._int8 is not None:
             y = self._int8.product(x, self.bias)
+        elif self._backend == "panels":
+            y = self._product(x, self._packed, self.shape[0], self.bias)
         elif self._backend == "mkl":
             y = self._product(x, self._packed, self._shape_only, self.bias, x.shape[0])
         else:

@@ -1,0 +1,130 @@
+"""Our products with packed weights, in fp32 and with weights of 8 bits, against float64."""
+
+import platform
+import re
+import shutil
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from dschat.inference.kernels import cpu
+
+SHAPES = [(1, 1), (7, 5), (32, 512), (33, 513), (130, 1100), (48, 64)]
+KERNELS = cpu.load()
+
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="switched off, or no C compiler here")
+
+
+@pytest.fixture(params=["fp32", "int8"])
+def weight_of(request):
+    """``weight_of(shape)``: a weight, its packed form, scales."""
+
+    def make(shape):
+        weight, scales = torch.randn(shape), None
+        if request.param == "int8":
+            weight, scales = (weight * 30).to(torch.int8), torch.rand(shape[0]) + 0.5
+        return weight, KERNELS.pack(weight), scales
+
+    return make
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(shape, has_bias, weight_of):
+    torch.manual_seed(shape[1])
+    weight, packed, scales = weight_of(shape)
+    bias = torch.randn(shape[0]) if has_bias else None
+    for rows in (0, 1, 2, 3, 5, 6, 7, 12, 13, 119, 120, 121, 250):
+        x = torch.randn(rows, 2 * shape[1])[:, : shape[1]]  # rows apart
+        expected = x.double() @ weight.double().T * (1 if scales is None else scales)
+        expected += 0 if bias is None else bias
+        y = KERNELS.product(x, packed, shape[0], bias, scales)
+        bound = 2e-6 * weight.abs().max() * shape[1] ** 0.5
+        torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=float(bound))
+        assert torch.equal(y, KERNELS.product(x.T.contiguous().T, packed, shape[0], bias, scales))
+
+
+def test_a_row_depends_on_neither_other_rows_nor_threads(weight_of, threads):
+    shape = (530, 700)
+    _, packed, scales = weight_of(shape)
+    x = torch.randn(125, shape[1])
+    threads(1)
+    whole = KERNELS.product(x, packed, shape[0], None, scales)
+    for count in (1, 2):
+        threads(count)
+        assert torch.equal(KERNELS.product(x, packed, shape[0], None, scales), whole)
+        for rows in (1, 2, 5, 8, 11):
+            parts = [KERNELS.product(p, packed, shape[0], None, scales) for p in x.split(rows)]
+            assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_new_version_is_packed_in_place(weight_of):
+    weight, packed, scales = weight_of((40, 600))
+    other = weight.flip(0).contiguous()
+    assert KERNELS.pack(other, packed).data_ptr() == packed.data_ptr()
+    x = torch.randn(3, 600)
+    expected = KERNELS.product(x, KERNELS.pack(other), 40, None, scales)
+    assert torch.equal(KERNELS.product(x, packed, 40, None, scales), expected)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="finds OpenMP in /proc")
+def test_threads_are_those_of_torch(weight_of, threads, monkeypatch):
+    """One OpenMP runtime in the process; without one, the calling thread computes all."""
+    threads(2)
+    _, packed, scales = weight_of((512, 512))
+    x = torch.randn(64, 512)
+    y = KERNELS.product(x, packed, 512, None, scales)
+    with open("/proc/self/maps") as lines:
+        runtimes = {line.split()[-1] for line in lines if re.search(r"lib([gi]?omp|iomp5)", line)}
+    assert len(runtimes) == 1
+    monkeypatch.setattr(cpu, "_openmp_of_torch", lambda: None)
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    alone = cpu.Kernels(cpu._library(compiler))
+    assert torch.equal(alone.product(x, packed, 512, None, scales), y)
+
+
+def test_callers_on_several_threads(weight_of, threads):
+    threads(2)
+    _, packed, scales = weight_of((512, 512))
+    inputs = [torch.randn(16, 512) for _ in range(2)]
+    expected = [KERNELS.product(x, packed, 512, None, scales) for x in inputs]
+    wrong = []
+
+    def call(number):
+        for _ in range(10):
+            y = KERNELS.product(inputs[number], packed, 512, None, scales)
+            if not torch.equal(y, expected[number]):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=call, args=(n,)) for n in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc on an x86"
+)
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
+def test_sums_stay_in_registers(processor, tmp_path):
+    """The innermost loops fetch ahead and store nothing: sums in memory halve the speed."""
+    flags = [flag.replace("native", processor) for flag in cpu._FLAGS if flag != "-shared"]
+    source = next(path for path in cpu._SOURCES if path.stem == "cpu_products")
+    out = tmp_path / "products.s"
+    subprocess.run(["gcc", *flags, "-S", "-o", str(out), str(source)], check=True)
+    blocks = re.split(r"(?m)^\.L\d+:$", out.read_text())
+    loops = [re.split(r"(?m)^\s+j\w+", block)[0] for block in blocks if "prefetch" in block]
+    assert len(loops) >= 2 * 6  # up to six rows, of both kinds of weights
+    for loop in loops:
+        assert not re.search(r"(?m)vmov\w+\s+%[xyz]mm\d+, \S*\(", loop), loop
