@@ -2,11 +2,13 @@
 computes what a plain forward of each sequence computes.
 """
 
+import copy
 from contextlib import closing
 
 import pytest
 import torch
 from families import EOS, POSITIONS, PROMPTS, logprob_gap
+from peft import LoraConfig, get_peft_model
 from tiny_models import IDS, LATENT, SMALL, causal_lm, ensure, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -17,6 +19,7 @@ from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import num_slots
 from dschat.inference.module_engine import module_engine
 from dschat.inference.sequence import Request
+from dschat.models.cpu_matmul import VARIABLE
 
 GAP = 5e-5
 GAPS = {"qwen3_5_text": 2e-4}  # a decode sums in another order than a prefill
@@ -129,6 +132,36 @@ def test_greedy_answers_with_shared_prefixes_drafts_and_streams(name, module_of)
         ids = torch.tensor([prompts[0] + expected[0]])
         best = module(input_ids=ids).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)
     assert best.tolist() == expected[0]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])  # transposed, with biases; neither
+def test_experts_are_packed_on_a_cpu(name, module_of, monkeypatch):
+    """In a rollout alone, and anew with every version of the weights."""
+    monkeypatch.setenv(VARIABLE, "onednn")
+    module = copy.deepcopy(module_of(name))
+    experts = [m for m in module.modules() if type(m).__name__.endswith("Experts")]
+    made = engine_on(module)
+    for _ in range(2):
+        with made.weights.in_use():
+            assert all("forward" in vars(m) for m in experts)
+            rollout = made.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=3))
+        assert not any("forward" in vars(m) for m in experts)
+        assert logprob_gap(module, PROMPTS, rollout) < GAP
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.1)
+        made.weights.refresh()
+
+
+def test_adapters_of_experts_act_in_their_forward(module_of, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "onednn")
+    names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    lora = LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+    module = get_peft_model(copy.deepcopy(module_of("qwen3_moe")), lora)
+    made = engine_on(module)
+    with made.weights.in_use():
+        rollout = made.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=3))
+    assert logprob_gap(module, PROMPTS, rollout) < GAP
 
 
 def test_the_module_trains_on_as_it_was(module_of):

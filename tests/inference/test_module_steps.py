@@ -11,6 +11,7 @@ from tiny_models import IDS, SMALL, randomized
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
+from dschat.models.cpu_matmul import VARIABLE
 
 _SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
 _SIZES |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -50,8 +51,11 @@ def test_the_experts_loop_would_read_on_the_host():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_frozen_step_computes_the_same(name, monkeypatch):
-    """A trace of operators, which holds no number of the host's."""
+    """A trace of operators, which holds no number of the host's. Products as on a device: packed
+    experts would read which were chosen.
+    """
     use(monkeypatch)
+    monkeypatch.setenv(VARIABLE, "plain")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)

@@ -116,7 +116,7 @@ def test_an_override_that_is_no_candidate_is_the_default(monkeypatch):
 
 def test_an_unknown_override_is_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, "onednnn")
-    with pytest.raises(UserError, match="DSCHAT_CPU_MATMUL=onednnn .*auto, mkl, onednn, panels, plain"):
+    with pytest.raises(UserError, match="DSCHAT_CPU_MATMUL=onednnn .*auto, mkl, onednn, panels"):
         chosen()
 
 

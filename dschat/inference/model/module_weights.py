@@ -1,7 +1,7 @@
 """Holds the weights of transformers' own module for the engine, on a CPU in packed copies.
 
 The module's linear layers then run as the engine's packed products, and those that read the same
-input (queries, keys and values; gate and up) as one.
+input (queries, keys and values; gate and up) as one. So do experts, on the rows that chose them.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ class ModuleWeights:
         self._use = ExitStack()
         weight = next(module.parameters())
         self.device = weight.device
-        self._products: list[_Product] = []
+        self._products: list[_Product | _Experts] = []
         if self.device.type == "cpu" or in_int8:
             self._products = _products(module, weight, in_int8)
         self.refresh()
@@ -133,6 +133,60 @@ class _Product:
         return output
 
 
+class _Experts:
+    """Packed products for a module of transformers' experts interface, which holds the weights of
+    all its experts in two tensors.
+    """
+
+    def __init__(self, experts: nn.Module, backends: list[Backend]) -> None:
+        self._module: Any = experts
+        kinds = zip(self.weights_of(experts), backends, strict=True)
+        self._layers = [
+            [Linear((w.shape[0], w.shape[1]), False, w.dtype, w.device, backend) for w in weights]
+            for weights, backend in kinds
+        ]
+
+    @staticmethod
+    def weights_of(experts: Any) -> list[Tensor]:
+        """First and second layer, (N, out, in)."""
+        first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+        pair = [first.detach(), experts.down_proj.detach()]
+        return [w.transpose(1, 2) for w in pair] if experts.is_transposed else pair
+
+    def pack(self) -> None:
+        experts = self._module
+        biases: list[Any] = [[None] * len(layers) for layers in self._layers]
+        if experts.has_bias:
+            first = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
+            biases = [first.detach(), experts.down_proj_bias.detach()]
+        for layers, weights, of_each in zip(
+            self._layers, self.weights_of(experts), biases, strict=True
+        ):
+            for layer, weight, bias in zip(layers, weights, of_each, strict=True):
+                layer.pack(weight)
+                layer.bias = bias
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with _calling(self._module, partial(self._run, self._module.forward)):
+            yield
+
+    def _run(self, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
+        """(T, E), experts and their shares (T, k) -> (T, E)."""
+        experts = self._module
+        if torch.is_grad_enabled() or experts._is_expert_parallel or experts.has_post_expert_norm:
+            return forward(x, chosen, shares)
+        ids, order = chosen.flatten().sort(stable=True)
+        rows = x.index_select(0, order // chosen.shape[1])
+        gated = experts._apply_gate if experts.has_gate else experts.act_fn
+        parts = rows.split(ids.bincount(minlength=len(self._layers[0])).tolist())
+        each = zip(parts, *self._layers, strict=True)
+        outputs = torch.cat([down(gated(up(part))) for part, up, down in each if part.shape[0]])
+        choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
+        shares = shares.to(x.dtype).unsqueeze(1)
+        return torch.bmm(shares, choices.view(*chosen.shape, -1)).squeeze(1)
+
+
 @contextmanager
 def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Has ``layer`` call ``forward``."""
@@ -148,9 +202,9 @@ def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 def _products(
     module: "PreTrainedModel | PeftModel", weight: Tensor, in_int8: bool
-) -> list[_Product]:
-    """Products for all linear layers like ``weight``, where packing is the fastest; ``in_int8``:
-    all but the head.
+) -> list[_Product | _Experts]:
+    """Products for all linear layers and experts like ``weight``, where packing is the fastest;
+    ``in_int8``: all but the head.
     """
     kinds, like = (nn.Linear, OneDnnLinear), (weight.dtype, weight.device)
     layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == like[0]]
@@ -163,7 +217,28 @@ def _products(
         (group, (of_floats if head in group else others)[shape])
         for group, shape in zip(groups, shapes, strict=True)
     ]
-    return [_Product(group, backend) for group, backend in pairs if backend != "plain"]
+    products = [_Product(group, backend) for group, backend in pairs if backend != "plain"]
+    return [*products, *_packed_experts(module, weight, in_int8)]
+
+
+def _packed_experts(
+    module: "PreTrainedModel | PeftModel", weight: Tensor, in_int8: bool
+) -> list[_Experts]:
+    if weight.device.type != "cpu":  # where a captured step must not read who chose which
+        return []
+    # NOTE: adapters of experts' weights (PEFT's target_parameters) act inside of their forward.
+    adapted = {getattr(m, "base_layer", None) for m in module.modules()}
+    found = [m for m in module.modules() if hasattr(m, "_is_expert_parallel") and m not in adapted]
+    weights = [_Experts.weights_of(experts) for experts in found]
+    shapes = [[(w.shape[1], w.shape[2]) for w in pair] for pair in weights]
+    backends = fastest_backends(sum(shapes, []), DECODE_ROWS, weight.dtype, weight.device, in_int8)
+    chosen = [[backends[shape] for shape in pair] for pair in shapes]
+    pairs = zip(found, weights, chosen, strict=True)
+    return [
+        _Experts(experts, ways)
+        for experts, (first, _), ways in pairs
+        if first.dtype == weight.dtype and "plain" not in ways
+    ]
 
 
 def _readers_of_one_input(
