@@ -36,7 +36,7 @@ _SOURCES = [_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_products.c"]
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: it reorders sums, so that answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_MIN_PRODUCTS = 1 << 16  # multiplications that are worth a thread: waking it takes microseconds
+_MIN_PRODUCTS = 1 << 18  # multiplications that are worth a thread: microseconds, as its waking
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
