@@ -345,3 +345,23 @@ def test_learning(tmp_path):
     assert 0 == seconds[0] < seconds[1] < seconds[2]
     assert accuracies[0] < 0.02  # random weights may generate a number, rarely the right one
     assert not list(tmp_path.rglob("after_*"))
+
+
+def test_products():
+    """All sides compute; decoding is what `benchmarks/decoders.py` measures."""
+    flags = ["--rows", "2", "--shapes", "64x512", "--rounds", "1"]
+    (_, line), _ = run_script("products.py", *flags)
+    assert {"plain", "panels", "int8"} <= set(line["seconds"])
+    for name, seconds in line["seconds"].items():
+        assert line["gb_per_s"][name] == pytest.approx(4 * 64 * 512 / seconds / 1e9, rel=1e-3)
+        assert line["gflop_per_s"][name] == pytest.approx(
+            2 * 2 * 64 * 512 / seconds / 1e9, rel=1e-3
+        )
+
+
+@pytest.mark.slow
+def test_decoders():
+    (_, *lines), _ = run_script("decoders.py", "--tiny", "--rounds", "1", "llama", "qwen3_5_text")
+    cases = ["even", "ragged", "samples", "shared"]
+    assert [line["case"] for line in lines] == 2 * cases
+    assert [set(line["ratio"]) for line in lines] == 4 * [{"module", "table"}] + 4 * [{"module"}]

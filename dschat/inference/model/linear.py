@@ -36,14 +36,14 @@ def fastest_backends(
     """
     if device.type != "cpu":
         return dict.fromkeys(shapes, "int8_widened" if in_int8 else "plain")
-    candidates = int8.backends_for(dtype) if in_int8 else _of_floats(dtype)
+    candidates = int8.backends_for(dtype) if in_int8 else backends_for(dtype)
     makers = {name: partial(_timed_product, name, dtype, num_rows) for name in candidates}
     timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
     choices = cpu_matmul.choose(f"decoding-{num_rows}", timed.values(), dtype, makers)
     return {shape: choices[timed[shape]] for shape in timed}
 
 
-def _of_floats(dtype: torch.dtype) -> list[Backend]:
+def backends_for(dtype: torch.dtype) -> list[Backend]:
     candidates: list[Backend] = ["plain"]
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         candidates.append("mkl")
