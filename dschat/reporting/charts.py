@@ -245,38 +245,26 @@ _UNITS = (
     ("_steps", "optimizer steps"),
     ("epoch", "epochs"),
 )
+_STEPS = {"step1_sft": _SFT, "step2_reward": _REWARD, "step3_rlhf": _RLHF}
 PHASES = {"time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train"}
 
 
-def charts_of(name: str, steps: Iterable[Step]) -> list[Chart]:
-    """The named charts of the step ``name`` that have a metric in ``steps``."""
+def charts_of(name: str, steps: Iterable[Step], num_runs: int) -> dict[str, list[Chart]]:
+    """The charts of the step ``name`` that have a metric in ``steps``, by section: "" for what is
+    learned, "efficiency", and "other" with one chart per metric that is in none of those.
+    """
     logged = {metric for step in steps for metric in step.metrics}
-    if name == "step1_sft":
-        table: Sequence[Chart] = _SFT
-    elif name == "step2_reward":
-        table = _REWARD
-    else:
-        table = _PREFERENCES if "rewards/accuracies" in logged else _RLHF
-    return [chart for chart in table if logged & chart.metrics.keys()]
-
-
-def efficiency_charts(steps: Iterable[Step], num_runs: int) -> list[Chart]:
-    """Charts of time, throughput and memory; `PHASES` are drawn apart, and say it for one run."""
-    logged = {metric for step in steps for metric in step.metrics}
-    table = _EFFICIENCY if num_runs > 1 else _EFFICIENCY[1:]
-    return [chart for chart in table if logged & chart.metrics.keys()]
-
-
-def other_charts(steps: Iterable[Step], shown: Iterable[Chart]) -> list[Chart]:
-    """One chart per metric that is in none of ``shown``."""
-    named = {metric for chart in shown for metric in chart.metrics} | set(PHASES)
-    named.add("time/iteration_s")
-    logged = dict.fromkeys(metric for step in steps for metric in step.metrics)
-    return [
-        Chart(file_name(metric), metric, unit_of(metric), {metric: metric})
-        for metric in sorted(logged)
-        if metric not in named
-    ]
+    is_policy_of_pairs = "rewards/accuracies" in logged
+    tables: dict[str, Sequence[Chart]] = {"": _PREFERENCES if is_policy_of_pairs else _STEPS[name]}
+    if name == "step3_rlhf":  # the breakdown by `PHASES` has the seconds of one run
+        tables["efficiency"] = _EFFICIENCY if num_runs > 1 else _EFFICIENCY[1:]
+    charts = {
+        section: [chart for chart in table if logged & chart.metrics.keys()]
+        for section, table in tables.items()
+    }
+    logged -= {metric for of_section in charts.values() for c in of_section for metric in c.metrics}
+    others = sorted(logged - {*PHASES, "time/iteration_s"})
+    return charts | {"other": [Chart(file_name(m), m, unit_of(m), {m: m}) for m in others]}
 
 
 def file_name(text: str) -> str:
