@@ -18,7 +18,6 @@ ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
 
 Fields = Mapping[str, Any]
 Values = Mapping[int, Fields]
-Status = Literal["runs", "reused", "left out"]
 Reason = Literal["asked for", "needed", "finished", "input", "base", "trained already"]
 
 _NOTES: dict[Reason, str] = {
@@ -48,12 +47,17 @@ class StepRun:
 
     step: TrainingStep
     fields: Fields
-    status: Status
     reason: Reason
 
     @property
     def number(self) -> int:
         return self.step.number
+
+    @property
+    def status(self) -> Literal["runs", "reused", "left out"]:
+        if self.reason in ("asked for", "needed"):
+            return "runs"
+        return "left out" if self.reason == "trained already" else "reused"
 
     @property
     def folder(self) -> str:
@@ -146,17 +150,15 @@ def step_runs(
     before |= bases - found.finished
     made = []
     for n in sorted(selected | needed | bases | trained):
-        status: Status = "runs" if n in runs | before else "reused"
-        reason: Reason = "asked for"
-        if status == "runs" and n not in selected:
-            reason = "needed"
-        elif status == "reused" and n in selected:
+        if n in runs | before:
+            reason: Reason = "asked for" if n in selected else "needed"
+        elif n in selected:
             reason = "finished"
-        elif status == "reused" and n in trained - bases:
-            status, reason = "left out", "trained already"
-        elif status == "reused":
+        elif n in trained - bases:
+            reason = "trained already"
+        else:
             reason = "input" if n in needed and last in runs else "base"
-        made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, status, reason))
+        made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, reason))
     _check(made, selected)
     is_shared = 3 in runs and fields[3].get("share_base") and fields[3].get("actor_lora_dim")
     if is_shared and 2 in runs | before and folders[2] in fields[3].values():
