@@ -43,7 +43,10 @@ def test_several_runs_have_a_color_per_run_and_a_dash_per_metric(tmp_path):
         ("b, training", ORANGE, "solid"),
         ("b, held out", ORANGE, "dash"),
     ]
-    assert [trace["name"] for trace in figures["step3_rlhf-kl"].traces] == ["a", "b"]
+    assert [trace["name"] for trace in figures["step3_rlhf-kl-to-the-reference-model"].traces] == [
+        "a",
+        "b",
+    ]
 
 
 def test_seconds_of_an_iteration_by_phase(tmp_path):
@@ -76,13 +79,13 @@ def test_score_by_kl(tmp_path):
     evaluated = [{"step": n, "eval/score": n, "eval/kl": n / 4} for n in (0, 2)]
     rows = [*read_rows(out / "step3_rlhf/metrics.jsonl"), *evaluated, {"step": 9, "eval/kl": 1.0}]
     write_rows(out / "step3_rlhf/metrics.jsonl", rows)
-    figure = figures_of(out)["step3_rlhf-score-by-kl"]
+    figure = figures_of(out)["step3_rlhf-score-against-kl"]
     training, held_out = figure.traces
     assert points(training)[:2] == ("rollouts", [0.01, 0.02, 0.03])
     assert training["y"] == pytest.approx([0.1, 0.2, 0.3])
     assert points(held_out) == ("held out", [0.0, 0.5], [0, 2])
     assert styles(figure) == [("rollouts", BLUE, "solid"), ("held out", ORANGE, "solid")]
-    several = figures_of(out, write_run(tmp_path / "b"))["step3_rlhf-score-by-kl"]
+    several = figures_of(out, write_run(tmp_path / "b"))["step3_rlhf-score-against-kl"]
     assert styles(several) == [
         ("a, rollouts", BLUE, "solid"),
         ("a, held out", BLUE, "dash"),
@@ -93,7 +96,7 @@ def test_score_by_kl(tmp_path):
 def test_an_average_starts_as_the_policy(tmp_path):
     rows = [{"step": n, "eval/gold": n / 10} for n in (0, 5)] + [{"step": 5, "eval_ema/gold": 0.25}]
     write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
-    policy, average = figures_of(tmp_path)["step3_rlhf-gold"].traces
+    policy, average = figures_of(tmp_path)["step3_rlhf-gold-score"].traces
     assert (policy["y"], average["x"], average["y"]) == ([0.0, 0.5], [0, 5], [0.0, 0.25])
 
 
