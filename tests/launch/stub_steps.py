@@ -5,6 +5,7 @@ step of that name fail (FAIL), exit without finishing (VANISH), hang as if loadi
 train until a signal (LOOP).
 """
 
+import base64
 import json
 import subprocess
 import sys
@@ -86,6 +87,12 @@ def start_train(*argv: str, **variables: str) -> subprocess.Popen:
 
 def plan(tree: Path, *argv: str) -> run_plan.RunPlan:
     return run_plan.plan(*recipe.parse_args(argv), tree)
+
+
+def world_of(command: list[str]) -> dict[str, list]:
+    """The machines that a command of DeepSpeed's launcher starts processes on, with their GPUs."""
+    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
+    return json.loads(base64.urlsafe_b64decode(info))
 
 
 def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
