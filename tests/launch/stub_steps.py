@@ -60,6 +60,8 @@ seen["numbers"] = (dist.rank(), dist.world_size(), dist.local_rank())
 note = {"argv": sys.argv[1:], "environment": seen}
 (out / f"seen{dist.rank()}.json").write_text(json.dumps(note))
 if os.environ.get("FAIL") == name:
+    while len(list(out.glob("seen*.json"))) < dist.world_size():  # a launcher ends the others
+        time.sleep(0.05)
     sys.stderr.write(f"error: {name} says why\\n")
     sys.exit(3)
 (out / "config.json").write_text("{}")
