@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Optional
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
 from dschat.config.fields import flag, speed_flag
-from dschat.config.quantization import QuantizedConfig
+from dschat.config.lora import QuantizedConfig
 
 # --lr_scheduler_type -> DeepSpeed's name of the same schedule.
 _SCHEDULES: dict[str, tuple[str, ...]] = {
