@@ -238,8 +238,6 @@ def _where(row: dict[str, Any]) -> str:
 
 
 # -- report ----------------------------------------------------------------------------------------
-#
-# Writes a report: OUT/report.html.
 
 
 def write_report(config: ReportConfig) -> str:
