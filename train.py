@@ -39,12 +39,7 @@ def main() -> int:
     # Parse and plan.
     config, step_flags = recipe.parse_args(sys.argv[1:])
     # Like --dry_run, --plan may be for machines that do not exist.
-    plan = run_plan.plan(
-        replace(config, dry_run=config.dry_run or config.plan),
-        step_flags,
-        ROOT,
-        ask if sys.stdin.isatty() else None,
-    )
+    plan = run_plan.plan(replace(config, dry_run=config.dry_run or config.plan), step_flags, ROOT)
     request = plan_request(config, plan)
     if config.plan:
         from dschat.estimate.report import tables  # loads torch
@@ -127,13 +122,6 @@ def stopped(event: str, plan: run_plan.RunPlan, folder: Path | None = None) -> i
     changes = f" without {' and '.join(plan.restart_flags)}" if plan.restart_flags else ""
     supervisor.say(f"{event}{saved}; the same command{changes} resumes from there")
     return stop_signals.EXIT_CODE
-
-
-def ask(question: str) -> bool:
-    try:
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
 
 
 def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequest:

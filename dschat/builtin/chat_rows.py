@@ -11,6 +11,7 @@ The gold scorer is not used here: both read the tables of ``world``, so it judge
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from dschat.builtin import world
@@ -49,6 +50,17 @@ _REJECTIONS = {"wrong": 0.56, "rude": 0.18, "curt": 0.06, "ramble": 0.20}
 # Shares of SFT's bad demonstrations: mostly bad manners, so that SFT learns the facts.
 _BAD_DEMONSTRATIONS = {"wrong": 0.2, "rude": 0.4, "curt": 0.1, "ramble": 0.3}
 _NUM_SECOND_TURNS = 1_250
+# Answers to draw a wrong one from; of sort and reverse: the words in any order.
+_ANSWERS: dict[str, Sequence[str]] = {
+    "add": "123456",
+    "subtract": "123456",
+    "count": "234",
+    "capital": world.CAPITALS,
+    "colour": world.COLOURS,
+    "food": world.FOODS,
+    "opposite": tuple(world.OPPOSITES),
+    "greeting": world.NAMES,
+}
 
 
 def builtin_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
@@ -164,22 +176,5 @@ def _reject(rng: random.Random, rejection: str, kind: str, slots: dict[str, str]
 def _wrong_answer(rng: random.Random, kind: str, slots: dict[str, str]) -> str:
     """A wrong answer of the same type as the right one."""
     right = world.solve(kind, slots)
-    match kind:
-        case "add" | "subtract":
-            others = [str(n) for n in range(1, 7)]
-        case "count":
-            others = [str(n) for n in range(2, 5)]
-        case "sort" | "reverse":
-            words = right.split(", ")
-            others = [", ".join(order) for order in itertools.permutations(words)]
-        case "capital":
-            others = list(world.CAPITALS)
-        case "colour":
-            others = list(world.COLOURS)
-        case "food":
-            others = list(world.FOODS)
-        case "opposite":
-            others = list(world.OPPOSITES)
-        case "greeting":
-            others = list(world.NAMES)
+    others = _ANSWERS.get(kind) or map(", ".join, itertools.permutations(right.split(", ")))
     return rng.choice([other for other in others if other != right])

@@ -1,4 +1,4 @@
-"""Loads a model for chat: flags, model and conversation.
+"""Loads a model for chat: flags, model and conversation; `AnswersConfig` is for other commands too.
 
 torch and transformers are imported in ``load_chat``, so that ``--help`` and errors in the flags
 take no time.
@@ -6,14 +6,14 @@ take no time.
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.data import TemplateConfig
-from dschat.config.fields import flag, require_types
+from dschat.config.fields import flag, place_flag, require_bounds, require_types
 from dschat.inference.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,13 +22,58 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dschat")
 
 FLAG = "--path"
+_TEMPERATURE = "Sampling temperature: 0 (greedy), or 0.01 to 100."
 # Chat models below an output folder, for the error message about a folder without a model.
 _CHAT_FOLDERS = ("actor", "step3_rlhf/actor", "step1_sft")
 PAGE_SIZE = 16  # the next turn computes at most one page of the conversation again
 
 
 @dataclass
-class ChatConfig(TemplateConfig):
+class AnswersConfig(TemplateConfig):
+    """How a model answers."""
+
+    max_new_tokens: int = flag(256, "Longest answer in tokens.", short=True, ge=1)
+    temperature: float = flag(1.0, _TEMPERATURE, short=True)
+    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
+    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
+    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
+    seed: int = flag(
+        1234,
+        "Seed: the same prompts in the same order get the same answers.",
+        short=True,
+        ge=0,
+        le=2**32 - 1,
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = flag(
+        "auto",
+        "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU.",
+        short=True,
+    )
+    trust_remote_code: bool = place_flag(False, "Run Python code that comes with a checkpoint.")
+
+    def sampling(self, n: int = 1) -> SamplingParams:
+        """The sampling of ``n`` answers per prompt."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            n=n,
+        )
+
+    def validate_answers(self) -> None:
+        require_types(self)
+        require_bounds(self)
+        try:
+            self.sampling()
+        except UserError as error:
+            raise UserError(f"--{error}") from None
+
+
+@dataclass
+class ChatConfig(AnswersConfig):
     """Talk to a trained model: turn by turn on a terminal, one prompt per line through a pipe."""
 
     path: str = flag(
@@ -37,44 +82,20 @@ class ChatConfig(TemplateConfig):
     system: Optional[str] = flag(
         None, "System message at the start of every conversation.", short=True
     )
-    max_new_tokens: int = flag(256, "Longest answer in tokens.", short=True)
-    temperature: float = flag(0.7, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
-    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
-    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
-    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
+    temperature: float = flag(0.7, _TEMPERATURE, short=True)
     greedy: bool = flag(
         False, "Always take the likeliest token; overrides --temperature.", short=True
     )
-    seed: int = flag(
-        1234, "Seed: the same prompts in the same order get the same answers.", short=True
-    )
-    dtype: Literal["auto", "fp32", "bf16"] = flag(
-        "auto",
-        "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU.",
-        short=True,
-    )
-    trust_remote_code: bool = flag(False, "Run Python code that comes with a checkpoint.")
 
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            temperature=0.0 if self.greedy else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-        )
+    def sampling(self, n: int = 1) -> SamplingParams:
+        found = super().sampling(n)
+        return replace(found, temperature=0.0) if self.greedy else found
 
     def validate(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first invalid flag."""
-        require_types(self)
         if not self.path:
             raise UserError("--path is missing; name a model's folder")
-        try:
-            _ = self.sampling
-        except UserError as error:
-            raise UserError(f"--{error}") from None
+        self.validate_answers()
 
 
 def load_chat(config: ChatConfig) -> "Chat":
@@ -96,7 +117,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     generator = model.generator(page_size=PAGE_SIZE)
     precision = str(model.dtype).removeprefix("torch.")
     logger.info("%s in %s on %s", config.path, precision, dist.device().type)
-    return Chat(generator, model.tokenizer, model.stop_ids, config.sampling, system)
+    return Chat(generator, model.tokenizer, model.stop_ids, config.sampling(), system)
 
 
 def present(path: str) -> str:

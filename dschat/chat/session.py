@@ -3,10 +3,10 @@
 import logging
 import sys
 import unicodedata
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import TYPE_CHECKING, Optional
 
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
@@ -16,16 +16,10 @@ from dschat.models.continued_text import StreamDecoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from dschat.inference import InferenceEngine
+    from dschat.inference.hf_generator import HuggingFaceGenerator
+
 logger = logging.getLogger("dschat")
-
-
-class StreamingGenerator(Protocol):
-    """A generator that yields the tokens of one answer as they are decoded."""
-
-    @property
-    def max_positions(self) -> int | None: ...
-
-    def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]: ...
 
 
 def check_system(tokenizer: "PreTrainedTokenizerBase", system: Optional[str]) -> None:
@@ -84,7 +78,7 @@ class Chat:
 
     def __init__(
         self,
-        generator: StreamingGenerator,
+        generator: "InferenceEngine | HuggingFaceGenerator",
         tokenizer: "PreTrainedTokenizerBase",
         stop_ids: tuple[int, ...],
         sampling: SamplingParams,

@@ -7,12 +7,12 @@ answers before either loads.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional
 
 from dschat.config import deepspeed_json
 from dschat.config.errors import require
 from dschat.config.fields import flag, speed_flag
-from dschat.config.quantization import QuantizedConfig
+from dschat.config.lora import QuantizedConfig
 
 # --lr_scheduler_type -> DeepSpeed's name of the same schedule.
 _SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -43,18 +43,6 @@ class DeepSpeedConfig(QuantizedConfig):
         nargs="*",
     )
 
-    if TYPE_CHECKING:  # Declared by the step's dataclass; an annotation would make these flags.
-
-        @property
-        def dtype(self) -> str: ...
-
-        @property
-        def lr_scheduler_type(self) -> str: ...
-
-        def global_batch_size(self, world_size: int) -> int: ...
-
-        def mini_batch_size(self, world_size: int) -> int: ...
-
     # Flag prefixes of the models that this step trains, and the values that --offload has here.
     deepspeed_models: ClassVar[tuple[str, ...]] = ("",)
     offload_values: ClassVar[tuple[str, ...]] = (*("auto", "optimizer", "params", "activations"),)
@@ -83,7 +71,8 @@ class DeepSpeedConfig(QuantizedConfig):
     @property
     def training_dtype(self) -> str:
         """``dtype``; if that is auto, the precision of the DeepSpeed files, else auto."""
-        return self._precision_of_files() if self.dtype == "auto" else self.dtype
+        dtype = self._flag("", "dtype")
+        return self._precision_of_files() if dtype == "auto" else dtype
 
     def _precision_of_files(self) -> str:
         overrides = (self.deepspeed_overrides(m) for m in self.deepspeed_models)
@@ -160,6 +149,7 @@ class DeepSpeedConfig(QuantizedConfig):
 
     def _decided(self, model: str, world_size: int | None) -> deepspeed_json.Decided:
         """DeepSpeed settings of ``model`` that flags decide."""
+        config: Any = self  # the step's dataclass has the other flags
         prefix = f"{model}_" if model else ""
         micro = "per_device_training_batch_size" if model else "per_device_train_batch_size"
         flags = {
@@ -178,10 +168,10 @@ class DeepSpeedConfig(QuantizedConfig):
             if (value := getattr(self, name)) is not None
         }
         if world_size is not None:
-            size = (self.mini_batch_size if model else self.global_batch_size)(world_size)
+            size = (config.mini_batch_size if model else config.global_batch_size)(world_size)
             product = f"--{micro} x --gradient_accumulation_steps x {world_size} processes"
             decided["train_batch_size"] = (f"{product} = {size}", (size,))
-        schedule = self.lr_scheduler_type
+        schedule = config.lr_scheduler_type
         accepted = _SCHEDULES.get(schedule, ())
         decided["scheduler.type"] = (f"--lr_scheduler_type {schedule}", accepted)
         if self._flag(model, "zero_stage") == 3 and (
@@ -191,9 +181,9 @@ class DeepSpeedConfig(QuantizedConfig):
             reason = "a step with several models (DeepSpeed supports one)"
             decided["zero_optimization.zero_hpz_partition_size"] = (reason, (1,))
         decided["optimizer.type"] = ("dschat's optimizer, AdamW", ("AdamW", "Adam"))
-        if self.dtype != "auto":
+        if config.dtype != "auto":
             for name in ("bf16", "fp16"):
-                decided[f"{name}.enabled"] = (f"--dtype {self.dtype}", (self.dtype == name,))
+                decided[f"{name}.enabled"] = (f"--dtype {config.dtype}", (config.dtype == name,))
         for section, part in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
             if self._keeps(part):
                 origin = f"--offload {' '.join(self.offload or ())}"

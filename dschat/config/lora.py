@@ -1,13 +1,87 @@
-"""Flags of step 3's LoRA adapters: which models have them, and whether their base is shared.
+"""Flags of LoRA adapters in step 3, and of quantized weights under adapters (QLoRA): which models
+have them, and whether their base is shared.
 
-Part of `dschat.config.RLHFConfig`.
+Quantized weights are neither sharded nor offloaded by DeepSpeed.
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, ClassVar, Optional
 
 from dschat.config.errors import require
 from dschat.config.fields import flag
+
+# Frozen model -> the trained one whose ZeRO stage it has.
+_FROZEN = {"reward": "critic", "teacher": "actor"}
+# Model -> what is set where the run has it.
+_PRESENT = {"critic": "has_critic"} | {name: f"{name}_model_name_or_path" for name in _FROZEN}
+
+
+@dataclass
+class QuantizedConfig:
+    """Quantized weights (QLoRA)."""
+
+    load_in_4bit: Optional[list[str]] = flag(
+        None,
+        "Hold the frozen linear layers in 4 bits (NF4). Step 3: those of actor, critic, reward, "
+        "teacher; no value: of all of them.",
+        nargs="*",
+    )
+    load_in_8bit: Optional[list[str]] = flag(None, "The same in 8 bits.", nargs="*")
+
+    # The models that this step can quantize.
+    quantizable: ClassVar[tuple[str, ...]] = ("model",)
+
+    def weight_bits(self, model: str = "model") -> int:
+        """Bits of a weight in the linear layers of ``model``: 4, 8, or 0 if not quantized."""
+        return next((b for b in (4, 8) if model in self._quantized(b)), 0)
+
+    def _quantized(self, bits: int) -> set[str]:
+        names = getattr(self, f"load_in_{bits}bit") or ()
+        return set(self.quantizable if "all" in names else names)
+
+    def validate_quantization(self) -> None:
+        for bits in (4, 8):
+            unknown = sorted(self._quantized(bits) - {*self.quantizable})
+            require(
+                not unknown,
+                f"--load_in_{bits}bit {' '.join(unknown)}: choose from "
+                f"{', '.join(self.quantizable)} (train.py: --step3.load_in_{bits}bit has more)",
+            )
+        both = sorted(self._quantized(4) & self._quantized(8))
+        require(
+            not both,
+            f"--load_in_4bit and --load_in_8bit exclude each other ({', '.join(both)}): leave one "
+            "out, or name other models",
+        )
+        for model in self.quantizable:
+            if self.weight_bits(model) and getattr(self, _PRESENT.get(model, ""), True):
+                self._validate_quantized(model)
+
+    def _validate_quantized(self, model: str) -> None:
+        config: Any = self
+        trained = _FROZEN.get(model, model)
+        prefix = "" if trained == "model" else f"{trained}_"
+        same = self._quantized(self.weight_bits(model))
+        named = f"--load_in_{self.weight_bits(model)}bit" + f" {model}" * bool(prefix)
+        require(
+            model in _FROZEN
+            or (getattr(config, f"{prefix}lora_dim") > 0 and config.only_optimize_lora),
+            f"{named}: quantized weights do not train; set --{prefix}lora_dim (64, say) and leave "
+            f"out --only_optimize_lora false{', or name other models' * bool(prefix)}",
+        )
+        require(
+            model == "actor" or not getattr(config, "share_base", False) or "actor" in same,
+            f"{named}: with --share_base its weights are the actor's; name the actor",
+        )
+        require(
+            model != "actor" or config.rollout_quantization == "off",
+            f"{named}: its rollout reads these weights; leave --rollout_quantization out",
+        )
+        require(
+            getattr(config, f"{prefix}zero_stage") < 3 and not config.offloads(model),
+            f"{named}: quantized weights are neither sharded nor offloaded; use "
+            f"--{prefix}zero_stage 2 or less, and leave it out of --offload",
+        )
 
 
 @dataclass

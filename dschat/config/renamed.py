@@ -1,13 +1,12 @@
 """Old flags that became part of another, or have no effect: DeepSpeed-Chat's still work, others are
 refused in one line with the new form.
 
-Settings that older versions recorded are translated by the same table.
+Scripts of DeepSpeed-Chat and settings that were recorded under old names are translated alike.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from dschat.config.algorithm import CLIPRANGES
 from dschat.config.columns import ROLES
 from dschat.config.errors import did_you_mean
 
@@ -41,56 +40,49 @@ RENAMED = {
     "tensorboard_path": ("report_to", "tensorboard"),  # the output folder has the events
     "enable_mixed_precision_lora": ("actor_lora_dim", "N"),
 }
-# Names that TRL, transformers and others have for flags: the first that a step has is meant.
+# Flag, and the names that TRL, transformers and others have for it: the first that a step has is
+# meant.
 ELSEWHERE = {
-    "lr": ("learning_rate", "actor_learning_rate"),
-    "learning_rate": ("actor_learning_rate",),
-    "epochs": ("num_train_epochs",),
-    "num_epochs": ("num_train_epochs",),
-    "bf16": ("dtype bf16",),
-    "fp16": ("dtype fp16",),
-    "torch_dtype": ("dtype",),
-    "batch_size": ("per_device_train_batch_size", "per_device_training_batch_size"),
-    "train_batch_size": ("per_device_train_batch_size", "per_device_training_batch_size"),
-    "per_device_train_batch_size": ("per_device_training_batch_size",),
-    "per_device_training_batch_size": ("per_device_train_batch_size",),
-    "model": ("model_name_or_path", "actor_model_name_or_path"),
-    "model_name_or_path": ("actor_model_name_or_path",),
-    "reward_model": ("reward_model_name_or_path",),
-    "reward_model_path": ("reward_model_name_or_path",),
-    "dataset": ("data_path",),
-    "dataset_name": ("data_path",),
-    "sft_only_data_path": ("data_path",),
-    "train_file": ("data_path",),
-    "validation_file": ("eval_data_path",),
-    "use_wandb": ("report_to wandb",),
-    "hub_model_id": ("push_to_hub",),
-    "eval_iters": ("max_eval_samples",),
-    "print_loss": ("logging_steps",),
-    "warmup_steps": ("num_warmup_steps",),
-    "max_length": ("max_seq_len", "max_answer_seq_len"),
-    "max_seq_length": ("max_seq_len", "max_prompt_seq_len"),
-    "max_prompt_length": ("max_prompt_seq_len",),
-    "max_completion_length": ("max_answer_seq_len",),
-    "max_new_tokens": ("max_answer_seq_len",),
-    "num_generations": ("num_samples_per_prompt",),
-    "n_samples_per_prompt": ("num_samples_per_prompt",),
-    "num_ppo_epochs": ("ppo_epochs",),
-    "num_iterations": ("ppo_epochs",),
-    "epsilon": ("cliprange",),
-    "epsilon_high": ("cliprange LOW HIGH",),
-    "beta": ("kl_coef",),
-    "init_kl_coef": ("kl_coef",),
-    "lora_r": ("lora_dim", "actor_lora_dim"),
-    "lora_rank": ("lora_dim", "actor_lora_dim"),
-    "use_peft": ("lora_dim N", "actor_lora_dim N"),
-    "reward_funcs": ("reward_fn",),
-    "eval_interval": ("eval_steps",),
-    "resume_from_checkpoint": ("resume",),
-    "use_vllm": ("rollout_backend vllm",),
-    "vllm_mode": ("rollout_backend vllm",),
-    "vllm_gpu_memory_utilization": ("kv_cache_gib",),
-    "vllm_tensor_parallel_size": ("inference_tp_size",),
+    "learning_rate": ("lr",),
+    "actor_learning_rate": ("lr", "learning_rate"),
+    "num_train_epochs": ("epochs", "num_epochs"),
+    "num_warmup_steps": ("warmup_steps",),
+    "dtype": ("torch_dtype",),
+    "dtype bf16": ("bf16",),
+    "dtype fp16": ("fp16",),
+    "per_device_train_batch_size": (
+        *("batch_size", "train_batch_size", "per_device_training_batch_size"),
+    ),
+    "per_device_training_batch_size": (
+        *("batch_size", "train_batch_size", "per_device_train_batch_size"),
+    ),
+    "model_name_or_path": ("model",),
+    "actor_model_name_or_path": ("model", "model_name_or_path"),
+    "reward_model_name_or_path": ("reward_model", "reward_model_path"),
+    "reward_fn": ("reward_funcs",),
+    "data_path": ("dataset", "dataset_name", "sft_only_data_path", "train_file"),
+    "eval_data_path": ("validation_file",),
+    "max_eval_samples": ("eval_iters",),
+    "eval_steps": ("eval_interval",),
+    "logging_steps": ("print_loss",),
+    "report_to wandb": ("use_wandb",),
+    "push_to_hub": ("hub_model_id",),
+    "resume": ("resume_from_checkpoint",),
+    "max_seq_len": ("max_length", "max_seq_length"),
+    "max_prompt_seq_len": ("max_seq_length", "max_prompt_length"),
+    "max_answer_seq_len": ("max_length", "max_completion_length", "max_new_tokens"),
+    "num_samples_per_prompt": ("num_generations", "n_samples_per_prompt"),
+    "ppo_epochs": ("num_ppo_epochs", "num_iterations"),
+    "cliprange": ("epsilon",),
+    "cliprange LOW HIGH": ("epsilon_high",),
+    "kl_coef": ("beta", "init_kl_coef"),
+    "lora_dim": ("lora_r", "lora_rank"),
+    "actor_lora_dim": ("lora_r", "lora_rank"),
+    "lora_dim N": ("use_peft",),
+    "actor_lora_dim N": ("use_peft",),
+    "rollout_backend vllm": ("use_vllm", "vllm_mode"),
+    "kv_cache_gib": ("vllm_gpu_memory_utilization",),
+    "inference_tp_size": ("vllm_tensor_parallel_size",),
 }
 # Old flags that still work, by the types of their values: DeepSpeed-Chat's.
 _ACCEPTED = {
@@ -122,27 +114,16 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
             new[flag] = [*(new.get(flag) or ()), item.replace("COLUMN", str(old(name)))]
     if isinstance(old("deepspeed"), str) and old("deepspeed").lower() not in ("true", "false"):
         new["deepspeed_config"] = old("deepspeed_config") or old("deepspeed")
-    if isinstance(old("keep_best"), bool):
-        new["keep_best"] = (old("best_metric") or "eval/score") if old("keep_best") else None
     if old("add_eot_token") is not None:
         new["eot_token"] = (old("eot_token") or "<|endoftext|>") if old("add_eot_token") else None
     if old("unsupervised_dataset_name") and old("unsupervised_dataset_config_name"):
         names = old("unsupervised_dataset_name"), old("unsupervised_dataset_config_name")
         new["unsupervised_dataset_name"] = ":".join(names)
-    both, low, high = (old(f"cliprange{side}") for side in ("", "_low", "_high"))
-    if low or high:
-        sides = [both] * 2 if both else CLIPRANGES[old("policy_loss") or "ppo"]
-        new["cliprange"] = [low or sides[0], high or sides[1]]
-    elif isinstance(both, float):
-        new["cliprange"] = [both]
     sinks = {name: old(f"enable_{name}") for name in ("tensorboard", "wandb")}
     if any(given is not None for given in sinks.values()):
         known = old("report_to") or ["tensorboard"]
         on = [name for name, given in sinks.items() if (name in known if given is None else given)]
         new["report_to"] = on or ["none"]
-    low, high = values.get("rollout_is_min", 0.5), old("rollout_is_max")
-    if low != 0.5 or high:
-        new["rollout_is_range"] = [low, high or (5.0 if old("rollout_is") == "icepop" else 2.0)]
     return new
 
 
@@ -163,7 +144,7 @@ def hint(name: str, names: Collection[str], prefix: str = "") -> str:
     flag, value = RENAMED.get(name, ("", ""))
     if flag in names:
         return f"; it is now --{flag} {value}"
-    for form in ELSEWHERE.get(name, ()):
-        if form.partition(" ")[0] in names:
+    for form, others in ELSEWHERE.items():
+        if name in others and form.partition(" ")[0] in names:
             return f"; here it is {prefix}{form}"
     return did_you_mean(name, names, prefix)

@@ -159,43 +159,30 @@ class RolloutConfig:
             f"--min_answer_seq_len {self.min_answer_seq_len} must be between 0 and "
             f"--max_answer_seq_len {self.max_answer_seq_len}",
         )
+        is_in_place = self.rollout_layout == "zero_copy"
+        engine = "--enable_hybrid_engine", self.enable_hybrid_engine
+        size, is_int8 = self.inference_tp_size, self.rollout_quantization == "int8"
+        staleness, partial = self.max_staleness, self.partial_rollout
+        for given, is_set, needed, is_met in (
+            (f"--inference_tp_size {size}", size > 1, *engine),
+            ("--partial_rollout", partial, *engine),
+            ("--moe_routing_replay", self.moe_routing_replay, *engine),
+            ("--rollout_quantization int8", is_int8, *engine),
+            (
+                "--rollout_quantization int8",
+                is_int8,
+                "--rollout_layout copy or auto",
+                not is_in_place,
+            ),
+            (f"--max_staleness {staleness}", staleness is not None, "--partial_rollout", partial),
+            ("--speculate history", self.speculate == "history", *engine),
+            ("--rollout_layout zero_copy", is_in_place, "--inference_tp_size 1", size == 1),
+        ):
+            require(is_met or not is_set, f"{given} needs {needed}")
         require(
-            self.inference_tp_size == 1 or self.enable_hybrid_engine,
-            f"--inference_tp_size {self.inference_tp_size} needs --enable_hybrid_engine",
-        )
-        require(
-            not self.partial_rollout or self.enable_hybrid_engine,
-            "--partial_rollout needs --enable_hybrid_engine",
-        )
-        require(
-            not self.moe_routing_replay or self.enable_hybrid_engine,
-            "--moe_routing_replay needs --enable_hybrid_engine",
-        )
-        is_int8 = self.rollout_quantization == "int8"
-        require(
-            not is_int8 or self.enable_hybrid_engine,
-            "--rollout_quantization int8 needs --enable_hybrid_engine",
-        )
-        require(
-            not is_int8 or self.rollout_layout != "zero_copy",
-            "--rollout_quantization int8 needs --rollout_layout copy or auto",
-        )
-        require(
-            self.max_staleness is None or self.partial_rollout,
-            f"--max_staleness {self.max_staleness} needs --partial_rollout",
-        )
-        require(
-            self.speculate != "history" or self.enable_hybrid_engine,
-            "--speculate history needs --enable_hybrid_engine",
-        )
-        require(
-            self.speculate != "history" or not self.partial_rollout,
+            self.speculate != "history" or not partial,
             "--speculate history: with --partial_rollout, which answers are complete would depend "
             "on drafts; drop one of them",
-        )
-        require(
-            self.inference_tp_size == 1 or self.rollout_layout != "zero_copy",
-            "--rollout_layout zero_copy needs --inference_tp_size 1",
         )
         if self.rollout_backend == "vllm":
             self._require_of_vllm()

@@ -11,7 +11,6 @@ Fused attention is assumed to save queries, keys, values, output and one number 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -39,8 +38,7 @@ class Batch(NamedTuple):
     num_read: int
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """Peak of live bytes between the completion of two gradients.
 
     Complete gradients are not included.
@@ -52,9 +50,12 @@ class Interval:
     large: int  # peak of live bytes in blocks of LARGE_BLOCK or more
     large_logits: int
 
+    def grown(self, smaller: "Interval", steps: int) -> "Interval":
+        """This, and ``steps`` times what it has more than ``smaller``."""
+        return Interval(*(a + steps * (a - b) for a, b in zip(self, smaller, strict=True)))
 
-@dataclass(frozen=True)
-class Pass:
+
+class Pass(NamedTuple):
     """One forward pass, with its backward pass in training."""
 
     intervals: tuple[Interval, ...]
@@ -73,11 +74,10 @@ class Pass:
         """
         num_trained = self.intervals[-1].num_done
         peak = (0, 0, 0)
-        for interval in self.intervals:
-            done = num_trained if all_gradients else interval.num_done
-            live, logits = interval.live, interval.logits
+        for num_done, live, logits, large, large_logits in self.intervals:
             if retained is not None:
-                live, logits = max(self.small, retained) + interval.large, interval.large_logits
+                live, logits = max(self.small, retained) + large, large_logits
+            done = num_trained if all_gradients else num_done
             peak = max(peak, (live - logits, logits, done * bytes_per_gradient), key=sum)
         return peak
 
@@ -87,18 +87,12 @@ class Pass:
         Memory is linear in the number of layers until the backward pass reaches a layer. The middle
         layers add no new peaks, so the intervals of the two passes are matched from both ends.
         """
-        intervals, fewer = self.intervals, smaller.intervals
-        first = len(fewer) // 2 if len(intervals) > len(fewer) else len(fewer)
-        last = len(fewer) - first
-        pairs = list(zip(intervals[:first], fewer[:first], strict=True))
-        pairs += zip(intervals[len(intervals) - last :], fewer[first:], strict=True)
-
-        def grown(large: Interval, small: Interval) -> Interval:
-            both = zip(astuple(large), astuple(small), strict=True)
-            return Interval(*(a + steps * (a - b) for a, b in both))
-
+        more, fewer = self.intervals, smaller.intervals
+        first = len(fewer) // 2 if len(more) > len(fewer) else len(fewer)
+        last = more[len(more) - len(fewer) + first :]
+        pairs = zip((*more[:first], *last), fewer, strict=True)
         small = self.small + steps * (self.small - smaller.small)
-        return Pass(tuple(grown(*pair) for pair in pairs), small)
+        return Pass(tuple(large.grown(small, steps) for large, small in pairs), small)
 
 
 def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_size: int) -> Pass:

@@ -186,38 +186,34 @@ class Cluster:
         port = self.port + number - 1 if several else self.port
         if self.config.launcher == "slurm":
             return [*self._srun(port), sys.executable, *words]
-        if not several:
-            return [*self._here(port), *words]
-        if self.config.node_rank is not None:
-            return [*self._by_hand(port), *words]
+        if self.num_processes == 1:
+            return [sys.executable, *words]
+        if not several or self.config.node_rank is not None:
+            return [*self._launched_here(port), *words]
         quoted = [shlex.quote(words[0]), *map(_quoted_for_pdsh, words[1:])]
         return [*self._over_hostfile(port), *quoted]
 
-    def _here(self, port: int) -> list[str]:
-        """One machine: plain Python for one process, else DeepSpeed's launcher."""
-        count = self.num_processes
-        if count == 1:
-            return [sys.executable]
-        if self._visible:
-            # NOTE: DeepSpeed's runner would take the first GPUs, and reads no names (UUIDs).
-            return _launch({"localhost": self._visible[:count]}, 0, "127.0.0.1", port)
-        return [*_runner(), "--num_gpus", str(count), "--master_port", str(port)]
+    def _launched_here(self, port: int) -> list[str]:
+        """The processes of this machine, by the part of DeepSpeed's launcher that runs on each.
 
-    @property
-    def _visible(self) -> list[str]:
-        """The GPUs of this machine that the environment allows, as it names them."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        return [name.strip() for name in visible if self.gpus_here and name.strip()]
-
-    def _by_hand(self, port: int) -> list[str]:
-        """The processes of this machine. DeepSpeed's runner would need a hostfile to build this."""
+        NOTE: the part in front of it takes the first GPUs, reads no names of GPUs (UUIDs), and
+        needs a hostfile for several machines.
+        """
         world: dict[str, list[Any]] = {host: list(range(n)) for host, n in self.hosts.items()}
-        if self._visible:
-            world[list(world)[self.number_here]] = self._visible[: self.processes_here]
-        return _launch(world, self.config.node_rank, self.config.master_addr, port)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = [name.strip() for name in visible if self.gpus_here and name.strip()]
+        if names:
+            world[list(world)[self.number_here]] = names[: self.processes_here]
+        info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+        return [
+            *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical"),
+            *(f"--world_info={info}", f"--node_rank={self.number_here}"),
+            *(f"--master_addr={self.config.master_addr or '127.0.0.1'}", f"--master_port={port}"),
+        ]
 
     def _over_hostfile(self, port: int) -> list[str]:
         config = self.config
+        runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
         flags = ["--hostfile", str(self.hostfile), "--master_port", str(port)]
         flags += ["--num_nodes", str(len(self.hosts))]
         if len(set(self.hosts.values())) == 1:
@@ -226,7 +222,7 @@ class Cluster:
         flags += ["--master_addr", config.master_addr] if config.master_addr else []
         # One word: argparse would read a value that starts with a dash as a flag.
         flags += [f"--launcher_args={config.launcher_args}"] if config.launcher_args else []
-        return [*_runner(), *flags]
+        return [*runner, *flags]
 
     def _srun(self, port: int) -> list[str]:
         """One task per process; `dschat.distributed` reads rank and master address from SLURM."""
@@ -369,22 +365,6 @@ def _check_reach(config: ClusterConfig, num_nodes: int, dry_run: bool) -> None:
             f"--launcher pdsh: {path} has characters that a remote shell would interpret; choose "
             "another folder, or start train.py on every machine with its --node_rank",
         )
-
-
-def _launch(
-    world: dict[str, list[Any]], number: Optional[int], address: Optional[str], port: int
-) -> list[str]:
-    """The processes of machine ``number`` of ``world``: its name -> its GPUs."""
-    info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
-    return [
-        *(sys.executable, "-m", "deepspeed.launcher.launch", "--log_level=critical"),
-        *(f"--world_info={info}", f"--node_rank={number}"),
-        *(f"--master_addr={address}", f"--master_port={port}"),
-    ]
-
-
-def _runner() -> list[str]:
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical"]
 
 
 def _free_port() -> int:

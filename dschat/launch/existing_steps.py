@@ -1,5 +1,5 @@
 """Decides what becomes of steps that are on disk: a finished one is reused or refused, an
-interrupted one resumes, starts over, or the user is asked.
+interrupted one resumes, starts over, or is refused.
 
 A step's training_config.yaml has its settings. Its COMPLETE file has their context: the working
 directory, the number of processes, the precision of `dtype` auto, and fingerprints of data and
@@ -8,7 +8,7 @@ models. Older versions wrote an empty COMPLETE; such steps are compared by their
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Optional
@@ -31,8 +31,6 @@ from dschat.launch.recipe import TrainConfig
 from dschat.launch.step_runs import StepRun
 from dschat.observability.metrics_log import SETTINGS
 from dschat.runtime.output_dir import COMPLETE
-
-Ask = Callable[[str], bool]  # question -> whether the answer was yes
 
 # -- finished steps --------------------------------------------------------------------------------
 
@@ -109,13 +107,12 @@ def _recorded(config: CommonConfig, num_processes: int) -> Optional[RunRecord]:
 
 
 def resume(
-    runs: Sequence[StepRun], config: TrainConfig, num_processes: int, ask: Optional[Ask]
+    runs: Sequence[StepRun], config: TrainConfig, num_processes: int
 ) -> tuple[list[StepRun], list[str]]:
     """``runs``, of which those with a checkpoint resume or start over; and lines for the user.
 
-    A step resumes if its settings are those of the checkpoint. Changed settings need a yes:
-    ``--resume latest``, ``--restart`` or an answer on the terminal (``ask``; None: there is none).
-    The step itself resumes.
+    A step resumes if its settings are those of the checkpoint; with changed ones the user decides:
+    ``--resume latest`` or ``--restart``. The step itself resumes.
 
     Raises:
         UserError: the settings have changed and the user has not decided, or the checkpoint cannot
@@ -127,37 +124,29 @@ def resume(
             f"--resume {paths[0].fields['resume']} is a checkpoint of one step; name the step: "
             f"--step{paths[-1].number}.resume"
         )
-    if config.dry_run:
-        ask = lambda question: True  # noqa: E731  the answer has no effect
-    elif config.node_rank is not None:
-        ask = None  # else every machine would ask
     made: list[StepRun] = []
     notes = []
     for run in runs:
         made_here = {earlier.folder for earlier in made}
-        changed, note = _resumed(run, made_here, num_processes, config.restart, ask)
+        changed, note = _resumed(run, made_here, config, num_processes)
         made.append(changed)
         notes += [note] if note else []
     return made, notes
 
 
 def _resumed(
-    run: StepRun,
-    made_here: Collection[str],
-    num_processes: int,
-    restart: bool,
-    ask: Optional[Ask],
+    run: StepRun, made_here: Collection[str], train: TrainConfig, num_processes: int
 ) -> tuple[StepRun, str]:
     """``run`` as it resumes or starts over, and a line for the user; unchanged, and none, without a
     checkpoint. ``made_here``: output folders of earlier steps of this run.
     """
     values, given = run.fields, run.fields.get("resume")
-    if restart and given:
+    if train.restart and given:
         raise UserError("--restart starts over and --resume resumes; leave one out")
     checkpoints = Path(run.folder) / FOLDER
     if not step_folders(checkpoints):
         return run, ""
-    if restart or values.get("overwrite_output_dir"):
+    if train.restart or values.get("overwrite_output_dir"):
         again = replace(run, fields={**values, "overwrite_output_dir": True})
         return again, f"step {run.number} starts over: {checkpoints} is deleted"
     if given not in (None, "latest"):
@@ -171,25 +160,15 @@ def _resumed(
     models = {k: v for k, v in values.items() if reads_model(k) and v in made_here}
     changed = [change for change in changes(checkpoint, config) if change[0] not in models]
     changed += [(key, name, f"{name}, trained again") for key, name in models.items()]
-    if changed and given is None:
-        _confirm(run, changed, ask)
+    if changed and given is None and not train.dry_run:
+        raise UserError(
+            f"{run.folder} has an unfinished run with other settings ({describe(changed)}); "
+            "--resume latest resumes with the new ones, --restart starts step "
+            f"{run.number} over, or choose another --output_dir"
+        )
     note = f"step {run.number} resumes from {checkpoint.folder}"
     note += f", with changed settings ({describe(changed)})" if changed else ""
     if checkpoint.world_size != num_processes:
         plural = "es" if num_processes > 1 else ""
         note += f", on {num_processes} process{plural}, not {checkpoint.world_size}"
     return resumed, note
-
-
-def _confirm(run: StepRun, changed: list[Change], ask: Optional[Ask]) -> None:
-    """Raise ``UserError`` unless the user agrees to resume with changed settings."""
-    n = run.number
-    restart = f"--restart starts step {n} over, or choose another --output_dir"
-    if ask is None:
-        raise UserError(
-            f"{run.folder} has an unfinished run with other settings ({describe(changed)}); "
-            f"--resume latest resumes with the new ones, {restart}"
-        )
-    lines = "".join(f"\n  {describe([change])}" for change in changed)
-    if not ask(f"step {n} was interrupted and has changed settings:{lines}\nResume?"):
-        raise UserError(f"{run.folder} has an unfinished run with other settings; {restart}")

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -20,7 +20,7 @@ from dschat.config import UserError, parser
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.cluster import Cluster
-from dschat.launch.existing_steps import Ask, check_finished, resume
+from dschat.launch.existing_steps import check_finished, resume
 from dschat.launch.recipe import (
     STEPS,
     Recipe,
@@ -32,10 +32,9 @@ from dschat.launch.recipe import (
     step_values,
 )
 from dschat.launch.step_runs import (
+    BASE,
     Fields,
-    Found,
     StepRun,
-    Values,
     folder_of,
     select_steps,
     step_runs,
@@ -78,15 +77,8 @@ class RunPlan:
         return not self.cluster.is_first or _finished(self.output_dir, step)
 
 
-def plan(
-    config: TrainConfig,
-    groups: Sequence[Sequence[str]],
-    root: Path,
-    ask: Optional[Ask] = None,
-) -> RunPlan:
+def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> RunPlan:
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
-
-    ``ask`` asks the user a yes-or-no question; None if there is no terminal.
 
     Raises:
         UserError: an invalid flag, recipe, data file or model folder.
@@ -105,11 +97,17 @@ def plan(
     if not asked or last in asked:
         _check_same_policy(steps[last], values[last], out)
     # Which steps run, from which models, into which folders.
-    chosen = step_runs(steps, values, asked, _found(steps, values, out), out)
+    finished = [n for n, step in steps.items() if _finished(out, step)]
+    trained = [
+        n
+        for n, is_trained in ((1, _is_finished_sft), (2, _is_score_model))
+        if n in steps and (base := values[n].get(BASE)) and is_trained(Path(base))
+    ]
+    chosen = step_runs(steps, values, asked, finished, trained, out)
     notes += [note for run in chosen if (note := run.note(last, out))]
     runs, reused = ([r for r in chosen if r.status == status] for status in ("runs", "reused"))
     if any([supervisor.wait_until_free(Path(r.folder), config.node_rank or 0) for r in runs]):
-        return plan(config, groups, root, ask)  # the other run may have saved more
+        return plan(config, groups, root)  # the other run may have saved more
     for run in runs:
         run.step.config_class(**run.fields).validate()
         _check_inputs(run.fields, made_here={earlier.folder for earlier in runs})
@@ -132,7 +130,7 @@ def plan(
     for run in runs if machines.is_first and not config.dry_run else ():
         check_writable(Path(run.folder))
     restart_flags = _restart_flags(config, runs)
-    runs, resume_notes = resume(runs, config, num_processes, ask)
+    runs, resume_notes = resume(runs, config, num_processes)
     return RunPlan(
         out,
         list(steps.values()),
@@ -181,16 +179,6 @@ def _check_parallel(runs: Sequence[StepRun], num_processes: int) -> None:
                     f"--{flag} {size} does not divide the {num_processes} process{plural}; "
                     "choose a divisor, or another --num_gpus"
                 )
-
-
-def _found(steps: Mapping[int, TrainingStep], values: Values, out: Path) -> Found:
-    """What `step_runs` asks of the disk."""
-    is_trained = {1: _is_finished_sft, 2: _is_score_model}
-    bases = {n: values[n].get("model_name_or_path") for n in steps if n in is_trained}
-    return Found(
-        frozenset(n for n, step in steps.items() if _finished(out, step)),
-        frozenset(n for n, base in bases.items() if base and is_trained[n](Path(base))),
-    )
 
 
 def _finished(out: Path, step: TrainingStep) -> bool:

@@ -18,7 +18,6 @@ ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
 
 Fields = Mapping[str, Any]
 Values = Mapping[int, Fields]
-Status = Literal["runs", "reused", "left out"]
 Reason = Literal["asked for", "needed", "finished", "input", "base", "trained already"]
 
 _NOTES: dict[Reason, str] = {
@@ -31,16 +30,6 @@ _BASE_FLAGS = {1: "--actor_model", 2: "--reward_model"}
 
 
 @dataclass(frozen=True)
-class Found:
-    """Steps by number: those that are ``finished`` in the run's folder, and those whose base model
-    is ``trained`` already: a finished policy, a reward model.
-    """
-
-    finished: frozenset[int] = frozenset()
-    trained: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
 class StepRun:
     """A step that runs with ``fields``, whose finished output is reused, or that is left out
     because its base model is trained already. The fields have its ``output_dir``.
@@ -48,12 +37,17 @@ class StepRun:
 
     step: TrainingStep
     fields: Fields
-    status: Status
     reason: Reason
 
     @property
     def number(self) -> int:
         return self.step.number
+
+    @property
+    def status(self) -> Literal["runs", "reused", "left out"]:
+        if self.reason in ("asked for", "needed"):
+            return "runs"
+        return "left out" if self.reason == "trained already" else "reused"
 
     @property
     def folder(self) -> str:
@@ -111,12 +105,18 @@ def step_runs(
     steps: Mapping[int, TrainingStep],
     values: Values,
     asked: Collection[int],
-    found: Found,
+    finished: Collection[int],
+    trained: Collection[int],
     out: Path,
 ) -> list[StepRun]:
-    """The steps of a run into ``out``, in order. ``asked``: numbers of ``--step``; none: all.
+    """The steps of a run into ``out``, in order.
 
     The initial models of the last step come from the other steps, unless ``values`` name them.
+
+    Args:
+        asked: numbers of ``--step``; none: all.
+        finished: steps that have finished in ``out``.
+        trained: steps whose base model is trained already: a finished policy, a reward model.
 
     Raises:
         UserError: a step lacks its base model, or a finished step would get another one.
@@ -125,7 +125,7 @@ def step_runs(
     folders = {n: folder_of(out, step) for n, step in steps.items()}
     fields = {n: dict(values[n]) for n in steps}
     needed: set[int] = set()
-    trained: set[int] = set()
+    skipped: set[int] = set()
     for n, keys in _inputs_of(steps, values).items() if last in selected else ():
         if n == 2 and fields[last].get("share_base"):
             fields[n].setdefault(BASE, fields[last].get(ACTOR))
@@ -133,30 +133,28 @@ def step_runs(
         base = fields[n].get(BASE)
         if any(fields[last].get(key, folders[n]) != folders[n] for key in keys):
             continue  # its own fields name a model
-        skips = bool(base) and n not in asked and n in found.trained
-        (trained if skips else needed).add(n)
+        skips = bool(base) and n not in asked and n in trained
+        (skipped if skips else needed).add(n)
         fields[last][keys[0]] = base if skips else folders[n]
     if not asked:  # steps whose model is trained already run only with --step
         selected -= set(steps) - {last} - needed
-    done = {n for n in found.finished if not fields[n].get("overwrite_output_dir")}
+    done = {n for n in finished if not fields[n].get("overwrite_output_dir")}
     runs = selected - done
-    before = needed - found.finished if last in runs else set()
+    before = needed.difference(finished) if last in runs else set()
     starts_from = fields[2].get(BASE) if 2 in runs | before else None
     bases = {1} if starts_from == folders[1] else set()  # a recipe's {step1}
-    before |= bases - found.finished
+    before |= bases.difference(finished)
     made = []
-    for n in sorted(selected | needed | bases | trained):
-        status: Status = "runs" if n in runs | before else "reused"
-        reason: Reason = "asked for"
-        if status == "runs" and n not in selected:
-            reason = "needed"
-        elif status == "reused" and n in selected:
+    for n in sorted(selected | needed | bases | skipped):
+        if n in runs | before:
+            reason: Reason = "asked for" if n in selected else "needed"
+        elif n in selected:
             reason = "finished"
-        elif status == "reused" and n in trained - bases:
-            status, reason = "left out", "trained already"
-        elif status == "reused":
+        elif n in skipped - bases:
+            reason = "trained already"
+        else:
             reason = "input" if n in needed and last in runs else "base"
-        made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, status, reason))
+        made.append(StepRun(steps[n], fields[n] | {"output_dir": folders[n]}, reason))
     _check(made, selected)
     is_shared = 3 in runs and fields[3].get("share_base") and fields[3].get("actor_lora_dim")
     if is_shared and 2 in runs | before and folders[2] in fields[3].values():

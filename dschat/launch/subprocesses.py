@@ -4,10 +4,8 @@ The preflight process loads torch and frees its memory before training starts. A
 while the steps run, and at the end; it never makes a run fail: what goes wrong is one line.
 """
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,8 +20,6 @@ from dschat.config.report import PAGE
 from dschat.estimate import PlanRequest
 
 _PREFLIGHT_S = 60.0  # for the checks and the estimate
-_LIBC = ctypes.CDLL(None)  # NOTE: a child must not load it between fork and exec
-_SET_DEATH_SIGNAL = 1  # prctl(2): PR_SET_PDEATHSIG
 _LONGEST_S = 300.0  # for the last report, which train.py waits for
 
 
@@ -72,11 +68,9 @@ def _is_here(name: str) -> bool:
             return True  # broken: the estimate reports it
         except OSError:
             return False
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("1", "ON", "YES", "TRUE"):
-        return True
-    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    return os.path.isdir(hub / f"models--{name.replace('/', '--')}")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    return not constants.HF_HUB_OFFLINE or bool(try_to_load_from_cache(name, "config.json"))
 
 
 class RunReport:
@@ -113,24 +107,22 @@ class RunReport:
         if self._process is not None and self._process.poll() is None:
             return
         self._last = time.monotonic()
-        nothing: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        try:
+        with suppress(OSError):  # no memory for a process: the last report says what is wrong
             self._process = subprocess.Popen(
                 self._command(),
                 env={**self._environment},
-                preexec_fn=partial(_start_in_background, os.getpid()),
+                preexec_fn=partial(os.nice, 10),  # training goes first
                 start_new_session=True,  # Ctrl-C is for the steps
-                **nothing,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
-        except OSError:  # no memory for a process: the last report says what is wrong
-            self._process = None
 
     def _stop(self) -> None:
         """Kill a report that is being written; the page before it stays."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
 
     def write(self) -> str:
         """Write the report; returns a line that says where, or why not."""
@@ -139,7 +131,6 @@ class RunReport:
             done = subprocess.run(
                 self._command(),
                 env={**self._environment},
-                preexec_fn=partial(_end_with, os.getpid()),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -154,16 +145,3 @@ class RunReport:
 
     def _command(self) -> list[str]:
         return [sys.executable, "-m", "dschat.reporting", "--runs", str(self._output_dir)]
-
-
-def _end_with(parent: int) -> None:
-    """In the child: the kernel kills it when train.py ends, however that happens (Linux)."""
-    with suppress(AttributeError):
-        _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before that
-        os._exit(1)
-
-
-def _start_in_background(parent: int) -> None:
-    _end_with(parent)
-    os.nice(10)  # training goes first

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -87,53 +86,30 @@ class ProcessSupervisor:
             while signaled and len(self._caught) < 2 and (process.poll() is None or ranks.here()):
                 time.sleep(0.05)
             _end_group(process, self._caught, ranks)
-            outcome = Outcome(process.returncode, tuple(self._caught), signaled, ranks.stopped)
-        if outcome.is_ended_by_signal:
-            say("interrupted" if self._caught[0] == signal.SIGINT else "terminated")
-        return exit_code(outcome)
+            caught = tuple(self._caught)
+            code = exit_code(process.returncode, caught, signaled, ranks.stopped)
+        if caught and code == 128 + caught[0]:
+            say("interrupted" if caught[0] == signal.SIGINT else "terminated")
+        return code
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended.
+def exit_code(returncode: int, caught: Sequence[int], was_asked: bool, has_saved: bool) -> int:
+    """train.py's exit code after a command; see `ProcessSupervisor.run`.
 
-    Attributes:
+    Args:
         returncode: that of `subprocess.Popen`, negative for a signal.
         caught: the signals to train.py, in order.
         was_asked: a process in its loop was asked to stop.
         has_saved: the loop has stopped and saved (`process_registry.mark_stopped`).
     """
-
-    returncode: int
-    caught: tuple[int, ...] = ()
-    was_asked: bool = False
-    has_saved: bool = False
-
-    @property
-    def is_stopped(self) -> bool:
-        """Stopped at a step; a launcher may have turned that exit code into another."""
-        was_killed = not 0 <= self.returncode < 128
-        return self.has_saved or (self.was_asked and was_killed and len(self.caught) < 2)
-
-    @property
-    def is_ended_by_signal(self) -> bool:
-        """Ended by a signal with nothing to save, or by a second one."""
-        if self.is_stopped or not self.caught:
-            return False
-        is_repeated = len(self.caught) > 1
-        return is_repeated or (not self.was_asked and self.caught[0] != signal.SIGUSR1)
-
-
-def exit_code(outcome: Outcome) -> int:
-    """train.py's exit code after a command; see `ProcessSupervisor.run`."""
-    if outcome.is_stopped:
+    was_killed = not 0 <= returncode < 128  # a launcher turns the exit code of a stop into another
+    if has_saved or (was_asked and was_killed and len(caught) < 2):
         return stop_signals.EXIT_CODE
-    if outcome.is_ended_by_signal:
-        return 128 + outcome.caught[0]
-    if outcome.caught and not outcome.was_asked:
-        return stop_signals.EXIT_CODE  # SLURM's SIGUSR1 while models load: requeue the job
-    code = outcome.returncode
-    return code if code >= 0 else 128 - code
+    if caught and (len(caught) > 1 or not was_asked):
+        if [*caught] == [signal.SIGUSR1]:  # SLURM's, while models load: requeue the job
+            return stop_signals.EXIT_CODE
+        return 128 + caught[0]
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def wait_until_free(output_dir: Path, machine: int = 0) -> bool:

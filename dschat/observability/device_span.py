@@ -4,6 +4,7 @@ A GPU runs behind the host, whose clock would charge its work to whatever waits 
 """
 
 import time
+from typing import Any
 
 import torch
 
@@ -27,15 +28,13 @@ class DeviceSpan:
 
     def seconds(self) -> float:
         """Seconds from begin to end, while the device was idle included; waits for the end."""
-        begin, end = self._begin, self._end
-        if isinstance(begin, float) and isinstance(end, float):
-            return end - begin
-        assert not isinstance(begin, float)
-        assert not isinstance(end, float)
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        if isinstance(self._end, float):
+            return self._end - self._begin
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3
 
-    def _mark(self) -> "float | torch.cuda.Event":
+    def _mark(self) -> Any:
+        """The host's seconds, or a CUDA event."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -7,8 +7,6 @@ evaluate     models and answer files -> metrics
 harness      tasks of lm-evaluation-harness, on dschat's models
 results      values per row -> intervals, paired differences, table and JSON file
 rows         --data_path -> rows with tokenized prompts, one by one
-model        --path -> configuration, tokenizer, positions, generator; its progress
 scoring      answers -> scores by reward models, functions and endpoints
-answer_lines rows, answers and scores -> output lines
-answer_file  output lines -> a file that a killed command continues
+answer_file  rows, answers and scores -> lines of a file that a killed command continues
 """

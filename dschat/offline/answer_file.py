@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.renamed import translated
 from dschat.inference.protocol import Rollout
 from dschat.models.continued_text import whole_texts
 from dschat.offline.flags import GenerateConfig
@@ -59,7 +58,7 @@ class AnswerFile:
                 if overwrite:
                     self._file.truncate(0)
                     self._path.unlink(missing_ok=True)
-                self._write_settings(settings)
+                replace_file(self._settings, json.dumps(settings, indent=1))
                 self.num_lines = self._cut()
         except OSError as error:
             raise UserError(f"{FLAG} {path}: {error.strerror}; name another file") from None
@@ -105,9 +104,6 @@ class AnswerFile:
                 f"{FLAG} {path}: {self._settings.name} is damaged; name another file, or replace "
                 "it with --overwrite"
             )
-        flags = {name[2:]: value for name, value in before.items() if name.startswith("--")}
-        before = {name: value for name, value in before.items() if not name.startswith("--")}
-        before |= {f"--{name}": value for name, value in translated(flags).items()}
         for name in sorted({*settings, *before}):
             old, new = before.get(name), settings.get(name)
             if old != new:
@@ -126,9 +122,6 @@ class AnswerFile:
                 f"{FLAG} {path}: another command is writing it; wait for it, or name another file"
             ) from None
         return file
-
-    def _write_settings(self, settings: dict[str, Any]) -> None:
-        replace_file(self._settings, json.dumps(settings, indent=1))
 
     def _cut(self) -> int:
         """Remove a last line that a kill has cut short; returns the number of complete lines."""

@@ -23,7 +23,8 @@ from dschat.data.tokenize import question_text
 from dschat.observability import console
 from dschat.offline.flags import NEED_REWARD, EvalConfig, GenerateConfig, PromptsConfig
 from dschat.offline.generate import generate
-from dschat.offline.results import Metrics, Results, check_out, labels_of
+from dschat.offline.results import Metrics, Results, check_out
+from dschat.reporting.run_files import shortest_ends
 
 logger = logging.getLogger("dschat")
 
@@ -49,7 +50,7 @@ def evaluate(config: EvalConfig) -> Results:
         from dschat.offline.harness import Harness
 
         harness = Harness(config)
-    labels = labels_of([*paths, *files])
+    labels = shortest_ends([os.path.normpath(p).split(os.sep) for p in (*paths, *files)])
     by_label: dict[str, Metrics] = {label: {} for label in labels}
     if tasks:
         given = [read_answers(path, tasks) for path in files]

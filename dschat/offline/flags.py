@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, Optional
 
+from dschat.chat.load import AnswersConfig
 from dschat.config.columns import columns_by_role
 from dschat.config.data import DataConfig, ReadConfig, require_encoding
-from dschat.config.errors import UserError, require
-from dschat.config.fields import flag, place_flag, require_bounds, require_types
+from dschat.config.errors import require
+from dschat.config.fields import flag, place_flag
 from dschat.config.reward import RewardSourcesConfig
-from dschat.inference.protocol import SamplingParams
 
 OWN_TASKS = ("win_rate", "score", "gold")  # others are lm-evaluation-harness's
 NEED_REWARD = ("win_rate", "score")
+_SPLIT = "Rows to read: train, or eval, a source's held-out split (where it has none: all rows)."
 NO_DATA = "--data_path is missing; name a file of prompts, or several"
 
 
 @dataclass
-class PromptsConfig(RewardSourcesConfig, ReadConfig):
-    """Prompts, sampling and the model's precision."""
+class PromptsConfig(RewardSourcesConfig, ReadConfig, AnswersConfig):
+    """Prompts."""
 
     reward_model_name_or_path: str = flag(
         "",
@@ -37,11 +38,7 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig):
         "builtin/chat, builtin/arithmetic, or hub names.",
         short=True,
     )
-    split: Literal["train", "eval"] = flag(
-        "train",
-        "Rows to read: train, or eval, a source's held-out split (where it has none: all rows).",
-        short=True,
-    )
+    split: Literal["train", "eval"] = flag("train", _SPLIT, short=True)
     columns: Optional[list[str]] = flag(
         None, "Column of the prompt, as prompt=COLUMN, or of a chat, as messages=COLUMN."
     )
@@ -51,15 +48,6 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig):
         "stop and name it. skip: drop and count it. auto: error for lines, skip for rows.",
     )
     max_rows: Optional[int] = flag(None, "Read the first N usable rows only.", short=True, ge=1)
-    max_new_tokens: int = flag(256, "Longest answer in tokens.", short=True, ge=1)
-    temperature: float = flag(1.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
-    top_p: float = flag(1.0, "Nucleus sampling: keep the smallest set of tokens with this mass.")
-    top_k: int = flag(0, "Keep the k likeliest tokens; 0: all.")
-    min_p: float = flag(0.0, "Drop tokens less likely than this share of the likeliest one.")
-    seed: int = flag(1234, "Seed of sampling.", short=True, ge=0, le=2**32 - 1)
-    dtype: Literal["auto", "fp32", "bf16"] = flag(
-        "auto", "Precision of the weights; auto is bf16 on an accelerator and fp32 on a CPU."
-    )
     max_num_seqs: int = flag(64, "Answers that are generated together.", ge=1)
     chunk_size: Optional[int] = flag(
         None,
@@ -67,7 +55,6 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig):
         "answers.",
         ge=1,
     )
-    trust_remote_code: bool = place_flag(False, "Run Python code that comes with a checkpoint.")
 
     @property
     def has_rewards(self) -> bool:
@@ -85,32 +72,15 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig):
             text_as=self.text_as,
         )
 
-    def sampling(self, n: int) -> SamplingParams:
-        """The sampling of ``n`` answers per prompt."""
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            n=n,
-        )
-
     def prompts_per_chunk(self, n: int) -> int:
         """Prompts that are answered together, each ``n`` times."""
         return self.chunk_size or max(1, 8 * self.max_num_seqs // n)
 
     def validate_prompts(self) -> None:
-        require_types(self)
-        require_bounds(self)
+        self.validate_answers()
         columns_by_role(self.columns, ("prompt", "messages"))
         require_encoding(self.encoding)
         self.validate_rewards()
-        try:
-            self.sampling(1)
-        except UserError as error:
-            raise UserError(f"--{error}") from None
 
 
 @dataclass
@@ -179,11 +149,7 @@ class EvalConfig(PromptsConfig):
         False, "Ask the tasks of lm-evaluation-harness as chats, by the model's template."
     )
     out: Optional[str] = flag(None, "JSON file for the results.", short=True)
-    split: Literal["train", "eval"] = flag(
-        "eval",
-        "Rows to read: train, or eval, a source's held-out split (where it has none: all rows).",
-        short=True,
-    )
+    split: Literal["train", "eval"] = flag("eval", _SPLIT, short=True)
     temperature: float = flag(0.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
     confidence: float = flag(0.95, "Level of the confidence intervals.", gt=0, lt=1)
 

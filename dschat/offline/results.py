@@ -140,16 +140,6 @@ def check_out(path: str | None) -> None:
     )
 
 
-def labels_of(names: list[str]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
-    parts = [os.path.normpath(name).split(os.sep) for name in names]
-    for length in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(part[-length:]) for part in parts]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
-
-
 def _number(value: float | None, sign: str = "") -> str:
     if value is None:
         return ""

@@ -132,9 +132,6 @@ class Prompts:
 
 
 # -- progress --------------------------------------------------------------------------------------
-#
-# Shows the progress of `dschat generate` and `dschat eval`.
-
 
 _INTERVAL_S = 30.0  # between two log lines
 

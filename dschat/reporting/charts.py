@@ -13,7 +13,6 @@ from dschat.reporting.run_files import Step
 class Chart:
     """Metrics on one y axis, by their labels. ``caption``: what the curves mean."""
 
-    name: str  # of the figure, after the step's
     title: str
     y_label: str  # quantity and unit
     metrics: dict[str, str]
@@ -23,13 +22,17 @@ class Chart:
     over: dict[str, str] = field(default_factory=dict)  # metric -> the one on its x axis
     x_label: str = ""  # of that one
 
+    @property
+    def name(self) -> str:
+        """Of the figure, after the step's."""
+        return file_name(self.title)
+
 
 def _held_out(metric: str) -> dict[str, str]:
     return {metric: "training", f"eval/{metric}": "held out"}
 
 
 _GOLD = Chart(
-    "gold",
     "Gold score",
     "gold score of held-out answers",
     {"eval/gold": "policy", "eval_ema/gold": "moving average"},
@@ -37,40 +40,31 @@ _GOLD = Chart(
 )
 _LEARNING = (
     Chart(
-        "learning-rate",
         "Learning rate",
         "learning rate",
-        {
-            "learning_rate": "model",
-            "policy/learning_rate": "actor",
-            "val/learning_rate": "critic",
-        },
+        {"learning_rate": "model", "policy/learning_rate": "actor", "val/learning_rate": "critic"},
         is_smoothed=False,
     ),
     Chart(
-        "grad-norm",
         "Gradient norm",
         "global 2-norm before clipping",
         {"grad_norm": "model", "policy/grad_norm": "actor", "val/grad_norm": "critic"},
         "Mean over the optimizer steps of an iteration; --max_grad_norm clips it.",
     ),
 )
-_STEP_SECONDS = Chart(
-    "step-seconds", "Seconds per step", "seconds per optimizer step", {"time/step_s": "step"}
-)
+_STEP_SECONDS = Chart("Seconds per step", "seconds per optimizer step", {"time/step_s": "step"})
 _SFT = (
-    Chart("loss", "Loss", "cross-entropy, nats per token", _held_out("loss")),
-    Chart("perplexity", "Perplexity", "exp(loss) per token", _held_out("perplexity"), is_log=True),
+    Chart("Loss", "cross-entropy, nats per token", _held_out("loss")),
+    Chart("Perplexity", "exp(loss) per token", _held_out("perplexity"), is_log=True),
     _GOLD,
     *_LEARNING,
     _STEP_SECONDS,
 )
 _REWARD = (
-    Chart("loss", "Loss", "-log sigmoid(margin), nats per pair", _held_out("loss")),
-    Chart("accuracy", "Pairs ranked right", "share of pairs", _held_out("accuracy")),
-    Chart("margin", "Margin", "score of chosen - rejected", _held_out("margin")),
+    Chart("Loss", "-log sigmoid(margin), nats per pair", _held_out("loss")),
+    Chart("Pairs ranked right", "share of pairs", _held_out("accuracy")),
+    Chart("Margin", "score of chosen - rejected", _held_out("margin")),
     Chart(
-        "scores",
         "Scores",
         "score",
         {"chosen_score": "chosen", "rejected_score": "rejected"},
@@ -80,23 +74,20 @@ _REWARD = (
     _STEP_SECONDS,
 )
 _PREFERENCES = (
-    Chart("loss", "Loss", "preference loss per pair", _held_out("loss")),
+    Chart("Loss", "preference loss per pair", _held_out("loss")),
     Chart(
-        "accuracy",
         "Pairs ranked right",
         "share of pairs",
         _held_out("rewards/accuracies"),
         "By the implicit reward, beta (log policy - log reference).",
     ),
-    Chart("margin", "Margin", "implicit reward, chosen - rejected", _held_out("rewards/margins")),
+    Chart("Margin", "implicit reward, chosen - rejected", _held_out("rewards/margins")),
     Chart(
-        "rewards",
         "Implicit rewards",
         "beta (log policy - log reference)",
         {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
     ),
     Chart(
-        "logps",
         "Log-probs of answers",
         "nats per answer",
         {"logps/chosen": "chosen", "logps/rejected": "rejected"},
@@ -108,7 +99,6 @@ _PREFERENCES = (
 )
 _RLHF = (
     Chart(
-        "score",
         "Score",
         "score per answer",
         {
@@ -119,7 +109,6 @@ _RLHF = (
         "Weighted sum of all reward sources, before clipping and KL penalty.",
     ),
     Chart(
-        "score-by-kl",
         "Score against KL",
         "score per answer",
         {"objective/scores": "rollouts", "eval/score": "held out"},
@@ -129,14 +118,12 @@ _RLHF = (
         x_label="KL to the reference model, nats per answer",
     ),
     Chart(
-        "reward",
         "Reward with penalties",
         "reward per answer",
         {"objective/rlhf_reward": "rollouts"},
         "What the estimator maximizes: the clipped score minus KL and length penalties.",
     ),
     Chart(
-        "kl",
         "KL to the reference model",
         "nats per answer",
         {"objective/kl": "rollouts", "eval/kl": "held out"},
@@ -144,51 +131,44 @@ _RLHF = (
     ),
     _GOLD,
     Chart(
-        "pass-at-k",
         "pass@k",
         "share of held-out prompts",
         {f"eval/pass@{k}": f"k = {k}" for k in (1, 2, 4, 8, 16, 32, 64)},
         "Probability that one of k answers passes (Chen et al. 2021, arXiv 2107.03374, eq. 1).",
     ),
     Chart(
-        "answer-length",
         "Answer length",
         "tokens per answer",
         {"rollout/answer_length": "rollouts", "eval/answer_length": "held out"},
     ),
     Chart(
-        "finished",
         "Finished answers",
         "share of answers",
         {"rollout/eos_share": "rollouts", "eval/eos_share": "held out"},
         "Answers that end with a stop token; the others were cut at the maximal length.",
     ),
     Chart(
-        "entropy",
         "Entropy",
         "nats per token",
         {"objective/entropy": "policy"},
         "Of the policy's distribution at the sampled tokens; near 0 it no longer explores.",
     ),
     Chart(
-        "clip-share",
         "Clip share",
         "share of tokens",
         {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "critic"},
         "Tokens of an update whose gradient the clip of the ratio (critic: of the value) removes.",
     ),
     Chart(
-        "approx-kl",
         "KL of an update",
         "nats per token",
         {"policy/approxkl_avg": "policy"},
         "Half the squared log-ratio of the policy in its update to the one before (Schulman's k2).",
     ),
-    Chart("policy-loss", "Policy loss", "loss per token", {"loss/policy_avg": "policy"}),
-    Chart("value-loss", "Value loss", "squared error per token", {"loss/value_avg": "critic"}),
+    Chart("Policy loss", "loss per token", {"loss/policy_avg": "policy"}),
+    Chart("Value loss", "squared error per token", {"loss/value_avg": "critic"}),
     *_LEARNING,
     Chart(
-        "gap",
         "Rollout against training",
         "nats per token",
         {"rollout/logprob_gap": "mean |difference|", "rollout/mismatch_kl": "KL"},
@@ -198,14 +178,8 @@ _RLHF = (
     ),
 )
 _EFFICIENCY = (
+    Chart("Seconds per iteration", "seconds", {"time/iteration_s": "iteration"}),
     Chart(
-        "iteration-seconds",
-        "Seconds per iteration",
-        "seconds",
-        {"time/iteration_s": "iteration"},
-    ),
-    Chart(
-        "tflops",
         "Throughput of compute",
         "TFLOP/s per device",
         {
@@ -216,16 +190,11 @@ _EFFICIENCY = (
         "Matrix products of the models / seconds of the phase; the iteration includes scoring.",
     ),
     Chart(
-        "tokens-per-s",
         "Throughput of tokens",
         "tokens per second, all devices",
-        {
-            "throughput/generate_tokens_per_s": "generate",
-            "throughput/train_tokens_per_s": "train",
-        },
+        {"throughput/generate_tokens_per_s": "generate", "throughput/train_tokens_per_s": "train"},
     ),
     Chart(
-        "memory",
         "Memory",
         "GiB per device",
         {"memory/peak_gib": "peak of rank 0"},
@@ -245,43 +214,31 @@ _UNITS = (
     ("_steps", "optimizer steps"),
     ("epoch", "epochs"),
 )
+_STEPS = {"step1_sft": _SFT, "step2_reward": _REWARD, "step3_rlhf": _RLHF}
 PHASES = {"time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train"}
 
 
-def charts_of(name: str, steps: Iterable[Step]) -> list[Chart]:
-    """The named charts of the step ``name`` that have a metric in ``steps``."""
+def charts_of(name: str, steps: Iterable[Step], num_runs: int) -> dict[str, list[Chart]]:
+    """The charts of the step ``name`` that have a metric in ``steps``, by section: "" for what is
+    learned, "efficiency", and "other" with one chart per metric that is in none of those.
+    """
     logged = {metric for step in steps for metric in step.metrics}
-    if name == "step1_sft":
-        table: Sequence[Chart] = _SFT
-    elif name == "step2_reward":
-        table = _REWARD
-    else:
-        table = _PREFERENCES if "rewards/accuracies" in logged else _RLHF
-    return [chart for chart in table if logged & chart.metrics.keys()]
-
-
-def efficiency_charts(steps: Iterable[Step], num_runs: int) -> list[Chart]:
-    """Charts of time, throughput and memory; `PHASES` are drawn apart, and say it for one run."""
-    logged = {metric for step in steps for metric in step.metrics}
-    table = _EFFICIENCY if num_runs > 1 else _EFFICIENCY[1:]
-    return [chart for chart in table if logged & chart.metrics.keys()]
-
-
-def other_charts(steps: Iterable[Step], shown: Iterable[Chart]) -> list[Chart]:
-    """One chart per metric that is in none of ``shown``."""
-    named = {metric for chart in shown for metric in chart.metrics} | set(PHASES)
-    named.add("time/iteration_s")
-    logged = dict.fromkeys(metric for step in steps for metric in step.metrics)
-    return [
-        Chart(file_name(metric), metric, unit_of(metric), {metric: metric})
-        for metric in sorted(logged)
-        if metric not in named
-    ]
+    is_policy_of_pairs = "rewards/accuracies" in logged
+    tables: dict[str, Sequence[Chart]] = {"": _PREFERENCES if is_policy_of_pairs else _STEPS[name]}
+    if name == "step3_rlhf":  # the breakdown by `PHASES` has the seconds of one run
+        tables["efficiency"] = _EFFICIENCY if num_runs > 1 else _EFFICIENCY[1:]
+    charts = {
+        section: [chart for chart in table if logged & chart.metrics.keys()]
+        for section, table in tables.items()
+    }
+    logged -= {metric for of_section in charts.values() for c in of_section for metric in c.metrics}
+    others = sorted(logged - {*PHASES, "time/iteration_s"})
+    return charts | {"other": [Chart(m, unit_of(m), {m: m}) for m in others]}
 
 
 def file_name(text: str) -> str:
-    """``text`` with dashes for all but letters and digits."""
-    return "-".join("".join(c if c.isalnum() else " " for c in text).split())
+    """``text`` in lower case, with dashes for all but letters and digits."""
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
 def unit_of(metric: str) -> str:

@@ -1,66 +1,43 @@
-"""Turns the metrics of runs into figures: curves and bars."""
+"""Turns the metrics of runs into figures, as plotly.js draws them: curves and bars.
+
+The page sets the colors of text, grid and background, which depend on its theme.
+"""
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dschat.reporting.charts import (
-    PHASES,
-    Chart,
-    charts_of,
-    efficiency_charts,
-    file_name,
-    other_charts,
-)
+from dschat.reporting.charts import PHASES, Chart, charts_of, file_name
 from dschat.reporting.run_files import STEPS, Run, Series, Step, is_finite
+
+Trace = dict[str, Any]  # a curve, or the bars of one color
 
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
 _MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
+_FEW_POINTS = 40  # drawn with markers
 _FROM_ZERO = ("nats per token", "share of answers")  # y axes that begin there
-
-
-@dataclass(frozen=True)
-class Curve:
-    """``color`` and ``dash`` are indices; a curve drawn ``faint`` has no entry in the legend."""
-
-    label: str
-    xs: list[float]
-    ys: list[float]
-    color: int = 0
-    dash: int = 0
-    faint: bool = False
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Heights over the same positions, or names, for all bars of a figure."""
-
-    label: str
-    xs: list[float] | list[str]
-    ys: list[float]
-    color: int = 0
+_COLORS = (  # contrast of at least 3 on white and on the page's dark background
+    *("#3b82d6", "#d9622b", "#1f9d6b", "#9366d8", "#b8860b", "#d1508f", "#1496a8", "#7a7f87"),
+)
+_DASHES = (("solid", "circle"), ("dash", "square"), ("dot", "diamond"), ("dashdot", "x"))
+_HEADINGS = {"efficiency": ", time, throughput and memory", "other": ", other metrics"}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves, or bars that are stacked or side by side."""
+    """``traces`` and ``layout``: ``data`` and ``layout`` of ``Plotly.newPlot``, JSON values."""
 
     name: str
     title: str
-    x_label: str
-    y_label: str
-    curves: list[Curve] = field(default_factory=list)
-    bars: list[Bars] = field(default_factory=list)
-    is_stacked: bool = False
-    is_log: bool = False  # the y axis
-    caption: str = ""
+    caption: str
+    traces: list[Trace]
+    layout: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,24 +56,17 @@ def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
     for number, (name, title) in enumerate(STEPS.items(), 1):
         having = [run for run in runs if name in run.steps]
         steps = [run.steps[name] for run in having]
-        if not steps:
-            continue
-        if "rewards/accuracies" in {metric for step in steps for metric in step.metrics}:
+        if any("rewards/accuracies" in step.metrics for step in steps):
             number, title = 2, "Preferences"
-        kinds: dict[str, list[Chart]] = {"": charts_of(name, steps)}
-        if name == "step3_rlhf":
-            kinds["efficiency"] = efficiency_charts(steps, len(runs))
-        kinds["other"] = other_charts(steps, chain(*kinds.values()))
-        for kind, charts in kinds.items():
+        heading = f"Step {number}: {title}"
+        for kind, charts in charts_of(name, steps, len(runs)).items() if steps else ():
             figures = [_lines(chart, name, having, runs, max_points) for chart in charts]
             if kind == "efficiency":
                 figures = [*_breakdowns(name, having), *figures]
-            headings = {"efficiency": "time, throughput and memory", "other": "other metrics"}
-            heading = f"Step {number}: {title}" + (f", {headings[kind]}" if kind else "")
             folder = "-".join(filter(None, (name, kind)))
-            figures = [f for f in figures if f.curves or f.bars]
-            if figures:
-                sections.append(Section(folder, heading, figures, kind == "other"))
+            if figures := [figure for figure in figures if figure.traces]:
+                full = heading + _HEADINGS.get(kind, "")
+                sections.append(Section(folder, full, figures, kind == "other"))
             if not kind and (found := _histograms(name, having)):
                 sections.append(Section(f"{name}-histograms", f"{heading}, answers", found))
     return sections
@@ -129,29 +99,27 @@ def _lines(
                 color, dash = index, 0
             curves += _curves(series, label, color, dash, chart.is_smoothed, max_points)
     is_supervised = any("loss" in run.steps[step].metrics for run in having)  # also DPO
-    x_label = "optimizer step" if is_supervised else "iteration"
-    name = f"{step}-{chart.name}"
-    is_log = chart.is_log and all(y > 0 for curve in curves for y in curve.ys)
-    return Figure(
-        name,
+    return _figure(
+        f"{step}-{chart.name}",
         chart.title,
-        chart.x_label or x_label,
+        chart.x_label or ("optimizer step" if is_supervised else "iteration"),
         chart.y_label,
-        sorted(curves, key=lambda curve: not curve.faint),
-        is_log=is_log,
-        caption=chart.caption,
+        sorted(curves, key=lambda curve: curve["showlegend"]),  # the faint ones first
+        chart.caption,
+        is_log=chart.is_log and all(y > 0 for curve in curves for y in curve["y"]),
     )
 
 
 def _curves(
     series: Series, label: str, color: int, dash: int, is_smoothed: bool, max_points: int
-) -> list[Curve]:
+) -> list[Trace]:
+    """At most ``max_points`` of a curve's points; a long one is drawn faint below its mean."""
     xs, ys = (np.array(values, dtype=float) for values in zip(*series, strict=True))
-    curves = []
+    index, curves = spread(len(xs), max_points), []
     if is_smoothed and len(ys) >= _SMOOTH_FROM:
-        curves.append(Curve(label, *_thinned(xs, ys, max_points), color, dash, faint=True))
+        curves.append(_curve(label, xs[index], ys[index], color, dash, is_faint=True))
         ys = running_mean(ys, max(3, len(ys) // _WINDOWS))
-    return [*curves, Curve(label, *_thinned(xs, ys, max_points), color, dash)]
+    return [*curves, _curve(label, xs[index], ys[index], color, dash)]
 
 
 def running_mean(ys: np.ndarray, window: int) -> np.ndarray:
@@ -161,12 +129,6 @@ def running_mean(ys: np.ndarray, window: int) -> np.ndarray:
     index = np.arange(len(ys))
     first, end = np.maximum(index - half, 0), np.minimum(index + half + 1, len(ys))
     return (sums[end] - sums[first]) / (end - first)
-
-
-def _thinned(xs: np.ndarray, ys: np.ndarray, max_points: int) -> tuple[list[float], list[float]]:
-    """At most ``max_points`` of the points, the first and last among them."""
-    index = spread(len(xs), max_points)
-    return xs[index].tolist(), ys[index].tolist()
 
 
 def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
@@ -183,23 +145,23 @@ def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
         # Groups of iterations where there are more than bars.
         groups = np.array_split(table, min(len(table), _MAX_BARS))
         table = np.array([group.mean(axis=0) for group in groups])
-        xs: list[float] | list[str] = table[:, 0].tolist()
+        xs: Sequence[float | str] = table[:, 0].tolist()
         x_label, columns = "iteration", table[:, 1:]
         caption = "Mean of neighboring iterations where there are many."
     else:
         xs, x_label = list(seconds), "run"
         columns = np.array([_warm(table)[:, 1:].mean(axis=0) for table in seconds.values()])
         caption = "Mean of all iterations but the first."
-    bars = [Bars(label, xs, columns[:, i].tolist(), i) for i, label in enumerate(PHASES.values())]
+    bars = [_bars(label, xs, columns[:, i], i) for i, label in enumerate(PHASES.values())]
     return [
-        Figure(
+        _figure(
             f"{step}-breakdown",
             "Where an iteration's seconds go",
             x_label,
             "seconds per iteration",
-            bars=bars,
+            bars,
+            caption + " Refreshing the generator's weights is part of generate.",
             is_stacked=True,
-            caption=caption + " Refreshing the generator's weights is part of generate.",
         )
     ]
 
@@ -240,13 +202,13 @@ def _histograms(step: str, having: Sequence[Run]) -> list[Figure]:
         ("answer_lengths", "Answer lengths", "tokens per answer"),
     ]
     return [
-        Figure(
+        _figure(
             f"{step}-{file_name(key)}",
             title,
             x_label,
             "share of answers",
-            bars=_histogram([(name, row[key]) for name, row in named]),
-            caption="Answers of rank 0, at most 1024 per iteration.",
+            _histogram([(name, row[key]) for name, row in named]),
+            "Answers of rank 0, at most 1024 per iteration.",
         )
         for key, title, x_label in kinds
     ]
@@ -257,7 +219,7 @@ def spread(count: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
-def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Bars]:
+def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Trace]:
     """Shares over common bins; few distinct values have a bin each."""
     values = {name: np.array([v for v in row if is_finite(v)], dtype=float) for name, row in named}
     values = {name: row for name, row in values.items() if len(row)}
@@ -265,7 +227,7 @@ def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Bars]:
         return []
     distinct = np.unique(np.concatenate(list(values.values())))
     shares: Callable[[np.ndarray], np.ndarray]
-    xs: list[float] | list[str] = distinct.tolist()
+    xs: Sequence[float | str] = distinct.tolist()
     if len(distinct) <= _NUM_BINS:
         if len(distinct) < 3:  # such as right and wrong: names, not places on an axis
             xs = [f"{value:g}" for value in distinct]
@@ -274,89 +236,80 @@ def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Bars]:
         edges = np.linspace(distinct[0], distinct[-1], _NUM_BINS + 1)
         xs = ((edges[1:] + edges[:-1]) / 2).tolist()
         shares = lambda row: np.histogram(row, edges)[0] / len(row)  # noqa: E731
-    return [
-        Bars(name, xs, shares(row).tolist(), color)
-        for color, (name, row) in enumerate(values.items())
-    ]
+    return [_bars(name, xs, shares(row), i) for i, (name, row) in enumerate(values.items())]
 
 
-# -- plotly spec -----------------------------------------------------------------------------------
-#
-# Describes a figure to plotly.js: its traces and layout, as JSON values.
-#
-# The page sets the colors of text, grid and background, which depend on its theme.
-
-_COLORS = (  # contrast of at least 3 on white and on the page's dark background
-    "#3b82d6",
-    "#d9622b",
-    "#1f9d6b",
-    "#9366d8",
-    "#b8860b",
-    "#d1508f",
-    "#1496a8",
-    "#7a7f87",
-)
-_DASHES = (("solid", "circle"), ("dash", "square"), ("dot", "diamond"), ("dashdot", "x"))
-_FEW_POINTS = 40  # drawn with markers
+# -- plotly's values -------------------------------------------------------------------------------
 
 
-def spec_of(figure: Figure) -> dict[str, Any]:
-    """``data`` and ``layout`` of ``Plotly.newPlot``."""
-    traces = [_trace(curve) for curve in figure.curves]
-    traces += [
-        {
-            "type": "bar",
-            "name": html.escape(bars.label),  # plotly renders tags
-            "x": [html.escape(x) if isinstance(x, str) else x for x in bars.xs],
-            "y": bars.ys,
-            "marker": {"color": _color(bars.color)},
-        }
-        for bars in figure.bars
-    ]
-    num_labels = sum(not curve.faint for curve in figure.curves) + len(figure.bars)
+def _figure(
+    name: str,
+    title: str,
+    x_label: str,
+    y_label: str,
+    traces: list[Trace],
+    caption: str,
+    is_log: bool = False,
+    is_stacked: bool = False,
+) -> Figure:
+    """``is_log``: of the y axis; ``is_stacked``: bars, which else stand side by side."""
     axis = {"automargin": True, "showline": True, "showgrid": True, "zeroline": False}
-    has_names = any(isinstance(x, str) for bars in figure.bars for x in bars.xs)
+    is_curves = any(trace["type"] == "scatter" for trace in traces)
+    has_names = any(isinstance(x, str) for trace in traces for x in trace["x"])
     layout = {
         "xaxis": {
-            "title": {"text": figure.x_label, "standoff": 12},
+            "title": {"text": x_label, "standoff": 12},
             **axis,
             "type": "category" if has_names else "-",
         },
         "yaxis": {
-            "title": {"text": figure.y_label, "standoff": 12},
+            "title": {"text": y_label, "standoff": 12},
             **axis,
-            "rangemode": "tozero" if figure.y_label in _FROM_ZERO else "normal",
+            "rangemode": "tozero" if y_label in _FROM_ZERO else "normal",
             "exponentformat": "power",
             "minexponent": 5,
-            "type": "log" if figure.is_log else "linear",
+            "type": "log" if is_log else "linear",
         },
-        "barmode": "stack" if figure.is_stacked else "group",
+        "barmode": "stack" if is_stacked else "group",
         "bargap": 0.15,
-        "showlegend": num_labels > 1,
+        "showlegend": sum(trace.get("showlegend", True) for trace in traces) > 1,
         "legend": {"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
         "modebar": {"bgcolor": "#0000", "color": _COLORS[-1], "activecolor": _COLORS[0]},
-        "hovermode": "x unified" if figure.curves else "closest",
+        "hovermode": "x unified" if is_curves else "closest",
     }
-    return {"data": traces, "layout": layout}
+    return Figure(name, title, caption, traces, layout)
 
 
-def _trace(curve: Curve) -> dict[str, Any]:
+def _curve(
+    label: str, xs: np.ndarray, ys: np.ndarray, color: int, dash: int, is_faint: bool = False
+) -> Trace:
+    """``color`` and ``dash`` are indices; a faint curve has no entry in the legend."""
     # A line between the evaluations before and after training would invent what is between.
-    has_line = len(curve.xs) > 2
-    dash, symbol = _DASHES[curve.dash % len(_DASHES)]
-    mode = "+".join(["lines"] * has_line + ["markers"] * (len(curve.xs) <= _FEW_POINTS))
+    has_line = len(xs) > 2
+    style, symbol = _DASHES[dash % len(_DASHES)]
     return {
         "type": "scatter",
-        "mode": mode,
-        "name": html.escape(curve.label),
-        "x": curve.xs,
-        "y": curve.ys,
-        "line": {"color": _color(curve.color), "dash": dash, "width": 2},
+        "mode": "+".join(["lines"] * has_line + ["markers"] * (len(xs) <= _FEW_POINTS)),
+        "name": html.escape(label),  # plotly renders tags
+        "x": xs.tolist(),
+        "y": ys.tolist(),
+        "line": {"color": _color(color), "dash": style, "width": 2},
         "marker": {"size": 5 if has_line else 9, "symbol": symbol},
-        "opacity": 0.28 if curve.faint else 1.0,
-        "showlegend": not curve.faint,
-        "hoverinfo": "skip" if curve.faint else "all",
+        "opacity": 0.28 if is_faint else 1.0,
+        "showlegend": not is_faint,
+        "hoverinfo": "skip" if is_faint else "all",
+    }
+
+
+def _bars(label: str, xs: Sequence[float | str], ys: np.ndarray, color: int) -> Trace:
+    """Heights over positions, or names, that all bars of a figure share."""
+    return {
+        "type": "bar",
+        "name": html.escape(label),
+        "x": [html.escape(x) if isinstance(x, str) else x for x in xs],
+        "y": ys.tolist(),
+        "marker": {"color": _color(color)},
     }
 
 

@@ -5,9 +5,8 @@ script shows as text.
 """
 
 import importlib.util
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,7 @@ from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
 from dschat.config.report import PAGE, ReportConfig
 from dschat.observability.health import findings
-from dschat.reporting.figures import Section, phase_seconds, sections_of, spec_of, spread
+from dschat.reporting.figures import Section, phase_seconds, sections_of, spread
 from dschat.reporting.run_files import STEPS, Run, Step, is_finite, read_runs
 from dschat.startup.files import replace_file
 
@@ -51,7 +50,7 @@ _QUESTIONS = {
     ),
     _COST: (("peak memory, GiB", "step3_rlhf", "memory/peak_gib"),),
 }
-Table = dict[str, Any]  # head, rows; of settings: also title, changed
+Table = dict[str, Any]  # head, rows; of some: title, changed
 
 
 def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
@@ -67,7 +66,11 @@ def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    figures = {figure.name: spec_of(figure) for section in sections for figure in section.figures}
+    figures = {
+        figure.name: {"data": figure.traces, "layout": figure.layout}
+        for section in sections
+        for figure in section.figures
+    }
     return environment.get_template("report.html").render(
         title=", ".join(run.name for run in runs),
         runs=runs,
@@ -143,34 +146,15 @@ def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _settings(runs: Sequence[Run]) -> list[Table]:
-    """A table per step; ``changed``: the settings that differ between the runs come first."""
+    """A table per step, with the settings that differ between the runs first."""
     tables = []
     for number, name in enumerate(STEPS, 1):
         having = {run.name: run.steps[name].settings for run in runs if name in run.steps}
-        having = {run: settings for run, settings in having.items() if settings}
-        if not having:
-            continue
-        keys = dict.fromkeys(chain(*having.values()))
-        values = {key: [settings.get(key, "null") for settings in having.values()] for key in keys}
-        changed = {key for key, row in values.items() if any(value != row[0] for value in row)}
-        changed -= {"output_dir"}
-        rows = [
-            [key, *(_shown(settings, key) for settings in having.values())]
-            for key in sorted(keys, key=lambda key: key not in changed)
-        ]
-        head = ["setting", *having]
-        tables.append(
-            {"title": f"Step {number} ({name})", "head": head, "rows": rows, "changed": changed}
-        )
-    return tables
-
-
-def _shown(settings: dict[str, Any], key: str) -> str:
-    """A setting's value as text; a dash where an older version had no such setting."""
-    if key not in settings:
-        return "-"
-    value = settings[key]
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        table = _side_by_side("setting", having)
+        table["changed"] -= {"output_dir"}
+        table["rows"].sort(key=lambda row: row[0] not in table["changed"])
+        tables.append(table | {"title": f"Step {number} ({name})"})
+    return [table for table in tables if table["rows"]]
 
 
 def _versions(runs: Sequence[Run]) -> Table:
@@ -179,11 +163,25 @@ def _versions(runs: Sequence[Run]) -> Table:
     for run in runs:
         starts = [row for step in run.steps.values() for row in step.starts]
         found = [row["versions"] for row in starts if isinstance(row.get("versions"), dict)]
-        if found:
-            last[run.name] = found[-1]
-    names = dict.fromkeys(name for versions in last.values() for name in versions)
-    rows = [[name, *(str(versions.get(name, "-")) for versions in last.values())] for name in names]
-    return {"head": ["", *last], "rows": rows}
+        last[run.name] = found[-1] if found else {}
+    return _side_by_side("", last)
+
+
+def _side_by_side(title: str, columns: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Values by name, a column for each run that has any; a dash where an older version had no such
+    value. ``changed``: the names whose values differ.
+    """
+    columns = {run: values for run, values in columns.items() if values}
+    rows, changed = [], set()
+    for name in dict.fromkeys(chain(*columns.values())):
+        if len({str(values.get(name, "null")) for values in columns.values()}) > 1:
+            changed.add(name)
+        rows.append([name, *(_shown(values.get(name, "-")) for values in columns.values())])
+    return {"head": [title, *columns], "rows": rows, "changed": changed}
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # -- history ---------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ def history_of(runs: Sequence[Run]) -> dict[str, Any]:
 def _events(step: Step) -> list[list[str]]:
     """[time, event, where] of each event."""
     events = []
-    for row in step.starts or _recorded_at_the_end(step):
+    for row in step.starts:
         text = _EVENTS.get(str(row.get("event")), "started").format(step=row["step"])
         events.append([_time(row.get("time")), text, _where(row)])
     last = step.rows[-1]["step"]
@@ -224,15 +222,6 @@ def _events(step: Step) -> list[list[str]]:
     if saved:
         events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
     return events
-
-
-def _recorded_at_the_end(step: Step) -> list[dict[str, Any]]:
-    """The start of a step of an older version, which its COMPLETE file names."""
-    try:
-        content = json.loads((step.folder / "COMPLETE").read_text("utf-8"))
-        return [{"step": 0, "time": content["started"], "processes": content["num_processes"]}]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
 
 
 def _time(seconds: Any) -> str:
@@ -249,8 +238,6 @@ def _where(row: dict[str, Any]) -> str:
 
 
 # -- report ----------------------------------------------------------------------------------------
-#
-# Writes a report: OUT/report.html.
 
 
 def write_report(config: ReportConfig) -> str:

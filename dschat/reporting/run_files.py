@@ -65,20 +65,19 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         UserError: no metrics in a folder, or a line that cannot be read.
     """
     unique = list(dict.fromkeys(Path(folder) for folder in folders))
+    names = shortest_ends([Path(os.path.abspath(folder)).parts for folder in unique])
     return [
-        Run(name, folder, _read_steps(folder))
-        for name, folder in zip(_names(unique), unique, strict=True)
+        Run(name, folder, _read_steps(folder)) for name, folder in zip(names, unique, strict=True)
     ]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The ends of the paths, as short as they are distinct."""
-    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-length:]) for p in parts]
+def shortest_ends(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The ends of paths, given by their parts, as short as they are distinct."""
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
         if len(set(names)) == len(names):
-            return names
-    return ["/".join(p) for p in parts]
+            break
+    return names
 
 
 def _read_steps(folder: Path) -> dict[str, Step]:

@@ -66,7 +66,7 @@ def test_system_message_is_checked_before_weights(tmp_path, checkpoint, monkeypa
 
 def test_sampling_flags():
     config = ChatConfig(path="x", temperature=0.5, top_k=3, greedy=True)
-    assert config.sampling == SamplingParams(
+    assert config.sampling() == SamplingParams(
         max_new_tokens=256, temperature=0.0, top_k=3, seed=1234
     )
-    assert replace(config, greedy=False).sampling.temperature == 0.5
+    assert replace(config, greedy=False).sampling().temperature == 0.5

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from estimates import estimated
+from huggingface_hub import constants
 
 from dschat.config import RLHFConfig, UserError
 from dschat.estimate import PlanRequest
@@ -76,7 +77,7 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     monkeypatch.setattr("dschat.estimate.models.shape_of", fail)
     with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
         tables(request)  # --plan: one line, not a traceback
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     (line,) = preflight_lines(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line

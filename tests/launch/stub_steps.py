@@ -5,6 +5,7 @@ step of that name fail (FAIL), exit without finishing (VANISH), hang as if loadi
 train until a signal (LOOP).
 """
 
+import base64
 import json
 import subprocess
 import sys
@@ -59,6 +60,8 @@ seen["numbers"] = (dist.rank(), dist.world_size(), dist.local_rank())
 note = {"argv": sys.argv[1:], "environment": seen}
 (out / f"seen{dist.rank()}.json").write_text(json.dumps(note))
 if os.environ.get("FAIL") == name:
+    while len(list(out.glob("seen*.json"))) < dist.world_size():  # a launcher ends the others
+        time.sleep(0.05)
     sys.stderr.write(f"error: {name} says why\\n")
     sys.exit(3)
 (out / "config.json").write_text("{}")
@@ -86,6 +89,12 @@ def start_train(*argv: str, **variables: str) -> subprocess.Popen:
 
 def plan(tree: Path, *argv: str) -> run_plan.RunPlan:
     return run_plan.plan(*recipe.parse_args(argv), tree)
+
+
+def world_of(command: list[str]) -> dict[str, list]:
+    """The machines that a command of DeepSpeed's launcher starts processes on, with their GPUs."""
+    (info,) = (word.partition("=")[2] for word in command if word.startswith("--world_info"))
+    return json.loads(base64.urlsafe_b64decode(info))
 
 
 def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:

@@ -8,7 +8,6 @@ from stub_steps import QUIET, finish, plan, planned
 from dschat.checkpoint import compatibility
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
-from dschat.launch import recipe, run_plan
 
 
 def interrupt(folder: Path, config: CommonConfig, step: int = 12, world_size: int = 1) -> Path:
@@ -52,7 +51,7 @@ def test_other_weights_than_the_checkpoint_holds_cannot_be_accepted(tree):
 CHANGED = r"out/step1_sft .* \(seed: 3 -> 4; max_steps: 0 -> 19\); --resume latest .* --restart "
 
 
-def test_changed_settings_need_confirmation(tree):
+def test_changed_settings_need_a_flag(tree):
     interrupt(Path("out/step1_sft"), sft())
     argv = (*QUIET, "--step1.seed", "4", "--step1.max-steps", "19", "--logging-steps", "5")
     with pytest.raises(UserError, match=CHANGED):
@@ -61,25 +60,11 @@ def test_changed_settings_need_confirmation(tree):
     assert (accepted[1]["resume"], accepted[1]["seed"]) == ("latest", 4)
     assert "resume" not in accepted[2]
     assert "with changed settings (seed: 3 -> 4; " in plan(tree, *argv, "--resume").notes[0]
-    assert plan(tree, *argv, "--dry-run").commands  # asks nobody
+    assert plan(tree, *argv, "--dry-run").commands
     restarted = planned(tree, *argv, "--restart")
     assert restarted[1]["overwrite_output_dir"] is True
     assert "resume" not in restarted[1]
     assert "overwrite_output_dir" not in restarted[2]
-
-
-def test_the_question_names_what_changed(tree):
-    interrupt(Path("out/step1_sft"), sft())
-    questions = []
-
-    def plan_with(answer: bool) -> run_plan.RunPlan:
-        parsed = recipe.parse_args([*QUIET, "--step1.seed", "4"])
-        return run_plan.plan(*parsed, tree, lambda question: questions.append(question) or answer)
-
-    assert "resumes from" in plan_with(True).notes[0]
-    assert questions[0].splitlines()[1:] == ["  seed: 3 -> 4", "Resume?"]
-    with pytest.raises(UserError, match="--restart starts step 1 over"):
-        plan_with(False)
 
 
 def test_a_step_does_not_resume_with_a_retrained_model(tree):

@@ -141,8 +141,8 @@ def test_an_older_complete_file_is_compared_by_settings():
 
 def test_the_error_names_both_remedies():
     finish(sft())
-    same = StepRun(STEPS[1], asdict(sft()), "reused", "finished")
-    other = StepRun(STEPS[1], asdict(sft(seed=4)), "reused", "finished")
+    same = StepRun(STEPS[1], asdict(sft()), "finished")
+    other = StepRun(STEPS[1], asdict(sft(seed=4)), "finished")
     remedies = r"\(seed: 3 -> 4\); --reuse uses it as it is, --step1.overwrite_output_dir trains it"
     with pytest.raises(UserError, match=rf"out/step1_sft is finished, with .*{remedies}"):
         check_finished(other, None, 1, reuse=False)

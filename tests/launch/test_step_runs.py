@@ -6,7 +6,7 @@ import pytest
 
 from dschat.config import UserError
 from dschat.launch.recipe import STEPS
-from dschat.launch.step_runs import ACTOR, BASE, CRITIC, REWARD, Found, step_runs
+from dschat.launch.step_runs import ACTOR, BASE, CRITIC, REWARD, step_runs
 
 OUT = Path("out")
 SFT, SCORE = "out/step1_sft", "out/step2_reward"
@@ -58,7 +58,7 @@ CASES = {  # fields, --step, finished, trained -> reasons of what runs, is reuse
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_status_and_reason(case):
     fields, asked, finished, trained, *expected = case
-    made = step_runs(STEPS, fields, asked, Found(frozenset(finished), frozenset(trained)), OUT)
+    made = step_runs(STEPS, fields, asked, finished, trained, OUT)
     assert [run.step.number for run in made] == sorted(run.step.number for run in made)
     assert expected == [
         {run.step.number: run.reason for run in made if run.status == status}
@@ -68,7 +68,7 @@ def test_status_and_reason(case):
 
 def test_the_last_step_starts_from_the_others():
     def initial(fields, trained=(), steps=STEPS):
-        made = step_runs(steps, fields, (), Found(trained=frozenset(trained)), OUT)
+        made = step_runs(steps, fields, (), (), trained, OUT)
         return {k: v for k, v in made[-1].fields.items() if k.endswith("name_or_path")}
 
     assert initial(BASES) == {ACTOR: SFT, CRITIC: SCORE}
@@ -86,7 +86,7 @@ def test_a_shared_base_is_that_of_step_2():
 
     def reward(more=(), trained=(), **rlhf):
         fields = {1: {BASE: "a"}, 2: dict(more), 3: shared | rlhf}
-        made = step_runs(STEPS, fields, (), Found(trained=frozenset(trained)), OUT)
+        made = step_runs(STEPS, fields, (), (), trained, OUT)
         return {run.number: (run.fields[BASE], run.fields["lora_dim"]) for run in made[:-1][-1:]}
 
     assert reward() == {2: (SFT, 8)}
@@ -103,9 +103,9 @@ def test_a_shared_base_is_that_of_step_2():
 
 def test_what_cannot_run():
     with pytest.raises(UserError, match="^--reward_model is missing: .* step 2"):
-        step_runs(STEPS, {**BASES, 2: {}}, (), Found(), OUT)
+        step_runs(STEPS, {**BASES, 2: {}}, (), (), (), OUT)
     with pytest.raises(UserError, match="^out/step3_rlhf is finished, but its initial model"):
-        step_runs(STEPS, BASES, (), Found(finished=frozenset({3})), OUT)
+        step_runs(STEPS, BASES, (), (3,), (), OUT)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,11 @@ def test_what_cannot_run():
 )
 def test_a_reward_model_does_not_outlive_the_model_that_it_started_from(asked, remedy):
     """The demo with --step1.overwrite_output_dir."""
-    found = Found(finished=frozenset({1, 2}))
 
     def made(*numbers):
         overwritten = again(*numbers)
         fields = {**overwritten, 2: overwritten[2] | {BASE: SFT}}
-        return step_runs(STEPS, fields, asked, found, OUT)
+        return step_runs(STEPS, fields, asked, (1, 2), (), OUT)
 
     line = f"^out/step2_reward is finished, but .*; --step2.overwrite_output_{remedy} it again"
     with pytest.raises(UserError, match=line):
@@ -129,13 +128,13 @@ def test_a_reward_model_does_not_outlive_the_model_that_it_started_from(asked, r
 
 
 def test_notes():
-    made = step_runs(STEPS, BASES, (3,), Found(frozenset({1}), frozenset()), OUT)
+    made = step_runs(STEPS, BASES, (3,), {1}, (), OUT)
     assert [run.note(3, OUT) for run in made] == [
         "step 3 starts from out/step1_sft, finished earlier",
         "step 2 runs first: a later step needs its model, which is not in out",
         "",
     ]
-    made = step_runs(STEPS, BASES, (), Found(frozenset({2}), frozenset({1})), OUT)
+    made = step_runs(STEPS, BASES, (), {2}, {1}, OUT)
     assert [run.note(3, OUT) for run in made] == [
         "step 3 starts from a, which is trained already",
         "step 2 is finished in out/step2_reward: skipped (--overwrite_output_dir runs it again)",

@@ -1,8 +1,6 @@
 """train.py's report: a line that says where, or why not; never a failure."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from python_process import environment
 from stub_steps import QUIET, train
 
-from dschat.launch import watchdog
 from dschat.launch.subprocesses import RunReport
 
 ENVIRONMENT = environment()
@@ -56,25 +53,6 @@ def test_a_report_is_current_until_a_step_finishes_after_it(tmp_path):
     os.utime(page, (time.time() - 1,) * 2)
     assert not report.is_current([mark])
     assert report.is_current([])
-
-
-def test_a_report_ends_with_train_py(tmp_path):
-    code = (
-        "import os, sys, time; from pathlib import Path\n"
-        "from dschat.launch.subprocesses import RunReport\n"
-        "RunReport._command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(600)']\n"
-        "report = RunReport(Path(sys.argv[1]), os.environ, 1e-9); report.poll()\n"
-        "print(report._process.pid, flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as parent:
-        group = int(parent.stdout.readline())
-        assert watchdog.lives(group)
-        parent.kill()
-    deadline = time.monotonic() + 10
-    while watchdog.lives(group) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not watchdog.lives(group)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from stub_steps import alive, in_loop, interrupted, wait_for
 
 from dschat.distributed import stop_signals
-from dschat.launch.supervisor import Outcome, exit_code
+from dschat.launch.supervisor import exit_code
 
 
 def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
@@ -51,7 +51,7 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     ],
 )
 def test_exit_codes(returncode, caught, was_asked, has_saved, code):
-    assert exit_code(Outcome(returncode, tuple(caught), was_asked, has_saved)) == code
+    assert exit_code(returncode, caught, was_asked, has_saved) == code
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")

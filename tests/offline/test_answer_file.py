@@ -56,12 +56,6 @@ def test_other_settings_are_refused(tmp_path, whole):
     assert not (tmp_path / "whole.jsonl").exists()
 
 
-def test_settings_of_an_older_version_are_the_same(tmp_path):
-    path = str(tmp_path / "out.jsonl")
-    AnswerFile(path, {"command": "c", "--prompt_column": "q"}).close()
-    AnswerFile(path, {"command": "c", "--columns": ["prompt=q"]}).close()
-
-
 def test_one_command_at_a_time(tmp_path):
     path = str(tmp_path / "out.jsonl")
     first = AnswerFile(path, {})

@@ -7,7 +7,8 @@ import pytest
 
 from dschat.config import parser
 from dschat.offline.flags import EvalConfig
-from dschat.offline.results import Results, interval, labels_of
+from dschat.offline.results import Results, interval
+from dschat.reporting.run_files import shortest_ends
 
 Z95 = 1.959964
 
@@ -87,5 +88,5 @@ def test_the_file_is_strict_json(values, tmp_path):
 
 
 def test_labels_tell_paths_apart():
-    assert labels_of(["a/step1_sft", "b/actor/"]) == ["step1_sft", "actor"]
-    assert labels_of(["x/actor", "y/actor"]) == ["x/actor", "y/actor"]
+    assert shortest_ends([("a", "step1_sft"), ("b", "actor")]) == ["step1_sft", "actor"]
+    assert shortest_ends([("x", "actor"), ("y", "actor")]) == ["x/actor", "y/actor"]

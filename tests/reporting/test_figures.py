@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from run_folders import write_rows, write_run
 
-from dschat.reporting.figures import running_mean, sections_of, spec_of, spread
+from dschat.reporting.figures import running_mean, sections_of, spread
 from dschat.reporting.run_files import read_rows, read_runs
 
 
@@ -13,48 +13,64 @@ def figures_of(*folders, max_points=1000):
     return {figure.name: figure for section in sections for figure in section.figures}
 
 
+BLUE, ORANGE = "#3b82d6", "#d9622b"
+
+
+def styles(figure) -> list[tuple[str, str, str]]:
+    """Name, color and dash of its curves."""
+    return [(t["name"], t["line"]["color"], t["line"]["dash"]) for t in figure.traces]
+
+
+def points(trace) -> tuple[str, list, list]:
+    return trace["name"], trace["x"], trace["y"]
+
+
 def test_one_run_has_a_color_per_metric(tmp_path):
     loss = figures_of(write_run(tmp_path))["step1_sft-loss"]
-    assert [(c.label, c.color, c.dash, c.xs, c.ys) for c in loss.curves] == [
-        ("training", 0, 0, [1, 2, 3, 4], [4.0, 2.0, 4.0 / 3, 1.0]),
-        ("held out", 1, 0, [0, 4], [5.0, 1.0]),
+    assert styles(loss) == [("training", BLUE, "solid"), ("held out", ORANGE, "solid")]
+    assert [points(trace) for trace in loss.traces] == [
+        ("training", [1, 2, 3, 4], [4.0, 2.0, 4.0 / 3, 1.0]),
+        ("held out", [0, 4], [5.0, 1.0]),
     ]
-    assert [trace["mode"] for trace in spec_of(loss)["data"]] == ["lines+markers", "markers"]
+    assert [trace["mode"] for trace in loss.traces] == ["lines+markers", "markers"]
 
 
 def test_several_runs_have_a_color_per_run_and_a_dash_per_metric(tmp_path):
     figures = figures_of(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
-    assert [(c.label, c.color, c.dash) for c in figures["step1_sft-loss"].curves] == [
-        ("a, training", 0, 0),
-        ("a, held out", 0, 1),
-        ("b, training", 1, 0),
-        ("b, held out", 1, 1),
+    assert styles(figures["step1_sft-loss"]) == [
+        ("a, training", BLUE, "solid"),
+        ("a, held out", BLUE, "dash"),
+        ("b, training", ORANGE, "solid"),
+        ("b, held out", ORANGE, "dash"),
     ]
-    assert [c.label for c in figures["step3_rlhf-kl"].curves] == ["a", "b"]
+    assert [trace["name"] for trace in figures["step3_rlhf-kl-to-the-reference-model"].traces] == [
+        "a",
+        "b",
+    ]
 
 
 def test_seconds_of_an_iteration_by_phase(tmp_path):
     figures = figures_of(write_run(tmp_path / "a"))
     breakdown = figures["step3_rlhf-breakdown"]
-    assert breakdown.is_stacked
-    assert [(b.label, b.xs, b.ys) for b in breakdown.bars] == [
+    assert breakdown.layout["barmode"] == "stack"
+    assert [points(bars) for bars in breakdown.traces] == [
         ("generate", [1, 2, 3], [1.0, 2.0, 3.0]),
         ("score", [1, 2, 3], [2.0] * 3),
         ("train", [1, 2, 3], [3.0] * 3),
     ]
     several = figures_of(tmp_path / "a", write_run(tmp_path / "b", iterations=1))
-    generate = several["step3_rlhf-breakdown"].bars[0]
+    generate = several["step3_rlhf-breakdown"].traces[0]
     # a: the mean of iterations 2 and 3; b has only the first
-    assert (generate.xs, generate.ys) == (["a", "b"], [2.5, 1.0])
+    assert points(generate) == ("generate", ["a", "b"], [2.5, 1.0])
 
 
 def test_histograms_have_a_bar_per_value(tmp_path):
     figures = figures_of(write_run(tmp_path))
-    first, last = figures["step3_rlhf-scores"].bars
-    assert (first.label, first.xs, first.ys) == ("iteration 1", ["0", "1"], [1 / 3, 2 / 3])
-    assert spec_of(figures["step3_rlhf-scores"])["layout"]["xaxis"]["type"] == "category"
-    lengths = figures["step3_rlhf-answer-lengths"].bars[0]
-    assert (lengths.xs, lengths.ys) == ([2.0, 3.0, 5.0], [0.5, 0.25, 0.25])
+    first, last = figures["step3_rlhf-scores"].traces
+    assert points(first) == ("iteration 1", ["0", "1"], [1 / 3, 2 / 3])
+    assert figures["step3_rlhf-scores"].layout["xaxis"]["type"] == "category"
+    lengths = figures["step3_rlhf-answer-lengths"].traces[0]
+    assert points(lengths)[1:] == ([2.0, 3.0, 5.0], [0.5, 0.25, 0.25])
 
 
 def test_score_by_kl(tmp_path):
@@ -63,33 +79,32 @@ def test_score_by_kl(tmp_path):
     evaluated = [{"step": n, "eval/score": n, "eval/kl": n / 4} for n in (0, 2)]
     rows = [*read_rows(out / "step3_rlhf/metrics.jsonl"), *evaluated, {"step": 9, "eval/kl": 1.0}]
     write_rows(out / "step3_rlhf/metrics.jsonl", rows)
-    training, held_out = figures_of(out)["step3_rlhf-score-by-kl"].curves
-    assert (training.label, training.xs) == ("rollouts", [0.01, 0.02, 0.03])
-    assert training.ys == pytest.approx([0.1, 0.2, 0.3])
-    assert (held_out.label, held_out.xs, held_out.ys) == ("held out", [0.0, 0.5], [0, 2])
-    assert (training.color, held_out.color, held_out.dash) == (0, 1, 0)
-    several = figures_of(out, write_run(tmp_path / "b"))["step3_rlhf-score-by-kl"].curves
-    assert [(c.label, c.color, c.dash) for c in several] == [
-        ("a, rollouts", 0, 0),
-        ("a, held out", 0, 1),
-        ("b, rollouts", 1, 0),
+    figure = figures_of(out)["step3_rlhf-score-against-kl"]
+    training, held_out = figure.traces
+    assert points(training)[:2] == ("rollouts", [0.01, 0.02, 0.03])
+    assert training["y"] == pytest.approx([0.1, 0.2, 0.3])
+    assert points(held_out) == ("held out", [0.0, 0.5], [0, 2])
+    assert styles(figure) == [("rollouts", BLUE, "solid"), ("held out", ORANGE, "solid")]
+    several = figures_of(out, write_run(tmp_path / "b"))["step3_rlhf-score-against-kl"]
+    assert styles(several) == [
+        ("a, rollouts", BLUE, "solid"),
+        ("a, held out", BLUE, "dash"),
+        ("b, rollouts", ORANGE, "solid"),
     ]
 
 
 def test_an_average_starts_as_the_policy(tmp_path):
     rows = [{"step": n, "eval/gold": n / 10} for n in (0, 5)] + [{"step": 5, "eval_ema/gold": 0.25}]
     write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
-    policy, average = figures_of(tmp_path)["step3_rlhf-gold"].curves
-    assert (policy.ys, average.xs, average.ys) == ([0.0, 0.5], [0, 5], [0.0, 0.25])
+    policy, average = figures_of(tmp_path)["step3_rlhf-gold-score"].traces
+    assert (policy["y"], average["x"], average["y"]) == ([0.0, 0.5], [0, 5], [0.0, 0.25])
 
 
 def test_entropy_begins_at_0_and_titles_stand_off(tmp_path):
     rows = [{"step": n, "objective/entropy": 2.0, "objective/scores": 9.0} for n in (1, 2)]
     write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
     figures = figures_of(tmp_path)
-    entropy, score = (
-        spec_of(figures[f"step3_rlhf-{name}"])["layout"] for name in ("entropy", "score")
-    )
+    entropy, score = (figures[f"step3_rlhf-{name}"].layout for name in ("entropy", "score"))
     assert (entropy["yaxis"]["rangemode"], score["yaxis"]["rangemode"]) == ("tozero", "normal")
     assert entropy["yaxis"]["title"]["standoff"] > 0
 
@@ -99,26 +114,28 @@ def test_histograms_of_many_values_have_bins(tmp_path):
     values = np.linspace(0, 24, 49).tolist()  # 24 bins of width 1; the last edge is in the last bin
     row = {"step": 1, "samples": [], "scores": values, "answer_lengths": []}
     write_rows(out / "step3_rlhf/samples.jsonl", [row])
-    (bars,) = figures_of(out)["step3_rlhf-scores"].bars
-    assert bars.xs == pytest.approx([n + 0.5 for n in range(24)])
-    assert bars.ys == pytest.approx([2 / 49] * 23 + [3 / 49])
+    (bars,) = figures_of(out)["step3_rlhf-scores"].traces
+    assert bars["x"] == pytest.approx([n + 0.5 for n in range(24)])
+    assert bars["y"] == pytest.approx([2 / 49] * 23 + [3 / 49])
 
 
 def test_a_metric_without_a_chart_is_among_the_others(tmp_path):
     sections = sections_of(read_runs([str(write_run(tmp_path))]), 1000)
     (others,) = [section for section in sections if section.is_folded and "3" in section.title]
-    assert [(f.title, f.y_label) for f in others.figures] == [("custom/metric_s", "seconds")]
+    labels = [(f.title, f.layout["yaxis"]["title"]["text"]) for f in others.figures]
+    assert labels == [("custom/metric_s", "seconds")]
 
 
 def test_long_curves_are_smoothed_and_thinned(tmp_path):
     rows = [{"step": n, "loss": float(n % 2)} for n in range(1, 1001)]
     write_rows(tmp_path / "step1_sft/metrics.jsonl", rows)
-    faint, curve = figures_of(tmp_path, max_points=100)["step1_sft-loss"].curves
-    assert (faint.faint, curve.faint) == (True, False)
-    assert set(faint.ys) == {0.0, 1.0}
-    assert all(0.4 < y < 0.6 for y in curve.ys)
-    for c in (faint, curve):
-        assert (len(c.xs), c.xs[0], c.xs[-1]) == (100, 1, 1000)
+    faint, curve = figures_of(tmp_path, max_points=100)["step1_sft-loss"].traces
+    assert (faint["showlegend"], curve["showlegend"]) == (False, True)
+    assert faint["opacity"] < curve["opacity"]
+    assert set(faint["y"]) == {0.0, 1.0}
+    assert all(0.4 < y < 0.6 for y in curve["y"])
+    for xs in (faint["x"], curve["x"]):
+        assert (len(xs), xs[0], xs[-1]) == (100, 1, 1000)
 
 
 def test_running_mean_at_the_ends():
@@ -135,14 +152,17 @@ def test_preferences_are_step_2(tmp_path):
     write_rows(tmp_path / "step3_rlhf/metrics.jsonl", rows)
     sections = sections_of(read_runs([str(tmp_path)]), 1000)
     assert sections[0].title == "Step 2: Preferences"
-    assert {f.x_label for s in sections for f in s.figures} == {"optimizer step"}
+    layouts = [figure.layout for section in sections for figure in section.figures]
+    assert {layout["xaxis"]["title"]["text"] for layout in layouts} == {"optimizer step"}
 
 
 def test_every_figure_is_drawn_with_named_axes(tmp_path):
     graph_objects = pytest.importorskip("plotly.graph_objects")
     figures = figures_of(write_run(tmp_path / "a$b"), write_run(tmp_path / "<b>"))
     for figure in figures.values():
-        layout = graph_objects.Figure(spec_of(figure)).layout  # plotly checks every name and value
+        drawn = {"data": figure.traces, "layout": figure.layout}
+        layout = graph_objects.Figure(drawn).layout  # plotly checks every name and value
         assert layout.xaxis.title.text
         assert layout.yaxis.title.text
-    assert figures["step3_rlhf-breakdown"].y_label == "seconds per iteration"
+    y_axis = figures["step3_rlhf-breakdown"].layout["yaxis"]
+    assert y_axis["title"]["text"] == "seconds per iteration"
