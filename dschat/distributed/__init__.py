@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         my_share,
         shared_bytes,
         sum_floats,
+        sum_named,
     )
     from dschat.distributed.process_group import check_same, init, shutdown
 
@@ -61,6 +62,7 @@ __all__ = [
     "shared_bytes",
     "shutdown",
     "sum_floats",
+    "sum_named",
     "world_size",
 ]
 

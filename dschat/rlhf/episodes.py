@@ -8,6 +8,7 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
@@ -23,7 +24,7 @@ from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, SourceScores
 from dschat.rlhf.collector import Collector, Group, RolloutPolicy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import policy_of
 from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.user_code.calls import Fault
@@ -225,16 +226,14 @@ def rollout_of(episodes: list[Episode]) -> Rollout:
 
 def _metrics(episodes: list[Episode], has_tools: bool) -> dict[str, float]:
     """Collective. Means over all ranks' episodes."""
-    sums = dist.sum_floats(
-        [
-            float(len(episodes)),
-            float(sum(e.num_turns for e in episodes)),
-            float(sum(not drawn for e in episodes for drawn in e.drawn)),
-            float(sum(e.num_calls for e in episodes)),
-            float(sum(e.num_failed_calls for e in episodes)),
-        ]
-    )
-    count, turns, tokens, calls, failed = sums
+    counts = [
+        len(episodes),
+        sum(e.num_turns for e in episodes),
+        sum(not drawn for e in episodes for drawn in e.drawn),
+        sum(e.num_calls for e in episodes),
+        sum(e.num_failed_calls for e in episodes),
+    ]
+    count, turns, tokens, calls, failed = dist.sum_floats(list(map(float, counts)))
     count = max(count, 1.0)
     metrics = {"rollout/turns": turns / count, "rollout/environment_tokens": tokens / count}
     if has_tools:

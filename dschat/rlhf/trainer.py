@@ -43,7 +43,7 @@ from dschat.rlhf.metrics import (
     training_metrics,
     warn_of_gap,
 )
-from dschat.rlhf.prompts import PromptBatch, PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
 from dschat.runtime.optimizer_step import (
     DeviceSums,
@@ -181,7 +181,7 @@ class DeepSpeedPPOTrainer:
             prompt_batch: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
                 (padded on either side). Ranks may have different numbers of prompts, also none.
                 Reward functions, and reward models with another tokenizer, get a batch's
-                ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.TokenizedPrompts`).
+                ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.PromptTable`).
 
         Returns:
             The experience. NaN or infinity in a score, log-prob or value on any rank is named in
@@ -192,7 +192,7 @@ class DeepSpeedPPOTrainer:
         """
         started = time.perf_counter()
         self.reward_functions.logs.trainer_state.global_step = self.iteration
-        rollout = self.collector.collect(PromptTable.of(prompt_batch), self.sampling())
+        rollout = self.collector.collect(prompt_table(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt

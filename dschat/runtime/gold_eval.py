@@ -88,7 +88,5 @@ def sample_gold(
         stopped = [reason == "stop" for reason in rollout.finish_reasons]
         means = answer_metrics(texts, answers, lengths, stopped, gold=True)
         sums = {name: means[name] * len(share) for name in sums}
-    *totals, count = dist.sum_floats([*sums.values(), float(len(share))])
-    return {
-        f"eval/{name}": value / max(count, 1.0) for name, value in zip(sums, totals, strict=True)
-    }
+    totals = dist.sum_named(sums | {"count": float(len(share))})
+    return {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in sums}

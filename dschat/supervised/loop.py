@@ -10,7 +10,7 @@ import torch
 import dschat.distributed as dist
 from dschat.checkpoint.manager import RunState
 from dschat.config import SupervisedConfig
-from dschat.data.batches import StepBatches, endless
+from dschat.data.batches import Endless, StepBatches
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.models.router_loss import router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
@@ -32,9 +32,7 @@ logger = logging.getLogger("dschat")
 
 def _reduce(parts: list[DeviceSums]) -> dict[str, float]:
     """Collective. Sum over micro-batches and ranks; every rank must have the same names."""
-    sums = sum_parts(parts)
-    names = sorted(sums)
-    return dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
+    return dist.sum_named(dict(sorted(sum_parts(parts).items())))
 
 
 def _micro_batches(task: Task, rows: Rows, size: MicroBatchSize) -> list[Any]:
@@ -103,7 +101,7 @@ def train(
         TrainingStopped: after saving, where the run was asked to stop.
     """
     total = num_total_steps(config, train_batches)
-    steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
+    steps, skipped = Endless(train_batches), SkippedSteps(config.max_bad_steps)
 
     def state() -> RunState:
         values = {

@@ -9,12 +9,13 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import DynamicSampling
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
@@ -134,7 +135,12 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
         pairs, total = differ[len(asked)], len(prompts.ids)
         asked.append(len(prompts.ids))
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
-        e = from_rollout(prompts.repeated(2).ids, rollout, 0, before * 2)
+        e = from_rollout(
+            prompts.pick([row for row in range(len(prompts)) for _ in range(2)]).ids,
+            rollout,
+            0,
+            before * 2,
+        )
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
         counts = dict.fromkeys(COUNTS, 1.0)
         return Collected(e, total, counts | {"throughput/occupancy": float(total)})

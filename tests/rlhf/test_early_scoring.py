@@ -12,13 +12,13 @@ from step_cases import Case, my_prompts
 from step_rows import PROMPTS
 
 from dschat.config import RLHFConfig
+from dschat.data.batches import PromptTable
 from dschat.inference.core import Core
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.reward_functions import FunctionSource, RewardFunctions
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N = 3

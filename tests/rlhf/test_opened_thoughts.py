@@ -7,6 +7,7 @@ import pytest
 from byte_tokenizers import CHATML, byte_tokenizer
 
 from dschat.config import RLHFConfig
+from dschat.data.batches import PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.answer_file import AnswerLines
@@ -15,7 +16,6 @@ from dschat.offline.rows import Row
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.collector import Collector, Group
 from dschat.rlhf.episodes import EpisodeCollector
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rollout_scorer import RolloutScorer
 

@@ -15,13 +15,14 @@ import torch
 from families import EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, stream
 
 from dschat.config import RLHFConfig
+from dschat.data.batches import PromptTable
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import PartialRollouts
 from dschat.rlhf.rollout_scorer import RolloutScorer
 

@@ -16,10 +16,10 @@ import dschat.distributed as dist
 from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.supervised import setup
