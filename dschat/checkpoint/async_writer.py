@@ -10,10 +10,10 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dschat.checkpoint import atomic_files
 from dschat.checkpoint.manifest import (
@@ -26,13 +26,12 @@ from dschat.checkpoint.manifest import (
     step_folders,
 )
 from dschat.startup.files import replace_file
+from dschat.user_code.threads import settle
 
 logger = logging.getLogger("dschat")
 
 SHOWS_UP_S = 90.0  # for a written file to become visible on another machine
 _POLL_S = 0.05
-
-T = TypeVar("T")
 
 
 class Failed(Exception):
@@ -75,7 +74,7 @@ class Writing:
     def start(self, contents: Mapping[str, Any], in_background: bool) -> None:
         """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`."""
         if not in_background:
-            _settle(self.files, self._write_files, contents)
+            settle(self.files, self._write_files, contents)
         threading.Thread(
             target=self._run,
             args=(contents if in_background else None,),
@@ -107,9 +106,9 @@ class Writing:
 
     def _run(self, contents: Mapping[str, Any] | None) -> None:
         if contents is not None:
-            _settle(self.files, self._write_files, contents)
+            settle(self.files, self._write_files, contents)
         del contents
-        _settle(self.checkpoint, self._complete)
+        settle(self.checkpoint, self._complete)
 
     def _write_files(self, contents: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
         written: dict[str, tuple[int, str]] = {}
@@ -190,14 +189,6 @@ class Writing:
                     " all processes must write to one shared disk"
                 )
         return written
-
-
-def _settle(future: Future[T], work: Callable[..., T], *args: Any) -> None:
-    """Give ``future`` the result or the exception of ``work(*args)``."""
-    try:
-        future.set_result(work(*args))
-    except BaseException as error:  # raised again in the thread that asks for the result
-        future.set_exception(error)
 
 
 def _reason(error: Exception) -> str:
