@@ -71,16 +71,13 @@ class Writing:
         self._give_up = threading.Event()
         self._deadline = float("inf")
 
-    def start(self, contents: Mapping[str, Any], in_background: bool) -> None:
-        """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`."""
-        if not in_background:
-            settle(self.files, self._write_files, contents)
-        threading.Thread(
-            target=self._run,
-            args=(contents if in_background else None,),
-            name="checkpoint",
-            daemon=True,  # a run that ends without `wait` loses this checkpoint
-        ).start()
+    def start(self, contents: Mapping[str, Any]) -> None:
+        """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`.
+
+        NOTE: in a daemon thread: a run that ends without `wait` loses this checkpoint.
+        """
+        work = threading.Thread(target=self._run, args=(contents,), name="checkpoint", daemon=True)
+        work.start()
 
     def problem(self) -> str:
         """Wait for this rank's files; returns why they could not be written, or "". Raises a bug of
@@ -104,10 +101,8 @@ class Writing:
         self._deadline = time.monotonic() + SHOWS_UP_S
         return self.checkpoint.result()
 
-    def _run(self, contents: Mapping[str, Any] | None) -> None:
-        if contents is not None:
-            settle(self.files, self._write_files, contents)
-        del contents
+    def _run(self, contents: Mapping[str, Any]) -> None:
+        settle(self.files, self._write_files, contents)
         settle(self.checkpoint, self._complete)
 
     def _write_files(self, contents: Mapping[str, Any]) -> dict[str, tuple[int, str]]:

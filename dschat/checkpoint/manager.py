@@ -127,7 +127,9 @@ class CheckpointManager:
             self._total_limit,
         )
         self._is_logged = False
-        self._writing.start(contents, in_background)
+        self._writing.start(contents)
+        if not in_background:
+            self._writing.files.exception()  # waits
 
     def _contents(self, staging: Path, state: RunState) -> dict[str, Any]:
         """Collective. What this rank writes, by path in the checkpoint."""
