@@ -48,7 +48,7 @@ from dschat.runtime.deepspeed_engine import (
     unwrap,
     zero_settings,
 )
-from dschat.runtime.model_card import write_card
+from dschat.runtime.hub import write_card
 from dschat.runtime.output_dir import check_room
 
 logger = logging.getLogger("dschat")
