@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Protocol, Union, runtime_checkable
+from typing import Any, Protocol, Union
 
 import numpy as np
 from datasets import Dataset
@@ -178,31 +178,21 @@ class PromptTable:
         )
 
 
-@runtime_checkable
-class ResumableIterator(Protocol):
-    """An iterator with which a run resumes in its data.
-
-    Attributes: ``position``, the number of items taken so far; assign it to seek.
-    """
-
-    position: int
-
-    def __next__(self) -> Any: ...
-
-
 def position_of(items: Iterator[Any] | None) -> int:
-    """Items taken so far; 0 where that is not known, or there are none."""
-    return items.position if isinstance(items, ResumableIterator) else 0
+    """Items taken so far: the attribute ``position`` of ``items``, 0 without; see `Endless`."""
+    return getattr(items, "position", 0)
 
 
 def seek(items: Iterator[Any] | None, position: int) -> None:
-    """Continue after so many items, if ``items`` can."""
-    if isinstance(items, ResumableIterator):
+    """Continue after so many items, if ``items`` can: by assigning their ``position``."""
+    if items is not None and hasattr(items, "position"):
         items.position = position
 
 
 class Endless(Iterator[Any]):
-    """The steps of all epochs of ``batches``: a `ResumableIterator`."""
+    """The steps of all epochs of ``batches``. A run resumes in its data by ``position``, the number
+    of items taken so far.
+    """
 
     def __init__(self, batches: StepBatches) -> None:
         self._batches = batches

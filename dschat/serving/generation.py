@@ -4,16 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.inference.sequence import Request
 from dschat.models.continued_text import StreamDecoder
 from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.worker import EngineWorker, Handle, Token
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class EngineFailure(Ended):
@@ -25,8 +24,8 @@ class ServedModel:
     """A model under its name. ``encoder``: the tokenizer's copy of another thread."""
 
     name: str
-    tokenizer: "PreTrainedTokenizerBase"
-    encoder: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PreTrainedTokenizerBase
     worker: EngineWorker
     created: int  # Unix time
 
@@ -184,7 +183,7 @@ class AnswerText:
     its other ``num_forced`` are the first that the engine tells.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     stops: list[str]
     end_ids: frozenset[int]
     given: list[int] = field(default_factory=list)
