@@ -15,16 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from dschat.checkpoint import atomic_files
-from dschat.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointInfo,
-    Damaged,
-    check_sizes,
-    manifest_bytes,
-    read_manifest,
-    step_folders,
-)
+from dschat.checkpoint import atomic_files, manifest
+from dschat.checkpoint.manifest import CheckpointInfo, Damaged
 from dschat.startup.files import replace_file
 from dschat.user_code.threads import settle
 
@@ -139,12 +131,13 @@ class Writing:
                 path.unlink()
             for path in self._others:
                 atomic_files.sync_file(path)
-            text = manifest_bytes(self.step, self._world_size, self._settings, written)
-            atomic_files.write_file(self._staging / MANIFEST, text)
+            text = manifest.manifest_bytes(self.step, self._world_size, self._settings, written)
+            atomic_files.write_file(self._staging / manifest.MANIFEST, text)
             atomic_files.sync_folders(self._staging)
-            check_sizes(read_manifest(self._staging))  # files may have been deleted meanwhile
+            # Files may have been deleted meanwhile.
+            manifest.check_sizes(manifest.read_manifest(self._staging))
             atomic_files.move_in(self._staging, self._target)
-            checkpoint = read_manifest(self._target)
+            checkpoint = manifest.read_manifest(self._target)
         except (OSError, Failed, Damaged) as error:
             shutil.rmtree(self._staging, ignore_errors=True)
             raise Failed(_reason(error)) from error
@@ -153,7 +146,7 @@ class Writing:
 
     def _prune(self) -> None:
         """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
-        folders = step_folders(self._target.parent)
+        folders = manifest.step_folders(self._target.parent)
         older = [folder for folder, step in folders.items() if step < self.step]
         later = [folder for folder, step in folders.items() if step > self.step]
         beyond = [] if self._total_limit is None else older[max(0, self._total_limit - 1) :]

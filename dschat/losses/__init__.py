@@ -29,11 +29,7 @@ from dschat.losses.advantages import (
 )
 from dschat.losses.distillation import distillation_advantages, top_k_reverse_kl
 from dschat.losses.linear_logprobs import linear_logprobs, linear_top_ids
-from dschat.losses.logprobs import (
-    entropy_from_logits,
-    token_entropy,
-    token_logprobs,
-)
+from dschat.losses.logprobs import entropy_from_logits, token_entropy, token_logprobs
 from dschat.losses.policy import (
     POLICY_LOSSES,
     aggregation_count,
@@ -44,9 +40,4 @@ from dschat.losses.policy import (
     rollout_weights,
     value_loss,
 )
-from dschat.losses.preference import (
-    dpo_loss,
-    ipo_loss,
-    kto_loss,
-    pairwise_loss,
-)
+from dschat.losses.preference import dpo_loss, ipo_loss, kto_loss, pairwise_loss

@@ -14,18 +14,11 @@ import numpy as np
 import torch
 
 import dschat.distributed as dist
+from dschat import losses
 from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
-from dschat.losses import (
-    AdaptiveKL,
-    aggregation_count,
-    aggregation_weights,
-    kl_penalty,
-    top_k_reverse_kl,
-    value_loss,
-)
 from dschat.models.router_loss import add_router_loss, router_metrics
 from dschat.models.routing import routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
@@ -99,7 +92,7 @@ class DeepSpeedPPOTrainer:
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
-        self.kl = AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
+        self.kl = losses.AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
@@ -293,7 +286,9 @@ class DeepSpeedPPOTrainer:
     ) -> dict[str, float]:
         """Collective. One optimizer step of actor and any critic; ``rows``: this rank's."""
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
-        policy_count = float(aggregation_count(experience.loss_mask[rows], self.args.aggregation))
+        policy_count = float(
+            losses.aggregation_count(experience.loss_mask[rows], self.args.aggregation)
+        )
         all_actions, all_policy = dist.sum_floats([num_actions, policy_count])
         size = self.args.per_device_training_batch_size
         cut = micro_batches(self.engine, experience, rows, size)
@@ -339,7 +334,7 @@ class DeepSpeedPPOTrainer:
         of_candidates = batch.teacher_candidates
         if logprobs.dim() == 3:  # with those of the teacher's candidates
             logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
-        weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
+        weights = losses.aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
         loss, metrics = policy_loss(args.policy_loss)(
             logprobs,
             logprobs.detach() if self._is_on_policy else batch.logprobs,
@@ -352,12 +347,14 @@ class DeepSpeedPPOTrainer:
         sums = {f"policy_{name}": value for name, value in metrics.items()}
         sums["policy_loss"] = loss.detach()
         if args.kl_is_in_loss and self.engine.has_reference:
-            kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
+            kl = torch.where(mask, losses.kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
             kl = (weights * kl).sum()
             loss = loss + self.kl.value * kl
             sums["kl_loss"] = kl.detach()
         if args.distill_top_k:
-            kl = top_k_reverse_kl(of_candidates, batch.teacher_candidates, batch.candidates, mask)
+            kl = losses.top_k_reverse_kl(
+                of_candidates, batch.teacher_candidates, batch.candidates, mask
+            )
             kl = (weights * kl).sum()
             loss = loss + args.distill_coef * kl
             sums["distill_loss"] = kl.detach()
@@ -368,7 +365,7 @@ class DeepSpeedPPOTrainer:
         if self._measures_gap:
             sums |= mismatch_sums(logprobs.detach(), batch)
         assert batch.rows is not None
-        weight = aggregation_count(mask, args.aggregation)
+        weight = losses.aggregation_count(mask, args.aggregation)
         loss, sums = add_router_loss(self.engine.actor, loss, sums, batch.rows, weight)
         step.backward(loss)
         return sums
@@ -377,7 +374,7 @@ class DeepSpeedPPOTrainer:
         """Backward of the value loss; sums of metrics."""
         assert self.engine.critic is not None
         values = action_values(self.engine.critic, batch)
-        loss, metrics = value_loss(
+        loss, metrics = losses.value_loss(
             values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
         )
         step.backward(loss)

@@ -6,13 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import dschat.distributed as dist
-from dschat.checkpoint.compatibility import (
-    changes,
-    check_step_size,
-    check_total,
-    describe,
-    settings_of,
-)
+from dschat.checkpoint import compatibility
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import step_name
 from dschat.checkpoint.snapshot import read_generators
@@ -57,11 +51,11 @@ class TrainingCheckpointer:
         if checkpoint is None:
             logger.info("no checkpoint in %s yet: starting", config.output_dir)
             return None
-        check_step_size(checkpoint, config, dist.world_size())
-        check_total(checkpoint, total)
-        changed = changes(checkpoint, config)
+        compatibility.check_step_size(checkpoint, config, dist.world_size())
+        compatibility.check_total(checkpoint, total)
+        changed = compatibility.changes(checkpoint, config)
         if changed:
-            logger.warning("resuming with other settings: %s", describe(changed))
+            logger.warning("resuming with other settings: %s", compatibility.describe(changed))
         values = checkpoints.load(checkpoint, state)
         then, now = values.get("rows"), state.values.get("rows")
         if then != now:
@@ -135,7 +129,7 @@ def training_checkpointer(
         yield TrainingCheckpointer(config, None, None)
         return
     limit = config.save_total_limit or None
-    checkpoints = CheckpointManager(config.output_dir, settings_of(config), limit)
+    checkpoints = CheckpointManager(config.output_dir, compatibility.settings_of(config), limit)
     listening = (
         stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
     )
