@@ -38,15 +38,8 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
-from dschat.runtime.optimizer_step import (
-    DeviceSums,
-    OptimizerStep,
-    SkippedSteps,
-    finish_together,
-    learning_rate,
-    loss_scale,
-    sum_parts,
-)
+from dschat.runtime import optimizer_step
+from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 
 logger = logging.getLogger("dschat")
 
@@ -233,7 +226,7 @@ class DeepSpeedPPOTrainer:
             raise UserError("train_rlhf takes the Experience that generate_experience returns")
         args, started = self.args, time.perf_counter()
         actor, critic = self.engine.actor, self.engine.critic
-        rate = learning_rate(actor)
+        rate = optimizer_step.learning_rate(actor)
         warming_up = self.iteration < args.critic_warmup_steps
         actor.train()
         if critic is not None:
@@ -253,9 +246,9 @@ class DeepSpeedPPOTrainer:
         )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():
-            self.metrics["policy/loss_scale"] = loss_scale(actor)
+            self.metrics["policy/loss_scale"] = optimizer_step.loss_scale(actor)
             if critic is not None:
-                self.metrics["val/loss_scale"] = loss_scale(critic)
+                self.metrics["val/loss_scale"] = optimizer_step.loss_scale(critic)
         self.metrics["time/train_s"] = time.perf_counter() - started
         self.metrics |= throughput(
             self.metrics, experience, self.engine, train_actor=not warming_up
@@ -317,8 +310,9 @@ class DeepSpeedPPOTrainer:
                 step = OptimizerStep(self.engine.critic, len(batches), all_actions)
                 steps["critic"] = step
                 parts += [self._critic_micro_batch(step, batch) for batch in batches]
-            finish_together([step for step in steps.values() if step.outcome is None])
-        _add(sums, sum_parts(parts))
+            unfinished = [step for step in steps.values() if step.outcome is None]
+            optimizer_step.finish_together(unfinished)
+        _add(sums, optimizer_step.sum_parts(parts))
         for name, step in steps.items():
             _add(sums, self._record(step, name))
         return sums

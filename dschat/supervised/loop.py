@@ -16,15 +16,9 @@ from dschat.models.router_loss import router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
+from dschat.runtime import optimizer_step
 from dschat.runtime.checkpointing import training_checkpointer
-from dschat.runtime.optimizer_step import (
-    DeviceSums,
-    OptimizerStep,
-    SkippedSteps,
-    learning_rate,
-    loss_scale,
-    sum_parts,
-)
+from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 from dschat.supervised.tasks import Rows, Task
 
 logger = logging.getLogger("dschat")
@@ -32,7 +26,7 @@ logger = logging.getLogger("dschat")
 
 def _reduce(parts: list[DeviceSums]) -> dict[str, float]:
     """Collective. Sum over micro-batches and ranks; every rank must have the same names."""
-    return dist.sum_named(dict(sorted(sum_parts(parts).items())))
+    return dist.sum_named(dict(sorted(optimizer_step.sum_parts(parts).items())))
 
 
 def _micro_batches(task: Task, rows: Rows, size: MicroBatchSize) -> list[Any]:
@@ -136,7 +130,7 @@ def train(
         bar = progress(total, "training", config.disable_tqdm, steps.position)
         while steps.position < total:
             epoch = train_batches.epoch_of(steps.position)
-            rate, started = learning_rate(engine), time.perf_counter()
+            rate, started = optimizer_step.learning_rate(engine), time.perf_counter()
             metrics, step = train_step(engine, task, next(steps), train_batches.size)
             done = steps.position
             bar.update()
@@ -149,7 +143,7 @@ def train(
                 "time/step_s": time.perf_counter() - started,
             }
             if engine.fp16_enabled():
-                metrics["loss_scale"] = loss_scale(engine)
+                metrics["loss_scale"] = optimizer_step.loss_scale(engine)
             call("on_step", engine, metrics)
             if done % config.logging_steps == 0:
                 metrics_log.write(done, metrics)
