@@ -88,20 +88,12 @@ class Episode:
     finish_reason: FinishReason = "length"
     problem: str = ""
 
-    def add_answer(self, tokens: list[int], logprobs: list[float]) -> None:
-        self.num_turns += 1
-        self._add(tokens, logprobs, True)
-
-    def add_observation(self, tokens: list[int]) -> None:
-        self._add(tokens, [0.0] * len(tokens), False)
-
-    def reward(self, value: float) -> None:
-        """Give ``value`` to the last answer."""
-        self.rewards[-1] += value
-
-    def _add(self, tokens: list[int], logprobs: list[float], drawn: bool) -> None:
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """Add an answer or, without log-probs, what the environment said."""
+        drawn = logprobs is not None
+        self.num_turns += drawn
         self.tokens += tokens
-        self.logprobs += logprobs
+        self.logprobs += logprobs or [0.0] * len(tokens)
         self.drawn += [drawn] * len(tokens)
         self.rewards += [0.0] * len(tokens)
 
@@ -223,7 +215,7 @@ class EpisodeRunner:
             episode = self._decoding.pop(sequence.request, None)
             if episode is None:
                 continue  # another rank's
-            episode.add_answer(sequence.answer, sequence.logprobs)
+            episode.add(sequence.answer, sequence.logprobs)
             episode.experts = sequence.experts
             episode.is_cut = not sequence.stopped
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
@@ -281,7 +273,7 @@ class EpisodeRunner:
                 return
             reply = told
         if isinstance(reply, float):
-            episode.reward(reply)
+            episode.rewards[-1] += reply
             episode.is_complete = True
         elif isinstance(reply, Observation):
             self._observe(episode, reply)
@@ -299,14 +291,14 @@ class EpisodeRunner:
         self._decode(episode)
 
     def _observe(self, episode: Episode, observation: Observation) -> None:
-        episode.reward(observation.reward)
+        episode.rewards[-1] += observation.reward
         try:
             tokens = None if observation.done else self._tokens(episode, observation)
         except Fault as fault:
             episode.problem = str(fault)
             return
         if tokens is not None:
-            episode.add_observation(tokens)
+            episode.add(tokens)
             self._decode(episode)
             return
         episode.is_over = True

@@ -287,7 +287,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
         with training_checkpointer(trainer.args) as checkpointer:
             checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(2, trainer.run_state)
-            checkpointer._checkpoints.wait()
+            checkpointer.checkpoints.wait()
             (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.2)
