@@ -102,7 +102,7 @@ class AnswerScorer:
 
     def __init__(self, config: PromptsConfig, answering: Model, columns: list[str]) -> None:
         self._config, self._tokenizer, self._columns = config, answering.tokenizer, columns
-        self._functions = RewardFunctions.of(config)
+        self._functions = RewardFunctions(config)
         self._functions.check_columns(columns)
         self._model = None
         if path := config.reward_model_name_or_path:

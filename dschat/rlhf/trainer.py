@@ -81,14 +81,14 @@ class DeepSpeedPPOTrainer:
     ) -> None:
         if reward_functions is not None and len(reward_fns):
             raise UserError(
-                "give reward_fns to RewardFunctions.of, or to the trainer without reward_functions"
+                "give reward_fns to RewardFunctions, or to the trainer without reward_functions"
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
         self.kl = losses.AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
-        self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
+        self.reward_functions = reward_functions or RewardFunctions(self.args, reward_fns)
         self.reward_functions.logs.trainer_state.max_steps = engine.num_iters
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)

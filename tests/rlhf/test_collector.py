@@ -28,7 +28,7 @@ def rule(answers):
 def scorer_of(*functions, reward_model=False, **knobs):
     engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None, num_iters=1)
     args = RLHFConfig(**knobs)
-    return RolloutScorer(engine, args, RewardFunctions.of(args, functions))
+    return RolloutScorer(engine, args, RewardFunctions(args, functions))
 
 
 def sampling_of(*functions, reward_model=False, more=None):
@@ -188,7 +188,7 @@ def test_every_iteration_samples_with_its_own_seed():
     trainer = DeepSpeedPPOTrainer(
         SimpleNamespace(reward=None, teacher=None, num_iters=1),
         args,
-        reward_functions=RewardFunctions.of(args, [rule]),
+        reward_functions=RewardFunctions(args, [rule]),
     )
     asked = []
     for trainer.iteration in range(3):
@@ -201,9 +201,9 @@ def test_every_iteration_samples_with_its_own_seed():
 
 def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
-    functions = RewardFunctions.of(args, [rule])
+    functions = RewardFunctions(args, [rule])
     engine = SimpleNamespace(reward=None, teacher=None, num_iters=1)
     trainer = DeepSpeedPPOTrainer(engine, args, reward_functions=functions)
     assert trainer.reward_functions is functions
-    with pytest.raises(UserError, match="give reward_fns to RewardFunctions.of"):
+    with pytest.raises(UserError, match="give reward_fns to RewardFunctions, or"):
         DeepSpeedPPOTrainer(engine, args, reward_fns=[rule], reward_functions=functions)

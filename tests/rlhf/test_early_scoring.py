@@ -76,7 +76,7 @@ def collector_of(*functions, **flags):
     tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)))
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
-    functions = RewardFunctions.of(args, functions)
+    functions = RewardFunctions(args, functions)
     return Collector(engine, RolloutScorer(engine, args, functions))
 
 

@@ -45,7 +45,7 @@ def test_a_reward_function_gets_the_thought_with_both_tags(end):
         return [0.0] * len(completions)
 
     engine, args = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer), RLHFConfig()
-    scorer = RolloutScorer(engine, args, RewardFunctions.of(args, [reward]))
+    scorer = RolloutScorer(engine, args, RewardFunctions(args, [reward]))
     rollout = answers_of(tokenizer, "hm</think>4", "5")
     generator = SimpleNamespace(generate=lambda *_, answered: answered(0, rollout))
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])

@@ -90,7 +90,7 @@ def soak(iterations, seed):
     made = tight_engine(module)
     stub, fresh = stub_of(made), iter(range(10**6))
     args = RLHFConfig(reward_pool="thread", reward_workers=2)
-    functions = RewardFunctions.of(args, [sums])
+    functions = RewardFunctions(args, [sums])
 
     def prompt():
         """Unlike all others, so that answers are known by it."""
