@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat.config.reward import EnvironmentConfig
 from dschat.environments.contract import Environment, Observation, ToolResult
 from dschat.environments.observations import ObservationTokens
 from dschat.inference.engine import InferenceEngine
@@ -27,25 +28,6 @@ from dschat.user_code.threads import Pool, within
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
 _WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """Bounds of an episode.
-
-    Attributes:
-        tells: an environment's failure becomes its text to the model.
-        lag: decode steps after which a reply is awaited and taken, neither sooner nor later: then
-            batches do not depend on the environments' speed, and log-probs repeat to the bit.
-            0: replies are taken as they come.
-    """
-
-    max_turns: int
-    max_turn_tokens: int
-    timeout_s: float
-    num_workers: int
-    tells: bool
-    lag: int = 4
 
 
 @dataclass(eq=False)
@@ -103,6 +85,9 @@ class EpisodeRunner:
 
     Args:
         make: a new environment.
+        args: bounds of an episode. ``environment_lag``: decode steps after which a reply is awaited
+            and taken, neither sooner nor later: then batches do not depend on the environments'
+            speed, and log-probs repeat to the bit. 0: replies are taken as they come.
         observations: tokenizes an environment's text.
         appended: the ids of the prompt of a row with a text after it.
     """
@@ -113,14 +98,14 @@ class EpisodeRunner:
         tokenizer: PreTrainedTokenizerBase,
         make: Callable[[], Environment],
         observations: ObservationTokens,
-        limits: EpisodeLimits,
+        args: EnvironmentConfig,
         appended: Callable[[int, str], list[int]],
     ) -> None:
         self._appended = appended
         self._core = engine.core()
         self._tokenizer, self._make = tokenizer, make
-        self._observations, self._limits = observations, limits
-        self._pool = Pool(limits.num_workers)
+        self._observations, self._args = observations, args
+        self._pool = Pool(args.environment_workers)
         self._asked: dict[Request, Episode] = {}  # answers to decode
         self._decoding: dict[Request, Episode] = {}
         # Replies that environments work on and the steps at which they are taken, as asked for.
@@ -184,7 +169,7 @@ class EpisodeRunner:
     def _decode(self, episode: Episode) -> None:
         """Ask for the episode's next answer."""
         room = self._sampling.max_new_tokens - len(episode.tokens)
-        length = min(room, self._limits.max_turn_tokens)
+        length = min(room, self._args.max_turn_tokens or room)
         shortest = min(self._sampling.min_new_tokens, length)
         sampling = replace(self._sampling, max_new_tokens=length, min_new_tokens=shortest)
         (number, sample), first = episode.key, len(episode.tokens)
@@ -195,7 +180,7 @@ class EpisodeRunner:
     @property
     def _may_share(self) -> bool:
         """Whether a rank may have asked for answers, or may be done: the same on all ranks."""
-        return not self._limits.lag or self._steps in self._due or not self._core.has_work
+        return not self._args.environment_lag or self._steps in self._due or not self._core.has_work
 
     def _share(self) -> bool:
         """Collective in the group. Queue the answers that its ranks asked for; returns whether a
@@ -211,7 +196,7 @@ class EpisodeRunner:
             if not event.is_last:
                 continue
             sequence = event.sequence
-            self._due.add(self._steps + self._limits.lag)
+            self._due.add(self._steps + self._args.environment_lag)
             episode = self._decoding.pop(sequence.request, None)
             if episode is None:
                 continue  # another rank's
@@ -229,10 +214,10 @@ class EpisodeRunner:
     def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
         pool = episode.environment.pool
         if pool is None:
-            future = self._pool.submit(within, self._limits.timeout_s, method, *args)
+            future = self._pool.submit(within, self._args.environment_timeout_s, method, *args)
         else:  # stops it itself
             future = pool.submit(method, *args)
-        self._replying[future] = episode, self._steps + self._limits.lag
+        self._replying[future] = episode, self._steps + self._args.environment_lag
 
     def _replies(self) -> Iterator[tuple[Episode, Any]]:
         """The replies that are due: what a method of the environment returned, or its fault."""
@@ -247,7 +232,7 @@ class EpisodeRunner:
         """The futures to take now. While no answer decodes, waits for the next."""
         if not self._replying:
             return []
-        if self._limits.lag:
+        if self._args.environment_lag:
             due = self._steps
             if not self._core.has_work:
                 due = max(due, min(due for _, due in self._replying.values()))
@@ -263,7 +248,8 @@ class EpisodeRunner:
         """
         if isinstance(reply, Fault):
             environment = episode.environment
-            tells = self._limits.tells or (environment.tells_calls and environment.calls)
+            tells = self._args.on_environment_error == "feedback"
+            tells |= environment.tells_calls and bool(environment.calls)
             if not (tells and episode.num_turns and not episode.is_over):
                 episode.problem = str(reply)
                 return
@@ -311,7 +297,7 @@ class EpisodeRunner:
 
     def _tokens(self, episode: Episode, observation: Observation) -> list[int] | None:
         """The tokens of ``observation``; None where no answer can follow."""
-        if episode.is_cut or episode.num_turns == self._limits.max_turns:
+        if episode.is_cut or episode.num_turns == self._args.max_turns:
             return None
         room = self._sampling.max_new_tokens - len(episode.tokens)
         tokens = self._within(room, observation)

@@ -13,7 +13,7 @@ from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
 from dschat.environments.contract import Environment
-from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
+from dschat.environments.episodes import Episode, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.inference.engine import InferenceEngine
@@ -43,7 +43,7 @@ class EpisodeCollector(Collector):
         policy: RolloutPolicy | None = None,
     ) -> None:
         super().__init__(engine, scorer, policy)
-        self._source, self._limits = source, limits_of(scorer.args)
+        self._source = source
         args, feedback = scorer.args, scorer.args.on_tool_error == "feedback"
         self._make: Callable[[], Environment] = source.maker(engine.tokenizer, feedback)
         if args.environment_pool == "process":
@@ -81,7 +81,7 @@ class EpisodeCollector(Collector):
 
         observations = self._observations_of(prompts)
         runner = EpisodeRunner(
-            generator, self._engine.tokenizer, self._make, observations, self._limits, appended
+            generator, self._engine.tokenizer, self._make, observations, self.scorer.args, appended
         )
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
@@ -181,17 +181,6 @@ def collector_of(
     if environment is None:
         return Collector(engine, scorer, policy)
     return EpisodeCollector(engine, scorer, environment, policy)
-
-
-def limits_of(args: RLHFConfig) -> EpisodeLimits:
-    return EpisodeLimits(
-        args.max_turns,
-        args.max_turn_tokens or args.max_answer_seq_len,
-        args.environment_timeout_s,
-        args.environment_workers,
-        args.on_environment_error == "feedback",
-        args.environment_lag,
-    )
 
 
 def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:
