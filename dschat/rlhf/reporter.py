@@ -7,12 +7,18 @@ CPU, read nothing from the device.
 import json
 import logging
 import math
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +26,7 @@ import dschat.distributed as dist
 from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.models.continued_text import StreamDecoder, continued_texts
-from dschat.observability.console import format_line, progress
+from dschat.observability.console import format_line, printable, progress
 from dschat.observability.health import RunHealth
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
@@ -70,6 +76,8 @@ class Reporter:
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
         self._health = RunHealth()
+        self._metric = self._args.keep_best or "eval/score"
+        self._evaluated: list[tuple[float, int]] = []  # a value of that metric, and when
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
         self._best_folder = Path(self._args.output_dir or "") / "actor_best"
@@ -89,6 +97,7 @@ class Reporter:
         if is_kept and values["best_metric"] == self._args.keep_best:
             self._best = values["best"]
         self._health = RunHealth(**values.get("health", {}))
+        self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
@@ -97,11 +106,8 @@ class Reporter:
         state = self._trainer.run_state()
         state.values |= {"best": self._best, "best_metric": self._args.keep_best}
         state.values["best_print"] = self._best_print
-        state.values |= {
-            "health": asdict(self._health),
-            "log": self._log.position(),
-            "rows": self._num_rows,
-        }
+        state.values |= {"health": asdict(self._health), "evaluated": self._evaluated}
+        state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
 
@@ -150,6 +156,8 @@ class Reporter:
         self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
         self._warn(metrics)
+        if math.isfinite(metrics.get(self._metric, math.nan)):
+            self._evaluated.append((metrics[self._metric], self._trainer.iteration))
         self._keep_best(metrics)
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
@@ -200,7 +208,23 @@ class Reporter:
             self._log.write_answers(done, table)
             logger.info("sample answers\n%s", format_answers(table))
 
+    def _say_best(self) -> None:
+        """Name the best evaluation where the last one has lost a fifth of its gain."""
+        if not self._evaluated:
+            return
+        (first, _), (last, _) = self._evaluated[0], self._evaluated[-1]
+        best, when = max(self._evaluated)
+        if best - last > 0.2 * (best - first):
+            logger.warning(
+                "the best held-out %s was %.4f at iteration %d, and is %.4f at the end: %s",
+                *(self._metric, best, when, last),
+                f"{self._best_folder} has that actor"
+                if self._args.keep_best
+                else "--keep_best saves the best actor",
+            )
+
     def close(self) -> None:
+        self._say_best()
         self._bar.close()
         self._log.close()
 
@@ -280,11 +304,23 @@ def answer_table(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def format_answers(table: list[dict[str, Any]]) -> str:
-    """``table`` for the log: a line per answer."""
-    return "\n".join(
-        f"  {_score(row)}  {row['prompt'][-_PROMPT_CHARS:]!r} -> {row['answer'][:_ANSWER_CHARS]!r}"
-        for row in table
-    )
+    """``table`` for the log: boxed on a terminal, else one plain line per answer."""
+    if not sys.stderr.isatty():
+        return "\n".join(
+            f"  {_score(row)}  {row['prompt'][-_PROMPT_CHARS:]!r} -> "
+            f"{row['answer'][:_ANSWER_CHARS]!r}"
+            for row in table
+        )
+    shown = Table("score", "prompt", "answer", "tokens", "KL", expand=True)
+    for row in table:
+        kl = "-" if row["kl"] is None else f"{row['kl']:.2f}"
+        prompt, answer = row["prompt"][-_PROMPT_CHARS:], row["answer"][:_ANSWER_CHARS]
+        cells = (_score(row).strip(), prompt, answer, str(row["answer_length"]), kl)
+        shown.add_row(*(Text(printable(cell)) for cell in cells))
+    file = StringIO()
+    width = shutil.get_terminal_size().columns
+    Console(file=file, force_terminal=True, width=width).print(shown)
+    return file.getvalue().rstrip()
 
 
 def _score(row: dict[str, Any]) -> str:
