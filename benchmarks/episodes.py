@@ -21,13 +21,19 @@ from report import environment, ratios
 from rollout_workloads import llama
 from transformers import LlamaForCausalLM
 
+from dschat.config import RLHFConfig
 from dschat.environments.contract import Observation
-from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.environments.episodes import EpisodeRunner
 from dschat.environments.sources import load_environment
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 
 PROMPT, ANSWER, REPLY = 64, 32, 16
-LIMITS = EpisodeLimits(TURNS, 4 * ANSWER, 60.0, 16, tells=False)
+LIMITS = RLHFConfig(
+    max_turns=TURNS,
+    max_turn_tokens=4 * ANSWER,
+    environment_timeout_s=60.0,
+    environment_workers=16,
+)
 
 
 class Text:

@@ -15,7 +15,7 @@ from learning_task import Recorder, Task, exact_match
 import dschat.distributed as dist
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config import RLHFConfig
-from dschat.data.batches import TokenizedPrompts
+from dschat.data.batches import PromptTable
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.models.tokenizer import load_tokenizer
 from dschat.observability import console
@@ -42,7 +42,7 @@ def main() -> None:
     record.start()
     for rows in task.rollouts():
         columns = {"reference": task.references[rows]}
-        prompts = TokenizedPrompts(task.prompt_ids[rows], texts=task.prompts[rows], columns=columns)
+        prompts = PromptTable(task.prompt_ids[rows], texts=task.prompts[rows], columns=columns)
         out = trainer.generate_experience(prompts)
         trainer.train_rlhf(out)
         if task.answers:

@@ -6,14 +6,28 @@ import time
 from families import EOS, VOCAB
 from process_games import Replies
 
+from dschat.config import RLHFConfig
 from dschat.environments.contract import Environment
-from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.environments.episodes import EpisodeRunner
 from dschat.inference import SamplingParams
 
 STOPS = {EOS, *range(1, VOCAB, 3)}
 SAMPLING = SamplingParams(36, n=2, seed=5, stop_token_ids=tuple(STOPS - {EOS}))
 PROMPTS = [[3, 4, 5], [6], [7, 8], [3, 4, 9, 10, 11, 12]]
-LIMITS = EpisodeLimits(5, 8, 20.0, 4, tells=False)
+
+
+def limits_of(turns, turn_tokens, timeout_s, workers, tells=False, lag=4):
+    return RLHFConfig(
+        max_turns=turns,
+        max_turn_tokens=turn_tokens,
+        environment_timeout_s=timeout_s,
+        environment_workers=workers,
+        on_environment_error="feedback" if tells else "error",
+        environment_lag=lag,
+    )
+
+
+LIMITS = limits_of(5, 8, 20.0, 4)
 
 
 class Tokenizer:

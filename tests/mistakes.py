@@ -58,7 +58,7 @@ def trainer():
     return DeepSpeedPPOTrainer(engine(**values))
 
 def scores(*functions, columns=(), **values):
-    RewardFunctions.of(RLHFConfig(**values), functions).check_columns(columns)
+    RewardFunctions(RLHFConfig(**values), functions).check_columns(columns)
 
 def later(step, **fields):
     length = {} if step == 3 else {"max_seq_len": 64}

@@ -13,8 +13,8 @@ from dschat.observability.row_file import RowFile
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.results import Results
 from dschat.runtime import output_dir
-from dschat.serving.preferences import PreferenceFile
 from dschat.serving.schema import Preference
+from dschat.serving.web_chat import PreferenceFile
 
 
 def write_report(folder):

@@ -10,78 +10,63 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from dschat.checkpoint import atomic_files
-from dschat.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointInfo,
-    Damaged,
-    check_sizes,
-    manifest_bytes,
-    read_manifest,
-    step_folders,
-)
+from dschat.checkpoint import atomic_files, manifest
+from dschat.checkpoint.manifest import CheckpointInfo, Damaged
 from dschat.startup.files import replace_file
+from dschat.user_code.threads import settle
 
 logger = logging.getLogger("dschat")
 
 SHOWS_UP_S = 90.0  # for a written file to become visible on another machine
 _POLL_S = 0.05
 
-T = TypeVar("T")
-
 
 class Failed(Exception):
     """A checkpoint could not be written: a full disk, a removed folder."""
 
 
+@dataclass
 class Writing:
     """A checkpoint that is being written.
 
     Attributes:
+        target: its folder.
+        others: files outside of it that rank 0 syncs to disk before it is complete.
+        total_limit: number of checkpoints to keep then, with it; None: all.
         files: this rank's files -> (size, checksum), once they are written. Fails with an OSError,
             or with a bug.
         checkpoint: on rank 0 the complete checkpoint; None on other ranks. Fails with `Failed`.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        step: int,
-        settings: Mapping[str, Any],
-        rank: int,
-        world_size: int,
-        others: Sequence[Path] = (),
-        total_limit: int | None = None,
-    ) -> None:
-        """``others``: files outside of it that rank 0 syncs to disk before it is complete.
-        ``total_limit``: number of checkpoints to keep beside it then, with it; None: all.
-        """
-        self.step = step
-        self.files: Future[dict[str, tuple[int, str]]] = Future()
-        self.checkpoint: Future[CheckpointInfo | None] = Future()
-        self._target, self._staging = target, atomic_files.staging_of(target)
-        self._settings = settings
-        self._rank, self._world_size = rank, world_size
-        self._others, self._total_limit = others, total_limit
+    target: Path
+    step: int
+    settings: Mapping[str, Any]
+    rank: int
+    world_size: int
+    others: Sequence[Path] = ()
+    total_limit: int | None = None
+    files: Future[dict[str, tuple[int, str]]] = field(init=False, default_factory=Future)
+    checkpoint: Future[CheckpointInfo | None] = field(init=False, default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self._staging = atomic_files.staging_of(self.target)
         self._problem = ""  # of any rank, once `give_up` was called
         self._give_up = threading.Event()
         self._deadline = float("inf")
 
-    def start(self, contents: Mapping[str, Any], in_background: bool) -> None:
-        """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`."""
-        if not in_background:
-            _settle(self.files, self._write_files, contents)
-        threading.Thread(
-            target=self._run,
-            args=(contents if in_background else None,),
-            name="checkpoint",
-            daemon=True,  # a run that ends without `wait` loses this checkpoint
-        ).start()
+    def start(self, contents: Mapping[str, Any]) -> None:
+        """Write ``contents``: path below the folder -> argument of `atomic_files.write_file`.
+
+        NOTE: in a daemon thread: a run that ends without `wait` loses this checkpoint.
+        """
+        work = threading.Thread(target=self._run, args=(contents,), name="checkpoint", daemon=True)
+        work.start()
 
     def problem(self) -> str:
         """Wait for this rank's files; returns why they could not be written, or "". Raises a bug of
@@ -105,11 +90,9 @@ class Writing:
         self._deadline = time.monotonic() + SHOWS_UP_S
         return self.checkpoint.result()
 
-    def _run(self, contents: Mapping[str, Any] | None) -> None:
-        if contents is not None:
-            _settle(self.files, self._write_files, contents)
-        del contents
-        _settle(self.checkpoint, self._complete)
+    def _run(self, contents: Mapping[str, Any]) -> None:
+        settle(self.files, self._write_files, contents)
+        settle(self.checkpoint, self._complete)
 
     def _write_files(self, contents: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
         written: dict[str, tuple[int, str]] = {}
@@ -117,7 +100,7 @@ class Writing:
             self._staging.mkdir(parents=True, exist_ok=True)
             for name, content in contents.items():
                 written[name] = atomic_files.write_file(self._staging / name, content)
-            replace_file(self._staging / f".done_{self._rank:05d}.json", json.dumps(written))
+            replace_file(self._staging / f".done_{self.rank:05d}.json", json.dumps(written))
         except OSError as error:
             self._drop(list(contents), _reason(error))
             raise
@@ -128,13 +111,13 @@ class Writing:
         try:
             for name in names:
                 (self._staging / name).unlink(missing_ok=True)
-            replace_file(self._staging / f".failed_{self._rank:05d}.json", json.dumps(problem))
+            replace_file(self._staging / f".failed_{self.rank:05d}.json", json.dumps(problem))
         except OSError:
-            logger.debug("process %d cannot write that it failed", self._rank)
+            logger.debug("process %d cannot write that it failed", self.rank)
 
     def _complete(self) -> CheckpointInfo | None:
         """Rank 0: complete the checkpoint from all ranks' files, or remove it."""
-        if self._rank:
+        if self.rank:
             return None
         try:
             if problem := self.problem():
@@ -143,14 +126,15 @@ class Writing:
             written |= atomic_files.unclaimed(self._staging, written)
             for path in self._staging.glob(".done_*"):
                 path.unlink()
-            for path in self._others:
+            for path in self.others:
                 atomic_files.sync_file(path)
-            text = manifest_bytes(self.step, self._world_size, self._settings, written)
-            atomic_files.write_file(self._staging / MANIFEST, text)
+            text = manifest.manifest_bytes(self.step, self.world_size, self.settings, written)
+            atomic_files.write_file(self._staging / manifest.MANIFEST, text)
             atomic_files.sync_folders(self._staging)
-            check_sizes(read_manifest(self._staging))  # files may have been deleted meanwhile
-            atomic_files.move_in(self._staging, self._target)
-            checkpoint = read_manifest(self._target)
+            # Files may have been deleted meanwhile.
+            manifest.check_sizes(manifest.read_manifest(self._staging))
+            atomic_files.move_in(self._staging, self.target)
+            checkpoint = manifest.read_manifest(self.target)
         except (OSError, Failed, Damaged) as error:
             shutil.rmtree(self._staging, ignore_errors=True)
             raise Failed(_reason(error)) from error
@@ -159,17 +143,17 @@ class Writing:
 
     def _prune(self) -> None:
         """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
-        folders = step_folders(self._target.parent)
+        folders = manifest.step_folders(self.target.parent)
         older = [folder for folder, step in folders.items() if step < self.step]
         later = [folder for folder, step in folders.items() if step > self.step]
-        beyond = [] if self._total_limit is None else older[max(0, self._total_limit - 1) :]
+        beyond = [] if self.total_limit is None else older[max(0, self.total_limit - 1) :]
         for folder in later + beyond:
             atomic_files.remove(folder)
 
     def _gathered(self) -> dict[str, tuple[int, str]]:
         """The files of all ranks; waits for them."""
         written: dict[str, tuple[int, str]] = {}
-        waiting = set(range(self._world_size))
+        waiting = set(range(self.world_size))
         while waiting:
             if not self._staging.exists():
                 raise Failed(f"{self._staging} was removed")
@@ -190,14 +174,6 @@ class Writing:
                     " all processes must write to one shared disk"
                 )
         return written
-
-
-def _settle(future: Future[T], work: Callable[..., T], *args: Any) -> None:
-    """Give ``future`` the result or the exception of ``work(*args)``."""
-    try:
-        future.set_result(work(*args))
-    except BaseException as error:  # raised again in the thread that asks for the result
-        future.set_exception(error)
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Writes files that survive a power cut, and folders that are complete or absent."""
 
-import hashlib
+import errno
 import json
 import logging
 import os
@@ -8,72 +8,21 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dschat.checkpoint.manifest import MANIFEST
+from dschat.config.errors import first_line
 from dschat.startup.files import no_link, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
 
 # Suffixes of hidden folders beside the checkpoints, by the operation that a kill interrupted.
 SAVING, REMOVED, REPLACED = ".saving", ".removed", ".replaced"
-
-# safetensors' names of dtypes (https://github.com/huggingface/safetensors, "Format")
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-class HashedFile:
-    """A new file that counts and hashes what is written to it; synced to disk on exit."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "wb", opener=no_link)  # noqa: SIM115  closed by __exit__
-        self._sha = hashlib.sha256()
-        self.size = 0
-        self.error: OSError | None = None  # a library that writes here may raise another error
-
-    def write(self, data: Any) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            error.filename = error.filename or str(self._path)
-            self.error = error
-            raise
-        self._sha.update(data)
-        self.size += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    @property
-    def entry(self) -> tuple[int, str]:
-        return self.size, self._sha.hexdigest()
-
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
 
 
 def write_file(path: Path, content: Any) -> tuple[int, str]:
@@ -82,38 +31,33 @@ def write_file(path: Path, content: Any) -> tuple[int, str]:
     ``.safetensors``: tensors by name; ``.json``: a JSON value, or bytes; else ``torch.save``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with HashedFile(path) as file:
-        try:
-            if path.suffix == ".safetensors":
-                _write_tensors(file, content)
-            elif path.suffix == ".json":
-                file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
-            else:
-                torch.save(content, cast(IO[bytes], file))  # calls only write and flush
-        except RuntimeError:  # torch raises it for a failed write
-            raise file.error or RuntimeError(f"{path} cannot be written") from file.error
-    return file.entry
+    try:
+        if path.suffix == ".safetensors":
+            save_tensors({name: tensor.contiguous() for name, tensor in content.items()}, path)
+        elif path.suffix == ".json":
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            with open(path, "wb", opener=no_link) as file:
+                file.write(data)
+        else:
+            with open(path, "wb", opener=no_link) as file:
+                torch.save(content, file)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, first_line(error), str(path)) from None
+    except (OSError, RuntimeError) as error:
+        failed = error.__context__ if isinstance(error, RuntimeError) else error  # torch hides it
+        if isinstance(failed, OSError):
+            raise OSError(failed.errno, failed.strerror, str(path)) from None
+        raise
+    sync_file(path)
+    return path.stat().st_size, sha256_of(path)
 
 
-def _write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
-    """The safetensors format, streamed: the library would hold a second copy of all tensors."""
-    # Largest elements first, so that each tensor is aligned to its element size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, offset = {}, 0
-    for name, tensor in ordered:
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        data = tensor.detach().cpu().contiguous().reshape(-1)
-        file.write(data.view(torch.uint8).numpy().data)
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, which unlike the library's may be read by whom the umask lets."""
+    os.close(no_link(str(path), os.O_WRONLY | os.O_CREAT))
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})  # replaces it by a file of mode 0600
+    path.chmod(mode)
 
 
 def sync_folders(folder: Path) -> None:

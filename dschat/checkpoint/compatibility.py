@@ -13,16 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Optional
 
+from dschat.checkpoint import manifest
 from dschat.checkpoint.fingerprint import fingerprint, model_fingerprint
-from dschat.checkpoint.manifest import (
-    FOLDER,
-    VALUES,
-    CheckpointInfo,
-    Damaged,
-    newest,
-    read_manifest,
-    step_folders,
-)
+from dschat.checkpoint.manifest import CheckpointInfo, Damaged
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import of_result
 from dschat.observability.metrics_log import METRICS
@@ -171,7 +164,7 @@ def check_resume(checkpoint: CheckpointInfo, config: CommonConfig, num_processes
     assert config.output_dir is not None
     log = Path(config.output_dir) / METRICS
     try:
-        size = json.loads((checkpoint.folder / VALUES).read_bytes())["log"]["bytes"]
+        size = json.loads((checkpoint.folder / manifest.VALUES).read_bytes())["log"]["bytes"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # a damaged checkpoint; `CheckpointManager.latest` reports it
     if size > (log.stat().st_size if log.exists() else 0):
@@ -268,16 +261,18 @@ def check_start(config: CommonConfig, num_processes: int) -> None:
     `CheckpointManager.latest` reports damaged checkpoints.
     """
     assert config.output_dir is not None
-    folders = [path.name for path in step_folders(Path(config.output_dir) / FOLDER)]
+    checkpoints = Path(config.output_dir) / manifest.FOLDER
+    folders = [path.name for path in manifest.step_folders(checkpoints)]
     if folders and not config.resume and not config.overwrite_output_dir:
         raise UserError(
-            f"--output_dir {config.output_dir} holds an unfinished run, with {FOLDER}/{folders[0]}"
-            "; resume it with --resume, restart with --overwrite_output_dir, or choose another"
+            f"--output_dir {config.output_dir} holds an unfinished run, with {checkpoints.name}/"
+            f"{folders[0]}; resume it with --resume, restart with --overwrite_output_dir, or "
+            "choose another"
         )
-    checkpoint = newest(config.output_dir) if config.resume == "latest" else None
+    checkpoint = manifest.newest(config.output_dir) if config.resume == "latest" else None
     if config.resume and config.resume != "latest":
         with suppress(Damaged):
-            checkpoint = read_manifest(Path(config.resume))
+            checkpoint = manifest.read_manifest(Path(config.resume))
     if checkpoint is not None:
         check_resume(checkpoint, config, num_processes)
 

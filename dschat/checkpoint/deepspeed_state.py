@@ -9,6 +9,7 @@ weights are left out: they are loaded from the base model again.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -26,32 +27,17 @@ from dschat.models.training_engine import (
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class _CapturingCheckpointEngine:
-    """DeepSpeed's interface for writing and reading files; keeps the states in memory."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, Any] = {}
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self.states[path] = state_dict
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return load_file(Path(path), map_location)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """`async_writer` makes them."""
-
-    def create(self, info: Any) -> None:
-        """Nothing to prepare."""
-
-    def commit(self, info: Any) -> bool:
-        return True
-
-    def is_decoupled(self) -> bool:
-        return False
-
-    def preserves_storage_sharing(self) -> bool:
-        return True
+def _files_in(states: dict[str, Any]) -> SimpleNamespace:
+    """DeepSpeed's interface for files (its CheckpointEngine); keeps in ``states`` what it saves."""
+    return SimpleNamespace(
+        save=lambda state_dict, path: states.update({path: state_dict}),
+        load=lambda path, map_location=None: load_file(Path(path), map_location),
+        makedirs=lambda path, exist_ok=False: None,  # `async_writer` makes them
+        create=lambda info: None,
+        commit=lambda info: True,
+        is_decoupled=lambda: False,
+        preserves_storage_sharing=lambda: True,
+    )
 
 
 def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
@@ -59,9 +45,9 @@ def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
     ``folder`` -> state, with live tensors. Copies optimizer states that are offloaded to a disk.
     """
     wait_for_copies()  # of optimizer states that were away
-    files = _CapturingCheckpointEngine()
+    states: dict[str, Any] = {}
     with attributes_replaced(
-        engine, checkpoint_engine=files, _copy_recovery_script=lambda folder: None
+        engine, checkpoint_engine=_files_in(states), _copy_recovery_script=lambda folder: None
     ):
         engine.save_checkpoint(
             str(folder),
@@ -71,7 +57,7 @@ def capture(engine: TrainingEngine, folder: Path, name: str) -> dict[str, Any]:
             save_latest=False,
             exclude_frozen_parameters=True,
         )
-    return {Path(path).relative_to(folder).as_posix(): s for path, s in files.states.items()}
+    return {Path(path).relative_to(folder).as_posix(): s for path, s in states.items()}
 
 
 def _plain_groups(engine: TrainingEngine) -> list[list[str]]:
@@ -173,7 +159,7 @@ def _restore_loss_scale(scaler: Any, config: Mapping[str, Any], saved: SavedEngi
 
 def _load_checkpoint(engine: TrainingEngine, folder: Path, name: str) -> None:
     """Collective. Load into the same layout."""
-    with attributes_replaced(engine, checkpoint_engine=_CapturingCheckpointEngine()):
+    with attributes_replaced(engine, checkpoint_engine=_files_in({})):
         path, client_state = engine.load_checkpoint(
             str(folder), tag=name, custom_load_fn=_load_trained
         )

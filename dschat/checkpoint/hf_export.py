@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, TaskType
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -25,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 import dschat.distributed as dist
-from dschat.checkpoint.atomic_files import discard
+from dschat.checkpoint.atomic_files import discard, save_tensors
 from dschat.checkpoint.hub_format import hub_tensors
 from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
@@ -126,7 +125,7 @@ def _write_weights(
         try:
             if full is None:
                 path = staging / f"part-{len(files):05d}.safetensors"
-                save_file(tensors, path, metadata={"format": "pt"})
+                save_tensors(tensors, path)
         except Exception as error:
             if not is_full(error):
                 raise
@@ -259,7 +258,7 @@ def export_adapter(
         settings.task_type = TaskType.SEQ_CLS if is_score else TaskType.CAUSAL_LM
         try:
             with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as staging:
-                save_file(state, f"{staging}/adapter_model.safetensors", metadata={"format": "pt"})
+                save_tensors(state, Path(staging, "adapter_model.safetensors"))
                 settings.save_pretrained(staging)
                 for path in sorted(Path(staging).iterdir()):  # the weights go last
                     sync_file(path)

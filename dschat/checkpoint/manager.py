@@ -27,19 +27,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.checkpoint import atomic_files, deepspeed_state, snapshot
+from dschat.checkpoint import atomic_files, deepspeed_state, manifest, snapshot
 from dschat.checkpoint.async_writer import Failed, Writing
-from dschat.checkpoint.manifest import (
-    FOLDER,
-    VALUES,
-    CheckpointInfo,
-    Damaged,
-    check_checksums,
-    check_sizes,
-    read_manifest,
-    step_folders,
-    step_name,
-)
+from dschat.checkpoint.manifest import CheckpointInfo, Damaged
 from dschat.config import UserError
 from dschat.models.training_engine import TrainingEngine
 
@@ -78,7 +68,7 @@ class CheckpointManager:
         ``seed`` among them seeds ranks that are not in a checkpoint. ``total_limit``: number of
         latest checkpoints to keep; None: all.
         """
-        self._folder = Path(output_dir) / FOLDER
+        self._folder = Path(output_dir) / manifest.FOLDER
         self._settings = json.loads(json.dumps(settings))
         self._total_limit = total_limit
         self._writing: Writing | None = None
@@ -105,7 +95,7 @@ class CheckpointManager:
         """
         self.wait()
         self._tidy()
-        target = self._folder / step_name(step)
+        target = self._folder / manifest.step_name(step)
         problem = _make_folders(atomic_files.staging_of(target), list(state.engines))
         if problem:
             if dist.is_main_process():
@@ -127,7 +117,9 @@ class CheckpointManager:
             self._total_limit,
         )
         self._is_logged = False
-        self._writing.start(contents, in_background)
+        self._writing.start(contents)
+        if not in_background:
+            self._writing.files.exception()  # waits
 
     def _contents(self, staging: Path, state: RunState) -> dict[str, Any]:
         """Collective. What this rank writes, by path in the checkpoint."""
@@ -143,7 +135,7 @@ class CheckpointManager:
             for name, tensor in tensors.items()
         }
         if dist.is_main_process():
-            contents[VALUES] = json.dumps(state.values).encode()
+            contents[manifest.VALUES] = json.dumps(state.values).encode()
         return contents
 
     def wait(self) -> None:
@@ -202,11 +194,11 @@ class CheckpointManager:
             if checkpoint is None:
                 raise UserError(
                     f"--resume {path}: {problem}; name a folder such as "
-                    f"{self._folder / step_name(100)}, or use --resume latest"
+                    f"{self._folder / manifest.step_name(100)}, or use --resume latest"
                 )
             self.last = checkpoint.folder
             return checkpoint
-        (folders, *_) = dist.gather_objects(list(step_folders(self._folder)))
+        (folders, *_) = dist.gather_objects(list(manifest.step_folders(self._folder)))
         problem = ""
         for folder in folders:
             checkpoint, problem = _verified(folder)
@@ -246,14 +238,14 @@ class CheckpointManager:
             snapshot.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:
             snapshot.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
-        return json.loads((checkpoint.folder / VALUES).read_bytes())
+        return json.loads((checkpoint.folder / manifest.VALUES).read_bytes())
 
     def remove_later(self, checkpoint: CheckpointInfo) -> None:
         """Collective. Remove checkpoints after the resumed one, before the files that they refer to
         are truncated. Damaged ones stay until the next one is complete.
         """
         if dist.is_main_process():
-            for folder, step in step_folders(self._folder).items():
+            for folder, step in manifest.step_folders(self._folder).items():
                 if step > checkpoint.step and folder not in self._damaged:
                     atomic_files.remove(folder)
         dist.barrier()
@@ -291,9 +283,11 @@ def _verified(folder: Path) -> tuple[CheckpointInfo | None, str]:
     """
     checkpoint, problem = None, ""
     try:
-        checkpoint = read_manifest(folder)
-        check_sizes(checkpoint)
-        check_checksums(checkpoint, sorted(checkpoint.files)[dist.rank() :: dist.world_size()])
+        checkpoint = manifest.read_manifest(folder)
+        manifest.check_sizes(checkpoint)
+        manifest.check_checksums(
+            checkpoint, sorted(checkpoint.files)[dist.rank() :: dist.world_size()]
+        )
     except Damaged as error:
         problem = str(error)
     problems = [p for p in dist.gather_objects(problem) if p]

@@ -10,17 +10,18 @@ micro-batches (`dschat.data.micro_batches`).
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Protocol, Union, runtime_checkable
+from typing import Any, Protocol, Union
 
 import numpy as np
 from datasets import Dataset
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
+from dschat.data.sources.adapters import Content
 from dschat.data.tables import iterate
 
 Rows = list[Any]
@@ -99,7 +100,7 @@ class StepBatches:
         """The epoch that optimizer step number ``step`` (from 0) belongs to."""
         return 0 if self.num_rows is None else step // max(1, len(self))
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Rows]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """This rank's rows of each optimizer step of an epoch; ``first_step`` > 0 resumes.
 
         Shares of a global batch differ by at most one row, unless they are balanced by tokens.
@@ -130,56 +131,68 @@ class StepBatches:
         return rows[first:last]
 
 
-def endless(batches: StepBatches) -> "Endless":
-    """This rank's rows of the optimizer steps of epoch 0, 1, 2, ..., endlessly."""
-    return Endless(batches)
+@dataclass
+class PromptTable:
+    """Prompts by column, each list with one entry per prompt; also a sequence of their ids.
 
-
-class TokenizedPrompts(list):
-    """A list of the prompts' token id lists, with parallel lists of where the ids come from.
-
-    ``sources``: text or chat messages; ``texts``: the text, or the last user turn; each None if
-    unknown. ``columns``: the other columns of the prompts' rows, name -> one value per prompt.
+    Attributes:
+        sources: text or chat messages; None if unknown.
+        texts: the text, or the last user turn; None if unknown.
+        columns: the other columns of the prompts' rows.
     """
 
-    def __init__(
-        self,
-        ids: list[list[int]],
-        sources: list[Any] | None = None,
-        texts: list[str] | None = None,
-        columns: dict[str, list[Any]] | None = None,
-    ) -> None:
-        super().__init__(ids)
-        self.sources = sources
-        self.texts = texts
-        self.columns = columns or {}
+    ids: list[list[int]] = field(default_factory=list)
+    sources: list[Content] | None = None
+    texts: list[str] | None = None
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(self.ids)
 
-@runtime_checkable
-class ResumableIterator(Protocol):
-    """An iterator with which a run resumes in its data.
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.ids)
 
-    Attributes: ``position``, the number of items taken so far; assign it to seek.
-    """
+    def __getitem__(self, row: int) -> list[int]:
+        return self.ids[row]
 
-    position: int
+    def pick(self, rows: list[int]) -> "PromptTable":
+        def picked(values: list[Any]) -> list[Any]:
+            return [values[row] for row in rows]
 
-    def __next__(self) -> Any: ...
+        return PromptTable(
+            picked(self.ids),
+            None if self.sources is None else picked(self.sources),
+            None if self.texts is None else picked(self.texts),
+            {name: picked(values) for name, values in self.columns.items()},
+        )
+
+    def concat(self, other: "PromptTable") -> "PromptTable":
+        if not self.ids or not other.ids:
+            return self if self.ids else other
+        both = set(self.columns) & set(other.columns)
+        return PromptTable(
+            self.ids + other.ids,
+            self.sources + other.sources if self.sources and other.sources else None,
+            self.texts + other.texts if self.texts and other.texts else None,
+            {name: self.columns[name] + other.columns[name] for name in sorted(both)},
+        )
 
 
 def position_of(items: Iterator[Any] | None) -> int:
-    """Items taken so far; 0 where that is not known, or there are none."""
-    return items.position if isinstance(items, ResumableIterator) else 0
+    """Items taken so far: the attribute ``position`` of ``items``, 0 without; see `Endless`."""
+    return getattr(items, "position", 0)
 
 
 def seek(items: Iterator[Any] | None, position: int) -> None:
-    """Continue after so many items, if ``items`` can."""
-    if isinstance(items, ResumableIterator):
+    """Continue after so many items, if ``items`` can: by assigning their ``position``."""
+    if items is not None and hasattr(items, "position"):
         items.position = position
 
 
 class Endless(Iterator[Any]):
-    """The steps of all epochs of ``batches``: a `ResumableIterator`."""
+    """The steps of all epochs of ``batches``. A run resumes in its data by ``position``, the number
+    of items taken so far.
+    """
 
     def __init__(self, batches: StepBatches) -> None:
         self._batches = batches
@@ -212,7 +225,7 @@ class Endless(Iterator[Any]):
 
 
 class PromptBatches(StepBatches):
-    """Step 3's data loader: yields this rank's prompts of each rollout as `TokenizedPrompts`.
+    """Step 3's data loader: yields this rank's prompts of each rollout as `PromptTable`.
 
     Each pass is the next epoch; a stream continues where the last pass stopped. A last rollout that
     is not full is dropped, unless it is the only one.
@@ -245,19 +258,19 @@ class PromptBatches(StepBatches):
         )
         self._epoch, self._rollouts = 0, self.endless()
 
-    def __iter__(self) -> Iterator[TokenizedPrompts]:
+    def __iter__(self) -> Iterator[PromptTable]:
         if self.num_rows is None:
             yield from self._rollouts
         epoch, self._epoch = self._epoch, self._epoch + 1
         yield from self.epoch(epoch)
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[TokenizedPrompts]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[PromptTable]:
         for rows in super().epoch(epoch, first_step):
             yield prompts_of(rows, self._columns)
 
     def endless(self) -> Endless:
         """The rollouts of all epochs, one after the other."""
-        return endless(self)
+        return Endless(self)
 
 
 def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
@@ -267,7 +280,7 @@ def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
         yield from stream.encode(list(islice(examples, num_examples)))
 
 
-def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedPrompts:
+def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> PromptTable:
     """Rows of ``prompt_dataset`` as prompts; ``sources`` and ``texts`` if all rows have one.
 
     ``columns``: see ``prompt_columns``; default: those of these rows.
@@ -277,7 +290,7 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> TokenizedP
         columns = {name for row in others for name in row}
     sources = [json.loads(row["prompt"]) for row in rows if "prompt" in row]
     texts = [row["prompt_text"] for row in rows if "prompt_text" in row]
-    return TokenizedPrompts(
+    return PromptTable(
         [row["prompt_ids"] for row in rows],
         sources if len(sources) == len(rows) else None,
         texts if len(texts) == len(rows) else None,

@@ -22,10 +22,7 @@ from dschat.data.reasoning import THINK, resolved, thought_of, with_reasoning
 from dschat.data.rendering import LAST_TAG, RefusedChat, continuing, render_chat
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
-from dschat.models.chat_template import (
-    merges_system,
-    turn_ends,
-)
+from dschat.models.chat_template import merges_system, turn_ends
 from dschat.models.continued_text import continued_ids
 from dschat.models.tokenizer import stop_ids
 

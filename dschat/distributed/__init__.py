@@ -5,6 +5,7 @@ that need it load on the first use of one of their names.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from dschat.distributed.env import (
@@ -16,7 +17,12 @@ from dschat.distributed.env import (
     rank,
     world_size,
 )
-from dschat.distributed.exits import announce_exit, exit_process, first_failure, is_watched
+from dschat.distributed.failure_detector import (
+    announce_exit,
+    exit_process,
+    first_failure,
+    is_watched,
+)
 
 if TYPE_CHECKING:
     from dschat.distributed.collectives import (
@@ -32,42 +38,15 @@ if TYPE_CHECKING:
         my_share,
         shared_bytes,
         sum_floats,
+        sum_named,
     )
     from dschat.distributed.process_group import check_same, init, shutdown
 
-__all__ = [
-    "RankGroup",
-    "all_reduce_sum",
-    "barrier",
-    "check_same",
-    "device",
-    "exchange_objects",
-    "exit_process",
-    "first_failure",
-    "first_host",
-    "gather_objects",
-    "gather_on_host",
-    "has_gpu",
-    "init",
-    "is_main_process",
-    "is_watched",
-    "all_gather_shards",
-    "announce_exit",
-    "local_rank",
-    "main_process_first",
-    "max_int",
-    "my_share",
-    "rank",
-    "shared_bytes",
-    "shutdown",
-    "sum_floats",
-    "world_size",
-]
-
 
 def __getattr__(name: str) -> Any:
-    for module in ("collectives", "process_group") if name in __all__ else ():
-        names = vars(import_module(f"{__name__}.{module}"))
-        if name in names:
-            return names[name]
+    if not name.startswith("__") and find_spec(f"{__name__}.{name}") is None:  # no submodule
+        for module in ("collectives", "process_group"):
+            names = vars(import_module(f"{__name__}.{module}"))
+            if name in names:
+                return names[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

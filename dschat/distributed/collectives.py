@@ -2,7 +2,7 @@
 
 import functools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,11 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 def sum_floats(values: list[float]) -> list[float]:
     """Collective. Sum each entry over processes, in float64; all pass equally many."""
     return all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
+
+
+def sum_named(values: Mapping[str, float]) -> dict[str, float]:
+    """Collective. `sum_floats` by name; all pass the same names in the same order."""
+    return dict(zip(values, sum_floats(list(values.values())), strict=True))
 
 
 def max_int(value: int) -> int:

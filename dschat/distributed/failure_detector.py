@@ -4,6 +4,8 @@ A collective waits for a dead rank until its timeout, which is an hour. Launcher
 machine only, and give each process 30 seconds in turn. So every rank holds a TCP connection to
 rank 0, which the kernel closes however the process ends. A rank that exits announces its exit code
 first; a connection that closes without one is a failure, and rank 0 reports it to all others.
+
+Loads no torch.
 """
 
 import atexit
@@ -18,7 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from dschat.distributed.env import world_size
 
 logger = logging.getLogger("dschat")
 
@@ -192,6 +196,51 @@ class FailureDetector:
             f"error: process {failure.rank} of {len(self._names)} ({self._names[failure.rank]}) "
             "ended without an exit code: killed, perhaps for lack of memory; the others exit too\n"
         )
+
+
+_detectors: list[FailureDetector] = []  # one, where the world size is above 1
+
+
+def watch(detector: FailureDetector) -> None:
+    """Use ``detector`` from now on."""
+    _detectors[:] = [detector]
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit; one of several ranks, or with vLLM, without tearing down the interpreter.
+
+    NOTE: a gloo thread that drops a tensor of the last collective takes the interpreter's lock. If
+    the interpreter is being torn down by then, the thread aborts the process (SIGABRT), even after
+    `shutdown` where something still refers to the group. So the exit handlers run and the output
+    is flushed, but the teardown is skipped. In that, libraries of vLLM print what they leak.
+    """
+    alone = world_size() == 1 and "vllm" not in sys.modules
+    if alone or "torch.distributed" not in sys.modules:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, full, or none
+            stream.flush()
+    os._exit(code)
+
+
+def announce_exit(code: int) -> None:
+    """Tell the other ranks that this one exits, and with which code.
+
+    They exit too where it is not 0, or where a rank ends without this call (SIGKILL).
+    """
+    for detector in _detectors:
+        detector.announce_exit(code)
+
+
+def is_watched() -> bool:
+    """Whether a failure detector runs."""
+    return bool(_detectors)
+
+
+def first_failure(wait_s: float = 0.0) -> RankFailure | None:
+    """The first failure of another rank that is known within ``wait_s``."""
+    return _detectors[0].first_failure(wait_s) if _detectors else None
 
 
 @dataclass

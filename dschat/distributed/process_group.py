@@ -22,8 +22,7 @@ from dschat.distributed.env import (
     rank,
     world_size,
 )
-from dschat.distributed.exits import announce_exit, watch
-from dschat.distributed.failure_detector import FailureDetector
+from dschat.distributed.failure_detector import FailureDetector, announce_exit, watch
 from dschat.startup.performance import avoid_cudnn_attention
 
 JOIN_MINUTES = 10.0  # timeout of the rendezvous

@@ -137,7 +137,7 @@ class ProcessRegistry:
             start = (self.folder / f"{socket.gethostname()}@{pid}").read_text()
         except OSError:
             return False
-        return _alive(pid) and start == _start_time(pid)
+        return bool(start) and start == _start_time(pid)
 
 
 @contextmanager
@@ -158,16 +158,6 @@ def mark_stopped(output_dir: str | Path) -> None:
     """Mark in the registry, if there is one, that the step stops on request."""
     with suppress(OSError):
         replace_file(Path(output_dir) / FOLDER / _STOPPED, "")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _start_time(pid: int) -> str:

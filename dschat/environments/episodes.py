@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dschat.config.reward import EnvironmentConfig
 from dschat.environments.contract import Environment, Observation, ToolResult
 from dschat.environments.observations import ObservationTokens
 from dschat.inference.engine import InferenceEngine
@@ -27,25 +28,6 @@ from dschat.user_code.threads import Pool, within
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
 _WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """Bounds of an episode.
-
-    Attributes:
-        tells: an environment's failure becomes its text to the model.
-        lag: decode steps after which a reply is awaited and taken, neither sooner nor later: then
-            batches do not depend on the environments' speed, and log-probs repeat to the bit.
-            0: replies are taken as they come.
-    """
-
-    max_turns: int
-    max_turn_tokens: int
-    timeout_s: float
-    num_workers: int
-    tells: bool
-    lag: int = 4
 
 
 @dataclass(eq=False)
@@ -88,20 +70,12 @@ class Episode:
     finish_reason: FinishReason = "length"
     problem: str = ""
 
-    def add_answer(self, tokens: list[int], logprobs: list[float]) -> None:
-        self.num_turns += 1
-        self._add(tokens, logprobs, True)
-
-    def add_observation(self, tokens: list[int]) -> None:
-        self._add(tokens, [0.0] * len(tokens), False)
-
-    def reward(self, value: float) -> None:
-        """Give ``value`` to the last answer."""
-        self.rewards[-1] += value
-
-    def _add(self, tokens: list[int], logprobs: list[float], drawn: bool) -> None:
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """Add an answer or, without log-probs, what the environment said."""
+        drawn = logprobs is not None
+        self.num_turns += drawn
         self.tokens += tokens
-        self.logprobs += logprobs
+        self.logprobs += logprobs or [0.0] * len(tokens)
         self.drawn += [drawn] * len(tokens)
         self.rewards += [0.0] * len(tokens)
 
@@ -111,6 +85,9 @@ class EpisodeRunner:
 
     Args:
         make: a new environment.
+        args: bounds of an episode. ``environment_lag``: decode steps after which a reply is awaited
+            and taken, neither sooner nor later: then batches do not depend on the environments'
+            speed, and log-probs repeat to the bit. 0: replies are taken as they come.
         observations: tokenizes an environment's text.
         appended: the ids of the prompt of a row with a text after it.
     """
@@ -121,14 +98,14 @@ class EpisodeRunner:
         tokenizer: PreTrainedTokenizerBase,
         make: Callable[[], Environment],
         observations: ObservationTokens,
-        limits: EpisodeLimits,
+        args: EnvironmentConfig,
         appended: Callable[[int, str], list[int]],
     ) -> None:
         self._appended = appended
         self._core = engine.core()
         self._tokenizer, self._make = tokenizer, make
-        self._observations, self._limits = observations, limits
-        self._pool = Pool(limits.num_workers)
+        self._observations, self._args = observations, args
+        self._pool = Pool(args.environment_workers)
         self._asked: dict[Request, Episode] = {}  # answers to decode
         self._decoding: dict[Request, Episode] = {}
         # Replies that environments work on and the steps at which they are taken, as asked for.
@@ -192,7 +169,7 @@ class EpisodeRunner:
     def _decode(self, episode: Episode) -> None:
         """Ask for the episode's next answer."""
         room = self._sampling.max_new_tokens - len(episode.tokens)
-        length = min(room, self._limits.max_turn_tokens)
+        length = min(room, self._args.max_turn_tokens or room)
         shortest = min(self._sampling.min_new_tokens, length)
         sampling = replace(self._sampling, max_new_tokens=length, min_new_tokens=shortest)
         (number, sample), first = episode.key, len(episode.tokens)
@@ -203,7 +180,7 @@ class EpisodeRunner:
     @property
     def _may_share(self) -> bool:
         """Whether a rank may have asked for answers, or may be done: the same on all ranks."""
-        return not self._limits.lag or self._steps in self._due or not self._core.has_work
+        return not self._args.environment_lag or self._steps in self._due or not self._core.has_work
 
     def _share(self) -> bool:
         """Collective in the group. Queue the answers that its ranks asked for; returns whether a
@@ -219,11 +196,11 @@ class EpisodeRunner:
             if not event.is_last:
                 continue
             sequence = event.sequence
-            self._due.add(self._steps + self._limits.lag)
+            self._due.add(self._steps + self._args.environment_lag)
             episode = self._decoding.pop(sequence.request, None)
             if episode is None:
                 continue  # another rank's
-            episode.add_answer(sequence.answer, sequence.logprobs)
+            episode.add(sequence.answer, sequence.logprobs)
             episode.experts = sequence.experts
             episode.is_cut = not sequence.stopped
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
@@ -237,10 +214,10 @@ class EpisodeRunner:
     def _ask(self, episode: Episode, method: Callable[..., Any], *args: Any) -> None:
         pool = episode.environment.pool
         if pool is None:
-            future = self._pool.submit(within, self._limits.timeout_s, method, *args)
+            future = self._pool.submit(within, self._args.environment_timeout_s, method, *args)
         else:  # stops it itself
             future = pool.submit(method, *args)
-        self._replying[future] = episode, self._steps + self._limits.lag
+        self._replying[future] = episode, self._steps + self._args.environment_lag
 
     def _replies(self) -> Iterator[tuple[Episode, Any]]:
         """The replies that are due: what a method of the environment returned, or its fault."""
@@ -255,7 +232,7 @@ class EpisodeRunner:
         """The futures to take now. While no answer decodes, waits for the next."""
         if not self._replying:
             return []
-        if self._limits.lag:
+        if self._args.environment_lag:
             due = self._steps
             if not self._core.has_work:
                 due = max(due, min(due for _, due in self._replying.values()))
@@ -271,7 +248,8 @@ class EpisodeRunner:
         """
         if isinstance(reply, Fault):
             environment = episode.environment
-            tells = self._limits.tells or (environment.tells_calls and environment.calls)
+            tells = self._args.on_environment_error == "feedback"
+            tells |= environment.tells_calls and bool(environment.calls)
             if not (tells and episode.num_turns and not episode.is_over):
                 episode.problem = str(reply)
                 return
@@ -281,7 +259,7 @@ class EpisodeRunner:
                 return
             reply = told
         if isinstance(reply, float):
-            episode.reward(reply)
+            episode.rewards[-1] += reply
             episode.is_complete = True
         elif isinstance(reply, Observation):
             self._observe(episode, reply)
@@ -299,14 +277,14 @@ class EpisodeRunner:
         self._decode(episode)
 
     def _observe(self, episode: Episode, observation: Observation) -> None:
-        episode.reward(observation.reward)
+        episode.rewards[-1] += observation.reward
         try:
             tokens = None if observation.done else self._tokens(episode, observation)
         except Fault as fault:
             episode.problem = str(fault)
             return
         if tokens is not None:
-            episode.add_observation(tokens)
+            episode.add(tokens)
             self._decode(episode)
             return
         episode.is_over = True
@@ -319,7 +297,7 @@ class EpisodeRunner:
 
     def _tokens(self, episode: Episode, observation: Observation) -> list[int] | None:
         """The tokens of ``observation``; None where no answer can follow."""
-        if episode.is_cut or episode.num_turns == self._limits.max_turns:
+        if episode.is_cut or episode.num_turns == self._args.max_turns:
             return None
         room = self._sampling.max_new_tokens - len(episode.tokens)
         tokens = self._within(room, observation)

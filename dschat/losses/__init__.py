@@ -29,11 +29,7 @@ from dschat.losses.advantages import (
 )
 from dschat.losses.distillation import distillation_advantages, top_k_reverse_kl
 from dschat.losses.linear_logprobs import linear_logprobs, linear_top_ids
-from dschat.losses.logprobs import (
-    entropy_from_logits,
-    token_entropy,
-    token_logprobs,
-)
+from dschat.losses.logprobs import entropy_from_logits, token_entropy, token_logprobs
 from dschat.losses.policy import (
     POLICY_LOSSES,
     aggregation_count,
@@ -44,45 +40,4 @@ from dschat.losses.policy import (
     rollout_weights,
     value_loss,
 )
-from dschat.losses.preference import (
-    dpo_loss,
-    ipo_loss,
-    kto_loss,
-    pairwise_loss,
-)
-
-__all__ = [
-    "AdaptiveKL",
-    "POLICY_LOSSES",
-    "aggregation_count",
-    "aggregation_weights",
-    "cispo_loss",
-    "clip_scores",
-    "distillation_advantages",
-    "dpo_loss",
-    "dr_grpo_advantages",
-    "entropy_from_logits",
-    "gae",
-    "group_has_variance",
-    "group_stats",
-    "grpo_advantages",
-    "gspo_loss",
-    "ipo_loss",
-    "kl_penalty",
-    "kto_loss",
-    "linear_logprobs",
-    "linear_top_ids",
-    "masked_whiten_stats",
-    "overlong_penalty",
-    "pairwise_loss",
-    "policy_loss",
-    "returns_to_go",
-    "rloo_advantages",
-    "rollout_weights",
-    "shape_rewards",
-    "token_entropy",
-    "token_logprobs",
-    "top_k_reverse_kl",
-    "value_loss",
-    "whiten",
-]
+from dschat.losses.preference import dpo_loss, ipo_loss, kto_loss, pairwise_loss

@@ -47,7 +47,7 @@ class AnswerScorer:
 
     def __init__(self, config: GenerateConfig, answering: Model, columns: list[str]) -> None:
         self._config, self._answering, self._columns = config, answering, columns
-        self._functions = RewardFunctions.of(config)
+        self._functions = RewardFunctions(config)
         self._functions.check_columns(columns)
         self._checkpoint: Checkpoint | None = None
         self._retokenizer: Retokenizer | None = None

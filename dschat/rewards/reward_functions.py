@@ -37,8 +37,17 @@ class RewardFunctions:
     ``overlaps``: at least one source scores in the background.
     """
 
-    def __init__(self, config: RewardSourcesConfig, functions: Sequence[RewardFunction]) -> None:
-        self._functions = list(functions)
+    def __init__(self, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> None:
+        """The sources of ``config``, plus ``reward_fns``: callables, specs, or pairs with a weight.
+
+        Raises:
+            UserError: one cannot be found, imported or constructed, or run in ``reward_pool``.
+        """
+        if callable(reward_fns) or isinstance(reward_fns, str):
+            raise UserError(f"reward_fns={reward_fns!r:.80} is one function; give a list: [...]")
+        taken = {REWARD_MODEL, ENDPOINT}
+        specs, args = config.reward_fn or [], config.reward_args or []
+        self._functions = load_reward_functions(specs, reward_fns, args, taken)
         self._config = config
         self._closing: list[Callable[[], None]] = []
         self._stateful = self._stateful_functions()
@@ -54,19 +63,6 @@ class RewardFunctions:
         self.weights = {source.name: source.weight for source in self.sources}
         self.names = list(self.weights)
         self.overlaps = any(source.overlaps for source in self.sources)
-
-    @classmethod
-    def of(cls, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> "RewardFunctions":
-        """The sources of ``config``, plus ``reward_fns``: callables, specs, or pairs with a weight.
-
-        Raises:
-            UserError: one cannot be found, imported or constructed, or run in ``reward_pool``.
-        """
-        if callable(reward_fns) or isinstance(reward_fns, str):
-            raise UserError(f"reward_fns={reward_fns!r:.80} is one function; give a list: [...]")
-        taken = {REWARD_MODEL, ENDPOINT}
-        specs, args = config.reward_fn or [], config.reward_args or []
-        return cls(config, load_reward_functions(specs, reward_fns, args, taken))
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` if a function needs a column that is not in ``columns``."""

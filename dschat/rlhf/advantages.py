@@ -9,21 +9,8 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
+from dschat import losses
 from dschat.config import RLHFConfig
-from dschat.losses import (
-    clip_scores,
-    distillation_advantages,
-    dr_grpo_advantages,
-    gae,
-    group_stats,
-    kl_penalty,
-    masked_whiten_stats,
-    overlong_penalty,
-    returns_to_go,
-    rollout_weights,
-    shape_rewards,
-    whiten,
-)
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.formulas import group_estimator
 
@@ -45,7 +32,7 @@ def fill_in_advantages(
     rewards = token_rewards(e, args, 0.0 if args.kl_is_in_loss else kl_coef, clip)
     groups = e.numbers // args.num_samples_per_prompt
     if args.advantage_estimator == "gae":
-        e.advantages, e.returns = gae(rewards, e.values, e.answer_mask, args.gamma, args.lam)
+        e.advantages, e.returns = losses.gae(rewards, e.values, e.answer_mask, args.gamma, args.lam)
         if args.whiten_advantages:
             e.advantages = _whitened(e.advantages, e.scored_mask)
     elif estimate := group_estimator(args.advantage_estimator):
@@ -58,19 +45,19 @@ def fill_in_advantages(
         if args.advantage_estimator == "reinforce_pp_baseline":
             without_kl = token_rewards(e, args, 0.0, clip)
             baselined = _minus_group_mean(rewards, without_kl, e, groups, num_groups)
-        e.advantages = e.returns = returns_to_go(baselined, e.answer_mask, args.gamma)
+        e.advantages = e.returns = losses.returns_to_go(baselined, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
             e.advantages = _whitened(e.advantages, e.scored_mask)
     if args.has_teacher and not args.distill_top_k:
         # Per action and with its own discount, whatever the estimator.
-        e.advantages = e.advantages + args.distill_coef * distillation_advantages(
+        e.advantages = e.advantages + args.distill_coef * losses.distillation_advantages(
             e.logprobs, e.teacher_logprobs, e.answer_mask, args.distill_gamma
         )
     e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
     e.loss_mask = e.scored_mask
     if args.overlong_filter:
         e.loss_mask &= e.finished.unsqueeze(1)
-    e.weights, corrected = rollout_weights(
+    e.weights, corrected = losses.rollout_weights(
         e.logprobs, e.rollout_logprobs, e.answer_mask, args.rollout_is, *args.importance_range
     )
     return rewards, {name: float(value) for name, value in corrected.items()}
@@ -87,17 +74,17 @@ def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float, clip: float |
     # Not even multiplied by 0: k3 may be infinite where the policy nearly excludes a drawn token.
     kl = torch.zeros_like(e.logprobs)
     if kl_coef != 0:
-        kl = kl_penalty(e.logprobs, e.ref_logprobs, args.kl_by)
-    scores = clip_scores(e.scores, clip) - e.token_scores.sum(dim=1)
+        kl = losses.kl_penalty(e.logprobs, e.ref_logprobs, args.kl_by)
+    scores = losses.clip_scores(e.scores, clip) - e.token_scores.sum(dim=1)
     scores = scores - args.missing_eos_penalty * (~e.finished).float()
-    scores = scores + overlong_penalty(
+    scores = scores + losses.overlong_penalty(
         e.answer_mask.sum(dim=1),
         args.max_answer_seq_len,
         args.overlong_buffer_len,
         args.overlong_penalty,
     )
     token_scores = torch.where(e.answer_mask, e.token_scores, 0.0)
-    return shape_rewards(scores, kl, e.answer_mask, kl_coef) + token_scores
+    return losses.shape_rewards(scores, kl, e.answer_mask, kl_coef) + token_scores
 
 
 def _minus_group_mean(
@@ -109,17 +96,17 @@ def _minus_group_mean(
     """
     sequence_rewards = without_kl.sum(dim=1)
     stats = _global_group_stats(sequence_rewards, e.scored, groups, num_groups)
-    minus_mean = dr_grpo_advantages(sequence_rewards, groups, stats) - sequence_rewards
+    minus_mean = losses.dr_grpo_advantages(sequence_rewards, groups, stats) - sequence_rewards
     no_kl = torch.zeros_like(rewards)
-    return rewards + shape_rewards(minus_mean, no_kl, e.answer_mask, 0.0)
+    return rewards + losses.shape_rewards(minus_mean, no_kl, e.answer_mask, 0.0)
 
 
 def _global_group_stats(scores: Tensor, scored: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """Collective. `group_stats` of the scored answers, over all ranks."""
-    return dist.all_reduce_sum(group_stats(scores[scored], groups[scored], num_groups))
+    return dist.all_reduce_sum(losses.group_stats(scores[scored], groups[scored], num_groups))
 
 
 def _whitened(x: Tensor, mask: Tensor) -> Tensor:
     """Collective. ``x`` whitened by the statistics of all ranks."""
-    stats = torch.stack(masked_whiten_stats(x, mask))
-    return whiten(x, mask, *dist.all_reduce_sum(stats))
+    stats = torch.stack(losses.masked_whiten_stats(x, mask))
+    return losses.whiten(x, mask, *dist.all_reduce_sum(stats))

@@ -11,6 +11,7 @@ from typing import Any
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
 from dschat.rewards.samples import Samples
@@ -18,7 +19,7 @@ from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout
 from dschat.rlhf.metrics import generation_metrics
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
 

@@ -48,7 +48,7 @@ from dschat.runtime.deepspeed_engine import (
     unwrap,
     zero_settings,
 )
-from dschat.runtime.model_card import write_card
+from dschat.runtime.hub import write_card
 from dschat.runtime.output_dir import check_room
 
 logger = logging.getLogger("dschat")
@@ -119,12 +119,14 @@ class DeepSpeedRLHFEngine:
         self.stop_ids = self.checkpoints.stop_ids
 
         self.actor = self._build_actor()
-        self.ref = self._build_reference()
+        is_copied = self.args.needs_reference and not self._is_its_own_reference
+        actor = self.checkpoints.actor if is_copied else None
+        self.ref = self._frozen("reference", self._actor_zero, actor)
         self.critic = self._build_critic()
         if self.args.output_dir is not None:
             check_room(self.args.output_dir, self._saved_bytes())
-        self.reward = self._build_reward()
-        self.teacher = self._build_teacher()
+        self.reward = self._frozen("reward", self._critic_zero, self.checkpoints.reward)
+        self.teacher = self._frozen("teacher", self._actor_zero, self.checkpoints.teacher)
         self._retokenizer = None
         if self.checkpoints.reward_tokenizer is not None:
             self._retokenizer = Retokenizer(
@@ -176,28 +178,23 @@ class DeepSpeedRLHFEngine:
         """Whether the actor with its adapters off is the reference: with LoRA on a frozen base."""
         return bool(self.args.actor_lora_dim) and self.args.only_optimize_lora
 
-    def _build_reference(self) -> nn.Module | None:
-        if self._is_its_own_reference or not self.args.needs_reference:
+    def _frozen(
+        self, name: str, twin: ZeroSettings, checkpoint: Checkpoint | None
+    ) -> nn.Module | None:
+        """Collective. The reference, reward model or teacher (``name``), whose trained twin has
+        these settings; None without a checkpoint.
+        """
+        if checkpoint is None:
             return None
-        zero = self._actor_zero.frozen(self.args, "reference")
-        return self._frozen_language_model(self.checkpoints.actor, zero)
-
-    def _frozen_language_model(self, checkpoint: Checkpoint, zero: ZeroSettings) -> nn.Module:
-        model = self.checkpoints.language_model(checkpoint, zero)
-        return initialize_frozen(LanguageModel(model, *self.args.row_form), zero)
-
-    def _build_reward(self) -> nn.Module | None:
-        if self.checkpoints.reward is None:
-            return None
-        zero = self._critic_zero.frozen(self.args, "reward")
-        model = ScoreModel(self.checkpoints.reward_model(zero), *self.args.row_form)
+        zero = twin.frozen(self.args, name)
+        if name == "reward":
+            model: PackedModel = ScoreModel(
+                self.checkpoints.reward_model(zero), *self.args.row_form
+            )
+        else:
+            weights = self.checkpoints.language_model(checkpoint, zero)
+            model = LanguageModel(weights, *self.args.row_form)
         return initialize_frozen(model, zero)
-
-    def _build_teacher(self) -> nn.Module | None:
-        if self.checkpoints.teacher is None:
-            return None
-        zero = self._actor_zero.frozen(self.args, "teacher")
-        return self._frozen_language_model(self.checkpoints.teacher, zero)
 
     def _announce(self) -> None:
         args = self.args

@@ -8,11 +8,12 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
 from dschat.environments.contract import Environment
-from dschat.environments.episodes import Episode, EpisodeLimits, EpisodeRunner
+from dschat.environments.episodes import Episode, EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.inference.engine import InferenceEngine
@@ -23,7 +24,7 @@ from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, SourceScores
 from dschat.rlhf.collector import Collector, Group, RolloutPolicy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import policy_of
 from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.user_code.calls import Fault
@@ -42,7 +43,7 @@ class EpisodeCollector(Collector):
         policy: RolloutPolicy | None = None,
     ) -> None:
         super().__init__(engine, scorer, policy)
-        self._source, self._limits = source, limits_of(scorer.args)
+        self._source = source
         args, feedback = scorer.args, scorer.args.on_tool_error == "feedback"
         self._make: Callable[[], Environment] = source.maker(engine.tokenizer, feedback)
         if args.environment_pool == "process":
@@ -80,7 +81,7 @@ class EpisodeCollector(Collector):
 
         observations = self._observations_of(prompts)
         runner = EpisodeRunner(
-            generator, self._engine.tokenizer, self._make, observations, self._limits, appended
+            generator, self._engine.tokenizer, self._make, observations, self.scorer.args, appended
         )
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
@@ -182,17 +183,6 @@ def collector_of(
     return EpisodeCollector(engine, scorer, environment, policy)
 
 
-def limits_of(args: RLHFConfig) -> EpisodeLimits:
-    return EpisodeLimits(
-        args.max_turns,
-        args.max_turn_tokens or args.max_answer_seq_len,
-        args.environment_timeout_s,
-        args.environment_workers,
-        args.on_environment_error == "feedback",
-        args.environment_lag,
-    )
-
-
 def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:
     """The prompt of each episode: environments may have added to those of ``prompts``."""
     table = prompts.pick([episode.row for episode in episodes])
@@ -225,16 +215,14 @@ def rollout_of(episodes: list[Episode]) -> Rollout:
 
 def _metrics(episodes: list[Episode], has_tools: bool) -> dict[str, float]:
     """Collective. Means over all ranks' episodes."""
-    sums = dist.sum_floats(
-        [
-            float(len(episodes)),
-            float(sum(e.num_turns for e in episodes)),
-            float(sum(not drawn for e in episodes for drawn in e.drawn)),
-            float(sum(e.num_calls for e in episodes)),
-            float(sum(e.num_failed_calls for e in episodes)),
-        ]
-    )
-    count, turns, tokens, calls, failed = sums
+    counts = [
+        len(episodes),
+        sum(e.num_turns for e in episodes),
+        sum(not drawn for e in episodes for drawn in e.drawn),
+        sum(e.num_calls for e in episodes),
+        sum(e.num_failed_calls for e in episodes),
+    ]
+    count, turns, tokens, calls, failed = dist.sum_floats(list(map(float, counts)))
     count = max(count, 1.0)
     metrics = {"rollout/turns": turns / count, "rollout/environment_tokens": tokens / count}
     if has_tools:

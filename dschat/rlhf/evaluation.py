@@ -18,7 +18,7 @@ import dschat.distributed as dist
 from dschat.builtin.gold_scorer import answer_metrics
 from dschat.config import RLHFConfig
 from dschat.config.errors import require
-from dschat.data.batches import prompt_columns, prompts_of
+from dschat.data.batches import PromptTable, prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
@@ -30,7 +30,7 @@ from dschat.rlhf.collector import Collector
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.forwards import action_logprobs
-from dschat.rlhf.prompts import PromptTable
+from dschat.rlhf.prompts import prompt_table
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")
@@ -52,7 +52,7 @@ class HeldOutPrompts:
         numbers = dist.my_share(list(range(len(table))))
         rows = [table[i] for i in numbers]
         return cls(
-            prompts=PromptTable.of(prompts_of(rows, prompt_columns(table))),
+            prompts=prompt_table(prompts_of(rows, prompt_columns(table))),
             texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),
@@ -101,9 +101,9 @@ def evaluate_policy(
         # The tolerance: 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
         passed = (pass_scores >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
         sums |= _passes(passed.sum(dim=1), sampling.n)
-    names = list(sums)
-    totals = dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
-    metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in names[2:]}
+    totals = dist.sum_named(sums)
+    of_answers = list(totals.items())[2:]
+    metrics = {f"eval/{name}": total / max(totals["count"], 1.0) for name, total in of_answers}
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
         if engine.has_reference:

@@ -81,22 +81,21 @@ class InitialCheckpoints:
         """Collective. The critic, with a new score head if it starts from a language model."""
         assert self.critic is not None
         tokenizer = self.critic_tokenizer or self.tokenizer
-        return self._score_model(self.critic, zero, dropout, tokenizer, from_base=True)
+        return self._score_model(self.critic, zero, dropout, tokenizer)
 
     def reward_model(self, zero: ZeroSettings) -> nn.Module:
         """Collective. The reward model."""
         assert self.reward is not None
-        return self._score_model(self.reward, zero, 0.0, None, from_base=False)
+        return self._score_model(self.reward, zero)
 
     def _score_model(
         self,
         checkpoint: Checkpoint,
         zero: ZeroSettings,
-        dropout: float,
-        tokenizer: PreTrainedTokenizerBase | None,
-        from_base: bool,
+        dropout: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> nn.Module:
-        """``tokenizer``: whose ids it must read; None: any."""
+        """``tokenizer``: whose ids a critic reads; None: a reward model, which reads its own."""
         pad_id = checkpoint.config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
         if pad_id is None:
             pad_id = (self.critic_tokenizer or self.tokenizer).pad_token_id
@@ -108,7 +107,7 @@ class InitialCheckpoints:
             return checkpoint.score_model(
                 zero.dtype,
                 pad_id,
-                from_base,
+                tokenizer is not None,  # may lack a score head
                 dropout,
                 self.args.attn_implementation,
                 0 if tokenizer is None else num_ids(tokenizer),

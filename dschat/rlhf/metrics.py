@@ -27,15 +27,16 @@ logger = logging.getLogger("dschat")
 
 _OTHER_MODEL = 1.0  # nats per token: no rounding, nor dropout, is as much
 
-# Already the same on every rank; the other sums of an update are this rank's.
-_GLOBAL = (
-    "actor_grad_norm",
-    "actor_steps",
-    "critic_grad_norm",
-    "critic_steps",
-    "bad_steps",
-    "overflow_steps",
+# Statistics of the inference engine that are summed over ranks.
+_COUNTED = (
+    *("prefill_tokens", "decode_tokens", "preemptions", "cached_tokens", "answer_tokens"),
+    *("drafted_tokens", "accepted_tokens", "occupancy", "cache_use"),
 )
+# Already the same on every rank; the other sums of an update are this rank's.
+_GLOBAL = {
+    *("actor_grad_norm", "actor_steps", "critic_grad_norm", "critic_steps"),
+    *("bad_steps", "overflow_steps"),
+}
 
 
 def experience_metrics(
@@ -85,7 +86,7 @@ def experience_metrics(
         "mismatch_kl": total(kl_penalty(e.rollout_logprobs, e.logprobs, "k3")),
         **corrected,
     }
-    totals = dict(zip(sums, dist.sum_floats(list(sums.values())), strict=True))
+    totals = dist.sum_named(sums)
     n, tokens, scored = (totals[name] or math.nan for name in ("sequences", "tokens", "scored"))
     mean_score = totals["scores"] / scored
     metrics = {
@@ -156,21 +157,15 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     """
     engine = generator if isinstance(generator, InferenceEngine) else None
     ranks = dist.world_size()
-    names = (
-        *("prefill_tokens", "decode_tokens", "preemptions", "cached_tokens"),
-        *("answer_tokens", "drafted_tokens", "accepted_tokens"),
-    )
-    local = [refresh.seconds, float(refresh.num_bytes)]
+    local = {"seconds": refresh.seconds, "num_bytes": float(refresh.num_bytes)}
     if engine is not None:
-        stats = engine.stats
-        local += [float(getattr(stats, name)) for name in names]
-        local += [stats.occupancy, stats.cache_use]
-    seconds, num_bytes, *rest = dist.sum_floats(local)
-    metrics = {"time/refresh_s": seconds / ranks, "memory/refresh_gib": num_bytes / ranks / 2**30}
+        local |= {name: float(getattr(engine.stats, name)) for name in _COUNTED}
+    sums = dist.sum_named(local)
+    metrics = {"time/refresh_s": sums["seconds"] / ranks}
+    metrics["memory/refresh_gib"] = sums["num_bytes"] / ranks / 2**30
     if engine is None:
         return metrics
-    *sums, occupancy, cache_use = rest
-    prefill, decode, preemptions, cached, drawn, drafted, accepted = sums
+    prefill, cached, accepted = (sums[f"{of}_tokens"] for of in ("prefill", "cached", "accepted"))
     busy = dist.gather_objects((engine.stats.prefill_s, engine.stats.decode_s))
     prefill_s, decode_s = (max(*seconds, 1e-9) for seconds in zip(*busy, strict=True))
     copies = engine.group.size  # the ranks of a group count the same tokens
@@ -178,21 +173,23 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
         metrics["throughput/cached_prompt_share"] = cached / max(cached + prefill, 1.0)
     if engine.speculation is not None:
         # A sequence draws one token in each of its steps, beside those.
-        metrics["throughput/accepted_per_step"] = accepted / max(drawn - accepted, 1.0)
-        metrics["throughput/accepted_share"] = accepted / max(drafted, 1.0)
+        metrics["throughput/accepted_per_step"] = accepted / max(
+            sums["answer_tokens"] - accepted, 1.0
+        )
+        metrics["throughput/accepted_share"] = accepted / max(sums["drafted_tokens"], 1.0)
     return metrics | {
         "throughput/prefill_tokens_per_s": prefill / copies / prefill_s,
-        "throughput/decode_tokens_per_s": decode / copies / decode_s,
-        "throughput/preemptions": preemptions / copies,
-        "throughput/occupancy": occupancy / ranks,
-        "throughput/cache_use": cache_use / ranks,
+        "throughput/decode_tokens_per_s": sums["decode_tokens"] / copies / decode_s,
+        "throughput/preemptions": sums["preemptions"] / copies,
+        "throughput/occupancy": sums["occupancy"] / ranks,
+        "throughput/cache_use": sums["cache_use"] / ranks,
     }
 
 
 def training_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Collective. Means over the optimizer steps of an iteration, from this rank's sums."""
-    local = sorted(set(sums) - set(_GLOBAL))
-    totals = sums | dict(zip(local, dist.sum_floats([sums[k] for k in local]), strict=True))
+    local = {name: sums[name] for name in sorted(set(sums) - _GLOBAL)}
+    totals = sums | dist.sum_named(local)
 
     def mean(name: str, count: str) -> float:
         return totals.get(name, 0.0) / max(totals.get(count, 0.0), 1.0)
@@ -312,12 +309,10 @@ def throughput(
         actor_frozen_base=bool(args.actor_lora_dim) and args.only_optimize_lora,
         critic_frozen_base=bool(args.critic_lora_dim) and args.only_optimize_lora,
     )
-    generate, train, effective = dist.sum_floats(
-        [float(flops[name]) for name in ("generate", "train", "effective")]
-    )
+    total = dist.sum_named({name: float(number) for name, number in flops.items()})
     devices = dist.world_size()
     return rates | {
-        "throughput/generate_tflops": tflops_per_s(generate, generate_s, devices),
-        "throughput/train_tflops": tflops_per_s(train, train_s, devices),
-        "throughput/effective_tflops": tflops_per_s(effective, iteration_s, devices),
+        "throughput/generate_tflops": tflops_per_s(total["generate"], generate_s, devices),
+        "throughput/train_tflops": tflops_per_s(total["train"], train_s, devices),
+        "throughput/effective_tflops": tflops_per_s(total["effective"], iteration_s, devices),
     }

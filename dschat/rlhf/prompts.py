@@ -1,7 +1,7 @@
 """Prompts of a rank, from any form in which a caller gives them, and a queue of further ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import compress, count
 from typing import Any
 
@@ -9,61 +9,17 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.data.batches import position_of, seek
-from dschat.data.sources.adapters import Content
+from dschat.data.batches import PromptTable, position_of, seek
 from dschat.inference.protocol import prompt_problem
 
-PromptBatch = list[list[int]] | Mapping[str, Tensor | list[list[int]]]
+PromptBatch = PromptTable | list[list[int]] | Mapping[str, Tensor | list[list[int]]]
 
 
-@dataclass
-class PromptTable:
-    """This rank's prompts by column: ids and, where known, their text or messages.
-
-    All lists have one entry per prompt.
-    """
-
-    ids: list[list[int]] = field(default_factory=list)
-    sources: list[Content] | None = None  # text or messages
-    texts: list[str] | None = None
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, batch: PromptBatch) -> "PromptTable":
-        """From any form of prompt batch; ``UserError`` for another type."""
-        return cls(
-            prompt_lists(batch),
-            getattr(batch, "sources", None),
-            getattr(batch, "texts", None),
-            getattr(batch, "columns", None) or {},
-        )
-
-    def repeated(self, n: int) -> "PromptTable":
-        """Each prompt ``n`` times, in sequence."""
-        rows = [row for row in range(len(self.ids)) for _ in range(n)]
-        return self.pick(rows)
-
-    def pick(self, rows: list[int]) -> "PromptTable":
-        def picked(values: list[Any]) -> list[Any]:
-            return [values[row] for row in rows]
-
-        return PromptTable(
-            picked(self.ids),
-            None if self.sources is None else picked(self.sources),
-            None if self.texts is None else picked(self.texts),
-            {name: picked(values) for name, values in self.columns.items()},
-        )
-
-    def concat(self, other: "PromptTable") -> "PromptTable":
-        if not self.ids or not other.ids:
-            return self if self.ids else other
-        both = set(self.columns) & set(other.columns)
-        return PromptTable(
-            self.ids + other.ids,
-            self.sources + other.sources if self.sources and other.sources else None,
-            self.texts + other.texts if self.texts and other.texts else None,
-            {name: self.columns[name] + other.columns[name] for name in sorted(both)},
-        )
+def prompt_table(batch: PromptBatch) -> PromptTable:
+    """Any form of prompt batch as a table; ``UserError`` for another type."""
+    if not isinstance(batch, PromptTable):
+        return PromptTable(prompt_lists(batch))
+    return replace(batch, ids=_checked(batch.ids))
 
 
 class PromptQueue:
@@ -91,7 +47,7 @@ class PromptQueue:
         """
         while len(self._left.ids) < size:
             batch = None if self._batches is None else next(self._batches, None)
-            prompts = fallback if batch is None else PromptTable.of(batch)
+            prompts = fallback if batch is None else prompt_table(batch)
             for of_rank, is_exhausted in dist.gather_objects((prompts, batch is None)):
                 self._left = self._left.concat(of_rank)
                 if is_exhausted:  # on one rank, therefore on all

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.data.batches import StepBatches, endless
+from dschat.data.batches import Endless, StepBatches
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.data.pretraining_text import text_dataset
 from dschat.models.packing import PackedRows, pack
@@ -43,7 +43,7 @@ def unsupervised_steps(args: RLHFConfig, tokenizer: PreTrainedTokenizerBase) -> 
         world,
         args.seed,
     )
-    return endless(batches)
+    return Endless(batches)
 
 
 def text_micro_batches(

@@ -8,13 +8,14 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.partial import OpenPrompt, advance
 from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.collector import RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
 logger = logging.getLogger("dschat")

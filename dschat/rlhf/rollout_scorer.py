@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,7 @@ class RolloutScorer:
         return e, metrics
 
 
+@dataclass
 class Collected:
     """Answers whose reward functions may still run. Score them once, with `score` or `sources`.
 
@@ -121,28 +123,24 @@ class Collected:
         experience: this rank's answers; `score` fills in their scores.
         num_prompts: over all ranks.
         metrics: of the generation; after `score`, of the scores too.
+        scorer: None if the experience has its scores.
+        scoring: by reward functions.
+        others: scores that the answers came with.
+        moves: of the answers, after their scoring had begun.
     """
 
-    def __init__(
-        self,
-        experience: Experience,
-        num_prompts: int,
-        metrics: dict[str, float],
-        scorer: RolloutScorer | None = None,
-        scoring: Scoring | None = None,
-        others: Sequence[SourceScores] = (),
-    ) -> None:
-        """``scorer``: None if the experience has its scores. ``scoring``: by reward functions.
-        ``others``: scores that the answers came with.
-        """
-        self.experience, self.num_prompts, self.metrics = experience, num_prompts, metrics
-        self._scorer, self._scoring, self._others = scorer, scoring, others
-        self._moves: Moves | None = None  # of the answers, after their scoring had begun
+    experience: Experience
+    num_prompts: int
+    metrics: dict[str, float]
+    scorer: RolloutScorer | None = None
+    scoring: Scoring | None = None
+    others: Sequence[SourceScores] = ()
+    moves: Moves | None = None
 
     def balance(self, mini_batch: np.ndarray, samples: int, budget: int) -> None:
         """Collective. Move answers between ranks; see `plan_moves`."""
-        self._moves = plan_moves(self.experience, mini_batch, samples, budget)
-        self.experience = self._moves.experience(self.experience)
+        self.moves = plan_moves(self.experience, mini_batch, samples, budget)
+        self.experience = self.moves.experience(self.experience)
 
     def score(self) -> Experience:
         """Collective. Wait for reward functions and fill in the scores, not clipped.
@@ -153,7 +151,7 @@ class Collected:
 
         Raises ``RewardError`` on all ranks where a reward function failed on one of them.
         """
-        if (scorer := self._scorer) is not None:
+        if (scorer := self.scorer) is not None:
             sources = self.sources(scorer.args.per_device_training_batch_size)
             self.experience, metrics = scorer.combined(self.experience, sources)
             self.metrics |= metrics
@@ -164,11 +162,11 @@ class Collected:
 
         ``size``: sequences per forward of the reward model, unless there is a token budget.
         """
-        assert self._scorer is not None, "already scored"
-        scorer, self._scorer = self._scorer, None
+        assert self.scorer is not None, "already scored"
+        scorer, self.scorer = self.scorer, None
         of_model = scorer.reward_model(self.experience, size)
-        others = [] if self._scoring is None else self._scoring.result()
-        others += self._others
-        if self._moves is not None:
-            others = [self._moves.scores(source) for source in others]
+        others = [] if self.scoring is None else self.scoring.result()
+        others += self.others
+        if self.moves is not None:
+            others = [self.moves.scores(source) for source in others]
         return of_model + others

@@ -63,7 +63,7 @@ def train(
         prompts, held_out = prompt_dataset(args, tokenizer, "both", tools=schemas)
         unsupervised = unsupervised_steps(args, tokenizer)
     check_same_rows(prompts, held_out)
-    functions = RewardFunctions.of(args, reward_fns)
+    functions = RewardFunctions(args, reward_fns)
     for table in (prompts, *([held_out] if len(held_out) else [])):
         functions.check_columns(prompt_columns(table))
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]

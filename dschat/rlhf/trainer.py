@@ -14,18 +14,11 @@ import numpy as np
 import torch
 
 import dschat.distributed as dist
+from dschat import losses
 from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
-from dschat.losses import (
-    AdaptiveKL,
-    aggregation_count,
-    aggregation_weights,
-    kl_penalty,
-    top_k_reverse_kl,
-    value_loss,
-)
 from dschat.models.router_loss import add_router_loss, router_metrics
 from dschat.models.routing import routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
@@ -43,17 +36,10 @@ from dschat.rlhf.metrics import (
     training_metrics,
     warn_of_gap,
 )
-from dschat.rlhf.prompts import PromptBatch, PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
-from dschat.runtime.optimizer_step import (
-    DeviceSums,
-    OptimizerStep,
-    SkippedSteps,
-    finish_together,
-    learning_rate,
-    loss_scale,
-    sum_parts,
-)
+from dschat.runtime import optimizer_step
+from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 
 logger = logging.getLogger("dschat")
 
@@ -95,14 +81,14 @@ class DeepSpeedPPOTrainer:
     ) -> None:
         if reward_functions is not None and len(reward_fns):
             raise UserError(
-                "give reward_fns to RewardFunctions.of, or to the trainer without reward_functions"
+                "give reward_fns to RewardFunctions, or to the trainer without reward_functions"
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
-        self.kl = AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
+        self.kl = losses.AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
-        self.reward_functions = reward_functions or RewardFunctions.of(self.args, reward_fns)
+        self.reward_functions = reward_functions or RewardFunctions(self.args, reward_fns)
         self.reward_functions.logs.trainer_state.max_steps = engine.num_iters
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)
@@ -181,7 +167,7 @@ class DeepSpeedPPOTrainer:
             prompt_batch: a list of id lists, or a dict with ``input_ids`` and ``attention_mask``
                 (padded on either side). Ranks may have different numbers of prompts, also none.
                 Reward functions, and reward models with another tokenizer, get a batch's
-                ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.TokenizedPrompts`).
+                ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.PromptTable`).
 
         Returns:
             The experience. NaN or infinity in a score, log-prob or value on any rank is named in
@@ -192,7 +178,7 @@ class DeepSpeedPPOTrainer:
         """
         started = time.perf_counter()
         self.reward_functions.logs.trainer_state.global_step = self.iteration
-        rollout = self.collector.collect(PromptTable.of(prompt_batch), self.sampling())
+        rollout = self.collector.collect(prompt_table(prompt_batch), self.sampling())
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt
@@ -240,7 +226,7 @@ class DeepSpeedPPOTrainer:
             raise UserError("train_rlhf takes the Experience that generate_experience returns")
         args, started = self.args, time.perf_counter()
         actor, critic = self.engine.actor, self.engine.critic
-        rate = learning_rate(actor)
+        rate = optimizer_step.learning_rate(actor)
         warming_up = self.iteration < args.critic_warmup_steps
         actor.train()
         if critic is not None:
@@ -260,9 +246,9 @@ class DeepSpeedPPOTrainer:
         )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():
-            self.metrics["policy/loss_scale"] = loss_scale(actor)
+            self.metrics["policy/loss_scale"] = optimizer_step.loss_scale(actor)
             if critic is not None:
-                self.metrics["val/loss_scale"] = loss_scale(critic)
+                self.metrics["val/loss_scale"] = optimizer_step.loss_scale(critic)
         self.metrics["time/train_s"] = time.perf_counter() - started
         self.metrics |= throughput(
             self.metrics, experience, self.engine, train_actor=not warming_up
@@ -293,7 +279,9 @@ class DeepSpeedPPOTrainer:
     ) -> dict[str, float]:
         """Collective. One optimizer step of actor and any critic; ``rows``: this rank's."""
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
-        policy_count = float(aggregation_count(experience.loss_mask[rows], self.args.aggregation))
+        policy_count = float(
+            losses.aggregation_count(experience.loss_mask[rows], self.args.aggregation)
+        )
         all_actions, all_policy = dist.sum_floats([num_actions, policy_count])
         size = self.args.per_device_training_batch_size
         cut = micro_batches(self.engine, experience, rows, size)
@@ -322,8 +310,9 @@ class DeepSpeedPPOTrainer:
                 step = OptimizerStep(self.engine.critic, len(batches), all_actions)
                 steps["critic"] = step
                 parts += [self._critic_micro_batch(step, batch) for batch in batches]
-            finish_together([step for step in steps.values() if step.outcome is None])
-        _add(sums, sum_parts(parts))
+            unfinished = [step for step in steps.values() if step.outcome is None]
+            optimizer_step.finish_together(unfinished)
+        _add(sums, optimizer_step.sum_parts(parts))
         for name, step in steps.items():
             _add(sums, self._record(step, name))
         return sums
@@ -339,7 +328,7 @@ class DeepSpeedPPOTrainer:
         of_candidates = batch.teacher_candidates
         if logprobs.dim() == 3:  # with those of the teacher's candidates
             logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
-        weights = aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
+        weights = losses.aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
         loss, metrics = policy_loss(args.policy_loss)(
             logprobs,
             logprobs.detach() if self._is_on_policy else batch.logprobs,
@@ -352,12 +341,14 @@ class DeepSpeedPPOTrainer:
         sums = {f"policy_{name}": value for name, value in metrics.items()}
         sums["policy_loss"] = loss.detach()
         if args.kl_is_in_loss and self.engine.has_reference:
-            kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
+            kl = torch.where(mask, losses.kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
             kl = (weights * kl).sum()
             loss = loss + self.kl.value * kl
             sums["kl_loss"] = kl.detach()
         if args.distill_top_k:
-            kl = top_k_reverse_kl(of_candidates, batch.teacher_candidates, batch.candidates, mask)
+            kl = losses.top_k_reverse_kl(
+                of_candidates, batch.teacher_candidates, batch.candidates, mask
+            )
             kl = (weights * kl).sum()
             loss = loss + args.distill_coef * kl
             sums["distill_loss"] = kl.detach()
@@ -368,7 +359,7 @@ class DeepSpeedPPOTrainer:
         if self._measures_gap:
             sums |= mismatch_sums(logprobs.detach(), batch)
         assert batch.rows is not None
-        weight = aggregation_count(mask, args.aggregation)
+        weight = losses.aggregation_count(mask, args.aggregation)
         loss, sums = add_router_loss(self.engine.actor, loss, sums, batch.rows, weight)
         step.backward(loss)
         return sums
@@ -377,7 +368,7 @@ class DeepSpeedPPOTrainer:
         """Backward of the value loss; sums of metrics."""
         assert self.engine.critic is not None
         values = action_values(self.engine.critic, batch)
-        loss, metrics = value_loss(
+        loss, metrics = losses.value_loss(
             values, batch.values, batch.returns, batch.scored_mask, self.args.cliprange_value
         )
         step.backward(loss)

@@ -3,16 +3,11 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import dschat.distributed as dist
-from dschat.checkpoint.compatibility import (
-    changes,
-    check_step_size,
-    check_total,
-    describe,
-    settings_of,
-)
+from dschat.checkpoint import compatibility
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import step_name
 from dschat.checkpoint.snapshot import read_generators
@@ -24,21 +19,15 @@ from dschat.runtime.hub import publish
 logger = logging.getLogger("dschat")
 
 
+@dataclass
 class TrainingCheckpointer:
     """Checkpoints of one loop. Made by `training_checkpointer`."""
 
-    def __init__(
-        self,
-        config: CommonConfig,
-        checkpoints: CheckpointManager | None,
-        request: stop_signals.StopRequest | None,
-        save_models: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._config = config
-        self._checkpoints = checkpoints
-        self._request = request
-        self._save_models = save_models
-        self._last: tuple[int, RunState] | None = None  # after the last step
+    config: CommonConfig
+    checkpoints: CheckpointManager | None
+    request: stop_signals.StopRequest | None
+    save_models: Callable[[], None] = lambda: None
+    last: tuple[int, RunState] | None = None  # after the last step
 
     def begin(
         self, state: RunState, total: int, restore: Callable[[dict[str, Any]], None]
@@ -50,18 +39,18 @@ class TrainingCheckpointer:
         unknown), must be unchanged. Raises ``UserError`` where ``--resume`` names a checkpoint that
         is damaged or does not fit, before any later one is removed.
         """
-        config, checkpoints = self._config, self._checkpoints
+        config, checkpoints = self.config, self.checkpoints
         if checkpoints is None or not config.resume:
             return None
         checkpoint = checkpoints.latest(None if config.resume == "latest" else config.resume)
         if checkpoint is None:
             logger.info("no checkpoint in %s yet: starting", config.output_dir)
             return None
-        check_step_size(checkpoint, config, dist.world_size())
-        check_total(checkpoint, total)
-        changed = changes(checkpoint, config)
+        compatibility.check_step_size(checkpoint, config, dist.world_size())
+        compatibility.check_total(checkpoint, total)
+        changed = compatibility.changes(checkpoint, config)
         if changed:
-            logger.warning("resuming with other settings: %s", describe(changed))
+            logger.warning("resuming with other settings: %s", compatibility.describe(changed))
         values = checkpoints.load(checkpoint, state)
         then, now = values.get("rows"), state.values.get("rows")
         if then != now:
@@ -81,44 +70,44 @@ class TrainingCheckpointer:
 
         Raises ``TrainingStopped`` after saving where any rank received a stop signal.
         """
-        if self._checkpoints is None:
+        if self.checkpoints is None:
             return
-        self._checkpoints.poll()
-        self._last = step, state()
-        self._last[1].generators = read_generators()
+        self.checkpoints.poll()
+        self.last = step, state()
+        self.last[1].generators = read_generators()
         if is_last:
             return
-        stop = self._request is not None and self._request.agreed()
-        is_due = self._config.save_steps and step % self._config.save_steps == 0
+        stop = self.request is not None and self.request.agreed()
+        is_due = self.config.save_steps and step % self.config.save_steps == 0
         if stop or is_due:
-            self._checkpoints.save(*self._last)
+            self.checkpoints.save(*self.last)
         if stop:
-            self._checkpoints.wait()
-            last = self._checkpoints.last
+            self.checkpoints.wait()
+            last = self.checkpoints.last
             if dist.is_main_process() and (last is None or last.name != step_name(step)):
                 logger.warning("step %d could not be saved", step)
             raise stop_signals.TrainingStopped(step, last)
-        if is_due and self._config.push_to_hub and self._config.hub_strategy == "every_save":
-            self._save_models()
-            publish(self._config, waits=False)
+        if is_due and self.config.push_to_hub and self.config.hub_strategy == "every_save":
+            self.save_models()
+            publish(self.config, waits=False)
 
     def leave(self) -> None:
         """The next step has changed weights: the state after the last one is lost."""
-        self._last = None
+        self.last = None
 
     def save_last(self) -> None:
         """Collective. Save the state after the last step, where the next one failed before it
         changed weights (in a reward function). Completes the current write in any case.
         """
-        if self._checkpoints is None or not self._config.save_steps:
+        if self.checkpoints is None or not self.config.save_steps:
             return
-        self._checkpoints.wait()
-        if self._last is None:
+        self.checkpoints.wait()
+        if self.last is None:
             return
-        last = self._checkpoints.last
-        if not dist.max_int(last is not None and last.name == step_name(self._last[0])):
-            self._checkpoints.save(*self._last)
-            self._checkpoints.wait()
+        last = self.checkpoints.last
+        if not dist.max_int(last is not None and last.name == step_name(self.last[0])):
+            self.checkpoints.save(*self.last)
+            self.checkpoints.wait()
         logger.info("saved before the error: --resume latest resumes once its cause is fixed")
 
 
@@ -135,7 +124,7 @@ def training_checkpointer(
         yield TrainingCheckpointer(config, None, None)
         return
     limit = config.save_total_limit or None
-    checkpoints = CheckpointManager(config.output_dir, settings_of(config), limit)
+    checkpoints = CheckpointManager(config.output_dir, compatibility.settings_of(config), limit)
     listening = (
         stop_signals.handle_stop_signals(config.output_dir) if config.save_steps else nullcontext()
     )

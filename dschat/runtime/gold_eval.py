@@ -5,6 +5,7 @@ The gold scorer is independent of rewards and training: all steps and the benchm
 
 import logging
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ def gold_knows(paths: list[str]) -> bool:
     return all(parse_spec(path)[0] == "builtin/chat" for path in paths)
 
 
+@dataclass
 class GoldEvaluation:
     """Logs the gold score of a trained module's answers, before and after training.
 
@@ -39,23 +41,18 @@ class GoldEvaluation:
     module: generation needs whole weights.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: tuple[int, ...],
-        config: SupervisedConfig,
-        is_sharded: bool,
-    ) -> None:
-        self._is_on = gold_knows(config.data_path) and not is_sharded
-        self._module, self._tokenizer, self._stop_ids = module, tokenizer, stop_ids
-        self._max_prompts = config.max_eval_samples
+    module: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    config: SupervisedConfig
+    is_sharded: bool
 
     def log(self, metrics_log: MetricsLog, step: int) -> None:
         """Collective. Write ``eval/gold`` and its companions under ``step``."""
-        if not self._is_on:
+        if self.is_sharded or not gold_knows(self.config.data_path):
             return
-        metrics = sample_gold(self._module, self._tokenizer, self._stop_ids, self._max_prompts)
+        most = self.config.max_eval_samples
+        metrics = sample_gold(self.module, self.tokenizer, self.stop_ids, most)
         metrics_log.write(step, metrics)
         if step > 0:
             logger.info("gold score of sampled answers: %.3f", metrics["eval/gold"])
@@ -88,7 +85,5 @@ def sample_gold(
         stopped = [reason == "stop" for reason in rollout.finish_reasons]
         means = answer_metrics(texts, answers, lengths, stopped, gold=True)
         sums = {name: means[name] * len(share) for name in sums}
-    *totals, count = dist.sum_floats([*sums.values(), float(len(share))])
-    return {
-        f"eval/{name}": value / max(count, 1.0) for name, value in zip(sums, totals, strict=True)
-    }
+    totals = dist.sum_named(sums | {"count": float(len(share))})
+    return {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in sums}

@@ -38,8 +38,7 @@ def main() -> None:
 
     from dschat.observability import console
     from dschat.serving.load import load_models
-    from dschat.serving.preferences import PreferenceFile
-    from dschat.serving.reward import ChatScorer
+    from dschat.serving.web_chat import ChatScorer, PreferenceFile
 
     console.setup()
     preferences, reward_model = PreferenceFile(config.preferences), None

@@ -10,11 +10,17 @@ from starlette.exceptions import HTTPException
 
 from dschat.config import UserError
 from dschat.serving.generation import EngineFailure
-from dschat.serving.patience import ClientLeft, Ended, Overloaded, Stopping, TimedOut
+from dschat.serving.patience import ClientLeft, Overloaded, Stopping, TimedOut
 from dschat.serving.responses import error_body
 
-_RETRY_AFTER_S = 2
-_CLIENT_LEFT = 499  # nginx's status; nobody reads it
+# Status, OpenAI's type of error, and message
+_OF_SERVER = {
+    Overloaded: (429, "rate_limit_error", "too many requests wait; try again later"),
+    TimedOut: (504, "timeout_error", "the request took too long"),
+    Stopping: (503, "server_error", "the server stops; ask again later"),
+    EngineFailure: (500, "server_error", "the engine failed; see the server's log"),
+    ClientLeft: (499, "client_left", ""),  # nginx's status; nobody reads it
+}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
@@ -23,18 +29,11 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
         return 400, _invalid(error), {}
     if isinstance(error, UserError):
         return 400, error_body(str(error), "invalid_request_error"), {}
-    if isinstance(error, Overloaded):
-        message = "too many requests wait; try again later"
-        body = error_body(message, "rate_limit_error", "overloaded")
-        return 429, body, {"Retry-After": str(_RETRY_AFTER_S)}
-    if isinstance(error, TimedOut):
-        return 504, error_body("the request took too long", "timeout_error"), {}
-    if isinstance(error, Stopping):
-        return 503, error_body("the server stops; ask again later", "server_error"), {}
-    if isinstance(error, EngineFailure):
-        return 500, error_body("the engine failed; see the server's log", "server_error"), {}
-    if isinstance(error, ClientLeft):
-        return _CLIENT_LEFT, {}, {}
+    if known := _OF_SERVER.get(type(error)):
+        status, kind, message = known
+        if status != 429:
+            return status, error_body(message, kind), {}
+        return status, error_body(message, kind, "overloaded"), {"Retry-After": "2"}
     assert isinstance(error, HTTPException)
     code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
     return error.status_code, error_body(error.detail, "invalid_request_error", code), {}
@@ -47,8 +46,7 @@ def handle_errors(app: FastAPI) -> None:
         status, body, headers = describe(error)
         return JSONResponse(body, status, dict(headers))
 
-    known = RequestValidationError, UserError, Overloaded, Ended, ClientLeft
-    for kind in known:
+    for kind in (*_OF_SERVER, RequestValidationError, UserError):
         app.add_exception_handler(kind, respond)
     app.add_exception_handler(HTTPException, respond)
 

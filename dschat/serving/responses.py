@@ -4,14 +4,13 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from dschat.environments.tool_calls import CallParser
 from dschat.models.continued_text import token_bytes
 from dschat.serving.generation import Event, Generation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Json = dict[str, Any]
 
@@ -168,7 +167,7 @@ def _top(event: Event) -> list[tuple[int, float]]:
     return [(i, drawn.logprob or 0.0 if i == drawn.id else value) for i, value in drawn.top]
 
 
-def _entry(tokenizer: "PreTrainedTokenizerBase", token: int, logprob: float | None) -> Json:
+def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float | None) -> Json:
     content = token_bytes(tokenizer, token)
     return {"token": _name(content), "logprob": logprob, "bytes": list(content)}
 

@@ -4,19 +4,16 @@ are forbidden, and JSON.
 
 import json
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.inference.sequence import Sequence
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from dschat.serving.schema import GenerationRequest
+from dschat.serving.schema import GenerationRequest
 
 # Room for indentation; a weak model would otherwise write nothing but white space.
 _LAYOUT: Any = {"whitespace_pattern": r"\n? {0,8}"}
@@ -24,7 +21,7 @@ _TEXT, _OBJECT, _SCHEMA = "text", "json_object", "json_schema"
 
 
 def shape_of(
-    body: "GenerationRequest", tokenizer: "PreTrainedTokenizerBase", num_tokens: int
+    body: GenerationRequest, tokenizer: PreTrainedTokenizerBase, num_tokens: int
 ) -> "Shape | None":
     """What ``body`` asks for; None: nothing. ``num_tokens``: those that can be drawn.
 
@@ -48,7 +45,7 @@ class Shape:
     """
 
     def __init__(
-        self, body: "GenerationRequest", bad_words: list[list[int]], grammar: "_Grammar | None"
+        self, body: GenerationRequest, bad_words: list[list[int]], grammar: "_Grammar | None"
     ) -> None:
         self._bias, self._allowed = body.logit_bias, body.allowed_token_ids
         self._presence = body.presence_penalty or 0.0
@@ -86,7 +83,7 @@ class Shape:
 class _Grammar:
     """JSON of a schema, by llguidance."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", schema: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schema: dict[str, Any]) -> None:
         try:
             import llguidance
         except ImportError:
@@ -121,7 +118,7 @@ class _Grammar:
 
 
 @cache
-def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Any:
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The tokenizer as llguidance has it; a second of work for a large one."""
     import llguidance.hf
 
@@ -149,7 +146,7 @@ def _schema(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
     return schema
 
 
-def _ids_of_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> list[list[int]]:
+def _ids_of_words(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> list[list[int]]:
     """The ids of each word, at the start of a text and within one."""
     texts = [text for word in words for text in (word, f" {word}")]
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts if text.strip()]

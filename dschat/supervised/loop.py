@@ -10,21 +10,15 @@ import torch
 import dschat.distributed as dist
 from dschat.checkpoint.manager import RunState
 from dschat.config import SupervisedConfig
-from dschat.data.batches import StepBatches, endless
+from dschat.data.batches import Endless, StepBatches
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.models.router_loss import router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog
+from dschat.runtime import optimizer_step
 from dschat.runtime.checkpointing import training_checkpointer
-from dschat.runtime.optimizer_step import (
-    DeviceSums,
-    OptimizerStep,
-    SkippedSteps,
-    learning_rate,
-    loss_scale,
-    sum_parts,
-)
+from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 from dschat.supervised.tasks import Rows, Task
 
 logger = logging.getLogger("dschat")
@@ -32,9 +26,7 @@ logger = logging.getLogger("dschat")
 
 def _reduce(parts: list[DeviceSums]) -> dict[str, float]:
     """Collective. Sum over micro-batches and ranks; every rank must have the same names."""
-    sums = sum_parts(parts)
-    names = sorted(sums)
-    return dict(zip(names, dist.sum_floats([sums[name] for name in names]), strict=True))
+    return dist.sum_named(dict(sorted(optimizer_step.sum_parts(parts).items())))
 
 
 def _micro_batches(task: Task, rows: Rows, size: MicroBatchSize) -> list[Any]:
@@ -103,7 +95,7 @@ def train(
         TrainingStopped: after saving, where the run was asked to stop.
     """
     total = num_total_steps(config, train_batches)
-    steps, skipped = endless(train_batches), SkippedSteps(config.max_bad_steps)
+    steps, skipped = Endless(train_batches), SkippedSteps(config.max_bad_steps)
 
     def state() -> RunState:
         values = {
@@ -138,7 +130,7 @@ def train(
         bar = progress(total, "training", config.disable_tqdm, steps.position)
         while steps.position < total:
             epoch = train_batches.epoch_of(steps.position)
-            rate, started = learning_rate(engine), time.perf_counter()
+            rate, started = optimizer_step.learning_rate(engine), time.perf_counter()
             metrics, step = train_step(engine, task, next(steps), train_batches.size)
             done = steps.position
             bar.update()
@@ -151,7 +143,7 @@ def train(
                 "time/step_s": time.perf_counter() - started,
             }
             if engine.fp16_enabled():
-                metrics["loss_scale"] = loss_scale(engine)
+                metrics["loss_scale"] = optimizer_step.loss_scale(engine)
             call("on_step", engine, metrics)
             if done % config.logging_steps == 0:
                 metrics_log.write(done, metrics)

@@ -29,7 +29,7 @@ from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
-from dschat.runtime.model_card import write_card
+from dschat.runtime.hub import write_card
 from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
 from dschat.runtime.start import warn_of_few_steps
 from dschat.runtime.token_budget import measure_budget

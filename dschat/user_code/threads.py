@@ -27,11 +27,12 @@ def at_once(job: Callable[..., Any], *args: Any) -> Future:
 def background(job: Callable[..., Any], *args: Any) -> Future:
     """A future of ``job(*args)``, which runs in a daemon thread of its own."""
     future: Future = Future()
-    threading.Thread(target=_settle, args=(future, job, args), daemon=True).start()
+    threading.Thread(target=settle, args=(future, job, *args), daemon=True).start()
     return future
 
 
-def _settle(future: Future, job: Callable[..., Any], args: tuple) -> None:
+def settle(future: Future, job: Callable[..., Any], *args: Any) -> None:
+    """Give ``future`` the result or the exception of ``job(*args)``."""
     try:
         future.set_result(job(*args))
     except BaseException as error:  # `future.result` raises it in the waiting thread
@@ -54,7 +55,7 @@ class Pool:
     def submit(self, job: Callable[..., Any], *args: Any) -> Future:
         """A future of ``job(*args)``."""
         future: Future = Future()
-        self._jobs.put((future, job, args))
+        self._jobs.put((future, job, *args))
         return future
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class Pool:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            _settle(*item)
+            settle(*item)
 
 
 def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:

@@ -20,7 +20,7 @@ class TwoWriters:
         self.result = self.pair[0].checkpoint
 
     def start(self, rank, **contents):
-        self.pair[rank].start({f"{name}.json": text for name, text in contents.items()}, True)
+        self.pair[rank].start({f"{name}.json": text for name, text in contents.items()})
 
     def wait(self):
         """As `CheckpointManager.wait` does in two processes; the checkpoint, or the problem."""

@@ -16,7 +16,7 @@ from tiny_models import causal_lm, tokenizer
 from transformers import AutoModelForCausalLM
 
 from dschat.builtin import tiny_model
-from dschat.checkpoint import hf_export
+from dschat.checkpoint import atomic_files, hf_export
 from dschat.checkpoint.hf_export import export_hf
 from dschat.checkpoint.manager import CheckpointManager
 from dschat.config import UserError
@@ -96,7 +96,7 @@ def test_a_model_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
 
     save_model()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(hf_export, "save_file", full)
+    monkeypatch.setattr(atomic_files, "save_file", full)
     monkeypatch.setattr(
         hf_export, "needed_and_free", lambda num_bytes, folder: f"{num_bytes} needed"
     )
@@ -122,8 +122,8 @@ def test_an_adapter_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
         Path(path).write_bytes(b"half")
         raise SafetensorError(RUST)
 
-    monkeypatch.setattr(hf_export, "save_file", full)
     save(CheckpointManager(tmp_path, {}), 4)
+    monkeypatch.setattr(atomic_files, "save_file", full)
     with pytest.raises(UserError, match="/adapter has no space .* resume from .*/step_000004 "):
         hf_export.export_adapter(tmp_path / "actor/adapter", adapter_stream(model, CPU), model)
     assert list((tmp_path / "actor/adapter").iterdir()) == []

@@ -81,6 +81,8 @@ def test_the_companions(tmp_path):
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.eos_token_id, generation.pad_token_id) == ([EOS, 5], 1)
     assert not model.config.use_cache
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]  # for whom the umask lets read
 
 
 @pytest.mark.parametrize(("of_config", "saved"), [(EOS, 5), ([EOS, 5], [EOS, 5]), (None, 5)])

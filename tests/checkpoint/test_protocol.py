@@ -8,7 +8,9 @@ import shutil
 
 import forked
 import pytest
+import safetensors.torch
 from fakes import names, save, state_at, step_loaded
+from safetensors import SafetensorError
 
 from dschat.checkpoint import atomic_files
 from dschat.checkpoint.manager import CheckpointManager
@@ -30,18 +32,17 @@ class Killer:
         for name in OPERATIONS:
             setattr(os, name, self.counted(getattr(os, name)))
         builtins.open = self.counted(builtins.open)
-        write = atomic_files.HashedFile.write
+        write = atomic_files.write_file
 
-        def half(file, data):
-            """A file's first write counts; the others are like it."""
-            if file.size:
-                return write(file, data)
+        def half(path, content):
             if self.left == 1:
-                write(file, data[: len(data) // 2])
-                file.flush()
-            return self.counted(write)(file, data)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(b"half")
+                os._exit(9)
+            self.left -= 1
+            return write(path, content)
 
-        atomic_files.HashedFile.write = half
+        atomic_files.write_file = half
 
     def counted(self, function):
         def call(*args, **kwargs):
@@ -127,6 +128,13 @@ class FullDisk:
     def __init__(self, monkeypatch, room):
         self.room = room
         monkeypatch.setattr(atomic_files, "open", self.open, raising=False)
+        monkeypatch.setattr(atomic_files, "save_file", self.save_file)
+
+    def save_file(self, tensors, path, **options):
+        self.room -= sum(tensor.nbytes for tensor in tensors.values())
+        if self.room < 0:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        safetensors.torch.save_file(tensors, path, **options)
 
     def open(self, path, mode, **options):
         file = builtins.open(path, mode, **options)  # noqa: SIM115
@@ -142,6 +150,12 @@ class FullFile:
         if self.disk.room < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.file.write(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
 
     def __getattr__(self, name):
         return getattr(self.file, name)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.data.batches import PromptBatches, StepBatches, endless
+from dschat.data.batches import Endless, PromptBatches, StepBatches
 from dschat.data.micro_batches import MicroBatchSize, collate_pairs, collate_sft
 
 ROWS, BUDGET = MicroBatchSize(1), MicroBatchSize(1, tokens=500)
@@ -132,13 +132,13 @@ def test_rows_of_a_table_come_as_dicts():
 def test_an_endless_iterator_resumes_where_another_stopped():
     rows = [{"n": n} for n in range(10)]
     batches = StepBatches(rows, 3, ROWS, 0, 1, seed=5)
-    first = endless(batches)
+    first = Endless(batches)
     steps = [next(first) for _ in range(11)]
     assert first.position == 11
     assert steps[:4] == list(batches.epoch(0))
     assert steps[4:8] == list(batches.epoch(1))
     for position in (0, 3, 4, 9):
-        again = endless(batches)
+        again = Endless(batches)
         again.position = position
         assert [next(again) for _ in range(11 - position)] == steps[position:]
         assert again.position == 11

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.data.batches import StepBatches, endless
+from dschat.data.batches import Endless, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
 
 NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
@@ -107,4 +107,4 @@ def text_steps(config: RLHFConfig) -> Iterator[Any]:
         world,
         config.seed,
     )
-    return endless(batches)
+    return Endless(batches)

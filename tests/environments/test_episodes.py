@@ -13,13 +13,14 @@ from episode_runs import (
     STOPS,
     Slow,
     Tokenizer,
+    limits_of,
     not_appended,
     run,
 )
 from families import VOCAB, empty_engine, engine, stream
 
 from dschat.environments.contract import Environment
-from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.environments.episodes import EpisodeRunner
 from dschat.inference import SamplingParams
 
 
@@ -56,7 +57,10 @@ def test_what_is_trained_is_what_was_sampled(made):
 @pytest.mark.parametrize("lag", [0, 4])
 def test_captured_steps_decode_the_same(lag, made, module_of):
     """Answers that follow on from earlier turns, each with a limit of its own."""
-    limits, captured = replace(LIMITS, lag=lag), on_graphs(module_of("llama"), page_size=4)
+    limits, captured = (
+        replace(LIMITS, environment_lag=lag),
+        on_graphs(module_of("llama"), page_size=4),
+    )
     for episode, expected in zip(run(captured, limits=limits), run(made), strict=True):
         assert episode.tokens == expected.tokens
         assert episode.logprobs == pytest.approx(expected.logprobs, abs=5e-5)
@@ -104,7 +108,7 @@ def test_to_the_bit_whatever_the_environment_takes(made):
 
 
 def test_replies_as_they_come(made):
-    limits = EpisodeLimits(5, 8, 20.0, 4, tells=False, lag=0)
+    limits = limits_of(5, 8, 20.0, 4, lag=0)
     pairs = zip(run(made, Slow, limits=limits), run(made), strict=True)
     assert all(one.tokens == other.tokens for one, other in pairs)
 
@@ -114,7 +118,7 @@ def test_a_single_turn_is_an_answer_of_generate(made):
         def step(self, answer):
             return None, 1.0, True
 
-    limits = EpisodeLimits(3, 36, 20.0, 4, tells=False)
+    limits = limits_of(3, 36, 20.0, 4)
     episodes = run(made, Ends, limits=limits)
     expected = made.generate(PROMPTS, SAMPLING)
     assert [e.tokens for e in episodes] == expected.token_ids
@@ -195,7 +199,7 @@ class Raises:
     [(Hangs, "did not return within 0.2 s"), (Raises, "the server is down")],
 )
 def test_a_failure_ends_the_episode(environment, said, made):
-    limits = EpisodeLimits(3, 8, 0.2, 16, tells=False)
+    limits = limits_of(3, 8, 0.2, 16)
     episodes = run(made, environment, prompts=PROMPTS[:2], limits=limits)
     assert all(said in e.problem for e in episodes)
     assert made.cache.num_free == made.cache.num_pages
@@ -209,9 +213,11 @@ def test_a_queue_for_the_workers_is_not_lateness(made):
             time.sleep(0.05)
             return "", 1.0, True
 
-    limits = EpisodeLimits(3, 8, 0.4, 1, tells=False)
+    limits = limits_of(3, 8, 0.4, 1)
     for lag in (0, 4):
-        episodes = run(made, Takes, prompts=PROMPTS * 3, limits=replace(limits, lag=lag))
+        episodes = run(
+            made, Takes, prompts=PROMPTS * 3, limits=replace(limits, environment_lag=lag)
+        )
         assert len(episodes) == 24  # 1.2 seconds for the one worker
         assert not any(e.problem for e in episodes)
 
@@ -229,7 +235,7 @@ def test_threads_that_hang_are_replaced(lag, made):
                 time.sleep(60)
             return "", 1.0, True
 
-    limits = EpisodeLimits(3, 8, 0.2, 1, tells=False, lag=lag)
+    limits = limits_of(3, 8, 0.2, 1, lag=lag)
     episodes = run(made, Some, limits=limits)
     assert [bool(e.problem) for e in episodes] == [e.prompt == [6] for e in episodes]
 
@@ -247,7 +253,7 @@ def test_a_failure_is_told_to_the_model(made):
         told.append(text)
         return [9]
 
-    limits = EpisodeLimits(30, 8, 20.0, 1, tells=True)
+    limits = limits_of(30, 8, 20.0, 1, tells=True)
     runner = EpisodeRunner(
         made, Tokenizer(), lambda: Environment(Sometimes), ids, limits, not_appended
     )

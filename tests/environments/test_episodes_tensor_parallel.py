@@ -53,7 +53,8 @@ def assert_one_process(module, shares, limits):
         assert made.stats.prompts == alone.stats.prompts
         assert made.stats.answer_tokens == alone.stats.answer_tokens
         assert made.cache.num_free == made.cache.num_pages
-        if limits.lag and not all(shares):  # else one's replies may not wait for the other's
+        # else one's replies may not wait for the other's
+        if limits.environment_lag and not all(shares):
             steps = made.stats.decode_steps, made.stats.prefill_steps
             assert steps == (alone.stats.decode_steps, alone.stats.prefill_steps)
 
@@ -61,7 +62,7 @@ def assert_one_process(module, shares, limits):
 @pytest.mark.parametrize("lag", [0, 1, 4])
 @pytest.mark.parametrize("shares", SHARES)
 def test_two_ranks_are_one_process(shares, lag, module_of):
-    assert_one_process(module_of("llama"), shares, replace(LIMITS, lag=lag))
+    assert_one_process(module_of("llama"), shares, replace(LIMITS, environment_lag=lag))
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_replies_of_one_rank_are_slow(lag, module_of):
             time.sleep(0.1 * self.waits)
             return super().step(answer)
 
-    module, limits = module_of("llama"), replace(LIMITS, lag=lag)
+    module, limits = module_of("llama"), replace(LIMITS, environment_lag=lag)
     expected = run(engine(module, page_size=4))
     for shares in SHARES:
         (first, _), (second, _) = on_two(module, shares, OneIsSlow, limits)
@@ -141,7 +142,8 @@ class OneHangs(OneFails):
 )
 def test_an_environment_fails_on_one_rank(environment, said, lag, module_of):
     """Its episodes end, and the others go on."""
-    module, limits = module_of("llama"), replace(LIMITS, timeout_s=0.2, lag=lag)
+    limits = replace(LIMITS, environment_timeout_s=0.2, environment_lag=lag)
+    module = module_of("llama")
     expected = run(engine(module, page_size=4), environment, limits=limits)
     (first, _), (second, _) = on_two(module, SHARES[0], environment, limits)
     assert same(first + second, expected)
@@ -166,7 +168,9 @@ def test_a_reply_is_taken_when_it_is_due(module_of):
     """Not only when nothing decodes any more, as after a hundred steps."""
 
     def steps(lag):
-        ((_, made), _) = on_two(module_of("llama"), SHARES[0], limits=replace(LIMITS, lag=lag))
+        ((_, made), _) = on_two(
+            module_of("llama"), SHARES[0], limits=replace(LIMITS, environment_lag=lag)
+        )
         return made.stats.decode_steps + made.stats.prefill_steps
 
     assert steps(1) < steps(4) < steps(100)

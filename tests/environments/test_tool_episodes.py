@@ -4,13 +4,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from episode_runs import limits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import FORMS, SCHEMAS, search, tokenizer_of
 
 from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
-from dschat.environments.episodes import EpisodeLimits, EpisodeRunner
+from dschat.environments.episodes import EpisodeRunner
 from dschat.environments.observations import ObservationTokens
 from dschat.environments.sources import load_environment
 from dschat.inference import SamplingParams
@@ -19,7 +20,7 @@ from dschat.inference.stats import GenerationStats
 from dschat.user_code.calls import Fault
 
 ASKED = [{"role": "user", "content": "where?"}]
-LIMITS = EpisodeLimits(8, 100_000, 20.0, 4, tells=False)
+LIMITS = limits_of(8, 100_000, 20.0, 4)
 SAMPLING = SamplingParams(20_000)
 
 
@@ -180,7 +181,7 @@ def test_a_tool_that_hangs():
         time.sleep(60)
         return ""
 
-    limits = EpisodeLimits(8, 1000, 0.2, 1, tells=False)
+    limits = limits_of(8, 1000, 0.2, 1)
     episode, said = episode_of(tool, limits=limits)
     assert "error: did not return within 0.2 s" in said
     assert (episode.problem, episode.finish_reason) == ("", "stop")

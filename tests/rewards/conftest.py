@@ -37,7 +37,7 @@ def rewards():
     made = []
 
     def make(functions=(), **flags) -> RewardFunctions:
-        made.append(RewardFunctions.of(RLHFConfig(**flags), functions))
+        made.append(RewardFunctions(RLHFConfig(**flags), functions))
         return made[-1]
 
     yield make

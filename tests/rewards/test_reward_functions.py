@@ -234,7 +234,7 @@ def test_columns_are_checked_before_anything_runs(rewards, file):
 
 def test_a_single_function_is_refused():
     with pytest.raises(UserError, match=r"give a list: \[\.\.\.\]"):
-        RewardFunctions.of(RLHFConfig(), constant)
+        RewardFunctions(RLHFConfig(), constant)
 
 
 class Counts:
@@ -331,7 +331,7 @@ def samples(prompts):
     n = len(prompts)
     return Samples(prompts, [""] * n, [[1]] * n, [[1]] * n, ["stop"] * n)
 
-rewards = RewardFunctions.of(RLHFConfig(), [fails])
+rewards = RewardFunctions(RLHFConfig(), [fails])
 for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, then none has
     try:
         rewards.score(samples(prompts)).result()
@@ -339,7 +339,7 @@ for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, th
     except RewardError as error:
         print(error)
 config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
-rewards, scale = RewardFunctions.of(config, [fails]), RunningScale()
+rewards, scale = RewardFunctions(config, [fails]), RunningScale()
 total, _ = combine(rewards.score(samples(mine)).result(), config, scale)
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])

@@ -9,12 +9,13 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import DynamicSampling
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
@@ -27,7 +28,7 @@ def rule(answers):
 def scorer_of(*functions, reward_model=False, **knobs):
     engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None, num_iters=1)
     args = RLHFConfig(**knobs)
-    return RolloutScorer(engine, args, RewardFunctions.of(args, functions))
+    return RolloutScorer(engine, args, RewardFunctions(args, functions))
 
 
 def sampling_of(*functions, reward_model=False, more=None):
@@ -134,7 +135,12 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
         pairs, total = differ[len(asked)], len(prompts.ids)
         asked.append(len(prompts.ids))
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
-        e = from_rollout(prompts.repeated(2).ids, rollout, 0, before * 2)
+        e = from_rollout(
+            prompts.pick([row for row in range(len(prompts)) for _ in range(2)]).ids,
+            rollout,
+            0,
+            before * 2,
+        )
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
         counts = dict.fromkeys(COUNTS, 1.0)
         return Collected(e, total, counts | {"throughput/occupancy": float(total)})
@@ -182,7 +188,7 @@ def test_every_iteration_samples_with_its_own_seed():
     trainer = DeepSpeedPPOTrainer(
         SimpleNamespace(reward=None, teacher=None, num_iters=1),
         args,
-        reward_functions=RewardFunctions.of(args, [rule]),
+        reward_functions=RewardFunctions(args, [rule]),
     )
     asked = []
     for trainer.iteration in range(3):
@@ -195,9 +201,9 @@ def test_every_iteration_samples_with_its_own_seed():
 
 def test_loaded_reward_functions_are_not_loaded_again():
     args = RLHFConfig()
-    functions = RewardFunctions.of(args, [rule])
+    functions = RewardFunctions(args, [rule])
     engine = SimpleNamespace(reward=None, teacher=None, num_iters=1)
     trainer = DeepSpeedPPOTrainer(engine, args, reward_functions=functions)
     assert trainer.reward_functions is functions
-    with pytest.raises(UserError, match="give reward_fns to RewardFunctions.of"):
+    with pytest.raises(UserError, match="give reward_fns to RewardFunctions, or"):
         DeepSpeedPPOTrainer(engine, args, reward_fns=[rule], reward_functions=functions)

@@ -12,7 +12,7 @@ from dschat.inference.protocol import SamplingParams
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.rlhf.evaluation import HeldOutPrompts, _metric_names, evaluate_policy
-from dschat.rlhf.prompts import PromptTable
+from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.runtime.gold_eval import EVAL_SEED
 
@@ -120,7 +120,7 @@ def test_the_actor_comes_closer_to_the_teacher(top_k, models_folder):
 def test_evaluation_measures_the_kl_to_the_teacher(models_folder):
     """And no score, where nothing scores."""
     trainer, _ = trainer_of(models_folder)
-    engine, prompts = trainer.engine, PromptTable.of(PROMPTS[:4])
+    engine, prompts = trainer.engine, prompt_table(PROMPTS[:4])
     sampling = SamplingParams.from_config(trainer.args, EVAL_SEED, 1)
     with engine.rollout_mode() as generator:
         held_out = HeldOutPrompts(prompts, ["a"] * 4, 0, 4, gold=False)

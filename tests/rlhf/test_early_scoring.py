@@ -12,13 +12,13 @@ from step_cases import Case, my_prompts
 from step_rows import PROMPTS
 
 from dschat.config import RLHFConfig
+from dschat.data.batches import PromptTable
 from dschat.inference.core import Core
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.reward_functions import FunctionSource, RewardFunctions
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N = 3
@@ -76,7 +76,7 @@ def collector_of(*functions, **flags):
     tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)))
     engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
     args = RLHFConfig(**flags)
-    functions = RewardFunctions.of(args, functions)
+    functions = RewardFunctions(args, functions)
     return Collector(engine, RolloutScorer(engine, args, functions))
 
 

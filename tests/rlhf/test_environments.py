@@ -10,7 +10,7 @@ from step_cases import Case, build_trainer, ppo_config
 from tiny_models import EOS
 
 from dschat.config import UserError
-from dschat.data.batches import TokenizedPrompts
+from dschat.data.batches import PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
@@ -132,7 +132,7 @@ def test_reward_functions_that_begin_early_score_the_same(environment, models_fo
         torch.manual_seed(0)
         options = {"reward_pool": pool, "reward_workers": 2, "num_samples_per_prompt": 2}
         trainer = trainer_of(models_folder, environment, [graded], **options)
-        e = trainer.generate_experience(TokenizedPrompts(PROMPTS, sources=TEXTS))
+        e = trainer.generate_experience(PromptTable(PROMPTS, sources=TEXTS))
         trainer.reward_functions.close()
         names = ("input_ids", "scores", "token_scores", "advantages")
         seen.append([getattr(e, name).tolist() for name in names])
@@ -151,7 +151,7 @@ def test_reward_functions_see_the_text_that_reset_appended(pool, models_folder):
 
     options = {"reward_pool": pool, "reward_workers": 2}
     trainer = trainer_of(models_folder, Opened, [told], **options)
-    batch = TokenizedPrompts(PROMPTS, sources=TEXTS, texts=TEXTS)
+    batch = PromptTable(PROMPTS, sources=TEXTS, texts=TEXTS)
     e = trainer.generate_experience(batch)
     trainer.reward_functions.close()
     tokenizer = trainer.engine.tokenizer

@@ -13,9 +13,9 @@ from step_rows import PROMPTS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.data.batches import TokenizedPrompts
+from dschat.data.batches import PromptTable
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
-from dschat.rlhf.prompts import PromptTable
+from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED
@@ -31,9 +31,7 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_one(n):
 
 
 def held_out(count=6):
-    prompts = PromptTable.of(
-        TokenizedPrompts(PROMPTS[:count], texts=[str(i) for i in range(count)])
-    )
+    prompts = prompt_table(PromptTable(PROMPTS[:count], texts=[str(i) for i in range(count)]))
     return HeldOutPrompts(prompts, [""] * count, 0, count, gold=False)
 
 

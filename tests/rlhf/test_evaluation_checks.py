@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf import evaluation
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompts import PromptTable
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
 from dschat.config import UserError
-from dschat.data.batches import TokenizedPrompts
+from dschat.data.batches import PromptTable
 from dschat.rlhf.experience import mini_batch_of
 
 
@@ -62,7 +62,7 @@ def test_what_a_function_gets(models_folder):
         return [0.0] * len(prompts)
 
     trainer = trainer_of(models_folder, reward_fns=[record])
-    batch = TokenizedPrompts(PROMPTS[:3], texts=["a", "b", "c"], columns={"difficulty": [1, 2, 3]})
+    batch = PromptTable(PROMPTS[:3], texts=["a", "b", "c"], columns={"difficulty": [1, 2, 3]})
     e = trainer.generate_experience(batch)
     ((prompts, answers, prompt_ids, answer_ids, reasons, difficulty),) = seen
     assert prompts == ["a", "a", "b", "b", "c", "c"]

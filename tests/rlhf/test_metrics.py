@@ -21,12 +21,13 @@ def test_rates_are_all_tokens_by_the_time_of_the_busiest(theirs, prefill, decode
     ours = GenerationStats(prefill_tokens=100, prefill_s=2.0, decode_tokens=60, decode_s=3.0)
     tokens, seconds = theirs[::2], theirs[1::2]
 
-    def sums(mine):  # refresh: seconds, bytes; then tokens of prefill and of decode
-        return [m + t for m, t in zip(mine, [0, 0, *tokens] + [0] * len(mine), strict=False)]
+    def sums(mine):
+        other = dict(zip(("prefill_tokens", "decode_tokens"), tokens, strict=True))
+        return {name: value + other.get(name, 0) for name, value in mine.items()}
 
     ranks = SimpleNamespace(
         world_size=lambda: 2,
-        sum_floats=sums,
+        sum_named=sums,
         gather_objects=lambda mine: [mine, tuple(seconds)],
     )
     monkeypatch.setattr(metrics, "dist", ranks)

@@ -7,6 +7,7 @@ import pytest
 from byte_tokenizers import CHATML, byte_tokenizer
 
 from dschat.config import RLHFConfig
+from dschat.data.batches import PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.answer_file import AnswerLines
@@ -15,7 +16,6 @@ from dschat.offline.rows import Row
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.collector import Collector, Group
 from dschat.rlhf.episodes import EpisodeCollector
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
@@ -45,7 +45,7 @@ def test_a_reward_function_gets_the_thought_with_both_tags(end):
         return [0.0] * len(completions)
 
     engine, args = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer), RLHFConfig()
-    scorer = RolloutScorer(engine, args, RewardFunctions.of(args, [reward]))
+    scorer = RolloutScorer(engine, args, RewardFunctions(args, [reward]))
     rollout = answers_of(tokenizer, "hm</think>4", "5")
     generator = SimpleNamespace(generate=lambda *_, answered: answered(0, rollout))
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])

@@ -15,13 +15,14 @@ import torch
 from families import EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, stream
 
 from dschat.config import RLHFConfig
+from dschat.data.batches import PromptTable
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf import collector as collecting
 from dschat.rlhf.collector import Collector
-from dschat.rlhf.prompts import PromptQueue, PromptTable
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import PartialRollouts
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
@@ -89,7 +90,7 @@ def soak(iterations, seed):
     made = tight_engine(module)
     stub, fresh = stub_of(made), iter(range(10**6))
     args = RLHFConfig(reward_pool="thread", reward_workers=2)
-    functions = RewardFunctions.of(args, [sums])
+    functions = RewardFunctions(args, [sums])
 
     def prompt():
         """Unlike all others, so that answers are known by it."""

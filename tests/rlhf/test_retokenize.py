@@ -24,7 +24,7 @@ from transformers import (
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, UserError
-from dschat.data.batches import PromptBatches, TokenizedPrompts
+from dschat.data.batches import PromptBatches, PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import prompt_dataset
 from dschat.models.tokenizer import load_tokenizer
@@ -145,7 +145,7 @@ def test_scores_are_those_of_the_text(family, zero, models_folder, tmp_path):
     prompts = [p for p in PROMPTS[:8] if p]
     chats = [[{"role": "user", "content": words(p)}] for p in prompts]
     for sources in (None, [f"{words(p)}!" for p in prompts], chats):
-        batch = prompts if sources is None else TokenizedPrompts(prompts, sources)
+        batch = prompts if sources is None else PromptTable(prompts, sources)
         e = trainer.generate_experience(batch)
         assert e.finished.any()
         assert not e.finished.all()

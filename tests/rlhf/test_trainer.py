@@ -14,12 +14,12 @@ from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
+from dschat.data.batches import PromptTable
 from dschat.inference.sequence import Request
 from dschat.models.routing import routers_of, routing_metrics
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.forwards import action_values
 from dschat.rlhf.metrics import warn_of_gap
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import OptimizerStep, learning_rate

@@ -16,10 +16,10 @@ import dschat.distributed as dist
 from dschat.checkpoint.fingerprint import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
+from dschat.data.batches import PromptTable
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
-from dschat.rlhf.prompts import PromptTable
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.supervised import setup
@@ -287,7 +287,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
         with training_checkpointer(trainer.args) as checkpointer:
             checkpointer.begin(trainer.run_state(), 4, nothing)
             checkpointer.after(2, trainer.run_state)
-            checkpointer._checkpoints.wait()
+            checkpointer.checkpoints.wait()
             (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.2)

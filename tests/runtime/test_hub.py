@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.runtime import hub
-from dschat.runtime.model_card import write_card
+from dschat.runtime.hub import write_card
 
 USER = {"name": "ann", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
 

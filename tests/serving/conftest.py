@@ -79,8 +79,7 @@ def _serve(tmp_path_factory, **options):
     from dschat.serving.flags import ServeConfig
     from dschat.serving.limits import BoundedConnection
     from dschat.serving.load import load_models
-    from dschat.serving.preferences import PreferenceFile
-    from dschat.serving.reward import ChatScorer
+    from dschat.serving.web_chat import ChatScorer, PreferenceFile
 
     folder = tmp_path_factory.mktemp("serving")
     config = ServeConfig(preferences=str(folder / "preferences.jsonl"), **options)

@@ -11,7 +11,7 @@ from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
-from dschat.serving.preferences import PreferenceFile
+from dschat.serving.web_chat import PreferenceFile
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
-from dschat.serving.generation import Generation
-from dschat.serving.text import AnswerText
+from dschat.serving.generation import AnswerText, Generation
 from dschat.serving.worker import Token
 
 PIECES = ["a", "b", "ab", "ba", "é", "aab", " "]

@@ -7,7 +7,6 @@ Why not the readers of ``datasets``: these name the line of a fault and continue
 texts such as ``NA`` and ``007`` unchanged, and accept columns that mix numbers and texts.
 """
 
-import codecs
 import csv
 import gzip
 import json
@@ -15,10 +14,10 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from io import BufferedIOBase, BufferedReader, RawIOBase, TextIOWrapper
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Optional
+from typing import IO, Any, Literal, NamedTuple, Optional, cast
 
 from dschat.config.errors import first_line
 from dschat.data.sources.turns import is_turn
@@ -26,10 +25,10 @@ from dschat.data.sources.turns import is_turn
 JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIX = (".json", ".jsonl"), (".csv", ".tsv"), ".txt"
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
-_CHUNK = 1 << 20  # characters of a JSON list, or bytes, read at a time
-_BOM = b"\xef\xbb\xbf"
-_VISIBLE = re.compile(r"\S")
-_MAX_LINE = 1 << 28  # bytes; of a JSON value or a CSV field, characters
+_CHUNK = 1 << 20  # characters of a JSON list read at a time
+_BOM = "\ufeff"
+_VISIBLE = re.compile(rf"[^\s{_BOM}]")
+_MAX_LINE = 1 << 28  # characters of a line, a JSON value or a CSV field
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8, or name its encoding (--encoding)"
 
 
@@ -51,30 +50,6 @@ def kind_of(path: str) -> str:
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
-class _AsUtf8(RawIOBase):
-    """A file of another encoding, as UTF-8; bytes that it does not have stay as they are."""
-
-    def __init__(self, file: Any, encoding: str) -> None:
-        self._text = TextIOWrapper(file, encoding, "surrogateescape", newline="")
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._rest = b""
-        return self._text.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or self._text.read(_CHUNK).encode("utf-8", "surrogateescape")
-        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-
 def read_lines(path: str, encoding: str = "utf-8") -> Iterator[Line]:
     """The rows of a file, one by one.
 
@@ -86,8 +61,8 @@ def read_lines(path: str, encoding: str = "utf-8") -> Iterator[Line]:
         yield from _parquet(path)
         return
     with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as raw:
-        same = codecs.lookup(encoding).name == "utf-8"
-        file = raw if same else BufferedReader(_AsUtf8(raw, encoding))
+        # NOTE: bytes that the encoding does not have become lone surrogates, see `_require_valid`.
+        file = TextIOWrapper(cast(IO[bytes], raw), encoding, "surrogateescape", newline="\n")
         try:
             if kind in TABLE_SUFFIXES:
                 yield from _table(file, path, "\t" if kind == ".tsv" else None)
@@ -106,33 +81,38 @@ class _TooLong(Exception):
     """A line, by its number, or the value that begins there."""
 
 
-def _decoded(file: BufferedIOBase) -> Iterator[tuple[int, Optional[str]]]:
-    """Lines numbered from 1, without a byte order mark; None for a line that is not UTF-8."""
-    for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
+def _require_valid(text: str) -> str:
+    """``text``; raises ``UnicodeEncodeError`` where bytes of it are not of the file's encoding."""
+    text.encode()
+    return text
+
+
+def _numbered(file: TextIOWrapper) -> Iterator[tuple[int, Optional[str]]]:
+    """Lines numbered from 1, without a byte order mark; None for one of another encoding."""
+    for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), ""), start=1):
         if len(line) > _MAX_LINE:
             raise _TooLong(number)
         try:
-            yield number, (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
-        except UnicodeDecodeError:
+            yield number, _require_valid(line.removeprefix(_BOM) if number == 1 else line)
+        except UnicodeEncodeError:
             yield number, None
 
 
 # -- JSON
 
 
-def _json(file: BufferedIOBase, name: str) -> Iterator[Line]:
+def _json(file: TextIOWrapper, name: str) -> Iterator[Line]:
     """One object per line, one list, or objects over several lines.
 
     The first non-blank line decides which, not the file's suffix.
     """
-    starts = iter(lambda: file.readline(_CHUNK), b"")  # a list of any length may be on one line
-    first = next((start for start in starts if start.strip(b" \t\r\n" + _BOM)), b"")
-    text = first.removeprefix(_BOM).strip()
+    starts = iter(lambda: file.readline(_CHUNK), "")  # a list of any length may be on one line
+    first = next(filter(None, (start.strip(" \t\r\n" + _BOM) for start in starts)), "")
     file.seek(0)
-    if text[:1] == b"[" or text == b"{":
-        yield from _json_values(file, name, is_list=text[:1] == b"[")
+    if first[:1] == "[" or first == "{":
+        yield from _json_values(file, name, is_list=first[:1] == "[")
         return
-    for number, line in _decoded(file):
+    for number, line in _numbered(file):
         if line is None:
             yield Line(f"{name}:{number}", None, _NOT_UTF8)
         elif line.strip():
@@ -166,7 +146,7 @@ def _broken_json(error: Exception, column: Optional[int] = None) -> str:
     return f"broken JSON ({message}{f', column {column}' if column else ''}); fix it"
 
 
-def _json_values(file: BufferedIOBase, name: str, is_list: bool) -> Iterator[Line]:
+def _json_values(file: TextIOWrapper, name: str, is_list: bool) -> Iterator[Line]:
     """The items of one list, or consecutive objects, read piece by piece.
 
     The text after a fault cannot be parsed: a fault ends the file.
@@ -187,9 +167,9 @@ def _json_values(file: BufferedIOBase, name: str, is_list: bool) -> Iterator[Lin
                 yield Line(f"{name}: item {item} of its list", None, "not a JSON object")
         if is_list:
             text.take("]")
-    except UnicodeDecodeError:
+    except UnicodeEncodeError:
         file.seek(0)
-        number = next((n for n, line in _decoded(file) if line is None), 1)
+        number = next((n for n, line in _numbered(file) if line is None), 1)
         yield Line(f"{name}:{number}", None, _NOT_UTF8)
     except json.JSONDecodeError as error:
         line = text.first_line + error.lineno - 1
@@ -201,8 +181,8 @@ def _json_values(file: BufferedIOBase, name: str, is_list: bool) -> Iterator[Lin
 class _JsonText:
     """A window into a JSON file that moves from value to value and grows as needed."""
 
-    def __init__(self, file: BufferedIOBase) -> None:
-        self._file = codecs.getreader("utf-8-sig")(file)
+    def __init__(self, file: TextIOWrapper) -> None:
+        self._file = file
         self._text, self._at = "", 0
         self.first_line = self.line = 1  # of the window, of the next character
         self._decode = json.JSONDecoder().raw_decode
@@ -248,7 +228,7 @@ class _JsonText:
         rest = self._text[self._at :]
         if len(rest) > _MAX_LINE:
             raise _TooLong(self.line)
-        more = self._file.read(max(_CHUNK, len(rest)))
+        more = _require_valid(self._file.read(max(_CHUNK, len(rest))))
         if more:
             self._text, self._at, self.first_line = rest + more, 0, self.line
         return bool(more)
@@ -257,13 +237,13 @@ class _JsonText:
 # -- CSV and TSV
 
 
-def _table(file: BufferedIOBase, name: str, delimiter: Optional[str]) -> Iterator[Line]:
+def _table(file: TextIOWrapper, name: str, delimiter: Optional[str]) -> Iterator[Line]:
     """Rows with the first line's column names; it also shows the delimiter if none is given."""
     csv.field_size_limit(_MAX_LINE)
     not_utf8: list[int] = []
 
     def lines() -> Iterator[str]:
-        for number, line in _decoded(file):
+        for number, line in _numbered(file):
             if line is None:
                 not_utf8.append(number)
             yield line or "\n"
@@ -305,9 +285,9 @@ def _table(file: BufferedIOBase, name: str, delimiter: Optional[str]) -> Iterato
 # -- text and Parquet
 
 
-def _paragraphs(file: BufferedIOBase, name: str) -> Iterator[Line]:
+def _paragraphs(file: TextIOWrapper, name: str) -> Iterator[Line]:
     start, paragraph = 1, ""
-    for number, line in _decoded(file):
+    for number, line in _numbered(file):
         if line is None:
             yield Line(f"{name}:{number}", None, _NOT_UTF8)
         elif line.strip():

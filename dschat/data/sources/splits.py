@@ -26,13 +26,7 @@ from dschat.config import UserError
 from dschat.config.columns import look_up
 from dschat.config.data import DataConfig
 from dschat.config.fields import AUTO
-from dschat.data.sources.adapters import (
-    PURPOSES,
-    Example,
-    Purpose,
-    normalize,
-    require_answers,
-)
+from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize, require_answers
 from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.turns import unread_keys

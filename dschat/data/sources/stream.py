@@ -20,19 +20,10 @@ import numpy as np
 from datasets import Dataset
 
 from dschat.config.data import DataConfig
+from dschat.data.sources import splits
 from dschat.data.sources.adapters import PURPOSES, Purpose
 from dschat.data.sources.resolve import RawRows
-from dschat.data.sources.splits import (
-    EXAMPLES,
-    NUM_LISTED,
-    DataSource,
-    check_allowed,
-    key_hash,
-    load_source,
-    named_held_out,
-    no_rows,
-    normalized_rows,
-)
+from dschat.data.sources.splits import DataSource
 from dschat.data.tables import made_table
 
 logger = logging.getLogger("dschat")
@@ -54,9 +45,9 @@ class Tally:
         total = self.counts.total()
         if self.quiet:
             return
-        if where and total <= NUM_LISTED:
+        if where and total <= splits.NUM_LISTED:
             logger.warning("%s: dropped %s: %s", self.name, where, why)
-        elif total >= NUM_LISTED and str(total).strip("0") == "1":
+        elif total >= splits.NUM_LISTED and str(total).strip("0") == "1":
             logger.warning("%s: dropped %d rows so far (%s)", self.name, total, self.summary())
 
     def summary(self) -> str:
@@ -72,19 +63,19 @@ class ExampleStream:
 
     def __init__(self, config: DataConfig, purpose: Purpose, seed: int) -> None:
         self._config, self._purpose, self._seed = config, purpose, seed
-        self._sources = [load_source(spec, config, purpose) for spec in config.data_path]
+        self._sources = [splits.load_source(spec, config, purpose) for spec in config.data_path]
         self._splits = np.cumsum(config.split_weights) / np.sum(config.split_weights)
         have_eval = all(source.splits.eval for source in self._sources)
         self._hold_out = config.eval_data_path is None and not have_eval
         step = PURPOSES.index(purpose)
         if not config.split_weights[step]:
-            raise no_rows(config.data_split, step, "the")
+            raise splits.no_rows(config.data_split, step, "the")
         filled = [s for s in self._sources if next(self._part(s, s.splits.train, step), None)]
         for source in self._sources:
             if source not in filled:
                 logger.warning("%s has no rows for step %d", source.name, step + 1)
         if not filled:
-            raise no_rows(config.data_split, step, "the")
+            raise splits.no_rows(config.data_split, step, "the")
         self._sources, self._shares = filled, _shares(filled) if len(filled) > 1 else None
         columns = [c for s in filled for c in s.splits.train.columns if c != s.adapter.prompt]
         self.other_columns = sorted({*columns})
@@ -104,7 +95,8 @@ class ExampleStream:
         """At most ``--max_eval_samples`` held-out rows, sampled from the first of every source."""
         limit = self._config.max_eval_samples
         if self._config.eval_data_path is not None:
-            parts = [self._part(*named) for named in named_held_out(self._config, self._purpose)]
+            named = splits.named_held_out(self._config, self._purpose)
+            parts = [self._part(*each) for each in named]
         else:
             parts = [
                 self._part(s, s.splits.eval)
@@ -115,7 +107,7 @@ class ExampleStream:
             ]
         rows = [row for part in parts for row in islice(part, limit)]
         sample = np.random.default_rng(self._seed).permutation(len(rows))[:limit]
-        return made_table(EXAMPLES, [rows[i] for i in sorted(sample.tolist())])
+        return made_table(splits.EXAMPLES, [rows[i] for i in sorted(sample.tolist())])
 
     def _endless(self, number: int, quiet: bool) -> Iterator[ExampleRow]:
         source = self._sources[number]
@@ -130,7 +122,7 @@ class ExampleStream:
                 num_rows += 1
                 yield row
             if not num_rows:
-                raise no_rows(self._config.data_split, step, "the")
+                raise splits.no_rows(self._config.data_split, step, "the")
 
     def _part(
         self,
@@ -144,9 +136,9 @@ class ExampleStream:
         Raises:
             UserError: a bad row that ``--on_bad_row`` does not allow.
         """
-        for row in normalized_rows(rows, source.adapter, self._purpose):
+        for row in splits.normalized_rows(rows, source.adapter, self._purpose):
             if row["problem"]:
-                check_allowed(row, self._config.on_bad_row, source.flag)
+                splits.check_allowed(row, self._config.on_bad_row, source.flag)
                 if tally:
                     tally.add(row["fault"].removesuffix("; fix it") or row["problem"], row["where"])
             elif part is None or self._place(row["key"], source) == part:
@@ -189,4 +181,4 @@ def shuffled(rows: Iterator[Any], size: int, seed: Any) -> Iterator[Any]:
 
 
 def _unit(key: str, salt: str) -> float:
-    return key_hash(key, salt) / 2**64
+    return splits.key_hash(key, salt) / 2**64

@@ -1,0 +1,151 @@
+"""The web chat: its page, scores of a reward model, and preferences, which step 2 trains on."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse
+from starlette.exceptions import HTTPException
+
+from dschat.builtin.tiny_model import resolve_model
+from dschat.chat.model import resolve_dtype
+from dschat.config import UserError
+from dschat.data.segments import encode_examples
+from dschat.data.sources.adapters import Content, Example
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.row_length import num_positions
+from dschat.models.score_model import RewardModel
+from dschat.models.vocabulary import num_ids
+from dschat.serving.schema import Preference, ScoreRequest, turns_of
+
+if TYPE_CHECKING:
+    from dschat.serving.app import Server
+
+_PAGE = Path(__file__).with_name("chat.html")
+# The page has its script and style in itself, and loads nothing.
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class PreferenceFile:
+    """A JSONL file with the columns ``prompt`` (turns), ``chosen`` and ``rejected`` (text), and the
+    names of the models.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        parent = next(folder for folder in self.path.absolute().parents if folder.exists())
+        problem = None
+        if self.path.is_symlink():
+            problem = errno.ELOOP
+        elif self.path.is_dir():
+            problem = errno.EISDIR
+        elif not parent.is_dir():
+            problem = errno.ENOTDIR
+        elif not os.access(self.path if self.path.exists() else parent, os.W_OK):
+            problem = errno.EACCES
+        if problem is not None:
+            raise UserError(f"--preferences {path}: {os.strerror(problem)}; name another file")
+
+    def append(self, preference: Preference) -> None:
+        """Add a row, at once and whole."""
+        row = {
+            "prompt": turns_of(preference.messages),
+            "chosen": [{"role": "assistant", "content": preference.chosen}],
+            "rejected": [{"role": "assistant", "content": preference.rejected}],
+            "chosen_model": preference.chosen_model,
+            "rejected_model": preference.rejected_model,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            os.write(file, line)
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+class ChatScorer:
+    """The reward model of step 2 at ``path``, which reads what it was trained on: its own tokens.
+
+    Raises:
+        UserError: not a reward model with a tokenizer.
+    """
+
+    def __init__(self, path: str, dtype: str, trust_remote_code: bool = False) -> None:
+        checkpoint = Checkpoint(resolve_model(path), "--reward_model", trust_remote_code)
+        checkpoint.require_reward_model()
+        checkpoint.check("score")
+        self._tokenizer = tokenizer = checkpoint.tokenizer()
+        self._positions = num_positions(checkpoint.config)
+        self._model = RewardModel(
+            checkpoint, resolve_dtype(dtype), tokenizer.pad_token_id, num_ids(tokenizer)
+        )
+
+    def score(self, messages: list[dict[str, str]], answers: list[str]) -> list[float]:
+        """The score of each answer to a conversation, at its end.
+
+        Raises:
+            UserError: the chat template refuses the messages, or they are longer than the model.
+        """
+        turns: list[Content] = [[{"role": "assistant", "content": text}] for text in answers]
+        example = Example(messages, others=turns)
+        (encoded,) = encode_examples(self._tokenizer, [example], ("others",))
+        if encoded.problem:
+            raise UserError(encoded.problem)
+        rows = [encoded.prompt_ids + answer for answer in encoded.answers]
+        if self._positions is not None and (longest := max(map(len, rows))) > self._positions:
+            raise UserError(
+                f"{longest} tokens, and the reward model has {self._positions} positions"
+            )
+        return self._model.score(rows).tolist()
+
+
+class WebChat:
+    """What the page asks for, besides answers."""
+
+    def __init__(
+        self, server: "Server", preferences: PreferenceFile, reward_model: ChatScorer | None
+    ) -> None:
+        self._server, self._preferences, self._reward_model = server, preferences, reward_model
+        self._thread = server.thread()  # one, as the reward model's tokenizer demands
+
+    def add_to(self, app: FastAPI) -> None:
+        """Register the routes."""
+        app.get("/")(self.page)
+        app.get("/api/info")(self.info)
+        app.post("/api/score")(self.score)
+        app.post("/api/preference")(self.prefer)
+
+    async def page(self) -> FileResponse:
+        headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
+        return FileResponse(_PAGE, media_type="text/html", headers=headers)
+
+    async def info(self) -> dict[str, Any]:
+        return {
+            "models": list(self._server.models),
+            "scores": self._reward_model is not None,
+            "preferences": str(self._preferences.path),
+        }
+
+    async def score(self, request: Request, body: ScoreRequest) -> dict[str, list[float]]:
+        """Scores of answers to one conversation."""
+        if self._reward_model is None:
+            raise HTTPException(404, "the server has no reward model; start it with --reward_model")
+        messages = turns_of(body.messages)
+        scores = await self._thread.run(request, self._reward_model.score, messages, body.answers)
+        return {"scores": scores}
+
+    async def prefer(self, request: Request, body: Preference) -> Response:
+        """Record that one answer is better than another."""
+        await self._thread.run(request, self._preferences.append, body)
+        return Response(status_code=204)
