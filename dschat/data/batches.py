@@ -20,7 +20,7 @@ import numpy as np
 from datasets import Dataset
 
 import dschat.distributed as dist
-from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
+from dschat.data.micro_batches import MicroBatchSize, row_tokens, shares_of_ranks
 from dschat.data.tables import iterate
 
 Rows = list[Any]
@@ -117,8 +117,11 @@ class StepBatches:
             indices = order[step * size : (step + 1) * size].tolist()
             if self.size.tokens:
                 rows = [dataset[i] for i in indices]
-                parts = spread([row_tokens(row).total for row in rows], self.world_size)
-                yield [rows[i] for i in sorted(parts[self.rank])]
+                tokens = [row_tokens(row) for row in rows]
+                if self.size.padded:  # they share nothing
+                    tokens = [row._replace(prompt=None) for row in tokens]
+                parts = shares_of_ranks(tokens, self.size.tokens, self.world_size)
+                yield [rows[i] for i in parts[self.rank]]
             else:
                 yield [dataset[i] for i in self._share(indices)]
 
