@@ -354,7 +354,8 @@ class DeepSpeedPPOTrainer:
         if args.kl_is_in_loss and self.engine.has_reference:
             kl = torch.where(mask, kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
             kl = (weights * kl).sum()
-            loss = loss + self.kl.value * kl
+            if self.kl.value:  # 0 times an infinite KL is NaN
+                loss = loss + self.kl.value * kl
             sums["kl_loss"] = kl.detach()
         if args.distill_top_k:
             kl = top_k_reverse_kl(of_candidates, batch.teacher_candidates, batch.candidates, mask)
