@@ -345,3 +345,11 @@ def test_learning(tmp_path):
     assert 0 == seconds[0] < seconds[1] < seconds[2]
     assert accuracies[0] < 0.02  # random weights may generate a number, rarely the right one
     assert not list(tmp_path.rglob("after_*"))
+
+
+@pytest.mark.slow
+def test_dialogues_are_computed_once():
+    flags = ("--dialogues", "4", "--turns", "3", "--steps", "1")
+    (apart, shared, together), _ = run_script("dialogue_rows.py", *flags)
+    assert apart["rows"] == shared["rows"] == together["rows"] == 12
+    assert apart["tokens"] > shared["tokens"] == together["tokens"]  # one step has all rows
