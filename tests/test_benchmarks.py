@@ -365,3 +365,11 @@ def test_decoders():
     cases = ["even", "ragged", "samples", "shared"]
     assert [line["case"] for line in lines] == 2 * cases
     assert [set(line["ratio"]) for line in lines] == 4 * [{"module", "table"}] + 4 * [{"module"}]
+
+
+@pytest.mark.slow
+def test_dialogues_are_computed_once():
+    flags = ("--dialogues", "4", "--turns", "3", "--steps", "1")
+    (apart, shared, together), _ = run_script("dialogue_rows.py", *flags)
+    assert apart["rows"] == shared["rows"] == together["rows"] == 12
+    assert apart["tokens"] > shared["tokens"] == together["tokens"]  # one step has all rows

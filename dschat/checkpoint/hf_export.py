@@ -36,6 +36,7 @@ from dschat.models.row_length import restore_rotary
 from dschat.startup.files import sha256_of, sync_file
 
 MAX_FILE_BYTES = 4 * 2**30
+written: dict[Path, list[str]] = {}  # what this process saved, by folder: names in it
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _PROCESSOR_FILES = (  # of models that see and hear
@@ -228,6 +229,7 @@ def _write_checksums(staging: Path) -> None:
 def _move_in(staging: Path, folder: Path) -> None:
     """Move the finished files into ``folder``, which may hold metrics; weights go last."""
     folder.mkdir(parents=True, exist_ok=True)
+    written[folder] = sorted(path.name for path in staging.iterdir())
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     for path in sorted(staging.iterdir(), key=lambda p: p.suffix == ".safetensors"):

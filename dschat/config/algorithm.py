@@ -45,10 +45,13 @@ class AlgorithmConfig:
     # KL
     kl_coef: float = flag(
         0.1,
-        "Weight of the KL penalty; 0 without --kl_target loads no reference model.",
+        "Weight of the KL penalty; 0 loads no reference model; see --log_kl.",
         short=True,
         aliases=["--kl_ctl"],
         ge=0,
+    )
+    log_kl: bool = flag(
+        False, "Load the reference model with --kl_coef 0 too, and log the KL to it."
     )
     kl_in_loss: Optional[bool] = flag(
         None,
@@ -157,8 +160,8 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is needed for the KL penalty."""
-        return self.kl_coef > 0 or self.kl_target is not None
+        """Whether a reference model is needed: for the KL penalty, or to log the KL."""
+        return self.kl_coef > 0 or self.kl_target is not None or self.log_kl
 
     @property
     def cliprange_sides(self) -> tuple[float, float]:

@@ -174,6 +174,9 @@ class SFTConfig(SupervisedConfig):
     train_on: Literal["all", "last"] = flag(
         "all", "Assistant turns of a dialogue with loss: all of them, or the last."
     )
+    shuffle: Literal["rows", "dialogues"] = flag(
+        "rows", "What is shuffled: rows, or dialogues; rows of one then share their tokens."
+    )
     train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
     train_on_reasoning: bool = flag(True, "Compute the loss on the thoughts of answers.")
 

@@ -20,7 +20,7 @@ import numpy as np
 from datasets import Dataset
 
 import dschat.distributed as dist
-from dschat.data.micro_batches import MicroBatchSize, row_tokens, spread
+from dschat.data.micro_batches import MicroBatchSize, row_tokens, shares_of_ranks
 from dschat.data.sources.adapters import Content
 from dschat.data.tables import iterate
 
@@ -80,6 +80,7 @@ class StepBatches:
     seed: int  # of the permutation, together with the epoch
     shuffle: bool = True  # False: the order of the rows (evaluation: each row once, over all ranks)
     drop_last: bool = False  # drop a last global batch that is not full
+    together: str = ""  # a column: neighbours with the same value there stay so when shuffled
 
     def __post_init__(self) -> None:
         assert self.global_batch_size >= 1, self.global_batch_size
@@ -113,15 +114,26 @@ class StepBatches:
         num_rows = len(dataset)
         order = np.arange(num_rows)
         if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(num_rows)
+            order = self._shuffled(np.random.default_rng([self.seed, epoch]), dataset)
         for step in range(first_step, len(self)):
             indices = order[step * size : (step + 1) * size].tolist()
             if self.size.tokens:
                 rows = [dataset[i] for i in indices]
-                parts = spread([row_tokens(row).total for row in rows], self.world_size)
-                yield [rows[i] for i in sorted(parts[self.rank])]
+                tokens = [row_tokens(row) for row in rows]
+                if self.size.padded:  # they share nothing
+                    tokens = [row._replace(prompt=None) for row in tokens]
+                parts = shares_of_ranks(tokens, self.size.tokens, self.world_size)
+                yield [rows[i] for i in parts[self.rank]]
             else:
                 yield [dataset[i] for i in self._share(indices)]
+
+    def _shuffled(self, generator: np.random.Generator, dataset: RowTable) -> np.ndarray:
+        """The numbers of the rows of ``dataset``, in a random order."""
+        if not self.together:
+            return generator.permutation(len(dataset))
+        values = np.asarray([row[self.together] for row in rows_of(dataset, (self.together,))])
+        blocks = np.cumsum(np.diff(values, prepend=values[:1]) != 0)  # the block of each row
+        return np.argsort(generator.permutation(blocks[-1] + 1)[blocks], kind="stable")
 
     def _share(self, rows: Rows) -> Rows:
         """This rank's part of a global batch: contiguous, so that a row's number in the batch
@@ -304,5 +316,10 @@ def prompt_columns(dataset: Union[RowTable, RowStream]) -> set[str]:
     """
     if isinstance(dataset, RowStream):
         return set(dataset.column_names)
-    rows = iterate(dataset, ("columns",)) if isinstance(dataset, Dataset) else iter(dataset)
+    rows = rows_of(dataset, ("columns",))
     return {name for row in rows for name in json.loads(row.get("columns", "null")) or ()}
+
+
+def rows_of(table: RowTable, columns: tuple[str, ...]) -> Iterator[Any]:
+    """The rows of ``table`` with these ``columns`` or more, in order."""
+    return iterate(table, columns) if isinstance(table, Dataset) else iter(table)

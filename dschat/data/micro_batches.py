@@ -1,8 +1,8 @@
 """Cuts a rank's rows of an optimizer step into micro-batches, and packs their token ids.
 
 By rows, or by tokens: then the fewest micro-batches within the budget are filled evenly, the
-largest rows first, each into the least loaded one. Rows of one prompt share its tokens and stay
-together where they fit.
+largest rows first, each into the least loaded one. Rows of one prompt or of one dialogue share its
+tokens and stay together where they fit.
 
 A micro-batch without rows has ``num_real`` 0 and one dummy token, of which nothing is read: under
 ZeRO-3 a rank that has run out of rows must still take part in every forward and backward.
@@ -32,7 +32,9 @@ class RowTokens(NamedTuple):
     total: int  # tokens, packed
     longest: int  # tokens of its longest sequence
     num_sequences: int = 1
-    prompt: bytes | None = None  # rows with equal prompts share its tokens; None: no other row does
+    # Rows of one prompt, or dialogue (its number), share the longest of their ``prompt_tokens``;
+    # None: no other row does.
+    prompt: bytes | int | None = None
     prompt_tokens: int = 0
 
 
@@ -41,7 +43,10 @@ def row_tokens(row: Mapping[str, Any]) -> RowTokens:
     named = [ids for name, ids in row.items() if name.endswith("_ids") and name != "other_ids"]
     lengths = [len(ids) for ids in (*named, *row.get("other_ids", ()))]
     shared = (len(lengths) - 1) * row.get("prompt_length", 0)
-    return RowTokens(sum(lengths) - shared, max(lengths), len(lengths))
+    tokens = RowTokens(sum(lengths) - shared, max(lengths), len(lengths))
+    if row.get("shared_length"):
+        return tokens._replace(prompt=row["dialogue"], prompt_tokens=row["shared_length"])
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -124,17 +129,17 @@ def _packed(rows: Sequence[RowTokens], budget: int) -> list[list[int]]:
 
 def _blocks(rows: Sequence[RowTokens], budget: int) -> tuple[list[list[int]], list[int]]:
     """Indices of rows that stay together, and what they take: those of one prompt, if it fits."""
-    groups: dict[bytes | int, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(i if row.prompt is None else row.prompt, []).append(i)
+        groups.setdefault(i if row.prompt is None else (row.prompt,), []).append(i)
     blocks: list[list[int]] = []
     sizes: list[int] = []
     for members in groups.values():
-        shared = rows[members[0]].prompt_tokens if len(members) > 1 else 0
-        own = [rows[i].total - shared for i in members]
-        for part in _fewest(own, budget - shared):
+        shared = [rows[i].prompt_tokens for i in members]
+        own = [rows[i].total - rows[i].prompt_tokens for i in members]
+        for part in _fewest(own, budget - max(shared)):
             blocks.append([members[i] for i in part])
-            sizes.append(shared + sum(own[i] for i in part))
+            sizes.append(max(shared[i] for i in part) + sum(own[i] for i in part))
     return blocks, sizes
 
 
@@ -203,7 +208,10 @@ class PreferenceBatch(PackedBatch):
 
 
 def collate_sft(rows: Sequence[dict[str, Any]]) -> WeightedBatch:
-    """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target."""
+    """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target.
+
+    Rows of one dialogue share the tokens that are those of its last row.
+    """
     masks = [np.asarray(row["loss_mask"], dtype=bool) for row in rows]
     reads = [np.flatnonzero(mask[1:]) for mask in masks]
     weights, weight = None, float(sum(map(len, reads)))
@@ -212,7 +220,12 @@ def collate_sft(rows: Sequence[dict[str, Any]]) -> WeightedBatch:
         chosen = [np.asarray(w)[1:][read] for w, read in zip(given, reads, strict=True)]
         weights = torch.from_numpy(np.concatenate(chosen).astype(np.float32))
         weight = float(weights.sum())
-    packed = pack([row["input_ids"] for row in rows], reads)
+    packed = pack(
+        [row["input_ids"] for row in rows],
+        reads,
+        [row.get("shared_length", 0) for row in rows],
+        dialogues=[row.get("dialogue", 0) for row in rows],
+    )
     return WeightedBatch(packed, len(rows), weights, weight)
 
 

@@ -57,6 +57,7 @@ class Encoded:
     answer_weights: list[float] = field(default_factory=list)
     problem: str = ""
     cut: str = ""  # what the answers lost
+    example: int = 0  # its place among the examples
 
 
 Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template shows to the model
@@ -99,6 +100,7 @@ def encode_examples(
     how = resolved(tokenizer, reasoning)
     made: list[tuple[list[Segment], int, str]] = []  # with the number of answers, and a note
     rows: list[Encoded | None] = []  # None: of the next in `made`
+    places: list[int] = []  # of the rows' examples
 
     def add(
         prompt: Content,
@@ -117,7 +119,7 @@ def encode_examples(
         made.append((segments, len(answers), note))
         rows.append(None)
 
-    for example in examples:
+    for place, example in enumerate(examples):
         answers = [with_reasoning(answer, how) for answer in example.answers(fields)]
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
         try:
@@ -130,12 +132,14 @@ def encode_examples(
             add(prompt, asked, answers, inputs)
         except RefusedChat as error:
             rows.append(Encoded([], [], [], problem=str(error)))
+        places += [place] * (len(rows) - len(places))
     ids = iter(encode(tokenizer, [segment for segments, _, _ in made for segment in segments]))
     assembled = (
         _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers, note)
         for segments, num_answers, note in made
     )
-    return [next(assembled) if row is None else row for row in rows]
+    encoded = [next(assembled) if row is None else row for row in rows]
+    return [replace(row, example=place) for row, place in zip(encoded, places, strict=True)]
 
 
 def prompt_segments(

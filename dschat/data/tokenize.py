@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, Literal, Union
 
 from datasets import Dataset, Features, List, Value
@@ -41,7 +42,8 @@ _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 def sft_dataset(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
-    """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len.
+    """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len;
+    ``weights``, ``dialogue``, ``shared_length``.
 
     ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
     EOS, or all tokens with ``--train_on_prompt``, except turns of weight 0 and empty ones; never
@@ -49,6 +51,10 @@ def sft_dataset(
     empty where all targets have weight 1. Rows beyond max_seq_len lose the beginning of the prompt
     (a BOS stays). An answer that does not fit beside the rest of the prompt loses its end,
     including EOS.
+
+    A dialogue whose earlier turns the template rewrites has a row for every answer, one after the
+    other, with the same ``dialogue``, a number; ``shared_length`` of a row's first tokens are those
+    of the dialogue's last row.
 
     Returns:
         One Dataset for split "train" or "eval", the pair of them for "both"; with ``--streaming``
@@ -67,6 +73,7 @@ def sft_dataset(
         reasoning=config.reasoning,
     )
     columns = {"input_ids": _IDS, "loss_mask": _MASK, "weights": _WEIGHTS}
+    columns |= {"dialogue": Value("int64"), "shared_length": Value("int32")}
     return _tables(config, "sft", split, make, columns)
 
 
@@ -236,6 +243,7 @@ def _sft_rows(
     encoded_examples = encode_examples(
         tokenizer, examples, ("chosen",), reasoning, train_on_reasoning, every_answer
     )
+    made: list[dict[str, Any]] = []
     for encoded in encoded_examples:
         if not every_answer:
             encoded.prompt_weights = [None if w else w for w in encoded.prompt_weights]
@@ -250,8 +258,20 @@ def _sft_rows(
         if set(weights) <= {0.0, 1.0}:
             weights = []
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
-        row = {"input_ids": ids, "loss_mask": mask, "weights": weights}
-        yield row | {"problem": problem, "cut": cut}
+        row = {"input_ids": ids, "loss_mask": mask, "weights": weights, "problem": problem}
+        made.append(row | {"cut": cut, "dialogue": indices[encoded.example]})
+    for _, same in groupby(made, key=itemgetter("dialogue")):
+        *earlier, last = same
+        for other in earlier:
+            other["shared_length"] = _num_shared(other["input_ids"], last["input_ids"])
+        last["shared_length"] = len(last["input_ids"]) if earlier else 0
+    yield from made
+
+
+def _num_shared(ids: list[int], other: list[int]) -> int:
+    """Tokens from the start on that are the same."""
+    pairs = enumerate(zip(ids, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(other)))
 
 
 def _prompt_rows(

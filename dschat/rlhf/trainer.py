@@ -343,7 +343,8 @@ class DeepSpeedPPOTrainer:
         if args.kl_is_in_loss and self.engine.has_reference:
             kl = torch.where(mask, losses.kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
             kl = (weights * kl).sum()
-            loss = loss + self.kl.value * kl
+            if self.kl.value:  # 0 times an infinite KL is NaN
+                loss = loss + self.kl.value * kl
             sums["kl_loss"] = kl.detach()
         if args.distill_top_k:
             kl = losses.top_k_reverse_kl(

@@ -4,6 +4,7 @@ A card says its model's base, data, command, metrics and versions; one without `
 and stays as it is. A push that fails is a warning: the models are on disk.
 """
 
+import glob
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 import dschat.distributed as dist
 from dschat import __version__
 from dschat.checkpoint.fingerprint import OF_MODEL
+from dschat.checkpoint.hf_export import written
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, UserError, parser
 from dschat.config.errors import first_line, require
 from dschat.config.fields import changed, of_result
@@ -162,6 +164,16 @@ def publish(config: CommonConfig, waits: bool = True) -> None:
             push.result()
 
 
+def _files(model: Path) -> list[str]:
+    """Patterns of what is pushed of a folder: what was saved there, and a step's adapter. A folder
+    of another process has files of models only.
+    """
+    if model not in written:
+        return _FILES
+    names = [glob.escape(name) for name in (*written[model], CARD)]
+    return [*names, *(f"{name}/*" for name in names), *(f"adapter/{name}" for name in _FILES)]
+
+
 def _push(config: CommonConfig, models: Sequence[Path]) -> None:
     """The first of ``models`` becomes the repository's root, the others are folders in it."""
     try:
@@ -173,7 +185,7 @@ def _push(config: CommonConfig, models: Sequence[Path]) -> None:
                 repo_id=repo.repo_id,
                 folder_path=model,
                 path_in_repo=None if model == models[0] else model.name,
-                allow_patterns=_FILES,
+                allow_patterns=_files(model),
                 ignore_patterns=_OTHERS,
             )
         logger.info("pushed to %s", repo)

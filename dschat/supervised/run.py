@@ -35,8 +35,9 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     # Load. Mistakes in names and data show before any weight loads.
     base = setup.read_base(config, "lm")
     with dist.main_process_first():
-        tables = sft_dataset(config, base.tokenizer, "both")
-    batches = setup.step_batches(config, *tables)
+        train, held_out = sft_dataset(config, base.tokenizer, "both")
+    together = "dialogue" if config.shuffle == "dialogues" else ""
+    batches = setup.step_batches(config, train, held_out, together)
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))

@@ -120,9 +120,10 @@ def step_batches(
     config: SupervisedConfig,
     train: RowTable | RowStream,
     held_out: RowTable | RowStream,
+    together: str = "",
 ) -> tuple[StepBatches, StepBatches]:
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
-    order. ``UserError`` where ranks have other rows.
+    order. ``UserError`` where ranks have other rows. ``together``: see `StepBatches`.
     """
     world, tokens = dist.world_size(), fixed_or_zero(config.max_tokens_per_micro_batch)
 
@@ -130,7 +131,9 @@ def step_batches(
         rows: RowTable | RowStream, size: int, per_device: int, shuffle: bool
     ) -> StepBatches:
         micro_batch = MicroBatchSize(per_device, tokens, ranks=config.sequence_parallel_size)
-        return StepBatches(rows, size, micro_batch, dist.rank(), world, config.seed, shuffle)
+        return StepBatches(
+            rows, size, micro_batch, dist.rank(), world, config.seed, shuffle, together=together
+        )
 
     check_same_rows(train, held_out)
     train_size, eval_size = config.per_device_train_batch_size, config.per_device_eval_batch_size

@@ -121,6 +121,33 @@ def test_batches_move_to_a_device():
     assert batch.num_real == 1
 
 
+def test_rows_that_stay_together_are_shuffled_as_one():
+    rows = [{"turn": (i, j), "dialogue": i} for i in range(9) for j in range(i % 4)]
+    drawn = set()
+    for seed in range(5):
+        batches = StepBatches(rows, 5, ROWS, 0, 1, seed, together="dialogue")
+        turns = [row["turn"] for step in batches.epoch(0) for row in step]
+        assert [len(step) for step in batches.epoch(0)] == [5, 5, 2]
+        dialogues = [i for i, j in turns if j == 0]
+        assert turns == [(i, j) for i in dialogues for j in range(i % 4)]
+        assert sorted(dialogues) == [1, 2, 3, 5, 6, 7]
+        drawn.add(tuple(dialogues))
+    assert len(drawn) == 5
+
+
+def test_ranks_by_tokens_take_whole_dialogues():
+    rows = [
+        {"input_ids": [1] * 10, "dialogue": number, "shared_length": 8 + turn}
+        for number in range(4)
+        for turn in range(3)
+    ]
+    for rank in (0, 1):
+        (part,) = StepBatches(rows, 12, MicroBatchSize(1, 20), rank, 2, 0).epoch(0)
+        numbers = [row["dialogue"] for row in part]
+        assert sorted(numbers) == sorted(3 * sorted(set(numbers)))
+        assert len(part) == 6
+
+
 def test_rows_of_a_table_come_as_dicts():
     from datasets import Dataset
 

@@ -216,6 +216,12 @@ def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(kno
     assert [(trained(tokenizer, row), tokenizer.decode(row["input_ids"])) for row in made] == [
         ([answer], text) for answer, text in seen.items()
     ]
+    shared = "<user>hi</s><assistant>"
+    assert [tokenizer.decode(row["input_ids"][: row["shared_length"]]) for row in made] == [
+        shared,
+        list(seen.values())[1],
+    ]
+    assert [row["dialogue"] for row in made] == [0, 0]
     (row,) = sft_dataset(SFTConfig(**rows, train_on="last"), tokenizer)
     assert trained(tokenizer, row) == ["aha;bye</s>"]
     dialogue[1]["weight"] = 0
@@ -355,4 +361,4 @@ def test_splits_come_one_by_one_or_together(knobs):
     assert sft_dataset(config, PLAIN, "train")[:] == both[0][:]
     assert sft_dataset(config, PLAIN, "eval")[:] == both[1][:]
     none = sft_dataset(SFTConfig(**knobs(rows)), PLAIN, "eval")
-    assert (len(none), none.column_names) == (0, ["input_ids", "loss_mask", "weights"])
+    assert (len(none), none.column_names) == (0, both[0].column_names)

@@ -37,9 +37,10 @@ def _report(name, value, expected):
 
 
 def reference(case):
-    """The same case in one process, ZeRO 0, whole batches."""
+    """The same case in one process, ZeRO 0, whole batches, and rows that share nothing."""
     options = tuple(option for option in case.options if option not in BUDGET + AUTO + TP + SP)
-    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options)
+    rows = "turns" if case.rows == "dialogues" else case.rows
+    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options, rows=rows)
 
 
 BUDGET = (("max_tokens_per_micro_batch", 38),)
@@ -71,6 +72,7 @@ GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding h
 HERE = [
     Case("sft", 3, 2),
     Case("sft", 3, 8, "qwen3_5", options=(("gradient_checkpointing", True),)),
+    Case("sft", options=BUDGET, rows="dialogues"),
     Case("reward", 0, 2, rows="ranked", options=LORA),
     Case("ppo", 0, 4, options=BUDGET),
     Case("ppo", 3, 4, iterations=1, options=TOP),
@@ -82,6 +84,8 @@ TWO = [
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
     Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
     Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
+    Case("sft", 3, 4, "mistral", options=SP, rows="dialogues"),
+    Case("sft", 0, 4, options=BUDGET, rows="dialogues"),
     Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=SP),
     Case("ppo", 3, 4, "qwen3_moe", iterations=1, shares=(3, 5), options=REPLAY),
 ]

@@ -30,6 +30,7 @@ PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
         pytest.param(PROGRAM, {"reward"}, marks=pytest.mark.slow),
         pytest.param({"kl_coef": 0.0}, {"reference"}, marks=pytest.mark.slow),
         (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
+        pytest.param({"kl_coef": 0.0, "log_kl": True}, set(), marks=pytest.mark.slow),
         # the actor without adapters is the reference
         (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),
         # critic, reward model of another checkpoint, and a reward function
@@ -49,7 +50,7 @@ def test_models_that_are_not_loaded_take_no_memory(tiny, knobs, absent):
     text = " ".join(done.models)
     assert ("critic: " in text) == ("critic" not in absent)
     assert ("reward model: none" in text) == ("reward" in absent)
-    needed = "kl_coef" not in knobs
+    needed = "kl_coef" not in knobs or "log_kl" in knobs
     assert ("reference: none" in text) == (not needed)
 
 

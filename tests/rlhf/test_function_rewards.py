@@ -40,6 +40,21 @@ def test_no_reference_without_a_kl_coefficient(models_folder):
     assert "objective/kl" not in trainer.metrics
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo"])  # with the KL in the loss, in the reward
+def test_a_kl_that_is_logged_alone_changes_nothing(models_folder, name):
+    found = []
+    for log_kl in (True, False):
+        options = {"advantage_estimator": name, "kl_coef": 0.0, "log_kl": log_kl}
+        trainer = trainer_of(models_folder, **options)
+        for _ in range(2):
+            trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
+        found.append((trainer.metrics, list(trainer.engine.actor.parameters())))
+    (logged, weights), (metrics, others) = found
+    assert logged["objective/kl"] != 0
+    assert "objective/kl" not in metrics
+    assert all(map(torch.equal, weights, others))
+
+
 def test_without_reward_model_gae_has_a_critic_that_starts_as_the_actor(models_folder):
     trainer = trainer_of(models_folder, advantage_estimator="gae")
     engine = trainer.engine

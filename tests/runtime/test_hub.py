@@ -7,8 +7,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import tiny_models
+from byte_tokenizers import byte_tokenizer
 from huggingface_hub import HfApi, ModelCard, constants
 
+from dschat.checkpoint.hf_export import export_hf
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.runtime import hub
 from dschat.runtime.hub import write_card
@@ -132,6 +135,23 @@ def test_a_run_s_other_files_are_not_pushed(server, tmp_path):
     models = {"config.json", "model.safetensors", "README.md"}
     assert server.files.keys() == models | {"adapter/weights.safetensors", "adapter/README.md"}
     assert ModelCard(server.files["adapter/README.md"].decode()).data.library_name == "peft"
+
+
+def test_a_user_s_own_files_are_not_pushed(server, tmp_path):
+    """With ``--output_dir .``: the model's files are those that were saved."""
+    config = step_of(tmp_path, SFTConfig(push_to_hub="chat"), root=1)
+    model = tiny_models.causal_lm("llama")
+    export_hf(tmp_path, model.state_dict().items(), model, model.config, byte_tokenizer("</s>"))
+    saved = {path.name for path in tmp_path.iterdir() if path.is_file()} - {"metrics.jsonl"}
+    for name in ("notes.txt", "secrets.json", "train.py", "data/rows.json", "other.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    hub.publish(config)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= saved
+    adapter = {"adapter/adapter_model.safetensors", "adapter/README.md"}
+    assert server.files.keys() == {*saved, "README.md", *adapter}
 
 
 def test_a_push_that_fails_is_a_warning(server, tmp_path, caplog):

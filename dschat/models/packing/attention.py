@@ -1,9 +1,10 @@
 """Attention over packed rows, registered with transformers under the name ``dschat``.
 
-Every prefix and every answer attends causally to itself; an answer also attends to its whole
-prefix. The two parts are joined by their log-sum-exps. Backward runs the kernel's own backward on
-each part with the joined output and log-sum-exp, which gives the exact gradient of the whole: it
-recomputes probabilities as exp(scores - log-sum-exp), as ring attention does (arXiv 2310.01889).
+Every prefix and every answer attends causally to itself; an answer also attends to its prefix, up
+to the place where it leaves it. The two parts are joined by their log-sum-exps. Backward runs the
+kernel's own backward on each part with the joined output and log-sum-exp, which gives the exact
+gradient of the whole: it recomputes probabilities as exp(scores - log-sum-exp), as ring attention
+does (arXiv 2310.01889).
 A head's sink (gpt-oss) is one more part: a key for all queries, whose value is 0.
 """
 
@@ -240,9 +241,9 @@ def _sequence_by_sequence(
     reach = how.window or how.chunk
     size = max(_BLOCK, reach) if reach else max(1, segments.longest)
     parts, start = [], 0
-    for prefix, answers in segments.groups:
+    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
         end = start
-        for shared, length in ((0, prefix), *((prefix, length) for length in answers)):
+        for shared, length in ((0, prefix), *zip(leaves, answers, strict=True)):
             of_prefix, own = slice(start, start + shared), slice(end, end + length)
             keys, values = (
                 torch.cat([x[:, :, of_prefix], x[:, :, own]], dim=2) for x in (key, value)

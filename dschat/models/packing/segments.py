@@ -1,11 +1,15 @@
 """Describes which tokens of a packed stream attend to which.
 
-A group is a prefix and the answers after it. A row that shares nothing is a prefix without answers.
+A group is a prefix and the answers after it. An answer attends to itself and to the first tokens of
+the prefix, up to the place where it leaves it: its end for the answers of one prompt, a place of
+its own for those of a dialogue's rows. A row that shares nothing is a prefix without answers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, zip_longest
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +39,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Shared:
-    """Groups that have answers: all of a group's answers are one sequence of queries, its prefix
-    is their keys.
+    """A part of `Segments.shared`: answers are a sequence of queries, what they read of their
+    prefix is their keys.
     """
 
     lengths: Lengths
@@ -49,7 +53,7 @@ class VarlenTable:
     """The segments as tensors. They move to the device with the rows, for all layers."""
 
     pieces: Lengths
-    shared: Shared | None
+    shared: tuple[Shared, ...]
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,16 @@ class Segments:
     """Lengths of a stream's groups, on the host."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
+    # How many tokens of the prefix each answer attends to, ascending in a group; (): all of them.
+    leaves: tuple[tuple[int, ...], ...] = ()
     table: VarlenTable = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
     # How the tokens lie on several ranks; None: all of them are here.
     spread: "Spread | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.leaves:
+            at_end = tuple((prefix,) * len(answers) for prefix, answers in self.groups)
+            object.__setattr__(self, "leaves", at_end)
         if self.table is None:
             object.__setattr__(self, "table", _varlen_table(self))
 
@@ -85,15 +94,23 @@ class Segments:
         return [(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
 
     @cached_property
-    def shared(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """(bounds of the prefix, bounds of its answers together) of groups that have answers."""
-        bounds, start = [], 0
-        for prefix, answers in self.groups:
-            middle, end = start + prefix, start + prefix + sum(answers)
-            if answers:
-                bounds.append(((start, middle), (middle, end)))
-            start = end
-        return bounds
+    def shared(self) -> list[list[tuple[_Bounds, _Bounds]]]:
+        """(Bounds of what is read of a prefix, bounds of its readers) for answers that leave it at
+        one place: a part with the first such of each group, one with the second of each, and so on.
+
+        NOTE: no token is there twice in a part, so that gradients are added up part by part, in an
+        order that does not depend on other groups.
+        """
+        bounds: list[list[tuple[_Bounds, _Bounds]]] = []
+        end = 0
+        for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True):
+            start, end = end, end + prefix
+            of_group = []
+            for leave, run in groupby(zip(leaves, answers, strict=True), key=itemgetter(0)):
+                first, end = end, end + sum(length for _, length in run)
+                of_group.append(((start, start + leave), (first, end)))
+            bounds.append(of_group)
+        return [list(filter(None, part)) for part in zip_longest(*bounds)]
 
     def batches(self, most: int) -> list[Batch]:
         """Every piece as queries of itself, then answers as queries of their prefixes.
@@ -102,18 +119,25 @@ class Segments:
         """
         if most not in self._batches:
             pieces = [(bounds, bounds) for bounds in self.pieces]
-            shared = [(answers, prefix) for prefix, answers in self.shared]
-            self._batches[most] = _batches(pieces, most, True) + _batches(shared, most, False)
+            self._batches[most] = _batches(pieces, most, True)
+            for part in self.shared:
+                shared = [(answers, prefix) for prefix, answers in part]
+                self._batches[most] += _batches(shared, most, False)
         return self._batches[most]
 
     @cached_property
     def _batches(self) -> dict[int, list[Batch]]:
         return {}
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest row, its prefix included."""
-        return max((prefix + max(rest, default=0) for prefix, rest in self.groups), default=0)
+        ends = (
+            leave + length
+            for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True)
+            for leave, length in ((prefix, 0), *zip(leaves, answers, strict=True))
+        )
+        return max(ends, default=0)
 
 
 def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: bool) -> list[Batch]:
@@ -136,13 +160,12 @@ def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: boo
 
 
 def _varlen_table(segments: Segments) -> VarlenTable:
-    pieces = _lengths(segments.pieces, segments.pieces)
-    if not segments.shared:
-        return VarlenTable(pieces, None)
-    prefixes, answers = zip(*segments.shared, strict=True)
-    return VarlenTable(
-        pieces, Shared(_lengths(answers, prefixes), *map(_places, (answers, prefixes)))
-    )
+    shared = []
+    for part in segments.shared:
+        prefixes, answers = zip(*part, strict=True)
+        places = map(_places, (answers, prefixes))
+        shared.append(Shared(_lengths(answers, prefixes), *places))
+    return VarlenTable(_lengths(segments.pieces, segments.pieces), tuple(shared))
 
 
 def _lengths(queries: Bounds, keys: Bounds) -> Lengths:

@@ -171,7 +171,8 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
     names = ("input_ids", "position_ids", "columns", "targets", "candidates", "experts")
     given = {name: getattr(rows, name) for name in names}
     own = {name: None if x is None else x.cpu().numpy() for name, x in given.items()}
-    own |= {"num_rows": rows.num_rows, "lengths": rows.lengths, "segments": rows.segments.groups}
+    own |= {"num_rows": rows.num_rows, "lengths": rows.lengths}
+    own |= {"groups": rows.segments.groups, "leaves": rows.segments.leaves}
     members = group.gather_objects(own)
     starts = np.cumsum([0, *(len(m["input_ids"]) for m in members)])
     firsts = np.cumsum([0, *(len(m["columns"]) for m in members)])
@@ -181,6 +182,9 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
     columns = [m["columns"] + start for m, start in zip(members, starts, strict=False)]
     places = np.concatenate(columns)
     mine = np.flatnonzero((part.start <= places) & (places < part.stop))
+
+    def of_all(name: str) -> tuple:
+        return tuple(x for m in members for x in m[name])
 
     def joined(name: str, chosen: slice | np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate([m[name] for m in members])[chosen])
@@ -198,9 +202,9 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
         row_of=rows.row_of[:0],
         padded_ids=rows.padded_ids[:0],
         padded_columns=rows.padded_columns[:0],
-        segments=Segments(tuple(g for m in members for g in m["segments"]), spread=spread),
+        segments=Segments(of_all("groups"), of_all("leaves"), spread=spread),
         num_rows=sum(m["num_rows"] for m in members),
-        lengths=tuple(n for m in members for n in m["lengths"]),
+        lengths=of_all("lengths"),
         candidates=None if rows.candidates is None else joined("candidates", mine),
         experts=joined("experts", part) if sizes else None,
     )

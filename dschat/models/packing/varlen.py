@@ -1,6 +1,7 @@
 """Attention over packed rows by torch's FlashAttention on CUDA, in 16 bits.
 
-One call for all pieces, one for the answers and prefixes of all groups.
+One call for all pieces, one for the answers and prefixes of all groups; with answers that leave a
+prefix at several places, one more for each.
 """
 
 from collections.abc import Callable
@@ -28,9 +29,10 @@ class VarlenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
-        pieces, shared = segments.table.pieces, segments.table.shared
-        output, logsumexp = _forward(q, k, v, pieces, True, scale)  # (N, H, D), (H, N)
-        if shared is not None:
+        output, logsumexp = _forward(
+            q, k, v, segments.table.pieces, True, scale
+        )  # (N, H, D), (H, N)
+        for shared in segments.table.shared:
             lengths, queries, keys = shared.lengths, shared.queries, shared.keys
             other, other_logsumexp = _forward(q[queries], k[keys], v[keys], lengths, False, scale)
             joined, total = join(output[queries], logsumexp.T[queries], other, other_logsumexp.T)
@@ -41,9 +43,9 @@ class VarlenKernel:
     def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
         grad, q, k, v, output = (x[0].transpose(0, 1) for x in (grad, *saved[:4]))
         logsumexp = saved.logsumexp[0]
-        pieces, shared = segments.table.pieces, segments.table.shared
-        grads = _backward(grad, Saved(q, k, v, output, logsumexp), pieces, True, scale)
-        if shared is not None:
+        whole = Saved(q, k, v, output, logsumexp)
+        grads = _backward(grad, whole, segments.table.pieces, True, scale)
+        for shared in segments.table.shared:
             lengths, queries, keys = shared.lengths, shared.queries, shared.keys
             of_answers = Saved(q[queries], k[keys], v[keys], output[queries], logsumexp[:, queries])
             parts = _backward(grad[queries], of_answers, lengths, False, scale)
@@ -120,6 +122,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """``value`` with every tensor changed, in the order of the fields."""
     if isinstance(value, Tensor):
         return change(value)
+    if type(value) is tuple:
+        return tuple(_mapped(part, change) for part in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return replace(

@@ -27,22 +27,33 @@ GROUPS = {
     "alike": ((3, (2, 2)),) * 5,
     "nearly_alike": ((5, (9,)), (5, (12,)), (5, (4, 7)), (9, (16,)), (5, (16,)), (14, (10,))),
     "mixed": ((1, (1, 1)), (7, ()), (2, (5,)), (3, (1, 2, 6, 1)), (1, ()), (4, (2, 2))),
+    "dialogue": ((9, (3, 4, 1, 2, 6)),),
+    "dialogues": ((7, (2, 5, 2)), (4, ()), (7, (2, 2)), (3, (1, 4)), (9, (2, 2))),
+}
+# Where answers leave their prefix; else at its end.
+LEAVES = {
+    GROUPS["dialogue"]: ((1, 4, 4, 7, 9),),
+    GROUPS["dialogues"]: ((3, 5, 7), (), (3, 5), (3, 3), (1, 5)),
 }
 HEADS, SIZE = 4, 8
 every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 
 
+def made(groups):
+    return Segments(groups, LEAVES.get(groups, ()))
+
+
 def positions_and_mask(segments):
     """Positions (N,), and (N, N) bool: whether token i attends to token j. From the definition:
-    each answer is a row that begins with its prefix.
+    each answer is a row that begins with its prefix, or with the tokens up to where it leaves it.
     """
     num_tokens = segments.pieces[-1][1]
     position, mask = torch.zeros(num_tokens).long(), torch.zeros(num_tokens, num_tokens).bool()
     start = 0
-    for prefix, answers in segments.groups:
+    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
         end = start + prefix
-        for length in answers or (0,):
-            row = torch.tensor([*range(start, start + prefix), *range(end, end + length)])
+        for leave, length in ((prefix, 0), *zip(leaves, answers, strict=True)):
+            row = torch.tensor([*range(start, start + leave), *range(end, end + length)])
             position[row] = torch.arange(len(row))
             mask[row[:, None], row] |= torch.ones(len(row), len(row)).tril().bool()
             end += length
@@ -211,7 +222,7 @@ def test_stand_ins_have_the_cpu_kernels_results(monkeypatch):
 @pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
 def test_every_kernel(monkeypatch, groups, dtype, kernel):
     """In 16 bits to a few units: parts are rounded, and their sums again."""
-    segments = Segments(groups)
+    segments = made(groups)
     q, k, v, upstream = tensors(segments, dtype=dtype)
     run = with_kernel(monkeypatch, chosen(monkeypatch, kernel), segments, 0.3)
     tolerance = max(1e-5, 6 * torch.finfo(dtype).eps)
@@ -234,13 +245,14 @@ def test_large_scores_join_without_overflow(monkeypatch):
 
 
 def test_two_varlen_calls_for_any_number_of_groups(monkeypatch):
+    """And one more for each further place where answers leave the prefix of one group."""
     flash = FlashOnCPU(monkeypatch)
-    for name in ("rows", "mixed"):
-        segments = Segments(GROUPS[name])
+    for name, num_shared in (("rows", 0), ("mixed", 1), ("dialogues", 3)):
+        segments = made(GROUPS[name])
         flash.calls.clear()
         q, k, v, upstream = tensors(segments)
         with_kernel(monkeypatch, VarlenKernel(), segments, 0.3)(q, k, v).backward(upstream.detach())
-        shared = [("forward", False)] if name == "mixed" else []
+        shared = [("forward", False)] * num_shared
         assert flash.calls[: len(flash.calls) // 2] == [("forward", True), *shared]
         assert len(flash.calls) == 2 + 2 * len(shared)
 
@@ -279,7 +291,7 @@ def packed(q, k, v, segments, **options):
 @pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
 def test_grouped_query_heads(monkeypatch, groups, kv_heads, kernel):
     """Keys and values are saved once, not for every head of the queries."""
-    segments, saved = Segments(groups), []
+    segments, saved = made(groups), []
     q, k, v, upstream = tensors(segments, kv_heads=kv_heads)
     run = with_kernel(monkeypatch, chosen(monkeypatch, kernel), segments, 0.5)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -300,7 +312,7 @@ def test_head_sizes(size, v_size):
 @pytest.mark.parametrize("window", [1, 2, 4, 100])
 def test_sliding_window(groups, window):
     """Keys less than ``window`` positions back; positions continue from a prefix to its answers."""
-    segments = Segments(groups)
+    segments = made(groups)
     q, k, v, upstream = tensors(segments, kv_heads=2)
     run = lambda *x: packed(*x, segments, scaling=0.5, sliding_window=window)  # noqa: E731
     check(run, q, k, v, upstream, segments, 0.5, window)
@@ -310,7 +322,7 @@ def test_sliding_window(groups, window):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 def test_chunks(groups, chunk):
     """Llama 4's: keys of the same ``chunk`` positions; its mask alone has them."""
-    segments = Segments(groups)
+    segments = made(groups)
     q, k, v, upstream = tensors(segments, kv_heads=2)
     config = SimpleNamespace(
         model_type="llama4_text",
@@ -333,12 +345,12 @@ def test_chunks(groups, chunk):
 @pytest.mark.parametrize("kernel", ["cpu", "plain", "varlen"])
 def test_softcap_and_sinks(monkeypatch, groups, window, softcap, has_sinks, kernel):
     """Of Gemma 2 and gpt-oss; sinks are trained. A softcap has no kernel but the plain one."""
-    segments = Segments(groups)
+    segments = made(groups)
     q, k, v, upstream = tensors(segments, kv_heads=2)
     sinks = torch.linspace(-2, 3, HEADS).requires_grad_() if has_sinks else None
     if softcap is None:
-        made = chosen(monkeypatch, kernel)
-        monkeypatch.setattr(attention, "_kernel", lambda query, softcap: made)
+        own = chosen(monkeypatch, kernel)
+        monkeypatch.setattr(attention, "_kernel", lambda query, softcap: own)
     how = {"scaling": 0.5, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
     run = lambda *x: packed(*x, segments, **how)  # noqa: E731
     check(run, q, k, v, upstream, segments, 0.5, window, softcap=softcap, sinks=sinks)
@@ -368,7 +380,7 @@ def test_rows_longer_than_a_block_of_queries(window, chunk):
 @every_group
 def test_dropout_runs_row_by_row(groups):
     """Too small to drop anything it is dense attention; else a seed decides."""
-    segments = Segments(groups)
+    segments = made(groups)
     q, k, v, upstream = tensors(segments)
     check(lambda *x: packed(*x, segments, dropout=1e-12), q, k, v, upstream, segments, SIZE**-0.5)
 
@@ -384,7 +396,7 @@ def test_dropout_runs_row_by_row(groups):
 def test_the_result_is_contiguous_as_transformers_is():
     """Afmoe takes a view of it."""
     for groups in GROUPS.values():
-        segments = Segments(groups)
+        segments = made(groups)
         q, k, v, _ = tensors(segments, size=12, v_size=8)
         for window in (None, 2):
             output, weights = attention.attention(
@@ -445,7 +457,8 @@ def test_without_segments_softcap_and_sinks_are_as_eager_has_them(kv_len, masked
 def test_sequences_taken_together_give_the_same_bits():
     """As each by itself: results do not depend on the rest of a micro-batch."""
     alone = SegmentKernel(CPU._forward, CPU._backward)
-    segments = Segments(tuple((prefix, (6, 7, 7, 8, 9, 6)) for prefix in (9, 10, 10, 10, 10, 11)))
+    groups = tuple((prefix, (6, 7, 7, 8, 9, 6)) for prefix in (9, 10, 10, 10, 10, 11))
+    segments = Segments(groups, ((3, 3, 5, 5, 6, 9),) * 6)
     q, k, v, grad = (x.detach() for x in tensors(segments))
     assert len(CPU._batches(q, segments)) < len(alone._batches(q, segments)) / 2
     results = []
