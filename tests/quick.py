@@ -20,7 +20,9 @@ def some(values: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     """``values``, of which the quick suite takes those in ``quick``."""
     values, quick = list(values), list(quick)
     assert all(value in values for value in quick), quick
-    return [*quick, *slow(value for value in values if value not in quick)]
+    found = [*quick, *slow(value for value in values if value not in quick)]
+    assert len(found) == len(values), "two of the values are equal"
+    return found
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:

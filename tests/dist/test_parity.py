@@ -10,8 +10,9 @@ import itertools
 import math
 
 import pytest
+from quick import slow
 from step_cases import Case
-from test_same_losses import by_name, slow
+from test_same_losses import by_name
 
 GAP = 1e-4  # of fp32 log-probs
 FAMILIES = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quick import slow
 from step_cases import GLOBAL_BATCH, Case
-from test_same_losses import by_name, close, slow
+from test_same_losses import by_name, close
 from test_saved import assert_logprobs, whole
 from transformers import AutoModelForCausalLM, GenerationConfig
 
