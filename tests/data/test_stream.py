@@ -12,6 +12,7 @@ import pytest
 from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import slow
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
@@ -77,7 +78,7 @@ def test_each_pass_is_another_permutation(write):
     assert prompts(stream_of(path, seed=1, eval_fraction=0.0), 30) != both[:30]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", *slow(["json", "csv"])])
 def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, caplog):
     """As in a table."""
     paths = []
@@ -157,7 +158,7 @@ def test_auto_splits_only_data_with_rejected_answers(write):
     paths = [write(chats, "chats.jsonl"), write(pairs(200))]
     knobs = {"data_split": "auto", "eval_fraction": 0.0}
     for purpose, share in (("sft", 0.2), ("rlhf", 0.4)):
-        seen = prompts(stream_of(paths, purpose, **knobs), 4000)
+        seen = prompts(stream_of(paths, purpose, **knobs), 1000)
         texts = {prompt for prompt in seen if isinstance(prompt, str)}
         assert len({p[0]["content"] for p in seen if not isinstance(p, str)}) == 200
         assert abs(len(texts) - 200 * share) < 30

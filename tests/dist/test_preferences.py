@@ -20,10 +20,7 @@ BEFORE = (("precompute_ref_logprobs", True),)
 BUDGET = (("max_tokens_per_micro_batch", 60),)
 AWAY = (("offload", ("reference",)),)
 HERE = [Case("dpo", 0, 4, options=LORA + BEFORE)]
-TWO = [
-    Case("kto", 2, 2, options=BUDGET),
-    Case("dpo", 1, 2, options=(*LORA, ("load_in_4bit", ("all",)))),
-]
+TWO = [Case("kto", 2, 2, options=BUDGET)]
 SLOW = [
     Case(loss, zero, 2, options=options)
     for loss in ("dpo", "ipo", "kto")
@@ -36,6 +33,7 @@ SLOW += [
     Case("kto", 0, 2, options=BUDGET + BEFORE),
     Case("kto", 3, 2, options=BUDGET),
     Case("dpo", 0, 1, options=ALL_TRAINED),
+    Case("dpo", 1, 2, options=(*LORA, ("load_in_4bit", ("all",)))),
     Case("kto", 3, 1, options=AWAY),
     Case("dpo", 2, 2, options=(("max_tokens_per_micro_batch", "auto"),)),
 ]

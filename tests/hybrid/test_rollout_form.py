@@ -11,6 +11,7 @@ import pytest
 import torch
 from captures import noted
 from families import EOS, PROMPTS, build
+from quick import slow
 from rollout_cases import GREEDY, SAMPLED, Actor, large_model
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import causal_lm
@@ -89,7 +90,7 @@ def test_one_line_says_what_was_chosen(zero, lora, settings, said):
 # -- quantized weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, *slow([8])])
 @pytest.mark.parametrize(
     ("settings", "said", "copies"),
     [
@@ -191,9 +192,13 @@ def test_without_the_hybrid_engine_the_module_generates():
     [
         ("large_llama", 0, False, {}),
         ("large_llama", 2, True, {"lora": "merge"}),
-        ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
-        ("gptj", 0, False, {}),
         ("gptj", 3, False, {"release_weights": True}),
+        *slow(
+            [
+                ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
+                ("gptj", 0, False, {}),
+            ]
+        ),
     ],
 )
 def test_weights_of_8_bits_follow_those_in_training(name, zero, lora, settings):
@@ -227,7 +232,7 @@ def test_the_fallback_has_no_weights_of_8_bits():
         (2, False, {"layout": "zero_copy"}),
     ],
 )
-@pytest.mark.parametrize("weights_too", [False, True])
+@pytest.mark.parametrize("weights_too", [*slow([False]), True])
 def test_what_is_let_go_comes_back(zero, lora, settings, weights_too):
     actor = Actor(build("opt"), zero, lora)  # a tied head: one tensor, two forms
     keeping = actor.form(**settings)

@@ -94,7 +94,8 @@ def test_captured_steps_serve_requests_of_different_sampling(
     assert sum(kind.has_greedy for kind in kinds) <= 2 * 4  # with stop ids or not, forbidden or not
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "opt"])
 def test_one_frozen_step_serves_them(name, monkeypatch, engines):
     """A trace of operators, which holds no number of a request: seeds, temperatures, truncation,
     lengths and stop ids of two batches that differ in all of them.

@@ -14,7 +14,7 @@ from families import (
     every_family,
     remember,
 )
-from quick import each_once
+from quick import each_once, slow
 from soft_graph import soft_capture
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
@@ -233,7 +233,7 @@ def test_tensor_parallel_ranks_draft_alike(mode, capture, module_of, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=SLOW) for n in OTHERS)])
-@pytest.mark.parametrize("capture", [again, soft_capture])
+@pytest.mark.parametrize("capture", [again, *slow([soft_capture])])
 def test_known_text_takes_few_steps(name, capture, monkeypatch, engines):
     plain, graphs = engines(name, capture, speculate="history", page_size=4)
     plain.speculation = None

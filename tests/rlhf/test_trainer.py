@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from program_cases import around_fill_in, ppo_trainer, trainer_of, weights_of
+from quick import each_once
 from step_cases import Case, my_prompts
 from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
@@ -222,8 +223,10 @@ def test_experts_are_balanced_where_asked(coefficient, tiny, models_folder):
     assert e.num_sequences
 
 
-@pytest.mark.parametrize("lora", [{}, {"actor_lora_dim": 4, "only_optimize_lora": True}])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    each_once(["qwen3_moe", "gpt_oss"], [{}, {"actor_lora_dim": 4, "only_optimize_lora": True}]),
+)
 def test_training_runs_the_experts_of_the_rollout(family, lora, tiny, models_folder):
     """Of a KL to the actor itself, the reference's forward chooses its own."""
     options = {"actor_model_name_or_path": tiny(family), "old_logprobs": "recompute", **lora}

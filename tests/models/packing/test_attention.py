@@ -29,7 +29,14 @@ GROUPS = {
     "mixed": ((1, (1, 1)), (7, ()), (2, (5,)), (3, (1, 2, 6, 1)), (1, ()), (4, (2, 2))),
 }
 HEADS, SIZE = 4, 8
-every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+QUICK = ("one_token", "one_answer", "many_answers", "nearly_alike", "mixed")
+every_group = pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(GROUPS[name], marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name in GROUPS
+    ],
+)
 
 
 def positions_and_mask(segments):
