@@ -50,21 +50,21 @@ def prompts(rows, num=None):
 
 
 def test_steps_get_disjoint_prompts_in_their_shares(write):
-    rows = [row for i, row in enumerate(pairs(600)) for _ in range(1 + i % 3)]
+    rows = [row for i, row in enumerate(pairs(300)) for _ in range(1 + i % 3)]
     path = write(rows)
     knobs = {"data_split": "2,4,4", "eval_fraction": 0.1, "max_eval_samples": 10_000}
     seen, held = {}, []
     for purpose in PURPOSES:
         stream = stream_of(path, purpose, **knobs)
-        part = set(prompts(stream, 1200))
-        assert set(prompts(stream, 1300)) == part  # every prompt, since the stream repeats
+        part = set(prompts(stream, 600))
+        assert set(prompts(stream, 650)) == part  # every prompt, since the stream repeats
         seen[purpose] = part
         held.append(prompts(stream.held_out()))
     assert held[0] == held[1] == held[2]
     parts = [*seen.values(), set(held[0])]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == 600
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 300
     for part, share in zip(parts, (0.18, 0.36, 0.36, 0.1), strict=True):
-        assert abs(len(part) - 600 * share) < 60
+        assert abs(len(part) - 300 * share) < 30
     assert Counter(held[0]) == Counter(r["prompt"] for r in rows if r["prompt"] in set(held[0]))
 
 

@@ -63,7 +63,7 @@ def nine_layers(opt):
     return str(folder)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [*slow([False]), True])
 def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monkeypatch):
     use = Use(nine_layers, "--x", "lm", FP32, gradient_checkpointing=checkpointing)
     quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
@@ -77,7 +77,7 @@ def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monk
     assert quick.small == whole.small
 
 
-@pytest.mark.parametrize("kind", ["lm", "score"])
+@pytest.mark.parametrize("kind", ["lm", *slow(["score"])])
 def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind, monkeypatch):
     use = Use(nine_layers, "--x", kind, FP32, lora_dim=4, lora_modules=("all-linear",))
     quick = Models().sizes(use)

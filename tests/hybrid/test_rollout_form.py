@@ -90,14 +90,25 @@ def test_one_line_says_what_was_chosen(zero, lora, settings, said):
 # -- quantized weights -----------------------------------------------------------------------------
 
 
+IN_PLACE = "the Hugging Face module on training's own weights"
+
+
 @pytest.mark.parametrize("bits", [4, *slow([8])])
 @pytest.mark.parametrize(
     ("settings", "said", "copies"),
     [
-        ({}, "the Hugging Face module on training's own weights", False),
-        ({"layout": "zero_copy"}, "the Hugging Face module on training's own weights", False),
+        ({}, IN_PLACE, False),
         ({"layout": "copy"}, "its own copy (", True),
-        ({"lora": "side"}, "its own copy (", True),
+        *slow(
+            [
+                (
+                    {"layout": "zero_copy"},
+                    IN_PLACE,
+                    False,
+                ),
+                ({"lora": "side"}, "its own copy (", True),
+            ]
+        ),
     ],
 )
 def test_quantized_weights_are_read_in_place_or_copied_whole(bits, settings, said, copies, tiny):
@@ -156,7 +167,7 @@ def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
     assert len(checks) == 1
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_a_family_that_no_decoder_runs_is_checked_and_named_once(zero, caplog, monkeypatch):
     """RecurrentGemma keeps states in its module."""
     checks = noted(monkeypatch, hf_generator, "decoding_problem")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import vllm_stand_in
 from families import EOS, PROMPTS, VOCAB, build, logprob_gap
+from quick import slow
 from rank_threads import on_ranks
 from rollout_cases import GREEDY, SAMPLED, Actor, settings_of
 
@@ -46,7 +47,7 @@ def rollout_of(actor, **settings):
     return VLLMRollout(actor.module, actor.config, settings_of(**settings))
 
 
-@pytest.mark.parametrize(("zero", "lora"), [(0, False), (3, True)])
+@pytest.mark.parametrize(("zero", "lora"), [*slow([(0, False)]), (3, True)])
 def test_each_version_generates_with_its_own_weights(vllm, zero, lora):
     actor = Actor(build("llama"), zero, lora)
     form = rollout_of(actor)

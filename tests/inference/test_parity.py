@@ -15,11 +15,10 @@ from families import (
     VOCAB,
     empty_engine,
     engine,
-    every_family,
     logprob_gap,
     longrope,
 )
-from quick import slow
+from quick import slow, some
 from tiny_models import IDS, randomized
 from transformers import AutoModelForCausalLM, GenerationConfig, GPTNeoXConfig
 
@@ -46,7 +45,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
 
 
-@every_family()
+@pytest.mark.parametrize("name", some(CONFIGS, ["bloom", "gpt_oss"]))
 def test_answers_are_those_of_the_hugging_face_generator(name, module_of):
     module = module_of(name)
     oracle = HuggingFaceGenerator(module, (EOS,))

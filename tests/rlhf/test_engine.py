@@ -36,8 +36,8 @@ def reference_of(engine):
     [
         pytest.param(0, (), marks=pytest.mark.slow),
         pytest.param(3, (), marks=pytest.mark.slow),
-        pytest.param(0, LORA, marks=pytest.mark.slow),
-        (3, LORA),
+        (0, LORA),
+        pytest.param(3, LORA, marks=pytest.mark.slow),
         pytest.param(0, (*LORA, ("only_optimize_lora", False)), marks=pytest.mark.slow),
     ],
     ids=["full0", "full3", "lora0", "lora3", "lora_and_base"],
