@@ -225,7 +225,7 @@ def build_supervised(case: Case, models: Path, out: Path):
         wrap, task = LanguageModel, tasks.SFTTask()
     stops = (EOS,) if case.step == "sft" else ()
     files = setup.HubFiles(model.config, tokenizer, stops)
-    engine = setup.build_engine(model, config, zero, 5, wrap)
+    engine = setup.build_engine(model, config, zero, 5 * int(config.num_train_epochs), wrap)
     return engine, task, config, files
 
 
