@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from quick import some
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat.config import RLHFConfig
@@ -27,9 +26,6 @@ from dschat.models.lora import add_lora
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
-KINDS = ("demo", "demo-dpo", "opt-1.3b", "llama-2-7b-lora", "qlora-8b-24gb", "long-64k")
-KINDS += ("arithmetic-dapo", "tools", "distill")
-QUICK = [path for path in RECIPES if path.stem in KINDS]
 EXAMPLES = sorted((ROOT / "training" / "launch").glob("*.sbatch"))
 LORA_RATE, FULL, CRITIC = 5e-4, 9.65e-6, 5e-6
 LORA, HEAD = (LORA_RATE,) * 4, (LORA_RATE, 5e-5, LORA_RATE, CRITIC)
@@ -97,7 +93,7 @@ def configs(made: run_plan.RunPlan) -> dict[int, object]:
     return parsed
 
 
-@pytest.mark.parametrize("path", some(RECIPES, QUICK), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_plans_its_steps(path):
     made, parsed = planned(path.stem)
     assert list(parsed) == STEPS.get(path.stem, [1, 2, 3])
