@@ -51,6 +51,7 @@ def dry(monkeypatch, capsys, *flags):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_counts_by_hand(monkeypatch, capsys):
     """The fourth token: an eager step reads 9 keys of a sequence, a captured one its whole page."""
     sides = ["A", "layout=zero_copy"]

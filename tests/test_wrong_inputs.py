@@ -14,10 +14,11 @@ from pathlib import Path
 import forked
 import mistakes
 import pytest
+from quick import some
 
 NAMES = [mistake.name for mistake in mistakes.mistakes(Path())]
 LONG = {"no rejected answers, train.py"}  # starts a process that loads torch
-QUICK = [name for name in NAMES[::5] if name not in LONG]  # the whole table is marked slow
+QUICK = [name for name in NAMES[::12] if name not in LONG]  # the whole table is marked slow
 PLAIN = (  # one per script and kind: flags, names, data, weights
     "unknown flag",
     "broken JSON line",
@@ -57,9 +58,7 @@ def outcomes(folder, table, request):
     return dict(zip(names, done, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
-)
+@pytest.mark.parametrize("name", some(NAMES, QUICK))
 def test_a_mistake_is_one_line_and_exit_code_2(outcomes, table, name):
     if any(name.endswith(what) and here for what, here in NOT_HERE.items()):
         pytest.skip("not an error on this machine")

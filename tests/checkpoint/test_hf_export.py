@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import torch
+from quick import each_once
 from safetensors.torch import load_file
 from step_cases import probe_logprobs
 from tiny_models import EOS, causal_lm, tokenizer
@@ -33,8 +34,10 @@ def flat(rows):
     return [value for row in rows for value in row]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "gpt2", "bloom", "qwen3"])
-@pytest.mark.parametrize("max_file_bytes", [1 << 30, 20_000, 1])
+@pytest.mark.parametrize(
+    ("name", "max_file_bytes"),
+    each_once(["llama", "llama_tied", "opt_350m", "gpt2", "bloom", "qwen3"], [1 << 30, 20_000, 1]),
+)
 def test_files_of_any_size_load(name, max_file_bytes, tmp_path):
     model = causal_lm(name)
     export(tmp_path / "out", model, max_file_bytes=max_file_bytes)

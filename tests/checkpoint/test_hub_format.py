@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from quick import each_once
 from safetensors.torch import load_file
 from tiny_models import _MOE, EOS, IDS, POSITIONS, causal_lm, tokenizer
 from transformers import (
@@ -100,8 +101,7 @@ def save(folder, model, config, values=None):
     export_hf(folder, weight_stream(model, CPU), model, config, tokenizer(), (EOS,), values)
 
 
-@pytest.mark.parametrize("name", [*TEXT_ONLY, *WHOLE])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("name", "lora"), each_once([*TEXT_ONLY, *WHOLE], [False, True]))
 def test_a_saved_model_has_the_names_and_shapes_it_came_with(name, lora, checkpoint, tmp_path):
     path = checkpoint(name)
     config = Checkpoint(path, FLAG).config

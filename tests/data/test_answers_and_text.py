@@ -7,6 +7,7 @@ import pytest
 from byte_tokenizers import CHATML, byte_tokenizer
 from data_files import load, only, put
 from dialogues import REPLY, USER, chat
+from quick import each_once
 
 from dschat.config import RLHFConfig, UserError
 from dschat.config.data import ShowConfig
@@ -17,9 +18,14 @@ from dschat.data.tokenize import prompt_dataset
 SHAREGPT = [{"from": "gpt", "value": text} for text in "ab"]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("prompt", ["prompt", "conversations", "messages"])
-@pytest.mark.parametrize("turns", [(REPLY("a"), REPLY("b")), SHAREGPT])
+@pytest.mark.parametrize(
+    ("form", "prompt", "turns"),
+    each_once(
+        ["jsonl", "csv", "parquet"],
+        ["prompt", "conversations", "messages"],
+        [(REPLY("a"), REPLY("b")), SHAREGPT],
+    ),
+)
 def test_one_message_is_an_answer(tmp_path, form, prompt, turns):
     asked = "u" if prompt == "prompt" else [USER("u")]
     rows = [{prompt: asked, "chosen": turns[0], "rejected": turns[1]}]
@@ -41,8 +47,10 @@ def test_numbers_and_truths_are_answers(tmp_path, form):
     assert (ranks.chosen, ranks.rejected) in (("0", "1.5"), ("0.0", "1.5"))
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "UTF-16", "latin-1", "gb18030"])
-@pytest.mark.parametrize("form", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize(
+    ("encoding", "form"),
+    each_once(["cp1252", "UTF-16", "latin-1", "gb18030"], ["jsonl", "json", "csv"]),
+)
 def test_other_encodings(tmp_path, encoding, form):
     text = "日本" if encoding == "gb18030" else "naïve „café“" if encoding == "cp1252" else "naïve"
     rows = [{"prompt": f"{text} {i}", "chosen": text * 9} for i in range(400)]
@@ -78,8 +86,8 @@ MARKED = [{**row, "prompt": f"\n\nHuman: {row['prompt']}\n\nAssistant:"} for row
 @pytest.mark.parametrize("purpose", ["sft", "reward", "rlhf"])
 def test_plain_text_is_told_of_and_may_be_a_chat(tmp_path, purpose, caplog):
     path = put(tmp_path / "rows.jsonl", PLAIN[:4] + MARKED[:2])
-    with caplog.at_level(logging.WARNING, "dschat"):
-        raw = load(path, purpose)
+    caplog.set_level(logging.WARNING, "dschat")  # another test's may be lower
+    raw = load(path, purpose)
     assert "4 of 6 prompts are text without a chat's marks" in caplog.text
     caplog.clear()
     assert load(path, purpose, text_as="raw") == raw

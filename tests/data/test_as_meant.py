@@ -2,6 +2,7 @@
 refused by name.
 """
 
+import itertools
 import json
 import logging
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
 from data_files import only, put
 from dialogues import REPLY, SYSTEM, USER, chat
+from quick import slow, some
 from tool_templates import MARKED, SCHEMAS, tokenizer_of
 
 from dschat.config import RLHFConfig, SFTConfig, UserError
@@ -102,7 +104,7 @@ def trained_texts(folder, turns, **knobs):
     return trained(CHAT, sft_rows(folder, {"messages": turns}, **knobs)[0])
 
 
-@pytest.mark.parametrize("flag", [*OFF, *ON])
+@pytest.mark.parametrize("flag", [*OFF[::3], *slow(OFF[1::3] + OFF[2::3]), *ON])
 def test_a_flag_takes_an_answer_out_of_the_loss(tmp_path, flag):
     first, last = "a<|im_end|>", "b<|im_end|>"
     is_on = flag in ON
@@ -124,7 +126,7 @@ def test_train_on_prompt_leaves_out_answers_of_weight_0(tmp_path):
     assert after.endswith("b<|im_end|>")
 
 
-@pytest.mark.parametrize("flag", OFF)
+@pytest.mark.parametrize("flag", [*OFF[2::3], *slow(OFF[::3] + OFF[1::3])])
 def test_a_row_without_an_answer_to_train_is_a_bad_row(tmp_path, flag, caplog):
     bad, good = [USER("u"), {**REPLY("r"), **flag}], [USER("v"), REPLY("s")]
     rows = [{"messages": bad}, {"messages": good}, {"prompt": "x", "messages": []}]
@@ -171,7 +173,7 @@ def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, ca
 # -- what stands beside the turns
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["jsonl", *slow(["csv", "parquet", "json", "data.json"])])
 @pytest.mark.parametrize(
     ("row", "prompt"),
     [
@@ -229,8 +231,10 @@ THINKS = (
 )
 
 
-@pytest.mark.parametrize("given", [*THOUGHT])
-@pytest.mark.parametrize("read", [*THOUGHT])
+@pytest.mark.parametrize(
+    ("given", "read"),
+    some(itertools.product(THOUGHT, THOUGHT), itertools.pairwise([*THOUGHT, *THOUGHT][:4])),
+)
 def test_a_thought_is_trained_whatever_its_name(tmp_path, given, read):
     tokenizer = byte_tokenizer("<|im_end|>", THINKS.replace("NAME", read))
     asked = {"messages": [USER("u"), {**REPLY("r"), given: "so <b>"}]}

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from joined_texts import KINDS, TEMPLATES, awkward_text, dialogue, tokenizer_of
+from quick import each_once
 
 from dschat.data.rendering import render_chat
 from dschat.data.segments import (
@@ -41,8 +42,7 @@ def differs(tokenizer, texts, ids):
     return ids != whole["input_ids"] and sorted(ids) != sorted(whole["input_ids"])
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "template"), each_once(KINDS, TEMPLATES))
 def test_joined_segments_are_the_rendered_text(kind, template):
     tokenizer, draw, compared = made(kind, template), random.Random(7), 0
     for _ in range(40):

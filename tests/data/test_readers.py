@@ -11,6 +11,7 @@ import datasets
 import pytest
 from data_files import put
 from datasets import Dataset, DatasetDict, IterableDatasetDict
+from quick import slow
 
 from dschat.config import UserError
 from dschat.data.sources import readers, resolve
@@ -109,7 +110,7 @@ def test_a_folder_of_folders_or_shards(tmp_path, inside):
     assert prompts(tmp_path / "shards", split="eval") == []
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt", ".json"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", *slow([".csv", ".txt"])])
 def test_a_line_that_a_small_file_unpacks_to_is_refused(suffix, tmp_path, monkeypatch):
     """Without reading all of it: ten times the limit."""
     monkeypatch.setattr(readers, "_MAX_LINE", 1 << 22)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import FunctionType
 
 import pytest
+from quick import slow
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import SFTConfig
@@ -36,21 +37,20 @@ def text_ids(folder, tokenizer):
     return text_dataset(str(path), "text", tokenizer, block_len=99)["input_ids"][:]
 
 
+OTHERS = [
+    (dialogue_ids, "models/chat_template.py", rendering, "default_template", lambda _: XES),
+    (dialogue_ids, "models/tokenizer.py", segments, "stop_ids", lambda _: (7, 8, 9)),
+    (dialogue_ids, "models/continued_text.py", segments, "continued_ids", lambda *_: [[7]]),
+    (dialogue_ids, "data/sources/turns.py", rendering, "default_template", lambda _: XES),
+]
+
+
 @pytest.mark.parametrize(
     ("make", "file", "module", "name", "edited"),
     [
         (dialogue_ids, "data/segments.py", segments, "through_end", lambda ids, ends: [7, 7]),
-        (dialogue_ids, "models/chat_template.py", rendering, "default_template", lambda _: XES),
-        (dialogue_ids, "models/tokenizer.py", segments, "stop_ids", lambda _: (7, 8, 9)),
-        (
-            dialogue_ids,
-            "models/continued_text.py",
-            segments,
-            "continued_ids",
-            lambda *_: [[7]],
-        ),
-        (dialogue_ids, "data/sources/turns.py", rendering, "default_template", lambda _: XES),
         (text_ids, "data/pretraining_text.py", pretraining_text, "require_eos", lambda _: 7),
+        *slow(OTHERS),
     ],
 )
 def test_tables_do_not_outlive_the_code_that_made_them(

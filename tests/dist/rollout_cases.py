@@ -281,29 +281,28 @@ def run_bytes(case: Case, models: Path, out: Path) -> dict[str, Any]:
 
 
 def run_buckets(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    """By the layers of a bucket: collectives of refreshes and of rollouts, and the extra memory."""
+    """Collectives of refreshes and of rollouts, and the extra memory, with the layers of a bucket
+    that the case names.
+    """
     actor = Actor(large_model(case.model), case.zero)
     every = list(actor.module.named_parameters())
     layer = sum(4 * p.ds_numel for name, p in every if ".layers.0." in name)
-    result: dict[str, Any] = {"model_bytes": actor.num_bytes()[0], "layer_bytes": layer}
-    for layers in (1, 3):
-        dist.collectives._buffers.cache_clear()  # other cases made them as large as they needed
-        with LiveBytes() as memory:
-            form = actor.form(layers_per_bucket=layers)
-            form.enter(0)
-            before = memory.peak = memory.live()
-            form.enter(1)
-            peak = max(dist.gather_objects(memory.peak - before))
-        rollouts = []
-        for version, max_new_tokens in ((2, 1), (3, 12)):
-            with Collectives() as wire:
-                generator, refresh = entered(form, version)
-                generator.generate([[5]], SamplingParams(max_new_tokens, ignore_eos=True))
-                form.leave()
-            rollouts.append(refresh | {"rollout": len(wire.calls)})
-        shared = dist.shared_bytes()
-        result[str(layers)] = {"peak": peak, "shared": shared, "rollouts": rollouts}
-    return result
+    dist.collectives._buffers.cache_clear()  # other cases made them as large as they needed
+    with LiveBytes() as memory:
+        form = actor.form(**_form_options(case))
+        form.enter(0)
+        before = memory.peak = memory.live()
+        form.enter(1)
+        peak = max(dist.gather_objects(memory.peak - before))
+    rollouts = []
+    for version, max_new_tokens in ((2, 1), (3, 12)):
+        with Collectives() as wire:
+            generator, refresh = entered(form, version)
+            generator.generate([[5]], SamplingParams(max_new_tokens, ignore_eos=True))
+            form.leave()
+        rollouts.append(refresh | {"rollout": len(wire.calls)})
+    result = {"model_bytes": actor.num_bytes()[0], "layer_bytes": layer}
+    return result | {"peak": peak, "shared": dist.shared_bytes(), "rollouts": rollouts}
 
 
 def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Case:
     micro: int = GLOBAL_BATCH
     model: str = "llama"
     reward: str = "llama_reward"
-    iterations: int = NUM_ITERATIONS
+    iterations: int = 2
     shares: tuple[int, ...] = ()  # PPO, rollouts: prompts of each rank; default: equal
     options: tuple[tuple[str, Any], ...] = field(default=())
     rows: str = ""  # of steps 1 and 2; see `training_rows`
@@ -189,7 +189,7 @@ def build_supervised(case: Case, models: Path, out: Path):
         zero_stage=case.zero,
         learning_rate=3e-3,
         dtype="fp32",
-        num_train_epochs=2,
+        num_train_epochs=1,
         max_seq_len=20,
         per_device_train_batch_size=case.micro,
         per_device_eval_batch_size=3,
@@ -225,7 +225,7 @@ def build_supervised(case: Case, models: Path, out: Path):
         wrap, task = LanguageModel, tasks.SFTTask()
     stops = (EOS,) if case.step == "sft" else ()
     files = setup.HubFiles(model.config, tokenizer, stops)
-    engine = setup.build_engine(model, config, zero, 10, wrap)
+    engine = setup.build_engine(model, config, zero, 5 * int(config.num_train_epochs), wrap)
     return engine, task, config, files
 
 

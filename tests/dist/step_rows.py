@@ -12,7 +12,7 @@ from dschat.config import RLHFConfig
 from dschat.data.batches import Endless, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
 
-NUM_ITERATIONS = 3  # of PPO, each four optimizer steps
+NUM_ITERATIONS = 3  # of PPO at most, each four optimizer steps
 
 
 def random_ids(generator: torch.Generator, low: int, high: int) -> list[int]:

@@ -1,8 +1,9 @@
 """A NaN in one micro-batch of one rank: all ranks skip that step and keep their weights."""
 
 import pytest
+from quick import slow
 from step_cases import Case
-from test_same_losses import close, slow
+from test_same_losses import close
 
 CASES = [Case("nan", 3, 2)]
 

@@ -5,9 +5,10 @@ them.
 import numpy as np
 import pytest
 import torch
+from quick import slow
 from step_cases import Case
 from test_packing import flat
-from test_same_losses import BUDGET, by_name, reference, slow
+from test_same_losses import BUDGET, by_name, reference
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Rollout

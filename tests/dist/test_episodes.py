@@ -7,8 +7,9 @@ the ranks generate together.
 from dataclasses import replace
 
 import pytest
+from quick import slow
 from step_cases import Case
-from test_same_losses import BUDGET, GRPO, TP, by_name, close, reference, slow
+from test_same_losses import BUDGET, GRPO, TP, by_name, close, reference
 
 EPISODES = (("environment", "Replies"), ("max_answer_seq_len", 28), ("max_turn_tokens", 5))
 CRITIC = EPISODES + (("reward_model_weight", 0.5),)

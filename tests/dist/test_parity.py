@@ -2,16 +2,17 @@
 
 Every family x ZeRO 0/2/3 x TP 1/2 x LoRA off/merged/beside, after three optimizer steps: log-probs
 of the rollout against the training form's own forward. TP 2, and ZeRO-3's shards, on two ranks. The
-quick suite takes, of a selection with every pair of values of the four, what runs on one process
-and ZeRO-3 on two; all of it is marked slow.
+quick suite takes, of a selection with every pair of values of the four, half of what runs on one
+process and one of ZeRO-3 on two; all of it is marked slow.
 """
 
 import itertools
 import math
 
 import pytest
+from quick import slow, some
 from step_cases import Case
-from test_same_losses import by_name, slow
+from test_same_losses import by_name
 
 GAP = 1e-4  # of fp32 log-probs
 FAMILIES = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
@@ -91,10 +92,8 @@ def check(case, result):
 def selected(two_ranks):
     cases = [case for case in QUICK if on_two_ranks(case) == two_ranks]
     rest = [case for case in REST if on_two_ranks(case) == two_ranks]
-    if two_ranks:
-        quick = cases[1:8:6]  # each takes both cores for a second: two of ZeRO-3
-        cases, rest = quick, [*(case for case in cases if case not in quick), *rest]
-    return cases + slow(rest)
+    # Each on two takes both cores for a second: one of ZeRO-3.
+    return some(cases, cases[1:2] if two_ranks else cases[::2]) + slow(rest)
 
 
 @pytest.mark.parametrize("case", selected(two_ranks=False), ids=by_name)
@@ -213,8 +212,12 @@ def test_two_ranks_hold_half_each(case, two_processes):
 # -- what a refresh takes --------------------------------------------------------------------------
 
 
+def buckets(layers):
+    return Case("buckets", 3, model="large_llama", options=(("layers_per_bucket", layers),))
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [Case("buckets", 3, model="large_llama")], ids=by_name)
+@pytest.mark.parametrize("case", [buckets(3), *slow([buckets(1)])], ids=by_name)
 def test_a_refresh_takes_one_collective_and_the_memory_of_one_bucket(case, two_processes):
     """Whatever the answers' length. Two buckets are shared by the two processes; beside them there
     is the fused weight that is being written."""
@@ -222,15 +225,14 @@ def test_a_refresh_takes_one_collective_and_the_memory_of_one_bucket(case, two_p
     layer, every, num_layers = result["layer_bytes"], result["model_bytes"], 8
     embedding, gate_and_up, vectors = 4 * 1001 * 256, 4 * 1024 * 256, 2**14
     assert every == pytest.approx(num_layers * layer + 2 * embedding, rel=0.01)
-    for layers in (1, 3):
-        buckets = math.ceil(num_layers / layers)
-        for rollout in result[str(layers)]["rollouts"]:
-            assert rollout["bytes"] == every
-            counted = (rollout["collectives"], rollout["calls"], rollout["rollout"])
-            assert counted == (buckets, buckets, buckets)
-        largest = layers * layer + embedding
-        assert 2 * layers * layer <= result[str(layers)]["shared"] <= 2 * largest + 2 * 4096
-        assert result[str(layers)]["peak"] <= embedding + gate_and_up + vectors
+    layers = dict(case.options)["layers_per_bucket"]
+    count = math.ceil(num_layers / layers)
+    for rollout in result["rollouts"]:
+        assert rollout["bytes"] == every
+        assert (rollout["collectives"], rollout["calls"], rollout["rollout"]) == (count,) * 3
+    largest = layers * layer + embedding
+    assert 2 * layers * layer <= result["shared"] <= 2 * largest + 2 * 4096
+    assert result["peak"] <= embedding + gate_and_up + vectors
 
 
 # -- refusals on two ranks -------------------------------------------------------------------------

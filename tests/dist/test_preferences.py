@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quick import slow
 from step_cases import GLOBAL_BATCH, Case
-from test_same_losses import by_name, close, slow
+from test_same_losses import by_name, close
 from test_saved import assert_logprobs, whole
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -19,10 +20,7 @@ BEFORE = (("precompute_ref_logprobs", True),)
 BUDGET = (("max_tokens_per_micro_batch", 60),)
 AWAY = (("offload", ("reference",)),)
 HERE = [Case("dpo", 0, 4, options=LORA + BEFORE)]
-TWO = [
-    Case("kto", 2, 2, options=BUDGET),
-    Case("dpo", 1, 2, options=(*LORA, ("load_in_4bit", ("all",)))),
-]
+TWO = [Case("kto", 2, 2, options=BUDGET)]
 SLOW = [
     Case(loss, zero, 2, options=options)
     for loss in ("dpo", "ipo", "kto")
@@ -35,6 +33,7 @@ SLOW += [
     Case("kto", 0, 2, options=BUDGET + BEFORE),
     Case("kto", 3, 2, options=BUDGET),
     Case("dpo", 0, 1, options=ALL_TRAINED),
+    Case("dpo", 1, 2, options=(*LORA, ("load_in_4bit", ("all",)))),
     Case("kto", 3, 1, options=AWAY),
     Case("dpo", 2, 2, options=(("max_tokens_per_micro_batch", "auto"),)),
 ]

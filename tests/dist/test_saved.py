@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from quick import slow
 from step_cases import Case, probe_logprobs
 from step_rows import padded_probes
-from test_same_losses import by_name, slow
+from test_same_losses import by_name
 from tiny_models import EOS
 from transformers import (
     AutoModelForCausalLM,
@@ -36,20 +37,22 @@ HERE = [
     Case("reward", 3, 8),
     Case("reward", 0, 8, model="opt_350m", options=LORA),
     Case("ppo", 0, 8),
-    Case("sft", 0, 8, options=LORA_4BIT),
-    Case("reward", 0, 8, model="opt_350m", options=LORA_4BIT),
     Case("sft", 2, 8, options=(*LORA, ("load_in_8bit", ("all",)))),
     Case("ppo", 0, 8, iterations=1, options=BOTH_4BIT),
+]
+SLOW_HERE = [
+    Case("sft", 0, 8, options=LORA_4BIT),
+    Case("reward", 0, 8, model="opt_350m", options=LORA_4BIT),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
     Case("reward", 3, 4, model="llama_padeos"),
-    Case("ppo", 2, 4, iterations=1, options=BOTH_4BIT),
-    Case("ppo", 0, 4, iterations=1, options=OFFLOADED),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
-    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
 ]
 SLOW = [
+    Case("ppo", 2, 4, iterations=1, options=BOTH_4BIT),
+    Case("ppo", 0, 4, iterations=1, options=OFFLOADED),
+    Case("ppo", 2, 4, reward="llama_adapted", iterations=1, shares=(3, 5), options=SHARED),
     Case("sft", 3, 4, options=(("eot_token", "<|endoftext|>"),)),
     Case("ppo", 3, 4, iterations=1, options=LORA_BOTH),
     Case("sft", 2, 4, model="opt", options=LORA),
@@ -150,7 +153,7 @@ def check_adapters(case, result, folder, models):
         assert_logprobs(adapter, result["probe"])
 
 
-@pytest.mark.parametrize("case", HERE, ids=by_name)
+@pytest.mark.parametrize("case", [*HERE, *slow(SLOW_HERE)], ids=by_name)
 def test_one_process(case, run_here, models_folder):
     result, folder = run_here(case)
     check_saved(case, result, Path(folder))

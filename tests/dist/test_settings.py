@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quick import slow
 from step_cases import GLOBAL_BATCH, Case, build_supervised, build_trainer, my_prompts, ppo_config
 from test_packing import flat
-from test_same_losses import by_name, close, slow
+from test_same_losses import by_name, close
 from test_saved import check_saved
 
 from dschat.data.micro_batches import MicroBatchSize
@@ -52,10 +53,8 @@ def plain(case):
 
 ONE = {"iterations": 1}
 HERE = [case("sft", 3, 4, PARAMETERS, FILE)]
-TWO = [
-    case("ppo", (2, 3), 4, OPTIMIZER, LORA_BOTH, FILE, {"align_overflow": True}, **ONE),
-]
 SLOW_TWO = [
+    case("ppo", (2, 3), 4, OPTIMIZER, LORA_BOTH, FILE, {"align_overflow": True}, **ONE),
     case("ppo", (3, 0), 4, OFFLOAD, CHECKPOINTED_BOTH, FROZEN, **ONE),
     case("sft", 2, 2, OPTIMIZER, FILE),
     case("sft", 3, 4, OFFLOAD, LORA, CHECKPOINTED),
@@ -90,7 +89,7 @@ def test_one_process(case, run_here):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow([*SLOW_TWO, *SLOW])], ids=by_name)
+@pytest.mark.parametrize("case", slow([*SLOW_TWO, *SLOW]), ids=by_name)
 def test_two_processes(case, two_processes, run_here):
     result, folder = two_processes(case)
     assert close(result, run_here(plain(case))[0])

@@ -5,8 +5,9 @@ with a large cache, which gives the expected answers.
 """
 
 import pytest
+from quick import slow
 from step_cases import Case
-from test_same_losses import by_name, slow
+from test_same_losses import by_name
 
 MIB = 2**20
 
@@ -38,7 +39,7 @@ LONG = [
     soak(3, "gpt_neox", 200, offload="parameters"),
     soak(0, "bloom", 200, speculate="history"),
 ]
-QUICK = [soak(3, "llama", 48), soak(0, "llama", 48, speculate="history")]
+QUICK = [soak(3, "llama", 24), soak(0, "llama", 24, speculate="history")]
 
 
 @pytest.mark.parametrize("case", [*QUICK, *slow(LONG)], ids=by_name)

@@ -10,6 +10,7 @@ import pytest
 from episode_runs import LIMITS, PROMPTS, Slow, run
 from families import cache_gib, empty_engine, engine, stream
 from process_games import Replies
+from quick import each_once
 from test_tensor_parallel import on_ranks
 
 from dschat.config import UserError
@@ -59,8 +60,7 @@ def assert_one_process(module, shares, limits):
             assert steps == (alone.stats.decode_steps, alone.stats.prefill_steps)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 4])
-@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize(("shares", "lag"), each_once(SHARES, [0, 1, 4]))
 def test_two_ranks_are_one_process(shares, lag, module_of):
     assert_one_process(module_of("llama"), shares, replace(LIMITS, environment_lag=lag))
 

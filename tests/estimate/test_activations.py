@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 import torch
 from estimates import estimated
+from quick import slow
 from torch import nn
 
 from dschat.config import UserError
@@ -62,7 +63,7 @@ def nine_layers(opt):
     return str(folder)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [*slow([False]), True])
 def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monkeypatch):
     use = Use(nine_layers, "--x", "lm", FP32, gradient_checkpointing=checkpointing)
     quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
@@ -76,7 +77,7 @@ def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monk
     assert quick.small == whole.small
 
 
-@pytest.mark.parametrize("kind", ["lm", "score"])
+@pytest.mark.parametrize("kind", ["lm", *slow(["score"])])
 def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind, monkeypatch):
     use = Use(nine_layers, "--x", kind, FP32, lora_dim=4, lora_modules=("all-linear",))
     quick = Models().sizes(use)
@@ -84,7 +85,7 @@ def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind, monkeypatch
     assert quick == Models().sizes(use)
 
 
-@pytest.mark.parametrize("packing", ["on", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packing", ["on", *slow(["off"])])
 def test_attention_memory_is_linear_in_the_length(opt, packing):
     """Equal steps in length, equal steps in activations: no (T, T) matrix, no (T, V) logits."""
     use = Use(opt("350m"), "--x", "lm", BF16, packing=packing)
@@ -120,11 +121,8 @@ def test_a_family_that_cannot_be_packed(tiny):
         Models().run(replace(use, packing="on"), "sft", batch, train=True)
 
 
-FAMILIES = ["llama", "opt_350m", "bloom"]
-FAMILIES += [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("opt", "gpt2", "gpt_neox", "mistral", "qwen3")
-]
+FAMILIES = ["opt_350m"]
+FAMILIES += slow(["llama", "bloom", "opt", "gpt2", "gpt_neox", "mistral", "qwen3"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,6 +23,7 @@ def llama_8b(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_the_recipe_fits_on_eight_gpus(llama_8b):
     """One row of 64k tokens on 8 ranks: inputs of 32 layers are 2 GiB on each host process."""
     recipe = yaml.safe_load(RECIPE.read_text())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from estimates import estimated, rlhf_fields
+from quick import slow
 from tiny_models import IDS, LATENT, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +32,7 @@ def planned(name, folder, **knobs):
     return config, estimated(rlhf_fields(str(folder)) | knobs)[0].rollout
 
 
-@pytest.mark.parametrize("name", ["phi", "exaone4"])
+@pytest.mark.parametrize("name", ["phi", *slow(["exaone4"])])
 def test_vllm_holds_a_copy_of_the_weights(name, tmp_path):
     config, rollout = planned(name, tmp_path, rollout_backend="vllm")
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -39,7 +40,9 @@ def test_vllm_holds_a_copy_of_the_weights(name, tmp_path):
     assert rollout.weights == 2 * sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt_neo"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", *slow(["deepseek_v3", "phi", "exaone4", "phimoe"])]
+)
 def test_the_cache_is_that_of_the_engine(name, tmp_path):
     config, rollout = planned(name, tmp_path, kv_page_size=8)
     assert rollout.in_engine
@@ -53,7 +56,7 @@ def test_the_cache_is_that_of_the_engine(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs"), [("gpt_neo", {}), ("phi", {"enable_hybrid_engine": False})]
+    ("name", "knobs"), [("phi", {"enable_hybrid_engine": False}), *slow([("gpt_neo", {})])]
 )
 def test_the_fallback_answers_one_prompt_at_a_time(name, knobs, tmp_path):
     config, rollout = planned(name, tmp_path, **knobs)
@@ -64,7 +67,7 @@ def test_the_fallback_answers_one_prompt_at_a_time(name, knobs, tmp_path):
         assert rollout.cache == 2 * 40 * keys_and_values  # two samples of 40 tokens in 16 bits
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "phi"])
+@pytest.mark.parametrize("name", ["qwen3_moe", *slow(["phi", "llama"])])
 def test_weights_of_8_bits(name, tmp_path):
     """Head and embedding stay in 16 bits, and a mixture's experts on a GPU; a module's weights are
     training's, and those of 8 bits are beside them.

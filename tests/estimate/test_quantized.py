@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from estimates import estimated, rlhf_fields
+from quick import slow
 from tiny_models import ensure
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -26,7 +27,7 @@ def held_bytes(model):
     return total
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, *slow([8])])
 def test_planned_weights_are_those_loaded(bits, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=64)
@@ -57,6 +58,7 @@ def qwen3(folder, hidden, inner, layers, heads, tied):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_the_recipe_fits_on_24_gib(tmp_path):
     """8.19B weights, as Qwen3-8B has: 6.95B of its linear layers at 0.516 bytes, 1.24B at 2."""
     recipe = yaml.safe_load(RECIPE.read_text())

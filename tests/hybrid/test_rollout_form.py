@@ -11,6 +11,7 @@ import pytest
 import torch
 from captures import noted
 from families import EOS, PROMPTS, build
+from quick import slow
 from rollout_cases import GREEDY, SAMPLED, Actor, large_model
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import causal_lm
@@ -89,14 +90,25 @@ def test_one_line_says_what_was_chosen(zero, lora, settings, said):
 # -- quantized weights -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+IN_PLACE = "the Hugging Face module on training's own weights"
+
+
+@pytest.mark.parametrize("bits", [4, *slow([8])])
 @pytest.mark.parametrize(
     ("settings", "said", "copies"),
     [
-        ({}, "the Hugging Face module on training's own weights", False),
-        ({"layout": "zero_copy"}, "the Hugging Face module on training's own weights", False),
+        ({}, IN_PLACE, False),
         ({"layout": "copy"}, "its own copy (", True),
-        ({"lora": "side"}, "its own copy (", True),
+        *slow(
+            [
+                (
+                    {"layout": "zero_copy"},
+                    IN_PLACE,
+                    False,
+                ),
+                ({"lora": "side"}, "its own copy (", True),
+            ]
+        ),
     ],
 )
 def test_quantized_weights_are_read_in_place_or_copied_whole(bits, settings, said, copies, tiny):
@@ -155,7 +167,7 @@ def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
     assert len(checks) == 1
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_a_family_that_no_decoder_runs_is_checked_and_named_once(zero, caplog, monkeypatch):
     """RecurrentGemma keeps states in its module."""
     checks = noted(monkeypatch, hf_generator, "decoding_problem")
@@ -191,9 +203,13 @@ def test_without_the_hybrid_engine_the_module_generates():
     [
         ("large_llama", 0, False, {}),
         ("large_llama", 2, True, {"lora": "merge"}),
-        ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
-        ("gptj", 0, False, {}),
         ("gptj", 3, False, {"release_weights": True}),
+        *slow(
+            [
+                ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
+                ("gptj", 0, False, {}),
+            ]
+        ),
     ],
 )
 def test_weights_of_8_bits_follow_those_in_training(name, zero, lora, settings):
@@ -227,7 +243,7 @@ def test_the_fallback_has_no_weights_of_8_bits():
         (2, False, {"layout": "zero_copy"}),
     ],
 )
-@pytest.mark.parametrize("weights_too", [False, True])
+@pytest.mark.parametrize("weights_too", [*slow([False]), True])
 def test_what_is_let_go_comes_back(zero, lora, settings, weights_too):
     actor = Actor(build("opt"), zero, lora)  # a tied head: one tensor, two forms
     keeping = actor.form(**settings)

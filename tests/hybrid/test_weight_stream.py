@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import each_once
 from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM
 
@@ -27,8 +28,9 @@ def sharded(path):
     return unwrap(initialize_frozen(model, zero))
 
 
-@pytest.mark.parametrize("bucket_bytes", BUCKETS)
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "bucket_bytes"), each_once(["llama", "llama_tied", "opt_350m", "gpt2"], BUCKETS)
+)
 def test_sharded_weights_come_whole_and_once(name, bucket_bytes, tiny):
     module = sharded(tiny(name))
     expected = dict(causal_lm(name).named_parameters())

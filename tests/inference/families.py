@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import quick
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -242,10 +243,13 @@ CORE = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwe
 CORE += ("qwen3_moe", "gemma3", "gpt_oss", "olmo3")
 
 
-def every_family(names=tuple(CONFIGS)):
-    """Parametrize by ``name``; what is not in ``CORE`` is left to the slow tests."""
-    slow = [pytest.param(n, marks=pytest.mark.slow) for n in names if n not in CORE]
-    return pytest.mark.parametrize("name", [n for n in names if n in CORE] + slow)
+# Of these: each storage of attention's products, and experts.
+FEW = ("gpt2", "bloom", "llama", "gpt_oss")
+
+
+def every_family():
+    """Parametrize by ``name``; what is not in ``FEW`` is left to the slow tests."""
+    return pytest.mark.parametrize("name", quick.some(CONFIGS, FEW))
 
 
 def build(name, seed=0):

@@ -180,7 +180,7 @@ def check(module, capture, draw):
         assert 0 <= made.stats.accepted_tokens <= made.stats.drafted_tokens
 
 
-@examples(40, 1500)
+@examples(10, 1500)
 @given(data=st.data())
 @pytest.mark.parametrize("capture", [None, again], ids=["eager", "captured"])
 def test_any_call_has_the_answers_of_each_prompt_alone(capture, module_of, data):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from captures import LateQueue, assert_idle, graphs_of, noted, on_graphs, steps_of, use
 from families import CONFIGS, EOS, PROMPTS, VOCAB, assert_same, cache_gib, engine, remember
+from quick import each_once
 from soft_graph import soft_capture
 from torch.overrides import TorchFunctionMode
 
@@ -20,9 +21,9 @@ HALF = tuple(range(0, VOCAB, 2))  # stop ids: an answer hardly lives to its eigh
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("speculate", ["off", "history"])
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize("queue", [None, LateQueue])
+@pytest.mark.parametrize(
+    ("lag", "queue", "speculate"), each_once([0, 1, 2], [None, LateQueue], ["history", "off"])
+)
 def test_preempted_sequences(queue, lag, speculate, monkeypatch, module_of):
     """Few pages: some steps have room for the newest tokens and none for drafts."""
     use(monkeypatch, lag, queue and queue())
@@ -67,8 +68,7 @@ class Calls(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["opt", "bloom", "mistral"])
+@pytest.mark.parametrize(("name", "kind"), each_once(["opt", "bloom", "mistral"], KINDS))
 def test_a_step_neither_reads_nor_copies(name, kind, monkeypatch, module_of, operators_of_torch):
     use(monkeypatch)
     calls = Calls()

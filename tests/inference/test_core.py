@@ -9,6 +9,7 @@ import torch
 from captures import LateQueue, on_graphs, steps_of, use
 from fake_cuda import WAITS, fake_cuda, fake_engine
 from families import CONFIGS, PROMPTS, VOCAB, assert_same, engine
+from quick import each_once
 from soft_graph import soft_capture
 
 from dschat.config import UserError
@@ -73,16 +74,13 @@ def check_requests(made, alone, rng, count, num_top=0):
 SIZES = [{}, {"max_num_seqs": 3, "page_size": 4}]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("sizes", "seed"), each_once(SIZES, [0, 1]))
 def test_answers_are_those_of_requests_alone(sizes, seed, module_of):
     module = module_of("llama")
     check_requests(engine(module, **sizes), engine(module), random.Random(seed), 30)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize("queue", [None, LateQueue])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "queue", "lag"), each_once(SIZES, [None, LateQueue], [2, 1, 0]))
 def test_captured_steps_serve_requests_of_different_sampling(
     sizes, queue, lag, monkeypatch, engines
 ):
@@ -96,7 +94,8 @@ def test_captured_steps_serve_requests_of_different_sampling(
     assert sum(kind.has_greedy for kind in kinds) <= 2 * 4  # with stop ids or not, forbidden or not
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "opt"])
 def test_one_frozen_step_serves_them(name, monkeypatch, engines):
     """A trace of operators, which holds no number of a request: seeds, temperatures, truncation,
     lengths and stop ids of two batches that differ in all of them.

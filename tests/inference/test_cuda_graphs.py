@@ -9,6 +9,7 @@ import pytest
 import torch
 from captures import again, captured_by, graphs_of, on_graphs, steps_of, use
 from families import build, empty_engine, engine
+from quick import each_once
 
 from dschat.inference import SamplingParams, step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket
@@ -32,8 +33,9 @@ def captured(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("speculate", ["off", "history"])
-@pytest.mark.parametrize("name", ["llama", "bloom", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "speculate"), each_once(["llama", "bloom", "mistral"], ["off", "history"])
+)
 def test_steps_read_few_pages_of_short_rows(name, speculate, monkeypatch, module_of):
     use(monkeypatch, fewest_tokens=8)
     knobs = {"page_size": 2, "speculate": speculate}

@@ -9,6 +9,7 @@ from fake_cuda import fake_cuda, fake_engine
 from fake_steps import PROMPTS as SHORT
 from fake_steps import SAMPLED, waits
 from families import CONFIGS, PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
+from quick import each_once, slow
 from test_weights import base_tensors, factors, with_adapters
 
 from dschat.config import UserError
@@ -21,9 +22,9 @@ SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
 NAMES = ["qwen3_moe", "gpt_oss"]
 
 
-@pytest.mark.parametrize("layout", ["copy", "borrowed"])
-@pytest.mark.parametrize("way", ["grouped", "all"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "way", "layout"), each_once(NAMES, ["grouped", "all"], ["copy", "borrowed"])
+)
 def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, monkeypatch):
     """torch's grouped product in bf16 there, here in fp32; else all experts on all rows."""
     module, made = module_of(name), on_stacks(empty_engine(module_of(name).config))
@@ -46,8 +47,8 @@ def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, mo
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])])
+@pytest.mark.parametrize("name", ["qwen3_moe", *slow(["gpt_oss"])])
 def test_no_captured_step_reads_on_the_host(name, dtype):
     with fake_cuda() as watch:
         made = fake_engine(watch, CONFIGS[name](), dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from captures import assert_idle, on_graphs, use
 from families import PROMPTS, VOCAB, build, engine, reference_logprobs
+from quick import each_once
 
 from dschat.inference import SamplingParams
 from dschat.inference import core as core_module
@@ -32,8 +33,7 @@ def run(made, *requests):
     return [request.rollout() for request in requests]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 1000])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("num_rows", "temperature"), each_once([1, 3, 1000], [0.0, 0.7]))
 def test_forced_tokens_have_the_log_probs_of_a_forward(
     made, module, monkeypatch, num_rows, temperature
 ):

@@ -7,6 +7,7 @@ import torch
 from captures import LateQueue, on_graphs, use
 from episode_runs import run
 from families import EOS, POSITIONS, PROMPTS, cache_gib, engine, remember
+from quick import each_once
 from rank_threads import on_ranks
 
 from dschat.inference import EngineConfig, SamplingParams
@@ -56,9 +57,9 @@ def engine_of(module, decoder, **sizes):
     return made
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("decoder", ["table", "module"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "decoder", "layout"), each_once(FAMILIES, ["table", "module"], LAYOUTS)
+)
 def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
     module, sizes = module_of(family), LAYOUTS[layout]
     if layout == "preempted":
@@ -78,9 +79,10 @@ def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
 
 
 @pytest.mark.usefixtures("operators_of_torch")
-@pytest.mark.parametrize("queue", [None, LateQueue])
-@pytest.mark.parametrize("speculate", ["off", "history"])
-@pytest.mark.parametrize("stops", [(), (3, 5)])
+@pytest.mark.parametrize(
+    ("stops", "speculate", "queue"),
+    each_once([(), (3, 5)], ["off", "history"], [None, LateQueue]),
+)
 def test_captured_steps_keep_them(stops, speculate, queue, monkeypatch, module_of):
     use(monkeypatch, queue=queue and queue())
     module = module_of("qwen3_moe")

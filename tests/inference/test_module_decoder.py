@@ -4,11 +4,13 @@ computes what a plain forward of each sequence computes.
 
 import copy
 from contextlib import closing
+from itertools import cycle, product
 
 import pytest
 import torch
 from families import EOS, POSITIONS, PROMPTS, logprob_gap
 from peft import LoraConfig, get_peft_model
+from quick import some
 from tiny_models import IDS, LATENT, SMALL, causal_lm, ensure, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -67,9 +69,7 @@ FAMILIES = {
 }
 QUICK = ("gptj", "deepseek_v3", "lfm2", "llama4_text")
 STATES = ("lfm2", "qwen3_5_text", "falcon_h1")
-every_family = pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
-)
+every_family = pytest.mark.parametrize("name", some(FAMILIES, QUICK))
 LAYOUTS = {
     "whole": {},
     "paged": {"page_size": 4, "max_num_batched_tokens": 11, "max_num_seqs": 5},
@@ -98,8 +98,9 @@ def engine_on(module, **sizes):
     return module_engine(module, EngineConfig(**sizes))
 
 
-@every_family
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "layout"), some(product(FAMILIES, LAYOUTS), zip(QUICK, cycle(LAYOUTS)))
+)
 def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     module, sizes = module_of(name), LAYOUTS[layout]
     if layout == "preempted":  # room for about two of six sequences

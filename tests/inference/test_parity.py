@@ -8,17 +8,17 @@ import pytest
 import torch
 from families import (
     CONFIGS,
-    CORE,
     EOS,
+    FEW,
     POSITIONS,
     PROMPTS,
     VOCAB,
     empty_engine,
     engine,
-    every_family,
     logprob_gap,
     longrope,
 )
+from quick import slow, some
 from tiny_models import IDS, randomized
 from transformers import AutoModelForCausalLM, GenerationConfig, GPTNeoXConfig
 
@@ -32,10 +32,8 @@ LAYOUTS = {
     "whole": {},
     "paged": {"page_size": 4, "max_num_batched_tokens": 11, "max_num_seqs": 5},
 }
-PUBLISHED_OTHERWISE = ("qwen3_moe", "mixtral")  # each expert's tensors apart
-VARIANTS = [n for n in CONFIGS if n not in CORE]
-CASES = [(n, layout) for n in CORE for layout in LAYOUTS] + [(n, "paged") for n in VARIANTS]
-SLOW_CASES = [pytest.param(n, "whole", marks=pytest.mark.slow) for n in VARIANTS]
+CASES = [(n, "paged") for n in CONFIGS] + [(n, "whole") for n in FEW]
+SLOW_CASES = [pytest.param(n, "whole", marks=pytest.mark.slow) for n in CONFIGS if n not in FEW]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES + SLOW_CASES)
@@ -47,7 +45,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
 
 
-@every_family()
+@pytest.mark.parametrize("name", some(CONFIGS, ["bloom", "gpt_oss"]))
 def test_answers_are_those_of_the_hugging_face_generator(name, module_of):
     module = module_of(name)
     oracle = HuggingFaceGenerator(module, (EOS,))
@@ -64,9 +62,11 @@ def test_answers_are_those_of_the_hugging_face_generator(name, module_of):
             assert a == pytest.approx(b, abs=GAP)
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", *PUBLISHED_OTHERWISE])
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", *slow(["qwen3_moe"])])
 def test_a_checkpoint_on_disk_gives_the_engine_of_its_module(name, module_of, tmp_path):
-    """Stop tokens come from the generation config, sizes from the config, weights from shards."""
+    """Stop tokens come from the generation config, sizes from the config, weights from shards, in
+    which each expert's tensors are apart.
+    """
     module = module_of(name)
     module.save_pretrained(tmp_path, max_shard_size="20KB")
     sampling = SamplingParams(max_new_tokens=20, n=4, seed=5)

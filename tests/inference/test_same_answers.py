@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from families import EOS, PROMPTS, assert_same, engine
+from quick import each_once
 
 from dschat.inference import SamplingParams, core
 from dschat.inference.protocol import Rollout
@@ -33,8 +34,10 @@ def expected(module_of):
     return Rollout.joined(parts)
 
 
-@pytest.mark.parametrize("layout", ["3 slots", "pages of 4", "more slots than samples"])
-@pytest.mark.parametrize("drawn_together", [1, 1 << 22])
+@pytest.mark.parametrize(
+    ("layout", "drawn_together"),
+    each_once(["3 slots", "pages of 4", "more slots than samples"], [1, 1 << 22]),
+)
 def test_samples_are_one_row_until_they_differ(layout, drawn_together, module_of, monkeypatch):
     """At a low temperature, for a while; the reference has each sample as a request of its own."""
     monkeypatch.setattr(core, "_DRAWN_TOGETHER", drawn_together)

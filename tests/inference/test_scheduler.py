@@ -11,7 +11,7 @@ from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Request
 
 
-@examples(100, 5000)
+@examples(60, 5000)
 @given(cases())
 def test_every_sequence_finishes_once_and_no_page_is_lost(case):
     run = Run(case).to_the_end()
@@ -41,7 +41,7 @@ def test_the_same_prompts_make_the_same_plans(case):
     assert Run(case).to_the_end().trace == Run(case).to_the_end().trace
 
 
-@examples(60, 500)
+@examples(30, 500)
 @given(cases(), st.integers(0, 12))
 def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     run = Run(case)

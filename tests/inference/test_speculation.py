@@ -14,6 +14,7 @@ from families import (
     every_family,
     remember,
 )
+from quick import each_once, slow
 from soft_graph import soft_capture
 from test_tensor_parallel import SAMPLING, cut, shared_rollout
 
@@ -207,8 +208,7 @@ def test_auto_drafts_only_what_is_likely(module_of):
     assert drafted["auto"][-1] > 100  # they have become better
 
 
-@pytest.mark.parametrize("capture", [None, again])
-@pytest.mark.parametrize("mode", ["history", "auto"])
+@pytest.mark.parametrize(("mode", "capture"), each_once(["auto", "history"], [None, again]))
 def test_tensor_parallel_ranks_draft_alike(mode, capture, module_of, monkeypatch):
     """Both have the answers of one engine that drafts nothing."""
     use(monkeypatch)
@@ -233,7 +233,7 @@ def test_tensor_parallel_ranks_draft_alike(mode, capture, module_of, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=SLOW) for n in OTHERS)])
-@pytest.mark.parametrize("capture", [again, soft_capture])
+@pytest.mark.parametrize("capture", [again, *slow([soft_capture])])
 def test_known_text_takes_few_steps(name, capture, monkeypatch, engines):
     plain, graphs = engines(name, capture, speculate="history", page_size=4)
     plain.speculation = None

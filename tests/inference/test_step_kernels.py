@@ -10,6 +10,7 @@ import torch
 from fake_cuda import DEVICE, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, answered, assert_same
+from quick import some
 from transformers import LlamaConfig, OPTConfig
 
 from dschat.config.errors import UserError
@@ -74,7 +75,7 @@ OF_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("part", OF_TORCH)
+@pytest.mark.parametrize("part", some(OF_TORCH, ["product", "state"]))
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=slow)])
 def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
     """One part by its kernel and the rest by torch, or the other way round. The state's kernels
@@ -200,9 +201,7 @@ def test_models_of_the_usual_sizes_take_as_few(name, borrowed, kernels):
     check_budget(*counts, config.num_hidden_layers, BUDGETS[name])
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("qwen3", "gemma3") else pytest.param(n, marks=slow) for n in CONFIGS]
-)
+@pytest.mark.parametrize("name", some(CONFIGS, ["gemma3"]))
 def test_every_family_decodes_by_kernels(name, kernels):
     config = CONFIGS[name]()
     captured, _ = decode_step(config, page_size=16)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick import each_once
 
 from dschat.distributed import RankGroup
 from dschat.inference.protocol import SamplingParams
@@ -62,8 +63,7 @@ def assert_alike(samplings, step, logits):
     return ends
 
 
-@pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize(("options", "stops"), each_once(KINDS, STOPS))
 def test_draws_are_those_of_the_plain_loop(options, stops):
     logits, step = logits_of_rows(), StepSampling(ROWS, CPU)
     for seed, least in ((5, 0), (6, 7)):

@@ -11,17 +11,17 @@ import pytest
 import torch
 from captures import again, captured_by, graphs_of
 from families import (
-    CONFIGS,
-    CORE,
     POSITIONS,
     PROMPTS,
     build,
     cache_gib,
     empty_engine,
     engine,
+    every_family,
     logprob_gap,
     stream,
 )
+from quick import slow
 from rank_threads import on_ranks
 
 from dschat.config import UserError
@@ -52,7 +52,7 @@ def cut(rollout, share):
     return [rollout.token_ids[i] for i in keep]
 
 
-@pytest.mark.parametrize("name", CORE)
+@every_family()
 def test_two_ranks_answer_as_one(name, module_of):
     module = module_of(name)
     expected = engine(module).generate(PROMPTS, SAMPLING)
@@ -61,12 +61,6 @@ def test_two_ranks_answer_as_one(name, module_of):
         assert got.token_ids == cut(expected, share)
         assert logprob_gap(module, [PROMPTS[i] for i in share], got) < 5e-5
         assert made.stats.prompts == len(PROMPTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in CORE])
-def test_two_ranks_answer_as_one_in_every_variant(name, module_of):
-    test_two_ranks_answer_as_one(name, module_of)
 
 
 def test_three_ranks_and_a_vocabulary_that_does_not_divide(module_of):
@@ -173,7 +167,7 @@ def test_a_rank_holds_its_share_and_no_more(name, module_of):
         assert large / 2 < made.weights.nbytes <= large / 2 + small
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", *slow(["gpt_neox"])])
 def test_adapters_are_shared_out_too(name):
     """LoRA's A is cut where the weight's inputs are, its B where the outputs are."""
     wrapped = add_lora(build(name), 3, 5.0, ["all-linear"], True, "--actor_lora_modules")

@@ -17,6 +17,7 @@ from families import (
     reference_logprobs,
     stream,
 )
+from quick import slow
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
@@ -217,17 +218,14 @@ def factors(wrapped):
 
 
 # Separate q, k and v; (in, out) and fused; interleaved; projections around the embedding.
-LORA_CASES = [("llama", "copy"), ("llama", "borrowed"), ("gpt2", "copy"), ("gpt_neox", "copy")]
-LORA_CASES += [("bloom", "borrowed"), ("opt_350m", "copy"), ("qwen3", "copy")]
-LORA_CASES += [("gemma3", "borrowed"), ("qwen3_moe", "copy")]
+LORA_CASES = [("llama", "copy"), ("gpt2", "copy"), ("bloom", "borrowed"), ("opt_350m", "copy")]
 SLOW_LORA_CASES = [("gpt2", "borrowed"), ("opt", "copy"), ("opt", "borrowed"), ("bloom", "copy")]
 SLOW_LORA_CASES += [("llama_biases", "copy"), ("qwen3", "borrowed"), ("opt_350m", "borrowed")]
+SLOW_LORA_CASES += [("llama", "borrowed"), ("gpt_neox", "copy"), ("qwen3", "copy")]
+SLOW_LORA_CASES += [("gemma3", "borrowed"), ("qwen3_moe", "copy")]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    LORA_CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_LORA_CASES],
-)
+@pytest.mark.parametrize(("name", "layout"), LORA_CASES + slow(SLOW_LORA_CASES))
 def test_a_side_product_is_what_peft_merges(name, layout):
     wrapped = with_adapters(name, seed=1)
     made = empty_engine(wrapped.config, page_size=8)

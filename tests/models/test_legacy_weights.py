@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from quick import each_once
 from step_cases import probe_scores
 from step_rows import PROBES
 from tiny_models import CONFIGS, PAD, tokenizer
@@ -46,9 +47,12 @@ def load(folder, stage, from_base=False):
     return initialize_frozen(ScoreModel(model), zero)
 
 
-@STAGES
-@pytest.mark.parametrize("prefix", ["rwtransformer", "rwtranrsformer"])
-@pytest.mark.parametrize("name", ["opt", "opt_350m", "llama", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "prefix", "stage"),
+    each_once(
+        ["opt", "opt_350m", "llama", "gpt2", "bloom"], ["rwtransformer", "rwtranrsformer"], [0, 3]
+    ),
+)
 def test_scores_are_hidden_states_times_the_head(name, prefix, stage, tmp_path):
     folder = tmp_path / "reward"
     base, head = legacy_folder(folder, name, prefix)

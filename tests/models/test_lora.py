@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from quick import each_once
 from step_cases import probe_logprobs
 from step_rows import PROBES
 from tiny_models import causal_lm, score_model
@@ -55,15 +56,12 @@ def with_random_adapters(name="llama", modules=ALL, only=True, alpha=0.0):
     return wrapped.eval()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom", "gpt_neox"),
-        *("qwen3_moe", "gpt_oss"),  # fused experts, of which PEFT adapts the first by itself
-        *FAMILIES,
-    ],
-)
-@pytest.mark.parametrize("alpha", [0.0, 3.0])
+MERGED = ("llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom", "gpt_neox")
+MERGED += ("qwen3_moe", "gpt_oss")  # fused experts, of which PEFT adapts the first by itself
+MERGED += tuple(FAMILIES)
+
+
+@pytest.mark.parametrize(("name", "alpha"), each_once(MERGED, [3.0, 0.0]))
 def test_merging_is_what_peft_merges(name, alpha):
     wrapped = with_random_adapters(name, alpha=alpha)
     ours = dict(weight_stream(wrapped, CPU))

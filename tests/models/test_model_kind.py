@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from quick import each_once
 from tiny_models import PAD, causal_lm, score_model, tokenizer
 from transformers import (
     CONFIG_MAPPING,
@@ -219,8 +220,10 @@ def test_code_of_a_tokenizer_runs_only_where_asked(tmp_path, monkeypatch):
 # -- files -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("form", ["safetensors", "bin", "bin_old", "sharded", "sharded_bin"])
+@pytest.mark.parametrize(
+    ("form", "stage"),
+    each_once(["safetensors", "bin", "bin_old", "sharded", "sharded_bin"], [0, 3]),
+)
 def test_the_same_weights_from_any_files(form, stage, tmp_path):
     from step_cases import probe_logprobs
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from quick import each_once
 from step_cases import probe_logprobs, probe_scores
 from tiny_models import VOCAB, ensure
 
@@ -41,8 +42,9 @@ def plain(model, twin):
     return twin
 
 
-@both
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "opt_350m", "gpt_neox", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "bits"), each_once(["llama", "llama_tied", "opt_350m", "gpt_neox", "qwen3"], [4, 8])
+)
 def test_computes_what_dequantized_weights_do(name, bits, loaded):
     model, original = loaded(name, bits), loaded(name)
     twin = plain(model, loaded(name))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quick import each_once
 from tiny_models import causal_lm
 from torch.testing import assert_close
 
@@ -28,8 +29,9 @@ def gradients(name, lora, checkpointing, on_host=False):
     return grads
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_neox", "bloom"])
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "lora"), each_once(["llama", "qwen3_moe", "gpt_neox", "bloom"], [4, 0])
+)
 def test_gradients_of_pieces(name, lora, monkeypatch):
     """Where an MLP runs in pieces of 8 tokens, and where it cannot: experts, two inputs."""
     expected = gradients(name, lora, checkpointing=False)

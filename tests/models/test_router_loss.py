@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from quick import each_once
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import RewardConfig
@@ -52,8 +53,7 @@ def padded(rows):
     return ids, mask
 
 
-@pytest.mark.parametrize("packing", ["auto", "off"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "packing"), each_once(FAMILIES, ["auto", "off"]))
 def test_it_is_transformers_own_loss_on_a_padded_batch(family, packing):
     model = model_of(family)
     ids, mask = padded(ROWS)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quick import some
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -94,7 +95,7 @@ def check_shape(family: str) -> None:
         assert 0 < matrices < 2 * model.num_parameters(), family  # Zamba uses layers twice
 
 
-@pytest.mark.parametrize("family", ODD)
+@pytest.mark.parametrize("family", some(ODD, ["gemma3n_text", "mamba2", "qwen3_5", "rwkv"]))
 def test_odd_families_have_a_shape_or_are_unknown(family):
     check_shape(family)
 
@@ -107,7 +108,9 @@ def test_every_family_has_a_shape_or_is_unknown():
         check_shape(family)
 
 
-@pytest.mark.parametrize("family", COUNTED)
+@pytest.mark.parametrize(
+    "family", some(COUNTED, ["llama", "gemma3", "gpt_oss", "qwen2_moe", "deepseek_v3"])
+)
 def test_a_family_matches_the_flop_counter(family):
     """PyTorch's counter; experts compute the tokens that are routed to them, no others."""
     model = AutoModelForCausalLM.from_config(config_of(family, **COUNTED[family])).eval()

@@ -14,6 +14,7 @@ import torch
 import yaml
 from byte_tokenizers import CHATML, byte_tokenizer
 from documentation import PAGES, blocks
+from quick import slow, some
 
 from dschat.chat.model import Model
 from dschat.config import UserError, parser
@@ -87,7 +88,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=FRAMES)
+@pytest.fixture(params=some(FRAMES, ["gpt2", "phi"]))
 def checkpoint(request, checkpoints):
     return checkpoints / request.param
 
@@ -203,10 +204,8 @@ ROWS = [
 @pytest.mark.parametrize(
     ("family", "chat"),
     [
-        ("llama", False),
         ("gpt2", True),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("gpt2", False, marks=pytest.mark.slow),
+        *slow([("llama", False), ("llama", True), ("gpt2", False)]),
     ],
 )
 def test_tasks_have_the_values_of_hf(family, chat, checkpoints, task):

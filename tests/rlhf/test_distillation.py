@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from quick import slow
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs
 from step_rows import PROMPTS
 from tiny_models import causal_lm
@@ -50,7 +51,7 @@ def drawn(rows, e):
     )
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_a_teacher_alone_gives_the_advantages(zero, models_folder):
     trainer, case = trainer_of(models_folder, zero, offload=["teacher"] if zero == 0 else None)
     engine = trainer.engine

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from quick import slow
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 from torch import nn
 
@@ -19,7 +20,7 @@ def now(module, replace=None):
 
 @pytest.mark.parametrize(
     ("zero", "options"),
-    [(0, {}), (3, {}), pytest.param(3, {"actor_lora_dim": 4}, marks=pytest.mark.slow)],
+    [(3, {}), *slow([(0, {}), (3, {"actor_lora_dim": 4})])],
     ids=str,
 )
 def test_the_average_over_every_optimizer_step(zero, options, models_folder):

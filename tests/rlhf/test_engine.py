@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from quick import slow
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
 from tiny_models import causal_lm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,8 +36,8 @@ def reference_of(engine):
     [
         pytest.param(0, (), marks=pytest.mark.slow),
         pytest.param(3, (), marks=pytest.mark.slow),
-        pytest.param(0, LORA, marks=pytest.mark.slow),
-        (3, LORA),
+        (0, LORA),
+        pytest.param(3, LORA, marks=pytest.mark.slow),
         pytest.param(0, (*LORA, ("only_optimize_lora", False)), marks=pytest.mark.slow),
     ],
     ids=["full0", "full3", "lora0", "lora3", "lora_and_base"],
@@ -84,7 +85,7 @@ def test_wrong_checkpoints_are_refused(actor, critic, message, zero, models_fold
         build(models_folder, actor, critic, actor_zero_stage=zero, critic_zero_stage=zero)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, models_folder):
     tokenizer = AutoTokenizer.from_pretrained(models_folder / "llama")
     tokenizer.add_tokens(["w64"])

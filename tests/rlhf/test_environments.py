@@ -6,6 +6,7 @@ import threading
 import pytest
 import step_cases
 import torch
+from quick import slow
 from step_cases import Case, build_trainer, ppo_config
 from tiny_models import EOS
 
@@ -64,7 +65,7 @@ def gaps(e):
     ]
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_pp"])
+@pytest.mark.parametrize("estimator", ["gae", *slow(["grpo", "reinforce_pp"])])
 def test_no_loss_is_on_the_environments_tokens(estimator, models_folder):
     trainer = trainer_of(models_folder, advantage_estimator=estimator)
     e = trainer.generate_experience(PROMPTS)

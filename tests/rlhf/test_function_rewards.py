@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from program_cases import parity, sums_of, trainer_of
+from quick import slow
 from step_cases import Case, build_trainer, ppo_config
 from step_rows import PROMPTS
 
@@ -225,7 +226,7 @@ def undecided(answer_ids):
     return [float(sum(ids) % 2) if sum(ids) % 3 else None for ids in answer_ids]
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", *slow(["sequence"])])
 def test_answers_without_a_score_teach_the_actor_nothing(models_folder, aggregation):
     """Neither by their KL nor by the denominator of the loss: as if they were not there."""
     options = {"advantage_estimator": "grpo", "kl_coef": 0.5, "loss_aggregation": aggregation}

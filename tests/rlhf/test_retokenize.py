@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from quick import slow
 from step_cases import Case, ppo_config
 from step_rows import PROMPTS
 from tiny_models import EOS, VOCAB
@@ -130,9 +131,8 @@ def answers_of(e):
 @pytest.mark.parametrize(
     ("family", "zero"),
     [
-        ("llama", 3),
-        *(pytest.param("opt", zero, marks=pytest.mark.slow) for zero in (0, 3)),
-        pytest.param("llama", 0, marks=pytest.mark.slow),
+        ("llama", 0),
+        *slow([("llama", 3), ("opt", 0), ("opt", 3)]),
     ],
 )
 def test_scores_are_those_of_the_text(family, zero, models_folder, tmp_path):

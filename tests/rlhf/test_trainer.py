@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from program_cases import around_fill_in, ppo_trainer, trainer_of, weights_of
+from quick import each_once
 from step_cases import Case, my_prompts
 from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
@@ -152,7 +153,8 @@ def test_weights_of_8_bits_explain_a_gap(models_folder, caplog):
         assert warn_of_gap(metrics, torch.float32, trainer.args) == warns
 
 
-@pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.slow) for z in (0, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_the_first_ratio_in_bf16(zero, models_folder):
     trainer = ppo_trainer(models_folder, Case("ppo", zero), dtype="bf16", **FIRST)
     one_iteration(trainer)
@@ -222,8 +224,10 @@ def test_experts_are_balanced_where_asked(coefficient, tiny, models_folder):
     assert e.num_sequences
 
 
-@pytest.mark.parametrize("lora", [{}, {"actor_lora_dim": 4, "only_optimize_lora": True}])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    each_once(["qwen3_moe", "gpt_oss"], [{}, {"actor_lora_dim": 4, "only_optimize_lora": True}]),
+)
 def test_training_runs_the_experts_of_the_rollout(family, lora, tiny, models_folder):
     """Of a KL to the actor itself, the reference's forward chooses its own."""
     options = {"actor_model_name_or_path": tiny(family), "old_logprobs": "recompute", **lora}

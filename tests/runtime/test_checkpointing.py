@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from program_cases import parity, trainer_of
+from quick import slow
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
@@ -134,7 +135,7 @@ class Habit:
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("save_steps", [1, 10])
+@pytest.mark.parametrize("save_steps", [1, *slow([10])])
 def test_a_state_that_cannot_be_saved_loses_no_iteration(save_steps, models_folder, tmp_path):
     """The model and the last good state are saved, then the run stops."""
     with pytest.raises(RewardError, match=r"state_dict\(\) raised OSError: its file is gone"):

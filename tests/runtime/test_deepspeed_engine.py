@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from quick import slow, some
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +29,10 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZE = 16
 # Stage, and what is offloaded: o(ptimizer), p(arameters).
 LAYOUTS = [(0, ""), (1, ""), (2, ""), (3, ""), (2, "o"), (3, "o"), (3, "p"), (3, "op")]
-by_layout = pytest.mark.parametrize(("stage", "offload"), LAYOUTS, ids=lambda v: str(v))
+QUICK = [layout for layout in LAYOUTS if layout[0] in (0, 3) or layout == (2, "o")]
+by_layout = pytest.mark.parametrize(
+    ("stage", "offload"), some(LAYOUTS, QUICK), ids=lambda v: str(v)
+)
 
 
 def net(dtype=FP32):
@@ -100,7 +104,7 @@ def test_steps_are_those_of_torch(stage, offload, clip, decay):
         torch.testing.assert_close(weights(engine)[name].double(), p.data, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [FP32, *slow([BF16])], ids=["fp32", "bf16"])
 @by_layout
 def test_a_bad_step_changes_nothing(stage, offload, dtype):
     batches = inputs(3, dtype)
@@ -274,7 +278,7 @@ def backward_only(engine, batches, spoil=lambda loss: loss):
 @by_layout
 @pytest.mark.parametrize(
     "spoil",
-    [lambda loss: loss * float("inf"), lambda loss: loss + float("inf")],
+    [*slow([lambda loss: loss * float("inf")]), lambda loss: loss + float("inf")],
     ids=["gradient", "loss alone"],
 )
 def test_an_aligned_step_changes_nothing(stage, offload, spoil):

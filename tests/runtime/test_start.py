@@ -2,8 +2,10 @@
 
 import re
 
+import forked
 import pytest
 from python_process import python
+from quick import slow
 
 import dschat.distributed as dist
 from dschat.config import SFTConfig, UserError
@@ -98,9 +100,16 @@ dist.shutdown()
 """
 
 
-def test_libraries_are_silent_in_a_notebook():
-    """There `sys.stderr` has a descriptor of its own, and nobody has set up the console."""
-    done = python("-c", IN_A_NOTEBOOK)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("is_new", [False, *slow([True])])
+def test_libraries_are_silent_in_a_notebook(is_new):
+    """There `sys.stderr` has a descriptor of its own, and nobody has set up the console. A new
+    process imports all of them, too.
+    """
+    if is_new:
+        done = python("-c", IN_A_NOTEBOOK)
+        assert done.returncode == 0, done.stderr
+    else:
+        done = forked.run("-c", IN_A_NOTEBOOK)
+        assert done.code == 0, done.stderr
     assert not done.stdout
     assert not done.stderr

@@ -79,11 +79,11 @@ def test_answers_that_run_when_the_server_is_stopped(drain_s, tmp_path):
     argv += ["--max_num_seqs", "4", "--drain_s", str(drain_s)]
     command = forked.Command(argv, signal.SIGTERM, after_file="asked")
     printed = tmp_path / "runs/0/stdout"
-    with ThreadPoolExecutor(13) as pool:
+    with ThreadPoolExecutor(7) as pool:
         stopped = pool.submit(forked.run_all, tmp_path, None, [command])
         wait_until(lambda: printed.exists() and printed.read_text().endswith("\n"))
         server = SimpleNamespace(port=int(re.search(r":(\d+) \(", printed.read_text())[1]))
-        bodies = [FOREVER | {"stream": i % 3 > 0} for i in range(12)]
+        bodies = [FOREVER | {"stream": i % 3 > 0} for i in range(6)]
         clients = [send(server, "/v1/completions", body) for body in bodies]
         assert clients[1].recv(15) == b"HTTP/1.1 200 OK"
         received = [pool.submit(whole_response, client) for client in clients]

@@ -50,7 +50,7 @@ def train(
 
 def test_ten_steps_against_plain_torch(models_folder, run_here):
     """SFT in float64 without DeepSpeed or micro-batches: the very same losses."""
-    result, _ = run_here(Case("sft"))
+    result, _ = run_here(Case("sft", options=(("num_train_epochs", 2),)))
     model = AutoModelForCausalLM.from_pretrained(models_folder / "llama").double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     rows, losses = sft_rows(), []
@@ -75,7 +75,9 @@ def test_ten_steps_against_plain_torch(models_folder, run_here):
 
 
 def test_evaluations_and_schedule(models_folder, tmp_path):
-    result, lines = train(models_folder, tmp_path, eval_steps=3, num_warmup_steps=2)
+    result, lines = train(
+        models_folder, tmp_path, eval_steps=3, num_warmup_steps=2, num_train_epochs=2
+    )
     evaluated = [line["step"] for line in lines if "eval/loss" in line]
     assert evaluated == [0, 3, 6, 9, 10]
     assert result["eval/loss"] == lines[-1]["eval/loss"] < lines[0]["eval/loss"]

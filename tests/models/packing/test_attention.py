@@ -36,7 +36,14 @@ LEAVES = {
     GROUPS["dialogues"]: ((3, 5, 7), (), (3, 5), (3, 3), (1, 5)),
 }
 HEADS, SIZE = 4, 8
-every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+QUICK = ("one_token", "one_answer", "many_answers", "nearly_alike", "mixed")
+every_group = pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(GROUPS[name], marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name in GROUPS
+    ],
+)
 
 
 def made(groups):

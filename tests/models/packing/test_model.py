@@ -5,6 +5,7 @@ Log-probs, entropies, scores and gradients; adapters, gradient checkpointing, em
 
 import copy
 import pickle
+from itertools import product
 
 import families
 import pytest
@@ -27,6 +28,7 @@ from own_forward import (
     own,
     rows_of,
 )
+from quick import each_once, slow, some
 from torch import nn
 
 from dschat.models.lora import adapters_off, prepare_for_training
@@ -36,17 +38,14 @@ from dschat.models.score_model import ScoreModel
 CORE = (*families.CORE, *OTHERS)
 
 
-def every_family():
-    """What is not in ``CORE`` is left to the slow tests."""
-    names = [pytest.param(n, marks=() if n in CORE else pytest.mark.slow) for n in CONFIGS]
-    return pytest.mark.parametrize("name", names)
+QUICK = [(name, "auto") for name in dict.fromkeys(CORE)]
+QUICK += [("llama", "off"), ("gpt2", "off"), ("gpt_oss", "off")]
 
 
 # -- equality --------------------------------------------------------------------------------------
 
 
-@every_family()
-@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize(("name", "packing"), some(product(CONFIGS, ["auto", "off"]), QUICK))
 def test_every_family_is_its_own_forward(name, packing):
     model = build(name)
     wrapped = checked(copy.deepcopy(model), packing)
@@ -56,9 +55,11 @@ def test_every_family_is_its_own_forward(name, packing):
 
 
 @pytest.mark.parametrize(
-    "name", ["opt", "opt_350m", "gpt2", "gpt_neox", "llama", "mistral", "bloom"]
+    ("name", "packing"),
+    each_once(
+        ["opt", "opt_350m", "gpt2", "gpt_neox", "llama", "mistral", "bloom"], ["auto", "off"]
+    ),
 )
-@pytest.mark.parametrize("packing", ["auto", "off"])
 def test_scores_are_those_of_the_score_head(name, packing):
     model = tiny_models.score_model(name)
     wrapped = checked(copy.deepcopy(model), packing, ScoreModel)
@@ -73,7 +74,7 @@ def test_scores_are_those_of_the_score_head(name, packing):
     assert wrapped.packs == (packing == "auto" and name != "bloom")
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "gemma3", "bloom", "nemotron"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", *slow(["opt", "gpt2", "nemotron"])])
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_gradient_checkpointing_and_adapters(name, lora):
     """With adapters on and off; both models have the same ones."""
