@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
+from dschat.inference.kernels import cpu
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import num_slots
 from dschat.inference.module_engine import module_engine
@@ -151,6 +152,26 @@ def test_experts_are_packed_on_a_cpu(name, module_of, monkeypatch):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(1.1)
+        made.weights.refresh()
+
+
+@pytest.mark.skipif(cpu.load() is None, reason="no C compiler here")
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe"])  # 1 + weight; weight, also of heads
+def test_norms_are_a_kernel_where_it_computes_the_same(name, module_of):
+    module = copy.deepcopy(module_of(name))
+    norms = [m for m in module.modules() if type(m).__name__.endswith("RMSNorm")]
+    odd = type("Odd", (type(norms[0]),), {"forward": lambda self, x: 1.01 * norms[1](x)})
+    norms[0].__class__ = odd
+    norms[0].load_state_dict(norms[1].state_dict())
+    made = engine_on(module)
+    for _ in range(2):
+        with made.weights.in_use():
+            assert ["forward" in vars(m) for m in norms] == [False] + [True] * (len(norms) - 1)
+            rollout = made.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=3))
+        assert logprob_gap(module, PROMPTS, rollout) < GAP
+        with torch.no_grad():
+            for norm in norms:
+                norm.weight.add_(0.3)
         made.weights.refresh()
 
 

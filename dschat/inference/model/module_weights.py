@@ -2,6 +2,7 @@
 
 The module's linear layers then run as the engine's packed products, and those that read the same
 input (queries, keys and values; gate and up) as one. So do experts, on the rows that chose them.
+RMS norms, half a dozen operators there, are a call of our kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat.distributed import RankGroup
+from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
@@ -45,9 +47,9 @@ class ModuleWeights:
         self._use = ExitStack()
         weight = next(module.parameters())
         self.device = weight.device
-        self._products: list[_Product | _Experts] = []
+        self._products: list[_Product | _Experts | _Norm] = []
         if self.device.type == "cpu" or in_int8:
-            self._products = _products(module, weight, in_int8)
+            self._products = [*_products(module, weight, in_int8), *_norms(module)]
         self.refresh()
 
     def refresh(self) -> None:
@@ -126,7 +128,7 @@ class _Product:
         if x is not self._input or x._version != self._input_version:
             y = self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
             self._input, self._input_version = x, x._version
-            self._outputs = y.split(self._sizes, -1)
+            self._outputs = y.split(self._sizes, -1) if len(self._sizes) > 1 else (y,)
         output = self._outputs[number]
         if number == len(self._sizes) - 1:
             self._forget()
@@ -185,6 +187,55 @@ class _Experts:
         choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
         shares = shares.to(x.dtype).unsqueeze(1)
         return torch.bmm(shares, choices.view(*chosen.shape, -1)).squeeze(1)
+
+
+class _Norm:
+    """An RMS norm of ``dschat.inference.kernels.cpu``; ``offset`` is added to the weight."""
+
+    def __init__(self, norm: Any, eps: float, offset: float, kernels: cpu.Kernels) -> None:
+        self._norm, self._eps, self._offset, self._kernels = norm, eps, offset, kernels
+        self.pack()
+
+    def pack(self) -> None:
+        weight = self._norm.weight.detach()
+        self._weight = weight + self._offset if self._offset else weight
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with _calling(self._norm, partial(self.run, self._norm.forward)):
+            yield
+
+    def run(self, forward: Callable[..., Any], x: Tensor, *others: Any, **named: Any) -> Any:
+        if others or named or torch.is_grad_enabled() or x.dtype != torch.float32:
+            return forward(x, *others, **named)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._kernels.add_norm(rows, None, self._weight, None, self._eps).view(x.shape)
+
+
+@torch.no_grad()
+def _norms(module: nn.Module) -> list[_Norm]:
+    """For those norms of ``module`` that compute what the kernel does, by a trial."""
+    kernels = cpu.load()
+    found: list[_Norm] = []
+    for norm in module.modules() if kernels is not None else ():
+        weight = norm._parameters.get("weight")
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if weight is None or weight.dim() != 1 or eps is None or "bias" in norm._parameters:
+            continue
+        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
+            continue
+        x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
+        x = torch.cat([x, x * eps**0.5])
+        for offset in (0.0, 1.0):
+            fused = _Norm(norm, eps, offset, kernels)
+            try:
+                expected = norm(x)
+            except TypeError:  # takes more than x
+                break
+            if torch.allclose(fused.run(norm.forward, x), expected, rtol=1e-5, atol=1e-6):
+                found.append(fused)
+                break
+    return found
 
 
 @contextmanager
