@@ -15,8 +15,6 @@ from families import PROMPTS, engine
 
 from dschat.inference import SamplingParams
 from dschat.inference.kernels import cpu
-from dschat.inference.model.attention import Attention, Decodes
-from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.rotary import alibi_slopes
 
 HEAD_SIZES = [4, 12, 20, 32, 64, 80, 128]
@@ -243,6 +241,27 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_pages(kernels):
         assert torch.equal(Case(80, 4, 2, LENGTHS, rows=[row]).attend(kernels)[0], whole[row])
 
 
+def test_rows_of_one_sequence_on_several_threads(kernels):
+    """All of them are written before any thread reads."""
+    rows, length = 40, 400
+    heads, cache = drawn(rows, 12, 64), drawn(length, 8, 64, seed=1)
+    lengths = torch.arange(length - rows + 1, length + 1)
+    table = torch.zeros(rows, 1, dtype=torch.int64)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            own = cache.clone()
+            attend = kernels.decode_attention(lengths, lengths - 1, table, length, None)
+            results.append((attend(heads, own, None, 0.3), own))
+    finally:
+        torch.set_num_threads(before)
+    for out, own in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(own, results[0][1])
+
+
 def test_table_with_wide_rows(kernels):
     case = Case(32, 2, 2, LENGTHS, page_size=16)
     whole = case.attend(kernels)
@@ -262,7 +281,7 @@ def test_attention_lets_other_threads_run(kernels):
     step, function = attend._step, attend._function
     step.num_heads, step.num_kv_heads, step.head_size = 4, 4, 64
     tensors = drawn(64, 12, 64), drawn(64 * 256, 8, 64), torch.empty(64, 256)
-    args = ctypes.addressof(step), *(tensor.data_ptr() for tensor in tensors), 0, 0.1
+    args = ctypes.addressof(step), *(tensor.data_ptr() for tensor in tensors), 0, 0.1, 1
     may_run, ran = threading.Event(), []
     thread = threading.Thread(target=lambda: (may_run.wait(), ran.append(True)))
     thread.start()
@@ -294,22 +313,6 @@ def test_engine_answers_as_without(kernels, monkeypatch, module_of, name):
     assert with_kernels.logprobs != without.logprobs  # they did run
     for a, b in zip(with_kernels.logprobs, without.logprobs, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
-
-
-def test_large_steps_are_left_to_torch(kernels, monkeypatch):
-    def chosen(rows, length, threads, pages=1):
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        size = length // pages
-        cache = KVCache(1, rows * pages, size, 4, 32, torch.float32, torch.device("cpu"))
-        table = torch.arange(rows * pages).view(rows, pages) if pages > 1 else None
-        decodes = Decodes(rows, torch.full((rows,), length), length, table, False)
-        slot_mapping = torch.arange(rows) * length
-        return Attention(None, cache, slot_mapping, decodes, [])._kernel is not None
-
-    assert chosen(16, 100, 2)
-    assert not chosen(64, 1000, 8)
-    assert chosen(64, 1000, 1)
-    assert chosen(64, 1000, 8, pages=10)  # torch would copy them first
 
 
 # -- compiling -------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ _SOURCES = [_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_products.c"]
 _COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: it reorders sums, so that answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_MIN_PRODUCTS = 1 << 18  # multiplications that are worth a thread: microseconds, as its waking
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -47,7 +46,7 @@ _SIGNATURES = {
         *(_POINTER, *[_INT] * 5),
         *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
-    "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT),
+    "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT, _INT),
     "dschat_use_openmp": (_POINTER, _POINTER, _POINTER),
     "dschat_packed_size": (_INT, _INT),
     "dschat_pack": (_POINTER, _POINTER, _INT, _INT, _INT),
@@ -67,7 +66,7 @@ class _Step(ctypes.Structure):
 
 
 class Kernels:
-    """The kernels of the compiled library at ``path``. All but products run on the calling thread.
+    """The kernels of the compiled library at ``path``. Products and attention use torch's threads.
 
     Those that may take milliseconds release the GIL: the threads of a server work meanwhile.
     """
@@ -86,7 +85,6 @@ class Kernels:
         self._packed_size = holding.dschat_packed_size
         self._packed_size.restype = _INT
         openmp = _openmp_of_torch()
-        self._has_threads = openmp is not None
         if openmp is not None:
             holding.dschat_use_openmp(*openmp)
         self._draw = releasing.dschat_draw
@@ -139,11 +137,8 @@ class Kernels:
         """
         if x.stride(-1) != 1:
             x = x.contiguous()
-        (rows, size), threads = x.shape, 1
+        rows, size = x.shape
         out = x.new_empty(rows, outs)
-        if self._has_threads:
-            worthwhile = rows * outs * size // _MIN_PRODUCTS
-            threads = max(1, min(torch.get_num_threads(), worthwhile))
         self._product(
             x.data_ptr(),
             packed.data_ptr(),
@@ -154,7 +149,7 @@ class Kernels:
             x.stride(0),
             outs,
             size,
-            threads,
+            torch.get_num_threads(),
         )
         return out
 
@@ -279,6 +274,7 @@ class DecodeAttention:
             out.data_ptr(),
             window or 0,
             scale,
+            torch.get_num_threads(),
         )
         return out
 

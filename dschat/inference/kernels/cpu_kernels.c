@@ -2,7 +2,7 @@
  * the gated activation, attention over the paged cache; and draws tokens. Called through ctypes by
  * cpu.py.
  *
- * One thread: a second OpenMP runtime would compete with torch's for the cores. All arrays are
+ * On one thread, but for attention: waking others takes microseconds. All arrays are
  * fp32, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
  * one and summed in an order that depends on the size of a vector alone, not on addresses: a row's
  * result depends neither on the other rows nor on how the cache is paged.
@@ -214,22 +214,51 @@ INLINE void attend_row(
     }
 }
 
-/* heads (rows, H + 2 K, D) -> out (rows, H D): softmax(scale q k + slope * -distance) v, over the
- * newest `window` keys (0: all). A cache slot holds K keys, then K values, of D each. */
-void dschat_decode_attention(
-    const struct step *s, const float *heads, float *cache, float *out, int64_t window, float scale)
+struct attention {
+    const struct step *s;
+    const float *heads, *cache;
+    float *out;
+    int64_t window;
+    float scale;
+    int64_t next; /* row that no thread has taken yet */
+};
+
+static void attend_rows(void *data)
 {
-    int64_t q_size = s->num_heads * s->head_size, kv_size = 2 * s->num_kv_heads * s->head_size;
-    for (int64_t row = 0; row < s->rows; row++, heads += q_size + kv_size, out += q_size) {
-        if (s->slot_mapping)
-            memcpy(cache + s->slot_mapping[row] * kv_size, heads + q_size, sizeof(float) * kv_size);
-        switch (s->head_size) { /* sizes the compiler unrolls for */
-        case 32: attend_row(s, row, heads, cache, out, window, scale, 32); break;
-        case 64: attend_row(s, row, heads, cache, out, window, scale, 64); break;
-        case 128: attend_row(s, row, heads, cache, out, window, scale, 128); break;
-        default: attend_row(s, row, heads, cache, out, window, scale, s->head_size);
+    struct attention *a = data;
+    int64_t size = a->s->head_size, q_size = a->s->num_heads * size, row;
+    int64_t stride = q_size + 2 * a->s->num_kv_heads * size;
+    while ((row = __atomic_fetch_add(&a->next, 1, __ATOMIC_RELAXED)) < a->s->rows) {
+        const float *q = a->heads + row * stride;
+        float *out = a->out + row * q_size;
+        switch (size) { /* sizes the compiler unrolls for */
+        case 32: attend_row(a->s, row, q, a->cache, out, a->window, a->scale, 32); break;
+        case 64: attend_row(a->s, row, q, a->cache, out, a->window, a->scale, 64); break;
+        case 128: attend_row(a->s, row, q, a->cache, out, a->window, a->scale, 128); break;
+        default: attend_row(a->s, row, q, a->cache, out, a->window, a->scale, size);
         }
     }
+}
+
+/* heads (rows, H + 2 K, D) -> out (rows, H D): softmax(scale q k + slope * -distance) v, over the
+ * newest `window` keys (0: all). A cache slot holds K keys, then K values, of D each. Rows are taken
+ * by `threads` threads, after all keys and values are written: rows may be of one sequence. */
+void dschat_decode_attention(
+    const struct step *s, const float *heads, float *cache, float *out, int64_t window,
+    float scale, int64_t threads)
+{
+    int64_t q_size = s->num_heads * s->head_size, kv_size = 2 * s->num_kv_heads * s->head_size;
+    int64_t keys = 0;
+    for (int64_t row = 0; row < s->rows; row++) {
+        keys += window > 0 ? smaller(window, s->lengths[row]) : s->lengths[row];
+        if (s->slot_mapping)
+            memcpy(
+                cache + s->slot_mapping[row] * kv_size, heads + row * (q_size + kv_size) + q_size,
+                sizeof(float) * kv_size);
+    }
+    struct attention a = {s, heads, cache, out, window, scale, 0};
+    threads = smaller(threads, smaller(s->rows, 2 * keys * q_size / MIN_WORK));
+    dschat_on_team(attend_rows, &a, threads);
 }
 
 /* -- drawing ----------------------------------------------------------------------------------- */

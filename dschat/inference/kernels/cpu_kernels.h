@@ -113,6 +113,13 @@ struct step {
     const float *slopes;    /* (num_heads,) ALiBi's; or NULL */
 };
 
+/* Runs work(data) on so many threads, or fewer; on this one alone without OpenMP. */
+void dschat_on_team(void (*work)(void *), void *data, int64_t threads);
+
+#define MIN_WORK (1 << 18) /* multiplications that are worth a thread: microseconds, as its waking */
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 void dschat_add_norm(
     float *x, const float *added, const float *weight, const float *bias, float *out,
     int64_t rows, int64_t size, float eps);
@@ -123,6 +130,6 @@ void dschat_norm_and_rotate(
     const int64_t *positions, const float *cos, const float *sin, int64_t dim);
 void dschat_decode_attention(
     const struct step *s, const float *heads, float *cache, float *out, int64_t window,
-    float scale);
+    float scale, int64_t threads);
 
 #endif

@@ -38,8 +38,13 @@ void dschat_use_openmp(void *run, void *size, void *number)
     team_number = (int (*)(void))number;
 }
 
+void dschat_on_team(void (*work)(void *), void *data, int64_t threads)
+{
+    if (threads > 1 && run_on_team) run_on_team(work, data, threads, 0);
+    else work(data);
+}
+
 INLINE int64_t panels_of(int64_t outs) { return (outs + NR - 1) / NR; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t dschat_packed_size(int64_t outs, int64_t size) { return panels_of(outs) * NR * size; }
 
@@ -169,7 +174,7 @@ void dschat_product(
     const float *x, const char *weight, const float *scale, const float *bias, float *y,
     int64_t rows, int64_t stride, int64_t outs, int64_t size, int64_t threads)
 {
+    threads = run_on_team ? smaller(threads, rows * outs * size / MIN_WORK) : 1;
     struct product p = {x, weight, scale, bias, y, rows, stride, outs, size, threads};
-    if (threads > 1) run_on_team(multiply_share, &p, threads, 0);
-    else multiply_share(&p);
+    dschat_on_team(multiply_share, &p, threads);
 }

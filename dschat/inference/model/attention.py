@@ -22,13 +22,6 @@ from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
 
-# Measured on two AVX-512 cores, fp32: our kernel reads keys and values at 16 GB/s on one thread;
-# torch's takes 25 us to start, then reads 9 GB/s on each of its threads, or 1 GB/s if it has to
-# gather pages first.
-_KERNEL_BYTES_PER_S, _TORCH_BYTES_PER_S, _TORCH_START_S = 16e9, 9e9, 25e-6
-_TORCH_GATHERED_BYTES_PER_S = 1e9
-
-
 # Router, experts that the tokens chose (T, k), and of how many; see `KVCache.keep_experts`.
 KeepExperts = Callable[[Hashable, Tensor, int], None]
 
@@ -113,7 +106,7 @@ class Attention:
     _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
-        if self.decodes is not None and self._kernel_is_faster(self.decodes):
+        if self.decodes is not None and self._has_kernel(self.decodes):
             self._kernel = self._prepared(self.decodes)
         group: list[Chunk] = []
         for chunk in self.chunks:
@@ -186,18 +179,10 @@ class Attention:
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _kernel_is_faster(self, d: Decodes) -> bool:
-        """Whether one core reads the step's keys and values faster than torch's threads do."""
+    def _has_kernel(self, d: Decodes) -> bool:
         pairs = self.cache.pairs
-        if pairs.device.type != "cpu" or pairs.dtype != torch.float32 or not cpu.load():
-            return False
-        if d.width > 1:
-            return False
-        num_bytes = d.count * d.max_length * pairs.stride(2) * pairs.itemsize
-        is_gathered = d.block_table is not None and self.cache.page_size < d.max_length
-        rate = _TORCH_GATHERED_BYTES_PER_S if is_gathered else _TORCH_BYTES_PER_S
-        torch_s = _TORCH_START_S + num_bytes / (rate * torch.get_num_threads())
-        return num_bytes / _KERNEL_BYTES_PER_S < torch_s
+        is_fp32 = pairs.device.type == "cpu" and pairs.dtype == torch.float32
+        return is_fp32 and d.width == 1 and cpu.load() is not None
 
     def _prepared(self, d: Decodes) -> cpu.DecodeAttention:
         kernels = cpu.load()

@@ -217,7 +217,9 @@ def _norms(module: nn.Module) -> list[_Norm]:
     """For those norms of ``module`` that compute what the kernel does, by a trial."""
     kernels = cpu.load()
     found: list[_Norm] = []
-    for norm in module.modules() if kernels is not None else ():
+    if kernels is None:
+        return found
+    for norm in module.modules():
         weight = norm._parameters.get("weight")
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if weight is None or weight.dim() != 1 or eps is None or "bias" in norm._parameters:
