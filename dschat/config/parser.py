@@ -195,9 +195,9 @@ class _Parser(argparse.ArgumentParser):
         self.not_short: list[argparse.Action] = []  # flags that --help leaves to --help all
         hints = get_type_hints(config_class)
         groups = {c: self.add_argument_group(_title(c).rstrip(".")) for c in config_class.__mro__}
+        owners = {n: c for c in reversed(config_class.__mro__) for n in get_annotations(c)}
         for f in fields(config_class):
-            owner = next(c for c in config_class.__mro__ if f.name in get_annotations(c))
-            group = self if owner is config_class else groups[owner]
+            group = self if owners[f.name] is config_class else groups[owners[f.name]]
             names = (f"--{f.name}", *f.metadata.get("aliases", ()))
             action = group.add_argument(*names, **_options(f, hints[f.name]))
             if not f.metadata.get("short"):

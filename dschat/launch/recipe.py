@@ -7,6 +7,7 @@ which steps run.
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, Optional
@@ -34,7 +35,7 @@ class TrainingStep:
         """Fields that a recipe or a flag may set; ``output_dir`` follows from OUT."""
         return {f.name for f in fields(self.config_class)} - {"output_dir"}
 
-    @property
+    @cached_property
     def flags(self) -> set[str]:
         """``fields`` in every spelling: aliases and ``no_*`` too."""
         return parser.flag_names(self.config_class) - {"output_dir"}
