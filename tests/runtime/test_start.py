@@ -88,13 +88,14 @@ def test_a_run_too_small_to_learn_anything_says_so(monkeypatch):
 IN_A_NOTEBOOK = """
 import os, sys
 sys.stderr = os.fdopen(os.dup(2), "w")
-from transformers import AutoModelForCausalLM
+import torch
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.lora import add_lora
 from dschat.runtime.deepspeed_engine import start_deepspeed
 start_deepspeed()
-model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin/tiny"))
+model = Checkpoint(resolve_model("builtin/tiny"), "--model", False).language_model(torch.float32)
 add_lora(model, 2, 0, ["q_proj"], True, "--lora_dim")
 dist.shutdown()
 """
