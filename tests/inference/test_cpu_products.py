@@ -67,6 +67,26 @@ def test_a_row_depends_on_neither_other_rows_nor_threads(weight_of, threads):
             assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_of_groups_are_those_of_each(has_bias, weight_of, threads):
+    """Also groups without rows; on one thread and several."""
+    shape, counts = (300, 600), [0, 3, 1, 0, 120, 130]
+    _, packed, scales = zip(*(weight_of(shape) for _ in counts), strict=True)
+    scales = None if scales[0] is None else [*scales]
+    biases = [torch.randn(shape[0]) for _ in counts] if has_bias else None
+    x = torch.randn(sum(counts), shape[1])
+    expected = [
+        KERNELS.product(
+            part, packed[i], shape[0], biases and biases[i], None if scales is None else scales[i]
+        )
+        for i, part in enumerate(x.split(counts))
+    ]
+    for count in (1, 2):
+        threads(count)
+        y = KERNELS.products(x, counts, [*packed], shape[0], biases, scales)
+        assert torch.equal(y, torch.cat(expected))
+
+
 def test_a_new_version_is_packed_in_place(weight_of):
     weight, packed, scales = weight_of((40, 600))
     other = weight.flip(0).contiguous()

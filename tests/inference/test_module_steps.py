@@ -62,12 +62,12 @@ def test_a_frozen_step_computes_the_same(name, monkeypatch):
         module = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
     module = randomized(module).requires_grad_(False)  # a trace would look for gradients
     sizes = EngineConfig(stop_ids=(EOS,), max_num_seqs=4, max_seq_len=POSITIONS, page_size=4)
-    plain, graphs = (
-        InferenceEngine(module.config, torch.float32, torch.device("cpu"), sizes, module=module)
-        for _ in range(2)
-    )
-    captured_by(graphs, soft_capture)
     with operators_only():
+        plain, graphs = (
+            InferenceEngine(module.config, torch.float32, torch.device("cpu"), sizes, module=module)
+            for _ in range(2)
+        )
+        captured_by(graphs, soft_capture)
         for seed in range(2):
             sampling = SamplingParams(max_new_tokens=9, seed=seed, n=2)
             rollouts = []

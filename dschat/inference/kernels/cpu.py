@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ _SIGNATURES = {
     "dschat_packed_size": (_INT, _INT),
     "dschat_pack": (_POINTER, _POINTER, _INT, _INT, _INT),
     "dschat_product": (*[_POINTER] * 5, *[_INT] * 5),
+    "dschat_products": (*[_POINTER] * 6, *[_INT] * 4),
     "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
@@ -82,6 +84,7 @@ class Kernels:
         self._norm_and_rotate = holding.dschat_norm_and_rotate
         self._attend = releasing.dschat_decode_attention
         self._pack, self._product = releasing.dschat_pack, releasing.dschat_product
+        self._products = releasing.dschat_products
         self._packed_size = holding.dschat_packed_size
         self._packed_size.restype = _INT
         openmp = _openmp_of_torch()
@@ -149,6 +152,39 @@ class Kernels:
             x.stride(0),
             outs,
             size,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def products(
+        self,
+        x: Tensor,
+        counts: list[int],
+        packed: list[Tensor],
+        outs: int,
+        biases: list[Tensor] | None,
+        scales: list[Tensor] | None = None,
+    ) -> Tensor:
+        """`product` of the first ``counts[0]`` rows with the first weight, of the next ones with
+        the second, and so on: ``x`` (rows, in) -> (rows, out).
+        """
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], outs)
+        pointers = _POINTER * len(counts)
+
+        def addresses(tensors: list[Tensor] | None) -> ctypes.Array[Any] | None:
+            return None if tensors is None else pointers(*(t.data_ptr() for t in tensors))
+
+        self._products(
+            x.data_ptr(),
+            addresses(packed),
+            addresses(scales),
+            addresses(biases),
+            out.data_ptr(),
+            (_INT * len(counts))(*counts),
+            len(counts),
+            outs,
+            x.shape[1],
             torch.get_num_threads(),
         )
         return out

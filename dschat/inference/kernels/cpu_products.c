@@ -178,3 +178,33 @@ void dschat_product(
     struct product p = {x, weight, scale, bias, y, rows, stride, outs, size, threads};
     dschat_on_team(multiply_share, &p, threads);
 }
+
+struct products {
+    struct product *each;
+    int64_t count;
+};
+
+static void multiply_shares(void *data)
+{
+    const struct products *p = data;
+    for (int64_t i = 0; i < p->count; i++) multiply_share(p->each + i);
+}
+
+/* The first counts[0] rows of x (rows, size) times weights[0], the next ones times weights[1], and
+ * so on, for `num` weights of equal shapes -> y (rows, outs). Scales and biases as weights, or NULL. */
+void dschat_products(
+    const float *x, const char *const *weights, const float *const *scales,
+    const float *const *biases, float *y, const int64_t *counts, int64_t num, int64_t outs,
+    int64_t size, int64_t threads)
+{
+    struct product each[num];
+    int64_t rows = 0;
+    for (int64_t i = 0; i < num; rows += counts[i++])
+        each[i] = (struct product){
+            x + rows * size, weights[i], scales ? scales[i] : 0, biases ? biases[i] : 0,
+            y + rows * outs, counts[i], size, outs, size, 1};
+    threads = run_on_team ? smaller(threads, rows * outs * size / MIN_WORK) : 1;
+    for (int64_t i = 0; i < num; i++) each[i].threads = threads;
+    struct products p = {each, num};
+    dschat_on_team(multiply_shares, &p, threads);
+}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dschat.inference.model.attention import KeepExperts
 from dschat.inference.model.borrowed import BorrowedLinear
-from dschat.inference.model.linear import Linear
+from dschat.inference.model.linear import Linear, grouped
 from dschat.inference.model.spec import ExpertSpec
 
 # Tokens that run through all experts at once, where torch has no grouped product.
@@ -109,9 +109,8 @@ class Experts(NamedTuple):
             numbers = torch.arange(self.spec.count, device=x.device)
             ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
             return down.grouped(gated(up.grouped(x, ids, ends)), ids, ends)
-        parts = x.split(ids.bincount(minlength=self.spec.count).tolist())
-        experts = zip(parts, self.ups, self.downs, strict=True)
-        return torch.cat([down(gated(up(rows))) for rows, up, down in experts if rows.shape[0]])
+        counts = ids.bincount(minlength=self.spec.count).tolist()
+        return grouped(self.downs, gated(grouped(self.ups, x, counts)), counts)
 
     def _all(self, x: Tensor, shares: Tensor, gated: Gated) -> Tensor:
         """All experts on all rows; ``shares`` (T, N) are zero for those that were not chosen."""

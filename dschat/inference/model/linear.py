@@ -6,9 +6,10 @@ that captured graphs stay valid. LoRA factors can be added as a side product. A 
 in 8 bits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,19 @@ class Linear:
         return self._backend != "plain"
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the product is one of `dschat.inference.kernels.cpu`."""
+        return self._backend in ("panels", "int8")
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """The packed weight and its scales, of a product that is ours."""
+        if self._int8 is not None:
+            return self._int8.values, self._int8.scales
+        assert self._packed is not None
+        return self._packed, None
+
+    @property
     def plain(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight (out, in), contiguous, and bias, if nothing else makes up the product."""
         return None if self._plain is None or self.side is not None else (self._plain, self.bias)
@@ -187,3 +201,18 @@ class Linear:
         size += 0 if self._int8 is None else self._int8.nbytes
         size += self.bias.nbytes if self.bias is not None else 0
         return size + (self.side.nbytes if self.side is not None else 0)
+
+
+def grouped(linears: Sequence[Any], x: Tensor, counts: list[int]) -> Tensor:
+    """The first ``counts[0]`` rows of ``x`` (rows, in) through the first of ``linears``, the next
+    ones through the second, and so on -> (rows, out). They are of one shape.
+    """
+    first = linears[0]
+    kernels = cpu.load() if isinstance(first, Linear) and first.is_ours else None
+    if kernels is None or any(linear.side is not None for linear in linears):
+        parts = zip(linears, x.split(counts), strict=True)
+        return torch.cat([linear(rows) for linear, rows in parts if rows.shape[0]])
+    packed, scales = zip(*(linear.operands for linear in linears), strict=True)
+    biases = None if first.bias is None else [linear.bias for linear in linears]
+    of_each = None if scales[0] is None else [*scales]
+    return kernels.products(x, counts, [*packed], first.shape[0], biases, of_each)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.linear import Linear, fastest_backends
+from dschat.inference.model.linear import Linear, fastest_backends, grouped
 from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.cpu_matmul import Backend
@@ -181,9 +181,9 @@ class _Experts:
         ids, order = chosen.flatten().sort(stable=True)
         rows = x.index_select(0, order // chosen.shape[1])
         gated = experts._apply_gate if experts.has_gate else experts.act_fn
-        parts = rows.split(ids.bincount(minlength=len(self._layers[0])).tolist())
-        each = zip(parts, *self._layers, strict=True)
-        outputs = torch.cat([down(gated(up(part))) for part, up, down in each if part.shape[0]])
+        first, second = self._layers
+        counts = ids.bincount(minlength=len(first)).tolist()
+        outputs = grouped(second, gated(grouped(first, rows, counts)), counts)
         choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
         shares = shares.to(x.dtype).unsqueeze(1)
         return torch.bmm(shares, choices.view(*chosen.shape, -1)).squeeze(1)
