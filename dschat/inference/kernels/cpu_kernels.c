@@ -2,10 +2,10 @@
  * the gated activation, attention over the paged cache; and draws tokens. Called through ctypes by
  * cpu.py.
  *
- * On one thread, but for attention: waking others takes microseconds. All arrays are
- * fp32, all indices int64, all rows contiguous unless a stride is given. Rows are computed one by
- * one and summed in an order that depends on the size of a vector alone, not on addresses: a row's
- * result depends neither on the other rows nor on how the cache is paged.
+ * On one thread, but for attention: waking others takes microseconds. All arrays are fp32, all
+ * indices int64, all rows contiguous unless a stride is given. Rows are computed one by one and
+ * summed in an order that depends on the size of a vector alone, not on addresses: a row's result
+ * depends neither on the other rows nor on how the cache is paged.
  */
 #include "cpu_kernels.h"
 

@@ -1,8 +1,8 @@
 /* Computes products with packed weights: y = scale * (x weight^T) + bias.
  *
  * A weight of few rows' products is read at the speed of memory, one of many at that of the
- * arithmetic: on an AMD EPYC 1.3 to 2 times as fast as oneDNN's. A packed weight is cut into blocks of
- * DEPTH inputs, those into panels of NR outputs; a panel holds its NR weights of each input
+ * arithmetic: on an AMD EPYC 1.3 to 2 times as fast as oneDNN's. A packed weight is cut into blocks
+ * of DEPTH inputs, those into panels of NR outputs; a panel holds its NR weights of each input
  * together. The accumulators of MR rows and NR outputs fill the registers, and while a panel is
  * multiplied the next one is fetched. A row's sums have one order: they depend neither on the
  * other rows nor on the number of threads.
@@ -49,9 +49,9 @@ INLINE int64_t panels_of(int64_t outs) { return (outs + NR - 1) / NR; }
 int64_t dschat_packed_size(int64_t outs, int64_t size) { return panels_of(outs) * NR * size; }
 
 INLINE void pack(
-    const char *weight, char *packed, int64_t first, int64_t last, int64_t outs, int64_t size, int64_t bytes)
+    const char *weight, char *packed, int64_t outs, int64_t size, int64_t bytes)
 {
-    for (int64_t panel = first; panel < last; panel++)
+    for (int64_t panel = 0; panel < panels_of(outs); panel++)
         for (int64_t k0 = 0; k0 < size; k0 += DEPTH) {
             int64_t depth = smaller(size - k0, DEPTH);
             char *to = packed + bytes * NR * (k0 * panels_of(outs) + panel * depth);
@@ -67,8 +67,8 @@ INLINE void pack(
 /* weight (outs, size), elements of 1 or 4 bytes -> packed */
 void dschat_pack(const char *weight, char *packed, int64_t outs, int64_t size, int64_t bytes)
 {
-    if (bytes == 4) pack(weight, packed, 0, panels_of(outs), outs, size, 4);
-    else pack(weight, packed, 0, panels_of(outs), outs, size, 1);
+    if (bytes == 4) pack(weight, packed, outs, size, 4);
+    else pack(weight, packed, outs, size, 1);
 }
 
 /* The sums (num_rows, NR) of the block at input k0 join those of earlier blocks. */
@@ -191,7 +191,7 @@ static void multiply_shares(void *data)
 }
 
 /* The first counts[0] rows of x (rows, size) times weights[0], the next ones times weights[1], and
- * so on, for `num` weights of equal shapes -> y (rows, outs). Scales and biases as weights, or NULL. */
+ * so on, for `num` weights of equal shapes -> y (rows, outs). Scales, biases: as weights; or NULL. */
 void dschat_products(
     const float *x, const char *const *weights, const float *const *scales,
     const float *const *biases, float *y, const int64_t *counts, int64_t num, int64_t outs,

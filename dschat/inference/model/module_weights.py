@@ -49,7 +49,9 @@ class ModuleWeights:
         self.device = weight.device
         self._products: list[_Product | _Experts | _Norm] = []
         if self.device.type == "cpu" or in_int8:
-            self._products = [*_products(module, weight, in_int8), *_norms(module)]
+            self._products += _products(module, weight, in_int8)
+        if self.device.type == "cpu":
+            self._products += _norms(module)
         self.refresh()
 
     def refresh(self) -> None:
@@ -224,16 +226,16 @@ def _norms(module: nn.Module) -> list[_Norm]:
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if weight is None or weight.dim() != 1 or eps is None or "bias" in norm._parameters:
             continue
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
+        if weight.dtype != torch.float32 or not weight.numel():
             continue
         x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
         x = torch.cat([x, x * eps**0.5])
+        try:
+            expected = norm(x)
+        except TypeError:  # takes more than x
+            continue
         for offset in (0.0, 1.0):
             fused = _Norm(norm, eps, offset, kernels)
-            try:
-                expected = norm(x)
-            except TypeError:  # takes more than x
-                break
             if torch.allclose(fused.run(norm.forward, x), expected, rtol=1e-5, atol=1e-6):
                 found.append(fused)
                 break

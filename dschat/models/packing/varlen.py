@@ -29,9 +29,8 @@ class VarlenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
-        output, logsumexp = _forward(
-            q, k, v, segments.table.pieces, True, scale
-        )  # (N, H, D), (H, N)
+        pieces = segments.table.pieces
+        output, logsumexp = _forward(q, k, v, pieces, True, scale)  # (N, H, D), (H, N)
         for shared in segments.table.shared:
             lengths, queries, keys = shared.lengths, shared.queries, shared.keys
             other, other_logsumexp = _forward(q[queries], k[keys], v[keys], lengths, False, scale)
