@@ -155,10 +155,11 @@ def _runners(
     runners: dict[str, _Timed] = {}
     differences: dict[str, float | None] = {}
     expected: list[Tensor] = []
+    pristine = tuple(x if x is None else x.clone() for x in operands[0])  # launches change them
     for side in sides:
         try:
-            launch = _launch(operation, device, side, operands[0])
-            results = _results(operation, launch, operands[0])
+            launch = _launch(operation, device, side, pristine)
+            results = _results(operation, launch, pristine)
             if side == "torch":
                 expected = results
             else:
@@ -214,7 +215,9 @@ class _Timed:
     def __post_init__(self) -> None:
         copies = len(self.operands)
         self._replay, self._launches, self._replays = self._step, copies, 1
-        if self.capture is not None:
+        if self.capture is None:
+            self._step()  # as a capture does
+        else:
             self._launches = copies * -(-_LAUNCHES // copies)
             self._replay, self._replays = self.capture(self._step), _REPLAYS
 

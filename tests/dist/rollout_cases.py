@@ -107,7 +107,7 @@ class Actor:
         generator = torch.Generator().manual_seed(1000 * self.version + dist.rank())
         ids = torch.randint(VOCAB, (4, 12), generator=generator)
         step = OptimizerStep(self.engine, 1, 44.0 * dist.world_size())
-        logprobs, _ = self.engine(pack(ids, [range(11)] * 4))
+        logprobs, _ = self.engine(pack(ids, [range(11)] * 4).to(dist.device()))
         step.backward(-logprobs.sum())
         assert step.finish()
         self.version += 1
