@@ -1,6 +1,6 @@
 """Measures rollouts, refreshes and training steps on one CUDA device against what the card can do.
 
-    python benchmarks/gpu.py                                    # every case, sides A to G
+    python benchmarks/gpu.py                                    # every case, sides A to F
     python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C F graphs=on,lag=2 --rounds 5
     python benchmarks/gpu.py --cases kernels --kernels qkv up   # two of the kernels, one by one
     python benchmarks/gpu.py --dry                              # counts, without a GPU
@@ -9,7 +9,7 @@ Models have random weights: nothing is downloaded. A side is a letter or a list 
 
 - A: eager decode steps. B: CUDA graphs, each step read before the next one starts.
   C: graphs, read one step late. D: C with Triton kernels for attention, norms, draws and the state
-  of the rows. E: D with products. F: E with dependent launch. G: F on training's own weights.
+  of the rows. E: D with products. F: E on training's own weights.
 - graphs=on|off, kernels=all|none|PART+PART.. (of DSCHAT_CUDA_KERNELS), layout=copy|zero_copy,
   lag=STEPS; left out: graphs, no kernels, copy, and answers without stop tokens, which are read
   when they are complete.

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from rollout_workloads import CASES as ROLLOUTS
 from rollout_workloads import Case
 
-from dschat.config.cuda_kernels import PARTS, STEP_PARTS, VARIABLE
+from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
 _STOP = 2  # a token that ends answers; a fake device draws 1
@@ -47,8 +47,7 @@ SIDES = {
     "C": Side(lag=1),
     "D": Side(lag=1, kernels=("attention", "norm", "draw", "state")),
     "E": Side(lag=1, kernels=STEP_PARTS),
-    "F": Side(lag=1, kernels=PARTS),
-    "G": Side(lag=1, kernels=PARTS, layout="zero_copy"),
+    "F": Side(lag=1, kernels=STEP_PARTS, layout="zero_copy"),
 }
 
 
@@ -68,15 +67,15 @@ def parse_side(text: str) -> Side:
         elif name == "layout" and value in ("copy", "zero_copy"):
             changes[name] = value
         elif name == "kernels" and value in ("all", "none"):
-            changes[name] = PARTS if value == "all" else ()
-        elif name == "kernels" and set(value.split("+")) <= set(PARTS):
+            changes[name] = STEP_PARTS if value == "all" else ()
+        elif name == "kernels" and set(value.split("+")) <= set(STEP_PARTS):
             changes[name] = tuple(value.split("+"))
         elif name == "lag" and value.isdecimal():
             changes[name] = int(value)
         else:
             raise ValueError(
                 f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor graphs=on|off, "
-                f"kernels=all|none|{'+'.join(PARTS)}, layout=copy|zero_copy or lag=STEPS"
+                f"kernels=all|none|{'+'.join(STEP_PARTS)}, layout=copy|zero_copy or lag=STEPS"
             )
     return replace(Side(), **changes)
 

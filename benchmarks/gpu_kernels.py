@@ -28,13 +28,11 @@ from torch import Tensor
 
 from dschat.config.errors import first_line
 from dschat.inference.cuda_graphs import Capture, CudaCapture
-from dschat.inference.kernels.cuda.dispatch import StepKernels, has_dependent_launch
+from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.observability.device_span import DeviceSpan
 
 Fields = dict[str, Any]
-# torch is first: its results are the reference. dependent: Triton's kernels, each of which starts
-# before the one in front of it is done.
-SIDES = ("torch", "triton", "dependent", "inductor")
+SIDES = ("torch", "triton", "inductor")  # torch is first: its results are the reference
 _LAUNCHES = 48  # of a graph, at least, so that its start counts little
 _REPLAYS = 10
 _MOST_COPIES = 512  # of tiny operands there would be tens of thousands
@@ -78,8 +76,6 @@ def measure(
     """
     # One for all, since a capture's stream has a workspace that is never freed.
     capture = CudaCapture(required=True) if device.type == "cuda" else None
-    if device.type != "cuda" or not has_dependent_launch(device):
-        sides = [side for side in sides if side != "dependent"]
     failed: list[str] = []
     for operation in operations:
         try:
@@ -179,8 +175,7 @@ def _runners(
 
 
 def _launch(operation: Operation, device: torch.device, side: str, operands: Operands) -> Launch:
-    by_kernels = side in ("triton", "dependent")
-    kernels = StepKernels(device, dependent=side == "dependent") if by_kernels else None
+    kernels = StepKernels(device) if side == "triton" else None
     launch = operation.launch(operation.decoder(device), kernels)
     if side != "inductor":
         return launch

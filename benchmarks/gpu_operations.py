@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from dschat.distributed import RankGroup
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.kernels.cuda.operands import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, model_spec
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart, HeadLayout
@@ -112,7 +113,13 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 class Product(Operation):
-    """A product with a weight and what follows it: of ``up`` the activation and the gate."""
+    """A product with a weight and what follows it: of ``up`` the activation and the gate. Of as
+    many rows as the kernel takes.
+    """
+
+    @property
+    def rows(self) -> int:
+        return min(self.case.slots, MAX_ROWS)
 
     @cached_property
     def _sizes(self) -> tuple[int, int, bool]:

@@ -1,8 +1,4 @@
-"""Reads which parts run by Triton kernels on CUDA: the variable DSCHAT_CUDA_KERNELS.
-
-NOTE: none is on by default, because none was ever timed on a device. Results are checked under
-Triton's interpreter, and the machine code for sm_90 is inspected.
-"""
+"""Reads which parts run by Triton kernels on CUDA: the variable DSCHAT_CUDA_KERNELS."""
 
 import os
 
@@ -11,18 +7,20 @@ from dschat.config.errors import UserError
 VARIABLE = "DSCHAT_CUDA_KERNELS"
 # Of captured decode steps. state: reads, embeds and advances the rows; it needs attention.
 STEP_PARTS = ("attention", "norm", "product", "draw", "state")
-# dependent: these kernels start before the one in front of them is done, on Hopper and later.
 # liger: norms and gated MLPs of training and scoring.
-PARTS = (*STEP_PARTS, "dependent", "liger")
+PARTS = (*STEP_PARTS, "liger")
 
 
 def cuda_kernels() -> frozenset[str]:
-    """The parts that are on: those listed, separated by commas; 1: all; 0 or empty: none.
+    """The parts that are on: those listed, separated by commas; 1: all; 0 or empty: none. Unset:
+    those of decode steps, each of which is faster than torch's operators (see docs/lab/gpu.md).
 
     Raises:
         UserError: a part that there is not.
     """
-    value = os.environ.get(VARIABLE, "")
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return frozenset(STEP_PARTS)
     if value in ("", "0"):
         return frozenset()
     if value == "1":

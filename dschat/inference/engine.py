@@ -107,8 +107,7 @@ class InferenceEngine:
         self.module = module
         self._decoder: AnyDecoder | None = None
         self._kernels = None if self._capture is None else dispatch.choose(device)
-        is_plain = module is None and self.spec.has_plain_attention
-        if self._kernels is not None and not is_plain:
+        if self._kernels is not None and not self.spec.has_plain_attention:
             self._kernels = self._kernels.without("attention")
         self._separate_prefill = device.type == "cuda"
         self._samples_apart = False  # where nothing is captured; benchmarks compare both

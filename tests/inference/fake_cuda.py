@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM
 
+from dschat.config.cuda_kernels import VARIABLE
 from dschat.distributed.machine import user_cache
 from dschat.inference import EngineConfig, InferenceEngine
 
@@ -175,6 +176,8 @@ def fake_cuda():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        # Torch's operators, unless a test asks for kernels: Triton may be missing here.
+        patch.setenv(VARIABLE, os.environ.get(VARIABLE, "0"))
         watch = Watch()
         patch.setattr(FakeTensor, "tolist", watch.tolist)
         with FakeTensorMode() as watch.mode, watch:

@@ -9,7 +9,7 @@ import torch
 from captures import graphs_of
 from families import CONFIGS, build
 
-from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
+from dschat.config.cuda_kernels import VARIABLE
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.cuda_graphs import CudaCapture
 
@@ -56,9 +56,10 @@ SAMPLINGS = {
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """``kernels(parts)``: engines made from now on use them."""
+    """Engines are without kernels; ``kernels()``: those made from now on have them."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    return lambda *parts: monkeypatch.setenv(VARIABLE, ",".join(parts or STEP_PARTS))
+    monkeypatch.setenv(VARIABLE, "0")
+    return lambda: monkeypatch.delenv(VARIABLE)
 
 
 def check_kernels(name, page_size, use):
@@ -88,13 +89,6 @@ def test_kernels_draw_the_tokens_of_torch(name, kernels):
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_kernels_take_pages_of_every_size(name, page_size, kernels):
     check_kernels(name, page_size, kernels)
-
-
-@needs_triton
-@pytest.mark.parametrize("name", ["opt", "qwen3", "bloom"])
-def test_dependent_launch_changes_no_token(name, kernels):
-    made = check_kernels(name, 16, lambda: kernels(*STEP_PARTS, "dependent"))
-    assert made._kernels._dependent == (torch.cuda.get_device_capability() >= (9, 0))
 
 
 @needs_triton

@@ -1,6 +1,5 @@
 """Captured decode steps by Triton kernels: the plain loop's tokens, and seven operators a layer."""
 
-import logging
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,8 +10,10 @@ from fake_cuda import DEVICE, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, answered, assert_same
 from quick import some
+from test_module_steps import config_of
 from transformers import LlamaConfig, OPTConfig
 
+from dschat.config.cuda_kernels import STEP_PARTS
 from dschat.config.errors import UserError
 from dschat.inference import SamplingParams, model_spec
 from dschat.inference.kernels.cuda import dispatch
@@ -30,11 +31,14 @@ def kernels(monkeypatch):
 # -- the choice ------------------------------------------------------------------------------------
 
 
-@slow
-def test_kernels_are_off_by_default(monkeypatch):
+def test_kernels_are_the_default_where_triton_compiles(monkeypatch, caplog):
     monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "workspace", lambda device: None)
+    monkeypatch.setattr(dispatch, "_problem", lambda device: "")
+    assert all(map(dispatch.choose(DEVICE).runs, STEP_PARTS))
+    monkeypatch.setattr(dispatch, "_problem", lambda device: "no compiler")
     assert dispatch.choose(DEVICE) is None
-    assert "paged_decode" not in decode_step(CONFIGS["llama"]())[0]
+    assert "without Triton kernels, several times slower: no compiler" in caplog.text
 
 
 def test_a_cpu_has_none(kernels):
@@ -45,18 +49,8 @@ def test_kernels_without_triton_are_an_error(monkeypatch):
     if find_spec("triton"):
         pytest.skip("Triton is here")
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
-    with pytest.raises(UserError, match="needs Triton"):
+    with pytest.raises(UserError, match="Triton is not installed"):
         dispatch.choose(DEVICE)
-
-
-def test_the_choice_is_made_once(kernels, caplog):
-    """The engine says what runs by kernels, and no later call asks again."""
-    caplog.set_level(logging.INFO, "dschat")
-    captured, _ = decode_step(CONFIGS["llama"]())
-    assert captured["paged_decode"] == 2
-    (line,) = [r.getMessage() for r in caplog.records if "Triton" in r.getMessage()]
-    assert "attention, norm, product, draw, state" in line
-    assert "none of which was measured" in line
 
 
 OF_TORCH = {
@@ -113,27 +107,28 @@ def test_steps_with_drafts_run_all_but_attention(kernels):
     assert waits(captured) == 0
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_modules_attend_by_the_kernel(name, kernels):
+    """But not those with sinks, or other scores that it does not know."""
+    captured, _ = decode_step(config_of(name), in_module=True, page_size=16)
+    by_kernel = name == "gemma3_text"
+    assert captured["paged_decode"] == 2 * by_kernel
+    assert captured["read_rows"] == by_kernel
+    assert captured["scaled_dot_product_attention"] == 0 or not by_kernel
+    assert captured["draw"] == 1
+    assert waits(captured) == 0
+
+
 def test_an_unknown_part_is_named(kernels, monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "norm,sampling")
     with pytest.raises(UserError, match="unknown part 'sampling'; list some of attention, norm,"):
         dispatch.choose(DEVICE)
 
 
-@pytest.mark.parametrize("value", ["", "0", "liger", "dependent"])
+@pytest.mark.parametrize("value", ["", "0", "liger"])
 def test_what_is_no_part_of_a_step_turns_no_kernel_on(value, kernels, monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", value)
     assert dispatch.choose(DEVICE) is None
-
-
-@pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True)])
-def test_dependent_launch_needs_hopper(capability, expected, kernels, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(dispatch, "workspace", lambda device: None)
-    monkeypatch.setattr(dispatch, "_try_out", lambda device: None)
-    assert dispatch.choose(DEVICE)._dependent == expected
-    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", ",".join(OF_TORCH))
-    assert not dispatch.choose(DEVICE)._dependent
 
 
 def test_a_machine_on_which_triton_cannot_compile_is_named(kernels, monkeypatch):
@@ -146,7 +141,7 @@ def test_a_machine_on_which_triton_cannot_compile_is_named(kernels, monkeypatch)
         raise CompilationError("fatal error: Python.h\nmore")
 
     monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
-    with pytest.raises(UserError, match=r"fatal error: Python.h; it needs a C compiler") as error:
+    with pytest.raises(UserError, match=r"fatal error: Python.h; install a C compiler") as error:
         decode_step(CONFIGS["llama"]())
     assert "\n" not in str(error.value)
 
@@ -259,6 +254,11 @@ PAGES = {"page_size": 4}
 def check(interpreted, *args):
     for got, expected in interpreted("rollouts", *args):
         assert_same(got, expected)
+
+
+def test_a_module_draws_the_same_tokens(interpreted):
+    """With a window of six keys in its first layer."""
+    assert_same(*interpreted("module_rollouts", config_of("gemma3_text"), [[5, 6, 7] * 3], LONGER))
 
 
 def test_tokens_are_those_of_the_plain_loop(interpreted):

@@ -42,7 +42,6 @@ class Report:
     tensor_cores: int  # instructions
     copies: int  # groups of asynchronous copies under way while tensor cores work; 0: none is
     threads: int
-    order: list[str]  # of instructions that read, write or prefetch global memory, and of waits
     synchronizes: bool  # all threads store, then one fences, counts, and drops stale cache lines
 
 
@@ -96,9 +95,6 @@ def report(launch, capability):
         tensor_cores=count(products),
         copies=min(ahead, default=0),
         threads=32 * launch.num_warps,
-        order=re.findall(
-            r"\b(ACQBULK|PREEXIT|CCTL\.E\.PF2|LDG|LDGSTS|UBLKCP|STG|ATOMG|RED)\b", code
-        ),
         synchronizes=count(r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b")
         > 0,
     )

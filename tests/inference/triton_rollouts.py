@@ -5,9 +5,28 @@ from captures import again, captured_by, graphs_of
 from families import build, engine
 from soft_graph import operators_only, soft_capture
 from test_borrowed import borrowing, lay_out
+from tiny_models import randomized
+from transformers import AutoModelForCausalLM
 
 from dschat.config.cuda_kernels import STEP_PARTS
+from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.kernels.cuda.dispatch import StepKernels
+
+
+def module_rollouts(config, prompts, sampling):
+    """Two rollouts of a random module of ``config``, as those of `rollouts`."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module = randomized(module).requires_grad_(False)
+    sizes = EngineConfig(max_num_seqs=4, max_seq_len=32, page_size=4)
+    got = []
+    for kernels in (StepKernels(torch.device("cpu")), None):
+        made = InferenceEngine(config, torch.float32, torch.device("cpu"), sizes, module=module)
+        captured_by(made, again, kernels)
+        with operators_only(), made.weights.in_use():
+            got.append(made.generate(prompts, sampling))
+        assert graphs_of(made).num_captured > 0
+    return got
 
 
 def rollouts(name, order, freezes, requests, knobs, parts=STEP_PARTS):

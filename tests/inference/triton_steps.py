@@ -22,7 +22,7 @@ def step_reports(name, dtype, sampling, rows, capability):
     with patch.dict(os.environ, {"DSCHAT_CPU_MATMUL": "plain"}):  # as on CUDA
         made = InferenceEngine(config, dtype, torch.device("cpu"), sizes)
         made.weights.load((n, p.detach()) for n, p in build(name).named_parameters())
-    kernels = StepKernels(torch.device("cpu"), dependent=True)
+    kernels = StepKernels(torch.device("cpu"))
     graphs = graphs_of(captured_by(made, again, kernels))
     request = Request([1], sampling)
     Sampler(made.num_tokens, made.device, made.group).prepare(request, made.stop_ids)

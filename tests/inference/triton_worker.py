@@ -116,6 +116,13 @@ def rollouts(*args):
     return rollouts(*args)
 
 
+def module_rollouts(*args):
+    """Those of `triton_rollouts`."""
+    from triton_rollouts import module_rollouts
+
+    return module_rollouts(*args)
+
+
 def benchmark(*args):
     """Those of `triton_benchmark`."""
     from triton_benchmark import lines
@@ -123,11 +130,11 @@ def benchmark(*args):
     return lines(*args)
 
 
-def cubin(name, args, capability, dependent=False):
+def cubin(name, args, capability):
     """What the machine code of a module's launches says: a list of reports."""
     from triton_cubins import report
 
-    launches = module(name).plan(*args, dependent=dependent)
+    launches = module(name).plan(*args)
     launches = launches if isinstance(launches, tuple) else (launches,)
     return [asdict(report(launch, capability)) for launch in launches]
 

@@ -64,6 +64,10 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None  # (H,): a further score of each head, whose value is zero
     chunk: int | None = None  # keys of the same so many positions; None: all
 
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None and self.chunk is None
+
     def within(self, num_keys: int) -> tuple[int | None, int | None]:
         """Window and chunk, None where they hide none of ``num_keys`` keys."""
         sizes = [size if size and size < num_keys else None for size in (self.window, self.chunk)]
@@ -138,8 +142,7 @@ class Attention:
         rows, keys, values = self.cache.layers[layer]
         decodes = self.decodes
         how = scores or Scores(self.spec.attention_scale(layer), self.spec.window(layer))
-        is_plain = how.softcap is None and how.sinks is None and how.chunk is None
-        kernel = self._kernel if layout.in_order and is_plain else None
+        kernel = self._kernel if layout.in_order and how.is_plain else None
         if kernel is not None and not self.chunks:
             return kernel(heads_THD, rows, how.window, how.scale)
         self._store(rows, heads_THD, layout)

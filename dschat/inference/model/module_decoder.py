@@ -28,7 +28,7 @@ from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, KeepExperts, Scores
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
 from dschat.models.packing.model import selects_keys
@@ -120,9 +120,12 @@ class ModuleDecoder:
         as ``carried`` says.
         """
         calls = iter(range(self.spec.num_layers))
+        attend: Attend = attention
+        if kernels is not None and kernels.runs("attention"):
+            attend = kernels.attention(attention, None, {})
 
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-            return _attended(attention, next(calls), q, k, v, how, self.spec)
+            return _attended(attend, next(calls), q, k, v, how, self.spec)
 
         rows = 1 if carried is None else carried.num_sequences
         if carried is not None:
@@ -197,6 +200,7 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
         activation="",
         max_positions=num_positions(config),
         windows=tuple(how.window or how.chunk for how in scores),
+        has_other_scores=not all(how.is_plain for how in scores),
         states=states,
     )
 
@@ -256,7 +260,7 @@ def _forward(module: nn.Module, tokens: Tensor, positions: Tensor, **options: An
 
 
 def _attended(
-    attend: Attention, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Scores, spec: ModelSpec
+    attend: Attend, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Scores, spec: ModelSpec
 ) -> Tensor:
     """(T, H, D of ``v``): heads are repeated, and padded with zeros, to the cache's sizes."""
     num_heads, size = q.shape[1], v.shape[-1]

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch
 
 
 @triton.jit
@@ -17,7 +17,6 @@ def _add_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
@@ -26,7 +25,6 @@ def _add_norm(
     bias = weight
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
-    follow(DEPENDENT)
     x = tl.load(h_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
         x += tl.load(added_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -49,13 +47,12 @@ def plan(
     bias: Tensor | None,
     eps: float,
     out: Tensor,
-    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `add_norm`'s result to ``out``."""
     rows, size = h.shape
     assert h.is_contiguous()
     assert added is None or added.is_contiguous()
     block = triton.next_power_of_2(size)
-    constants = {"SIZE": size, "BLOCK": block, "EPS": eps, "DEPENDENT": dependent}
+    constants = {"SIZE": size, "BLOCK": block, "EPS": eps}
     num_warps = min(max(block // 512, 1), 16)  # 16 numbers per thread, up to 8,192 columns
     return Launch(_add_norm, (rows,), (h, added, weight, bias, out), constants, num_warps)

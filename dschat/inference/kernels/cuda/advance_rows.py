@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch
 from dschat.inference.kernels.cuda.operands import Field
 
 _TOKEN, _POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
@@ -29,9 +29,7 @@ def _advance_rows(
     STEPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     step = tl.load(step_ptr)
     tl.debug_barrier()  # all threads have read it
     tl.store(step_ptr, step + 1)
@@ -63,7 +61,6 @@ def plan(
     ring: Tensor,
     step: Tensor,
     stops: Tensor | None,
-    dependent: bool = False,
 ) -> Launch:
     """The launch that does what `advance_rows` says."""
     assert fields.stride(1) == ring.stride(3) == 1
@@ -73,6 +70,5 @@ def plan(
         "STEPS": len(ring),
         "NUM_STOPS": 0 if stops is None else stops.shape[1],
         "BLOCK": triton.next_power_of_2(size),
-        "DEPENDENT": dependent,
     }
     return Launch(_advance_rows, (1,), (*args, stops, size), constants)

@@ -5,9 +5,9 @@
 
 import copy
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -30,62 +30,48 @@ def choose(device: torch.device) -> "StepKernels | None":
     """The kernels of an engine on ``device``; None: torch computes everything.
 
     Raises:
-        UserError: kernels are wanted and Triton is not installed or cannot compile.
+        UserError: kernels are asked for, and Triton is not installed or cannot compile. Where they
+            are not, a warning says so, and torch computes everything.
     """
     wanted = cuda_kernels()
     parts = [part for part in STEP_PARTS if part in wanted]
     if device.type != "cuda" or not parts:
         return None
+    if problem := _problem(device):
+        if VARIABLE in os.environ:
+            raise UserError(f"{VARIABLE}: {problem}, or leave {VARIABLE} out")
+        logger.warning("decode steps run without Triton kernels, several times slower: %s", problem)
+        return None
+    return StepKernels(device, frozenset(parts))
+
+
+def _problem(device: torch.device) -> str:
+    """Why Triton's kernels cannot run, and what to do; "" if the smallest of them runs."""
     if find_spec("triton") is None:
-        raise UserError(f"{VARIABLE} needs Triton: pip install 'dschat[kernels]'")
-    dependent = "dependent" in wanted and has_dependent_launch(device)
-    _try_out(device)
-    logger.info(
-        "decode steps run %s by Triton kernels%s, none of which was measured on a device (products "
-        "of up to %d rows)",
-        ", ".join(parts),
-        " with dependent launch" if dependent else "",
-        MAX_ROWS,
-    )
-    return StepKernels(device, frozenset(parts), dependent)
-
-
-def has_dependent_launch(device: torch.device) -> bool:
-    """From compute capability 9.0 on: Hopper."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _try_out(device: torch.device) -> None:
-    """Compile and run the smallest kernel, so that what is missing shows before weights load."""
+        return "Triton is not installed; pip install 'dschat[kernels]'"
     x = torch.ones(1, 16, device=device)
     try:
         operators.add_norm(x, None, x[0], None, 1e-5)
     except Exception as error:  # of Triton, of the compiler that it starts, or of the driver
-        raise UserError(
-            f"{VARIABLE}: Triton cannot compile a kernel here: {first_line(error)}; it needs a C "
-            f"compiler and Python's headers (python3-dev), or leave {VARIABLE} out"
-        ) from error
+        return (
+            f"Triton cannot compile a kernel here: {first_line(error)}; install a C compiler and "
+            "Python's headers (python3-dev)"
+        )
+    return ""
 
 
 class StepKernels:
     """The kernels of a captured step. An operand that no kernel takes goes to
     torch's operators.
 
-    ``parts``: the others' operations are torch's, too. ``dependent``: see `launch.follow`.
+    ``parts``: the others' operations are torch's, too.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        parts: frozenset[str] = frozenset(STEP_PARTS),
-        dependent: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, parts: frozenset[str] = frozenset(STEP_PARTS)) -> None:
         self._space = workspace(device)
-        self._parts, self._dependent = parts, dependent
-        self.add_norm = partial(operators.add_norm, dependent=dependent)
-        self.read_rows = partial(operators.read_rows, dependent=dependent)
-        self.embed = partial(operators.embed, dependent=dependent)
-        self.advance_rows = partial(operators.advance_rows, dependent=dependent)
+        self._parts = parts
+        self.add_norm, self.embed = operators.add_norm, operators.embed
+        self.read_rows, self.advance_rows = operators.read_rows, operators.advance_rows
 
     def runs(self, part: str) -> bool:
         """Whether ``part`` is one of these kernels; `takes` says it for "product"."""
@@ -116,7 +102,7 @@ class StepKernels:
         assert linear.plain is not None
         options = activation, gated, gate_first
         space = self._space.partials, self._space.counters
-        return operators.skinny_linear(x, *linear.plain, *options, *space, self._dependent)
+        return operators.skinny_linear(x, *linear.plain, *options, *space)
 
     def linear(self, linear: AnyLinear, x: Tensor) -> Tensor:
         """``linear(x)``."""
@@ -126,7 +112,7 @@ class StepKernels:
         self, step: Attention, rotary: Rotary | None, tensors: Mapping[str, Tensor]
     ) -> "PagedDecode":
         """``step``'s attention; ``tensors``: the weights of query and key norms, by name."""
-        return PagedDecode(step, rotary, tensors, self._space, self._dependent)
+        return PagedDecode(step, rotary, tensors, self._space)
 
     def draw(
         self,
@@ -154,7 +140,7 @@ class StepKernels:
         counters = key if isinstance(key, Tensor) else torch.stack(list(key))
         return operators.draw(
             *(logits.contiguous(), numbers, integers, counters, *applies),
-            *(short, stops, num_tokens, self._dependent),
+            *(short, stops, num_tokens),
         )
 
 
@@ -168,22 +154,22 @@ class PagedDecode:
     rotary: Rotary | None
     tensors: Mapping[str, Tensor]
     space: Workspace
-    dependent: bool
 
     def __call__(
         self, layer: int, heads_BHD: Tensor, layout: HeadLayout, scores: Scores | None = None
     ) -> Tensor:
         """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D)."""
         step, decodes, rotary = self.step, self.step.decodes, self.rotary
-        assert scores is None, "see `ModelSpec.has_plain_attention`"
+        how = scores or Scores(step.spec.attention_scale(layer), step.spec.window(layer))
+        assert how.is_plain, "see `ModelSpec.has_plain_attention`"
         assert decodes is not None
         assert not step.chunks
         norms = [self.tensors.get(f"layers.{layer}.{name}.weight") for name in ("q_norm", "k_norm")]
         return operators.paged_decode(
             *(heads_BHD, list(layout.origins), step.cache.layers[layer][0]),
             *(decodes.lengths, step.slot_mapping, decodes.block_table, step.cache.page_size),
-            *(step.slopes, step.spec.window(layer), step.spec.attention_scale(layer)),
+            *(step.slopes, how.window, how.scale),
             *(*norms, step.spec.norm_eps),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
-            *(self.space.partials, self.space.counters, self.dependent),
+            *(self.space.partials, self.space.counters),
         )

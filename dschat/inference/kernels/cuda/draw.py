@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch
 from dschat.inference.kernels.cuda.operands import DRAW_BLOCK
 from dschat.inference.kernels.cuda.uniform import uniform
 
@@ -65,9 +65,7 @@ def _mass(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(numbers_ptr + row).to(tl.float32)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
@@ -183,9 +181,7 @@ def _threshold(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     row, temperature = tl.program_id(0), tl.load(numbers_ptr + tl.program_id(0)).to(tl.float32)
     row_ptr, block_ptr = logits_ptr + row.to(tl.int64) * VOCAB, blocks_ptr + row * 4 * NUM_BLOCKS
     columns = tl.arange(0, ALL_BLOCKS)
@@ -277,9 +273,7 @@ def _choose(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     exact_temperature = tl.load(numbers_ptr + row)
     temperature = exact_temperature.to(tl.float32)
@@ -363,7 +357,6 @@ def plan(
     bounds: Tensor,
     ids: Tensor,
     logprobs: Tensor,
-    dependent: bool = False,
 ) -> tuple[Launch, ...]:
     """The launches that write `draw`'s results to ``ids`` and ``logprobs``. Scratch: ``blocks`` (R,
     4, vocabulary / 2,048, rounded up) fp32 and ``bounds`` (R, 2) int64.
@@ -378,7 +371,6 @@ def plan(
         "VOCAB": vocab,
         "NUM_TOKENS": num_tokens,
         "BLOCK": DRAW_BLOCK,
-        "DEPENDENT": dependent,
     }
     of_row = shared | {
         "NUM_BLOCKS": num_blocks,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch
 
 _BLOCK = 1024
 
@@ -19,9 +19,7 @@ def _embed(
     OFFSET: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     x = tl.load(table_ptr + tl.load(tokens_ptr + row) * SIZE + column, mask=inside)
@@ -39,13 +37,12 @@ def plan(
     position_table: Tensor | None,
     offset: int,
     out: Tensor,
-    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `embed`'s result to ``out``."""
     rows, size = out.shape
     assert table.is_contiguous()
     assert position_table is None or position_table.is_contiguous()
     block = min(_BLOCK, triton.next_power_of_2(size))
-    constants = {"OFFSET": offset, "SIZE": size, "BLOCK": block, "DEPENDENT": dependent}
+    constants = {"OFFSET": offset, "SIZE": size, "BLOCK": block}
     args = (tokens, table, positions, position_table, out)
     return Launch(_embed, (rows, triton.cdiv(size, block)), args, constants)

@@ -10,16 +10,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``kernel`` over ``grid`` programs; ``constants`` are its `tl.constexpr` parameters, of which
-    DEPENDENT says whether it starts before the kernel before it is done, see `follow`.
-    """
+    """``kernel`` over ``grid`` programs; ``constants`` are its `tl.constexpr` parameters."""
 
     kernel: Any  # a function decorated with `triton.jit`
     grid: tuple[int, ...]
@@ -31,28 +28,14 @@ class Launch:
     @property
     def options(self) -> dict[str, Any]:
         # NOTE: Triton 3.10 changes the default of enable_fp_fusion.
-        options = {
+        return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
         }
-        return options | ({"launch_pdl": True} if self.constants["DEPENDENT"] else {})
 
     def run(self) -> None:
         self.kernel[self.grid](*self.args, **self.constants, **self.options)
-
-
-@triton.jit
-def follow(DEPENDENT: tl.constexpr):
-    """Wait until the kernel before this one is done; then the next one may start.
-
-    NOTE: every kernel calls this before it reads what another may have written, and before it
-    writes: then only the kernel directly before it can be running (CUDA C++ programming guide,
-    "Programmatic dependent launch").
-    """
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 Triton is imported when an operator first runs, so that steps can be traced on fake tensors without
 it. Operands are checked by each kernel's `plan`.
-
-``dependent``: the kernel starts before the one in front of it is done, see `launch.follow`.
 """
 
 import torch
@@ -19,7 +17,6 @@ def read_rows(
     size: int,
     page_size: int,
     trash_page: int,
-    dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What a decode step needs to know of its first ``size`` rows.
 
@@ -36,7 +33,7 @@ def read_rows(
     from dschat.inference.kernels.cuda import read_rows as kernel
 
     numbers, short = fields.new_empty(6, size), fields.new_empty(size, dtype=torch.bool)
-    kernel.plan(fields, table, page_size, trash_page, numbers, short, dependent).run()
+    kernel.plan(fields, table, page_size, trash_page, numbers, short).run()
     return numbers, short
 
 
@@ -52,7 +49,6 @@ def embed(
     positions: Tensor | None,
     position_table: Tensor | None,
     offset: int,
-    dependent: bool = False,
 ) -> Tensor:
     """Rows of ``table`` (V, E) for ``tokens`` (R,) int64, (R, E); with ``position_table`` (P, E)
     plus its rows for ``positions`` (R,) + ``offset``.
@@ -60,7 +56,7 @@ def embed(
     from dschat.inference.kernels.cuda import embed as kernel
 
     out = table.new_empty(len(tokens), table.shape[1])
-    kernel.plan(tokens, table, positions, position_table, offset, out, dependent).run()
+    kernel.plan(tokens, table, positions, position_table, offset, out).run()
     return out
 
 
@@ -77,7 +73,6 @@ def advance_rows(
     ring: Tensor,
     step: Tensor,
     stops: Tensor | None,
-    dependent: bool = False,
 ) -> None:
     """Write a step's ``tokens`` (B,) int64 and ``logprobs`` (B,) fp32 to the ring, and move the
     rows to these tokens.
@@ -87,7 +82,7 @@ def advance_rows(
     """
     from dschat.inference.kernels.cuda import advance_rows as kernel
 
-    kernel.plan(tokens, logprobs, fields, ring, step, stops, dependent).run()
+    kernel.plan(tokens, logprobs, fields, ring, step, stops).run()
 
 
 @advance_rows.register_fake
@@ -102,7 +97,6 @@ def add_norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    dependent: bool = False,
 ) -> Tensor:
     """``h`` += ``added``, in place; returns its LayerNorm, or without ``bias`` its RMSNorm.
 
@@ -112,7 +106,7 @@ def add_norm(
     from dschat.inference.kernels.cuda import add_norm as kernel
 
     out = torch.empty_like(h)
-    kernel.plan(h, added, weight, bias, eps, out, dependent).run()
+    kernel.plan(h, added, weight, bias, eps, out).run()
     return out
 
 
@@ -131,7 +125,6 @@ def skinny_linear(
     gate_first: bool,
     partials: Tensor,
     counters: Tensor,
-    dependent: bool = False,
 ) -> Tensor:
     """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
 
@@ -144,7 +137,7 @@ def skinny_linear(
     y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
     space = Workspace(partials, counters)
     args = x, weight, bias, activation, gated, y, space
-    kernel.plan(*args, gate_first=gate_first, dependent=dependent).run()
+    kernel.plan(*args, gate_first=gate_first).run()
     return y
 
 
@@ -174,7 +167,6 @@ def paged_decode(
     sin: Tensor | None,
     partials: Tensor,
     counters: Tensor,
-    dependent: bool = False,
 ) -> Tensor:
     """Attention (B, H * D) of one new token of B sequences; writes its key and value to ``rows``.
 
@@ -197,7 +189,6 @@ def paged_decode(
     kernel.plan(
         *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, scale),
         *(q_norm, k_norm, eps, cos, sin, Workspace(partials, counters)),
-        dependent=dependent,
     ).run()
     return out
 
@@ -221,7 +212,6 @@ def draw(
     short: Tensor | None,
     stops: Tensor | None,
     num_tokens: int,
-    dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token of each row of ``logits`` (R, V), contiguous, of any floating dtype.
 
@@ -249,7 +239,7 @@ def draw(
     bounds = counters.new_empty(num_rows, 2)
     launches = kernel.plan(
         *(logits, numbers, integers, counters, greedy, draws, has_top_k, has_top_p, has_min_p),
-        *(short, stops, num_tokens, blocks, bounds, ids, logprobs, dependent),
+        *(short, stops, num_tokens, blocks, bounds, ids, logprobs),
     )
     for launch in launches:
         launch.run()

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type
+from dschat.inference.kernels.cuda.launch import Launch, arrives_last, operand_type
 from dschat.inference.kernels.cuda.operands import Workspace
 
 _BLOCK = 32  # keys: a page of the default size
-_PROGRAMS = 264  # two per multiprocessor of an H100: fewer (sequence, head) pairs are split
+_PROGRAMS = 528  # four per multiprocessor of an H200: fewer (sequence, head) pairs are split
 _MOST_SPLITS = 8
 
 
@@ -90,9 +90,7 @@ def _paged_decode(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,  # of tl.dot's operands
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // K
     SLOT: tl.constexpr = 2 * K * D
@@ -213,7 +211,7 @@ def _combine(
 
 
 def num_splits(num_pairs: int, room: int) -> int:
-    """Splits of the keys for ``num_pairs`` (sequence, key-value head) pairs: two programs per
+    """Splits of the keys for ``num_pairs`` (sequence, key-value head) pairs: four programs per
     multiprocessor, if there are so few pairs and ``room`` for the partial results.
     """
     splits = 1
@@ -241,7 +239,6 @@ def plan(
     sin: Tensor | None,
     space: Workspace,
     splits: int = 0,
-    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `paged_decode`'s result to ``out``; ``splits`` 0: `num_splits`."""
     batch, num_kv_heads, size = heads.shape[0], rows.shape[1] // 2, heads.shape[2]
@@ -272,7 +269,6 @@ def plan(
         "SPLITS": splits,
         "BLOCK": _BLOCK,
         "TYPE": operand_type(heads.dtype),
-        "DEPENDENT": dependent,
     }
     args = (
         *(heads, rows, out, lengths, slots, table, 0 if table is None else table.stride(0)),
@@ -280,8 +276,10 @@ def plan(
         *(space.partials, space.counters, float(scale)),
     )
     grid = (batch, num_kv_heads, splits)
-    # So many blocks are under way at once. A page is looked up as many before its block is copied.
+    # So many blocks are under way at once, fewer where many programs share a multiprocessor. A page
+    # is looked up as many before its block is copied.
     row_bytes = padded_size * heads.element_size()
-    blocks = 3 if row_bytes <= 128 else 2 if row_bytes <= 512 else 1
+    blocks = 2 if row_bytes <= 512 and pairs * splits <= 2 * _PROGRAMS else 1
     stages = 1 + (blocks if table is None else 2 * blocks)
-    return Launch(_paged_decode, grid, args, constants, num_stages=stages)
+    num_warps = 2 if padded_size <= 128 else 4
+    return Launch(_paged_decode, grid, args, constants, num_warps, stages)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch
 from dschat.inference.kernels.cuda.operands import Field
 
 _ALIVE, _POSITION, _ORIGIN = (
@@ -29,9 +29,7 @@ def _read_rows(
     trash_page,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     row = tl.arange(0, BLOCK)
     inside = row < size
     field_ptrs = fields_ptr + row
@@ -61,12 +59,11 @@ def plan(
     trash_page: int,
     numbers: Tensor,
     short: Tensor,
-    dependent: bool = False,
 ) -> Launch:
     """The launch that writes `read_rows`' results to ``numbers`` and ``short``."""
     assert fields.stride(1) == table.stride(1) == 1
     args = (fields, fields.stride(0), table, table.stride(0), numbers, short)
     size = len(short)
     block = triton.next_power_of_2(size)
-    constants = {"PAGE_SIZE": page_size, "BLOCK": block, "DEPENDENT": dependent}
+    constants = {"PAGE_SIZE": page_size, "BLOCK": block}
     return Launch(_read_rows, (1,), (*args, size, trash_page), constants)
