@@ -7,6 +7,7 @@ work as before.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -137,9 +138,9 @@ def _training_product(shape: Shape, linear: Any) -> Product:
 #
 # Computes norms and gated MLPs of training and scoring with Liger's Triton kernels on CUDA.
 #
-# NOTE: off unless DSCHAT_CUDA_KERNELS has "liger", or is 1: not timed on a device yet. Liger's
-# fused cross entropy stays off: it has no entropies, and its forward waits for a count from the
-# device. `dschat.losses.linear_logprobs` keeps no logits either.
+# NOTE: off unless DSCHAT_CUDA_KERNELS has "liger", or is 1. Liger's fused cross entropy stays off: it
+# has no entropies, and its forward waits for a count from the device.
+# `dschat.losses.linear_logprobs` keeps no logits either.
 
 logger = logging.getLogger("dschat")
 
@@ -151,8 +152,6 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     """Replace the forward of those norms and MLPs of ``model`` that Liger has, and its gradient.
 
     Parameters and their names stay. A family that Liger lacks stays as it is.
-
-    NOTE: models of the same family that the process builds later get Liger's norms too.
     """
     wanted = device.type == "cuda" and "liger" in cuda_kernels()
     if not wanted or find_spec("liger_kernel") is None:
@@ -160,11 +159,15 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     from transformers.integrations.liger import apply_liger_kernel
 
     before, long = _with_own_forward(model), [*filter(runs_in_pieces, model.modules())]
+    family = vars(sys.modules[type(model).__module__])
+    classes = dict(family)
     apply_liger_kernel(model, _OFF)
+    # Liger replaces classes, too: models built later may lie on a CPU, where it has no kernels.
+    family.update(classes)
     for module in long:
         run_in_pieces(module)
     names = sorted({type(m).__name__ for m in _with_own_forward(model) - before})
-    logger.info("by Liger's kernels, not measured on a device yet: %s", ", ".join(names) or "none")
+    logger.info("by Liger's kernels: %s", ", ".join(names) or "none")
 
 
 def _with_own_forward(model: nn.Module) -> set[nn.Module]:

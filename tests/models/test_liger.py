@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import causal_lm
+from transformers.models.llama import modeling_llama
 
 from dschat.models.linear import _with_own_forward, use_liger
 from dschat.models.recompute import recompute_activations, runs_in_pieces
@@ -31,11 +32,12 @@ def test_off_by_default_on_cpus_and_without_liger(asked, device, looked_for, mon
 
 
 def test_recomputed_layers_still_run_in_pieces(monkeypatch):
-    """Liger gives each MLP a forward of its own."""
-    model = causal_lm("llama")
+    """Liger gives each MLP a forward of its own. Models made later have none of its classes."""
+    model, norm = causal_lm("llama"), modeling_llama.LlamaRMSNorm
     recompute_activations(model)
 
     def apply(model, _):
+        modeling_llama.LlamaRMSNorm = None
         for layer in model.model.layers:
             layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(mlp.up_proj(x))
 
@@ -43,6 +45,7 @@ def test_recomputed_layers_still_run_in_pieces(monkeypatch):
     monkeypatch.setattr("dschat.models.linear.find_spec", lambda _: True)
     monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", apply)
     use_liger(model, torch.device("cuda"))
+    assert modeling_llama.LlamaRMSNorm is norm
     for layer in model.model.layers:
         assert runs_in_pieces(layer.mlp)
         assert not runs_in_pieces(layer.self_attn)
