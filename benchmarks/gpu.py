@@ -11,8 +11,8 @@ Models have random weights: nothing is downloaded. A side is a letter or a list 
   C: graphs, read one step late. D: C with Triton kernels for attention, norms, draws and the state
   of the rows. E: D with products. F: E on training's own weights.
 - graphs=on|off, kernels=all|none|PART+PART.. (of DSCHAT_CUDA_KERNELS), layout=copy|zero_copy,
-  lag=STEPS; left out: graphs, no kernels, copy, and answers without stop tokens, which are read
-  when they are complete.
+  decoder=table|module (transformers' own module as the engine's decoder), lag=STEPS; left out:
+  graphs, no kernels, copy, table, and answers without stop tokens, which are read when complete.
 
 The sides take turns after a warm-up round (llama-7b and refresh-7b: one after the other); a graph
 that cannot be captured is an error. One JSON line per case, ZeRO stage and side:
@@ -173,6 +173,9 @@ def count(
         found = floor_ms(config, case.rollout, dtype, rates)
         floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
     for label, side in sides.items():
+        if side.decoder != "table":
+            note(f"{name}: side {label} skipped, only steps of the table's decoder are counted")
+            continue
         try:
             counted = gpu_dry.count(name, case, side)
         except UserError as reason:  # kernels without Triton

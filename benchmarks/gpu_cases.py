@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 from rollout_workloads import CASES as ROLLOUTS
-from rollout_workloads import Case
+from rollout_workloads import FAMILIES, MODELS, Case
 
 from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
+_DECODERS = ("table", "module")
 _STOP = 2  # a token that ends answers; a fake device draws 1
 
 
@@ -26,6 +27,7 @@ class Side:
     graphs: bool = True
     kernels: tuple[str, ...] = ()  # of DSCHAT_CUDA_KERNELS
     layout: str = "copy"  # of the rollout's weights; or zero_copy
+    decoder: str = "table"  # or module: transformers' own, with training's weights
     lag: int | None = None
 
     @contextmanager
@@ -64,7 +66,7 @@ def parse_side(text: str) -> Side:
         name, _, value = part.partition("=")
         if name == "graphs" and value in ("on", "off"):
             changes[name] = value == "on"
-        elif name == "layout" and value in ("copy", "zero_copy"):
+        elif value in {"layout": ("copy", "zero_copy"), "decoder": _DECODERS}.get(name, ()):
             changes[name] = value
         elif name == "kernels" and value in ("all", "none"):
             changes[name] = STEP_PARTS if value == "all" else ()
@@ -75,7 +77,8 @@ def parse_side(text: str) -> Side:
         else:
             raise ValueError(
                 f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor graphs=on|off, "
-                f"kernels=all|none|{'+'.join(STEP_PARTS)}, layout=copy|zero_copy or lag=STEPS"
+                f"kernels=all|none|{'+'.join(STEP_PARTS)}, layout=copy|zero_copy, "
+                f"decoder={'|'.join(_DECODERS)} or lag=STEPS"
             )
     return replace(Side(), **changes)
 
@@ -119,7 +122,8 @@ class GpuCase:
 
 def _tiny(case: Case) -> Case:
     sizes = {"prompts": min(case.prompts, 4), "prompt_tokens": 6, "new_tokens": 4}
-    model = f"{case.model.partition('-')[0]}-tiny"
+    tiny = f"{case.model.partition('-')[0]}-tiny"
+    model = tiny if tiny in MODELS else "llama3-tiny"
     return replace(case, model=model, slots=sizes["prompts"], **sizes)
 
 
@@ -143,6 +147,7 @@ CASES = {
         },
     ),
     "llama-7b": GpuCase(ROLLOUTS["llama-7b"], in_turns=False),
+    **{name: GpuCase(Case(name, 32, 256, 256, 32, needs_gpu=True)) for name in FAMILIES},
     "refresh-7b": GpuCase(
         Case("llama-7b", 1, 16, 2, 1, needs_gpu=True),
         stages=(2, 3),

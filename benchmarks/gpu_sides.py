@@ -20,6 +20,7 @@ from torch import nn
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
+from dschat.hybrid.rollout_form import ModuleRollout
 from dschat.inference import Rollout, SamplingParams
 from dschat.models.language_model import LanguageModel
 from dschat.models.training_engine import TrainingEngine, evaluating
@@ -50,6 +51,9 @@ class Rollouts:
                 case, module, stage, layout=side.layout, cuda_graphs=graphs
             )
         self.rollout.switches = side
+        if side.decoder == "module":
+            of_module = ModuleRollout(module, module.config, self.rollout.settings, in_engine=True)
+            self.rollout.form = of_module
 
     def run(self, seed: int) -> dict[str, float]:
         """Milliseconds and bytes of a round: a refresh, a rollout, and the step that follows."""

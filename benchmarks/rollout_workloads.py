@@ -3,9 +3,17 @@
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, OPTConfig
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3MoeConfig,
+)
 
 MEAN_RAGGED_TOKENS = 20  # before truncation to new_tokens
 
@@ -30,7 +38,47 @@ def opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
     return OPTConfig(**sizes | more)
 
 
+# Of 1B to 3B, with the layers of their families: windows, mixtures of experts, sinks.
+FAMILIES = {
+    "gemma3-1b": partial(
+        Gemma3TextConfig,
+        hidden_size=1152,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        intermediate_size=6912,
+        sliding_window=512,
+        max_position_embeddings=2048,
+    ),
+    "qwen3-moe-3b": partial(
+        Qwen3MoeConfig,
+        hidden_size=2048,
+        num_hidden_layers=20,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=768,
+        max_position_embeddings=2048,
+    ),
+    "gpt-oss-3b": partial(
+        GptOssConfig,
+        hidden_size=1440,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=16,
+        num_experts_per_tok=4,
+        intermediate_size=1440,
+        max_position_embeddings=2048,
+    ),
+}
+
 MODELS = {
+    **FAMILIES,
     "opt-125m": OPTConfig,
     "opt-1.3b": lambda: opt(2048, 24, 32),
     "opt-13b": lambda: opt(5120, 40, 40),

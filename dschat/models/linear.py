@@ -138,8 +138,8 @@ def _training_product(shape: Shape, linear: Any) -> Product:
 #
 # Computes norms and gated MLPs of training and scoring with Liger's Triton kernels on CUDA.
 #
-# NOTE: off unless DSCHAT_CUDA_KERNELS has "liger", or is 1. Liger's fused cross entropy stays off: it
-# has no entropies, and its forward waits for a count from the device.
+# NOTE: off unless DSCHAT_CUDA_KERNELS has "liger", or is 1. Liger's fused cross entropy stays off:
+# it has no entropies, and its forward waits for a count from the device.
 # `dschat.losses.linear_logprobs` keeps no logits either.
 
 logger = logging.getLogger("dschat")
