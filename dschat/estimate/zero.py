@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dschat.runtime.deepspeed_engine import ZeroSettings, deepspeed_config, keeps_gradients_in_place
+from dschat.runtime.deepspeed_engine import ZeroSettings, deepspeed_config
 
 # DeepSpeed's defaults, in elements; dschat's settings and the user's file override them.
 BUCKET_DEFAULTS = {
@@ -150,11 +150,19 @@ def _stage_1(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool)
 
 def _stage_2(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
     """Gradients of this process's partition, in fp32 if the weights are bf16, from the first
-    reduction until the step.
+    reduction until the step; without buckets from the first gradient on.
     """
     converts = e.sum_size != e.size
-    in_place = keeps_gradients_in_place(zero, num_processes, on_gpu)
-    space = (0 if in_place else e.bucket + e.flat) + (4 * e.largest if converts else 0)
+    if zero.sums_in_place(num_processes):
+        sums = e.sum_size * e.trained
+        return {
+            "partition": sums,
+            "reduces_early": True,
+            "backward": 4 * e.largest,  # a gradient before it is added
+            "reduction": (sums, 0),
+            "update": (sums, 4 * e.trained if e.sum_size != 4 else 0),
+        }
+    space = e.bucket + e.flat + (4 * e.largest if converts else 0)
     partition, gradients, step = e.sum_size * e.shard, Held(), 0
     if zero.offload_optimizer:
         # A buffer of one tensor on device and host; gradients and 16-bit weights on the host.
@@ -215,7 +223,7 @@ def frozen_bytes(
 
 def bucket_sizes(zero: ZeroSettings) -> dict[str, int]:
     """DeepSpeed's limits in elements, with the values of dschat and of the user's file."""
-    section: dict[str, Any] = deepspeed_config(zero, in_place=False)["zero_optimization"]
+    section: dict[str, Any] = deepspeed_config(zero)["zero_optimization"]
     sizes = {}
     for name, default in BUCKET_DEFAULTS.items():
         short = name.removeprefix("stage3_")

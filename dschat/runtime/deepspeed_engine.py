@@ -37,6 +37,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
+from dschat.runtime.flat_gradients import sum_in_place, work_on_partitions  # noqa: E402
 from dschat.runtime.gathered_modules import (  # noqa: E402
     check_packing,
     gather_through_shared_memory,
@@ -126,6 +127,13 @@ class ZeroSettings:
         lowest = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[self.dtype]
         return max(self.stage, lowest, 2 if self.offload_optimizer else 0)
 
+    def sums_in_place(self, num_processes: int) -> bool:
+        """Whether gradients need no buckets: see `dschat.runtime.flat_gradients`. A user's file may
+        set what happens to them there.
+        """
+        is_default = not self.offload_optimizer and not self.overrides
+        return num_processes == 1 and self.used_stage == 2 and is_default
+
     def describe(self) -> str:
         """``ZeRO-2 in place of 0, optimizer in CPU memory``."""
         raised = f" in place of {self.stage}" if self.used_stage != self.stage else ""
@@ -169,22 +177,8 @@ def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
     return zero
 
 
-def keeps_gradients_in_place(zero: ZeroSettings, num_processes: int, on_gpu: bool) -> bool:
-    """Whether ZeRO-2 need not copy gradients into buckets: one process on a CPU reduces nothing.
-
-    Not on a GPU, where each bucket is a kernel launch and a copy is cheap; not with a user's file.
-    """
-    is_default = not zero.offload_optimizer and not zero.overrides
-    return num_processes == 1 and not on_gpu and zero.used_stage == 2 and is_default
-
-
-def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[str, Any]:
-    """DeepSpeed's configuration. Its batch is one micro-batch: `OptimizerStep` accumulates.
-
-    ``in_place``: see `keeps_gradients_in_place`; None: that of this process.
-    """
-    if in_place is None:
-        in_place = keeps_gradients_in_place(zero, dist.world_size(), dist.has_gpu())
+def deepspeed_config(zero: ZeroSettings) -> dict[str, Any]:
+    """DeepSpeed's configuration. Its batch is one micro-batch: `OptimizerStep` accumulates."""
     in_cpu_memory = {"device": "cpu", "pin_memory": dist.has_gpu()}
     zero_section: dict[str, Any] = {"stage": zero.used_stage}
     if zero.offload_optimizer:
@@ -197,9 +191,6 @@ def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[s
         # loaded ("tracing error"): PEFT reads an adapter before its layer runs, so the order of
         # gathers differs from the recorded one, which only a look ahead tolerates.
         zero_section["stage3_prefetch_bucket_size"] = 1
-    if in_place:
-        # Each gradient is its own bucket.
-        zero_section |= {"contiguous_gradients": False, "reduce_bucket_size": 1}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -209,8 +200,6 @@ def deepspeed_config(zero: ZeroSettings, in_place: bool | None = None) -> dict[s
         "steps_per_print": 10**9,
         "timers": {"throughput": {"enabled": False}},  # which would wait for the device
     }
-    if in_place:
-        config["gradient_allreduce_op"] = "sum"  # the mean divides every gradient by 1
     if zero.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -309,6 +298,10 @@ def initialize_training(
     if zero.used_stage == 0 and dist.world_size() == 1:
         # Without it DeepSpeed copies all gradients into one tensor and back.
         engine.enable_backward_allreduce = False
+    if zero.used_stage in (1, 2):
+        work_on_partitions(engine.optimizer)
+    if zero.sums_in_place(dist.world_size()):
+        sum_in_place(engine.optimizer)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None:
         # `SkippedSteps` ends a run whose gradients are never finite.

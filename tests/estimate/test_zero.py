@@ -19,19 +19,20 @@ def training(stage: int, dtype: torch.dtype, processes: int, trained: int = 1000
 
 # (stage, dtype, processes): weights, masters + moments, per gradient, partition, gradients held.
 # fp32: 4 bytes per weight; ZeRO-0 has no masters and 8 bytes of moments; from ZeRO-1 on 4 + 8 for
-# this process's partition of 1000 or 125. bf16 raises the stage to 2 at least.
+# this process's partition of 1000 or 125. bf16 raises the stage to 2 at least, where one process
+# adds each gradient to the partition.
 BY_HAND = {
     (0, FP32, 1): (4000, 8000, 4, 0, 0),
     (0, FP32, 8): (4000, 8000, 4, 0, 0),
     (1, FP32, 1): (4000, 12000, 4, 0, 0),
     (1, FP32, 8): (4000, 1500, 4, 0, 0),
-    (2, FP32, 1): (4000, 12000, 4, 4000, 0),
+    (2, FP32, 1): (4000, 12000, 0, 4000, 0),
     (2, FP32, 8): (4000, 1500, 4, 500, 0),
     (3, FP32, 1): (4000, 12000, 0, 0, 4000),
     (3, FP32, 8): (500, 1500, 0, 0, 500),
-    (0, BF16, 1): (2000, 12000, 2, 4000, 0),
+    (0, BF16, 1): (2000, 12000, 0, 4000, 0),
     (0, BF16, 8): (2000, 1500, 2, 500, 0),
-    (2, BF16, 1): (2000, 12000, 2, 4000, 0),
+    (2, BF16, 1): (2000, 12000, 0, 4000, 0),
     (2, BF16, 8): (2000, 1500, 2, 500, 0),
     (3, BF16, 1): (2000, 12000, 0, 0, 4000),
     (3, BF16, 8): (250, 1500, 0, 0, 500),
@@ -81,12 +82,20 @@ def test_offload_by_hand():
 
 
 def test_a_gpu_holds_the_whole_bucket():
-    t = training_bytes(1000, 1000, 400, ZeroSettings(2, BF16), 1, on_gpu=True)
+    t = training_bytes(1000, 1000, 400, ZeroSettings(2, BF16), 8, on_gpu=True)
     assert t.backward == 2 * 500_000_000
     small = {"zero_optimization": {"reduce_bucket_size": 600}}
     t = training_bytes(1000, 1000, 400, ZeroSettings(2, BF16, overrides=small), 1, on_gpu=True)
     assert t.reduces_early
     assert t.backward == t.reduction[1] == 2 * 600 + 2 * 600 + 4 * 400
+
+
+def test_one_process_needs_no_bucket():
+    t = training_bytes(1000, 1000, 400, ZeroSettings(2, BF16), 1, on_gpu=True)
+    assert (t.per_gradient, t.partition, t.backward) == (0, 4000, 1600)
+    assert t.reduction == t.update == (4000, 0)
+    t = training_bytes(1000, 1000, 400, ZeroSettings(2, FP16), 1, on_gpu=True)
+    assert (t.partition, t.update) == (2000, (2000, 4000))  # summed in fp16, applied in fp32
 
 
 def test_constants_are_those_of_the_libraries():
