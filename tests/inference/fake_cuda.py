@@ -75,7 +75,8 @@ class Watch(TorchDispatchMode):
         self.counts[self.inside, name] += 1
 
     def capture(self, step):
-        """Stands for a CUDA graph: what ``step`` does is counted as inside."""
+        """Stands for a CUDA graph: what ``step`` does after a first run is counted as inside."""
+        step()
 
         def replay():
             self.inside = True
@@ -102,10 +103,14 @@ class Watch(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
-            self.note(READ)
+            if args[0].is_cuda:
+                self.note(READ)
             return 1
         if func is _aten.scaled_dot_product_attention.default:
             return self._attention(*args, **kwargs)
+        if func is _aten._grouped_mm.default and not self._is_fast(*args[:2]):
+            self.note(READ)  # of the ends of the groups
+            return args[0].new_empty(len(args[0]), args[1].shape[-1])
         if func is _aten.rms_norm.default:
             self.note("rms_norm")
             return torch.empty_like(args[0])
@@ -132,6 +137,12 @@ class Watch(TorchDispatchMode):
         if on_device and not func.is_view and name not in _FREE:
             self.note(name)
         return None
+
+    @staticmethod
+    def _is_fast(*operands):
+        """Whether they are of torch's kernels for Hopper and Blackwell."""
+        is_bf16 = all(x.dtype == torch.bfloat16 for x in operands)
+        return is_bf16 and torch.cuda.get_device_capability()[0] in (9, 10)
 
     def _attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
         self.note("scaled_dot_product_attention")
@@ -175,6 +186,8 @@ def fake_cuda():
         pytest.skip("needs g++ for a CUDA device guard")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", _Event)
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)  # a CUDA build would look for a GPU
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         # Torch's operators, unless a test asks for kernels: Triton may be missing here.
         patch.setenv(VARIABLE, os.environ.get(VARIABLE, "0"))

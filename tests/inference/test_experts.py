@@ -14,6 +14,7 @@ from test_weights import base_tensors, factors, with_adapters
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
+from dschat.inference.model import experts
 from dschat.inference.model.architectures import check_shares, model_spec
 from dschat.inference.model.experts import Experts
 
@@ -35,14 +36,14 @@ def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, mo
     ran = []
     if way == "grouped":
         monkeypatch.setattr(torch, "bfloat16", torch.float32)
-    for method in ("_one_by_one", "_all"):
-        inner = getattr(Experts, method)
+    for owner, called in ((Experts, "_one_by_one"), (experts, "all_experts")):
+        inner = getattr(owner, called)
         monkeypatch.setattr(
-            Experts, method, lambda *args, m=method, f=inner: (ran.append(m), f(*args))[1]
+            owner, called, lambda *args, name=called, f=inner: (ran.append(name), f(*args))[1]
         )
     rollout = made.generate(PROMPTS, SAMPLING)
     monkeypatch.undo()
-    assert set(ran) == {"_one_by_one" if way == "grouped" else "_all"}
+    assert set(ran) == {"_one_by_one" if way == "grouped" else "all_experts"}
     assert logprob_gap(module, PROMPTS, rollout) < 5e-5
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
 
@@ -94,10 +95,10 @@ def test_experts_may_come_apart(is_stacked, module_of):
 )
 def test_experts_apart_are_all_there_and_in_one_form(change, message, module_of):
     tensors = [x for x in stream(module_of("qwen3_moe")) if "layers.2.mlp.experts" not in x[0]]
-    experts = [x for x in stream(module_of("qwen3_moe")) if "layers.2.mlp.experts" in x[0]]
+    those = [x for x in stream(module_of("qwen3_moe")) if "layers.2.mlp.experts" in x[0]]
     made = empty_engine(module_of("qwen3_moe").config)
     with pytest.raises(UserError, match=message):
-        made.weights.load(tensors + change(list(by_expert(experts)), experts[-1:]))
+        made.weights.load(tensors + change(list(by_expert(those)), those[-1:]))
 
 
 def test_ranks_share_each_experts_columns():

@@ -55,6 +55,30 @@ class Stack(NamedTuple):
         return y if self.bias is None else y.add_(self.bias.unsqueeze(1))
 
 
+def has_grouped_product(x: Tensor) -> bool:
+    """Whether torch multiplies rows like ``x`` by the experts that they chose, without reading on
+    the host how many each has: in bfloat16, on a GPU by the kernels for Hopper and Blackwell.
+    """
+    if x.dtype != torch.bfloat16 or x.device.type != "cuda":
+        return x.dtype == torch.bfloat16
+    return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def all_experts(
+    stacks: tuple[Stack, Stack], x: Tensor, chosen: Tensor, shares: Tensor, gated: Gated
+) -> Tensor:
+    """All experts on all rows; those that a row did not choose have a share of zero in it."""
+    up, down = stacks
+    of_all = x.new_zeros(x.shape[0], len(up.weight)).scatter_add_(1, chosen, shares)
+    blocks = zip(x.split(_DENSE_TOKENS), of_all.split(_DENSE_TOKENS), strict=True)
+    return torch.cat(
+        [
+            torch.einsum("tn,nth->th", part, down.dense(gated(up.dense(rows))))
+            for rows, part in blocks
+        ]
+    )
+
+
 class Experts(NamedTuple):
     """The experts of a layer, and the router that chooses ``spec.per_token`` of them."""
 
@@ -91,16 +115,14 @@ class Experts(NamedTuple):
         if self.spec.renormalized:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares.to(x.dtype)
-        if self.stacks is None or x.dtype == torch.bfloat16:
+        if self.stacks is None or has_grouped_product(x):
             ids, order = chosen.flatten().sort(stable=True)
             rows = x.index_select(0, order // self.spec.per_token)
             outputs = self._one_by_one(rows, ids, gated)
             # Row i is that of the order[i]-th choice.
             choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
             return torch.bmm(shares.unsqueeze(1), choices.view(*chosen.shape, -1)).squeeze(1)
-        of_all = x.new_zeros(x.shape[0], self.spec.count).scatter_(1, chosen, shares)
-        blocks = zip(x.split(_DENSE_TOKENS), of_all.split(_DENSE_TOKENS), strict=True)
-        return torch.cat([self._all(block, shares, gated) for block, shares in blocks])
+        return all_experts(self.stacks, x, chosen, shares, gated)
 
     def _one_by_one(self, x: Tensor, ids: Tensor, gated: Gated) -> Tensor:
         """Each row by its expert; ``ids`` (rows,) are sorted."""
@@ -111,9 +133,3 @@ class Experts(NamedTuple):
             return down.grouped(gated(up.grouped(x, ids, ends)), ids, ends)
         counts = ids.bincount(minlength=self.spec.count).tolist()
         return grouped(self.downs, gated(grouped(self.ups, x, counts)), counts)
-
-    def _all(self, x: Tensor, shares: Tensor, gated: Gated) -> Tensor:
-        """All experts on all rows; ``shares`` (T, N) are zero for those that were not chosen."""
-        assert self.stacks is not None
-        up, down = self.stacks
-        return torch.einsum("tn,nth->th", shares, down.dense(gated(up.dense(x))))

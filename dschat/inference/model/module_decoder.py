@@ -29,6 +29,7 @@ from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, KeepExperts, Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
+from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
 from dschat.models.packing.model import selects_keys
@@ -103,6 +104,7 @@ class ModuleDecoder:
         self.module, self.spec, self.weights = module, spec, weights
         self._keeps_logits = "logits_to_keep" in _parameters(module)
         self._routers = routers_of(without_adapters(module))
+        self._on_device = DeviceModule(module)
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -138,6 +140,8 @@ class ModuleDecoder:
         shape = rows, -1
         with ExitStack() as scope:
             scope.enter_context(_calling(one, positions))
+            if tokens.is_cuda and carried is None and not attention.chunks:
+                scope.enter_context(self._on_device())
             if (write := attention.keep_experts) is not None:
                 for router in self._routers:
                     scope.enter_context(router.register_forward_hook(partial(_keep, write)))

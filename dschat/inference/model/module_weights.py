@@ -17,6 +17,13 @@ from transformers import PreTrainedModel
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
+from dschat.inference.model.device_module import (
+    biases_of,
+    is_experts,
+    is_plain,
+    replaced,
+    weights_of,
+)
 from dschat.inference.model.linear import Linear, fastest_backends, grouped
 from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.inference.model.weights import DECODE_ROWS
@@ -116,7 +123,7 @@ class _Product:
         with ExitStack() as scope:
             for number, layer in enumerate(self._layers):
                 forward = partial(self._run, number, layer.forward)
-                scope.enter_context(_calling(layer, forward))
+                scope.enter_context(replaced(layer, "forward", forward))
             scope.callback(self._forget)
             yield
 
@@ -144,41 +151,30 @@ class _Experts:
 
     def __init__(self, experts: nn.Module, backends: list[Backend]) -> None:
         self._module: Any = experts
-        kinds = zip(self.weights_of(experts), backends, strict=True)
+        kinds = zip(weights_of(experts), backends, strict=True)
         self._layers = [
             [Linear((w.shape[0], w.shape[1]), False, w.dtype, w.device, backend) for w in weights]
             for weights, backend in kinds
         ]
 
-    @staticmethod
-    def weights_of(experts: Any) -> list[Tensor]:
-        """First and second layer, (N, out, in)."""
-        first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-        pair = [first.detach(), experts.down_proj.detach()]
-        return [w.transpose(1, 2) for w in pair] if experts.is_transposed else pair
-
     def pack(self) -> None:
         experts = self._module
-        biases: list[Any] = [[None] * len(layers) for layers in self._layers]
-        if experts.has_bias:
-            first = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-            biases = [first.detach(), experts.down_proj_bias.detach()]
-        for layers, weights, of_each in zip(
-            self._layers, self.weights_of(experts), biases, strict=True
-        ):
+        kinds = zip(self._layers, weights_of(experts), biases_of(experts), strict=True)
+        for layers, weights, biases in kinds:
+            of_each = [None] * len(layers) if biases is None else biases
             for layer, weight, bias in zip(layers, weights, of_each, strict=True):
                 layer.pack(weight)
                 layer.bias = bias
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with _calling(self._module, partial(self._run, self._module.forward)):
+        with replaced(self._module, "forward", partial(self._run, self._module.forward)):
             yield
 
     def _run(self, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
         """(T, E), experts and their shares (T, k) -> (T, E)."""
         experts = self._module
-        if torch.is_grad_enabled() or experts._is_expert_parallel or experts.has_post_expert_norm:
+        if torch.is_grad_enabled() or not is_plain(experts):
             return forward(x, chosen, shares)
         ids, order = chosen.flatten().sort(stable=True)
         rows = x.index_select(0, order // chosen.shape[1])
@@ -204,7 +200,7 @@ class _Norm:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with _calling(self._norm, partial(self.run, self._norm.forward)):
+        with replaced(self._norm, "forward", partial(self.run, self._norm.forward)):
             yield
 
     def run(self, forward: Callable[..., Any], x: Tensor, *others: Any, **named: Any) -> Any:
@@ -242,19 +238,6 @@ def _norms(module: nn.Module) -> list[_Norm]:
     return found
 
 
-@contextmanager
-def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Has ``layer`` call ``forward``."""
-    own = vars(layer).get("forward")
-    vars(layer)["forward"] = forward
-    try:
-        yield
-    finally:
-        del vars(layer)["forward"]
-        if own is not None:
-            vars(layer)["forward"] = own
-
-
 def _products(
     module: "PreTrainedModel | PeftModel", weight: Tensor, in_int8: bool
 ) -> list[_Product | _Experts]:
@@ -283,8 +266,8 @@ def _packed_experts(
         return []
     # NOTE: adapters of experts' weights (PEFT's target_parameters) act inside of their forward.
     adapted = {getattr(m, "base_layer", None) for m in module.modules()}
-    found = [m for m in module.modules() if hasattr(m, "_is_expert_parallel") and m not in adapted]
-    weights = [_Experts.weights_of(experts) for experts in found]
+    found = [m for m in module.modules() if is_experts(m) and m not in adapted]
+    weights = [weights_of(experts) for experts in found]
     shapes = [[(w.shape[1], w.shape[2]) for w in pair] for pair in weights]
     backends = fastest_backends(sum(shapes, []), DECODE_ROWS, weight.dtype, weight.device, in_int8)
     chosen = [[backends[shape] for shape in pair] for pair in shapes]
