@@ -243,9 +243,13 @@ class EngineRollout:
 
     def _borrow(self) -> bool:
         """Have the engine read the training module's tensors. Returns whether one had moved."""
-        tables = (table for m in self._holders for table in (m._parameters, m._buffers))
-        held = (t for table in tables for t in table.values() if t is not None)
-        addresses = [getattr(t, "ds_tensor", t).data_ptr() for t in held]
+        addresses = [
+            getattr(tensor, "ds_tensor", tensor).data_ptr()
+            for holder in self._holders
+            for table in (holder._parameters, holder._buffers)
+            for tensor in table.values()
+            if tensor is not None
+        ]
         if addresses == self._addresses:
             return False
         shards = self._by_engine_name((s.name, s) for s in module_shards(self._module))
