@@ -154,6 +154,8 @@ class EngineRollout:
         if self._layout == "zero_copy" and self._has_adapters:
             parameters = self._by_engine_name(module.named_parameters())
             place_adjacent(parameters, self._engine.weights.fused_names())
+        self._holders = [m for m in module.modules() if m._parameters or m._buffers]
+        self._addresses: list[int] = []  # of what they hold, when the engine borrowed it
         self._version: int | None = None  # of the weights in the engine
         self._base_loaded = False
         self.last_refresh = Refresh()
@@ -212,7 +214,7 @@ class EngineRollout:
         # Also without a step: a resumed run, which has no cached prefixes, computes the same.
         self._engine.forget_prefixes()
         # NOTE: addresses change without a step, too: a checkpoint was loaded, states were moved.
-        moved = self._layout == "zero_copy" and self._engine.borrow_weights(self._storage())
+        moved = self._layout == "zero_copy" and self._borrow()
         if self._version != version or moved:
             span = DeviceSpan(dist.device())
             buckets = Buckets(max_layers=self._settings.layers_per_bucket)
@@ -239,10 +241,20 @@ class EngineRollout:
         if self._has_adapters and self._lora == "side":
             weights.load_adapters(factor_stream(self._module, device, buckets))
 
-    def _storage(self) -> dict[str, Tensor]:
-        """The training module's tensors, by their checkpoint names."""
+    def _borrow(self) -> bool:
+        """Have the engine read the training module's tensors. Returns whether one had moved."""
+        addresses = [
+            getattr(tensor, "ds_tensor", tensor).data_ptr()
+            for holder in self._holders
+            for table in (holder._parameters, holder._buffers)
+            for tensor in table.values()
+            if tensor is not None
+        ]
+        if addresses == self._addresses:
+            return False
         shards = self._by_engine_name((s.name, s) for s in module_shards(self._module))
-        return {name: shard.whole() for name, shard in shards.items()}
+        self._addresses = addresses
+        return self._engine.borrow_weights({name: s.whole() for name, s in shards.items()})
 
     def _by_engine_name(self, named: Iterable[tuple[str, T]]) -> dict[str, T]:
         """What belongs to weights of the engine; adapters and constant buffers are left out."""

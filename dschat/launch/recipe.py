@@ -276,8 +276,10 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         typed, equals, value = group[0].partition("=")
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
-            names = set().union(*known.values(), parser.flag_names(TrainConfig))
-            raise UserError(f"unknown flag {typed}{hint(name, names, f'--{prefix}{dot}')}")
+            of_step = [known[n] for n in STEPS if prefix == f"step{n}"]
+            names = set().union(*(of_step or [*known.values(), parser.flag_names(TrainConfig)]))
+            start = f"--{prefix}{dot}" if of_step else "--"
+            raise UserError(f"unknown flag {typed}{hint(name, names, start)}")
         if not running.intersection(takers):
             steps = " and ".join(map(str, takers))
             raise UserError(f"{typed} is a flag of step {steps}; add the step to --step")
