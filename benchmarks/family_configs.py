@@ -223,6 +223,8 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
             if tensor.dim() == 1 and name.endswith(("bias", "norm.weight", "attn.A")):
                 centre = 0.0 if name.endswith("bias") else tensor.data.float().mean().item()
                 tensor.data.normal_(centre, 0.1)
+            elif name.endswith("gate.weight") and not tensor.any():
+                tensor.data.normal_(0.0, 0.2)  # else all experts tie, in an order of the device
     return model.eval()
 
 

@@ -107,8 +107,10 @@ def from_pretrained(
     if scores and files.is_legacy_reward and not is_reward_config(config):
         source, loader = None, score_class(config)
         options = {"state_dict": files.legacy_state_dict(loader.base_model_prefix)}
-    if attn_implementation:
-        options["attn_implementation"] = attn_implementation
+    is_bounded = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    # NOTE: transformers 5.17 would take sdpa, which ignores the bound.
+    if attention := attn_implementation or ("eager" if is_bounded else None):
+        options["attn_implementation"] = attention
     if device:
         options["device_map"] = device
     if weight_bits:

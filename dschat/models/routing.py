@@ -30,7 +30,7 @@ def routers_of(base: PreTrainedModel) -> list[nn.Module]:
     whole = backbone(base) or base
     recorders = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits", [])
     recorders = recorders if isinstance(recorders, list) else [recorders]
-    kinds = tuple(recorder.target_class for recorder in recorders)
+    kinds: tuple[Any, ...] = tuple(getattr(r, "target_class", r) for r in recorders)
     return [module for module in whole.modules() if isinstance(module, kinds)]
 
 

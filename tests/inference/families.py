@@ -175,7 +175,9 @@ CONFIGS = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    "gemma2": lambda: Gemma2Config(**_GEMMA, attn_logit_softcapping=2.0),
+    "gemma2": lambda: Gemma2Config(
+        **_GEMMA, attn_logit_softcapping=2.0, attn_implementation="eager"
+    ),
     "olmo2": lambda: Olmo2Config(**_LLAMA, attention_bias=True),
     "olmo3": lambda: Olmo3Config(
         **_LLAMA | _KINDS | {"num_hidden_layers": 3},
@@ -225,7 +227,7 @@ CONFIGS = {
         head_dim=8,
         num_local_experts=4,
         sliding_window=6,
-        swiglu_limit=0.7,
+        **({"swiglu_limit": 0.7} if hasattr(GptOssConfig, "swiglu_limit") else {}),
         rope_parameters=_YARN | {"truncate": False},
     ),
     "mixtral": lambda: MixtralConfig(**_MOE, num_local_experts=4, sliding_window=6),

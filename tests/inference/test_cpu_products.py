@@ -105,7 +105,7 @@ def test_threads_are_those_of_torch(weight_of, threads, monkeypatch):
     y = KERNELS.product(x, packed, 512, None, scales)
     with open("/proc/self/maps") as lines:
         runtimes = {line.split()[-1] for line in lines if re.search(r"lib([gi]?omp|iomp5)", line)}
-    assert len(runtimes) == 1
+    assert len([path for path in runtimes if "sentencepiece" not in path]) == 1  # has its own
     monkeypatch.setattr(cpu, "_openmp_of_torch", lambda: None)
     compiler = shutil.which("cc") or shutil.which("gcc")
     alone = cpu.Kernels(cpu._library(compiler))

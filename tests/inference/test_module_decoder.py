@@ -14,6 +14,7 @@ from quick import some
 from tiny_models import IDS, LATENT, SMALL, causal_lm, ensure, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.gptj import modeling_gptj
 
 from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
@@ -31,7 +32,12 @@ _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _LAYERS = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "rotary_dim": 8},
-    "gemma2": {"sliding_window": 6, "layer_types": _LAYERS, "query_pre_attn_scalar": 16},
+    "gemma2": {
+        "sliding_window": 6,
+        "layer_types": _LAYERS,
+        "query_pre_attn_scalar": 16,
+        "attn_implementation": "eager",  # older releases' sdpa bounds no scores
+    },
     "gemma3_text": {"sliding_window": 6, "layer_types": _LAYERS, "query_pre_attn_scalar": 16},
     "gpt_oss": {"sliding_window": 6, "layer_types": _LAYERS, **_MOE},
     "qwen3_moe": {"moe_intermediate_size": 16, **_MOE},
@@ -83,6 +89,8 @@ def module_of():
     made = {}
 
     def build(name):
+        if name == "gptj" and not hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS"):
+            pytest.skip("this transformers' GPT-J does not call its attention interface")
         if name not in made:
             config = CONFIG_MAPPING[name](**_SIZES | FAMILIES[name])
             with torch.random.fork_rng(devices=[]):
@@ -202,7 +210,7 @@ def test_the_module_trains_on_as_it_was(module_of):
     ("name", "reason"),
     [
         ("gpt_neo", "cannot be followed"),
-        ("recurrent_gemma", "differ by"),
+        ("recurrent_gemma", "differ by|not in transformers' cache"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(name, reason):
@@ -222,7 +230,7 @@ def test_wrong_log_probs_are_found_before_the_first_rollout(module_of, monkeypat
 
 def test_moved_weights_are_another_version(module_of):
     """Captured steps hold addresses."""
-    module = module_of("gptj")
+    module = module_of("olmo2")
     weights = engine_on(module).weights
     with weights.in_use():
         before = weights.version
@@ -261,7 +269,7 @@ def test_forced_tokens_move_the_states_on(module_of):
 
 
 def test_an_engine_may_be_made_and_used_in_inference_mode(module_of):
-    module = module_of("gptj")
+    module = module_of("olmo2")
     with torch.inference_mode():
         made = engine_on(module)
         with made.weights.in_use():

@@ -67,7 +67,7 @@ def test_a_captured_step_waits_for_nothing(name):
     captured, around = decode_step(config, in_module=True, page_size=16)
     per_layer, others = BUDGETS[name]
     if version.parse(transformers.__version__) < version.parse("5.18"):
-        per_layer += 5  # older releases mask experts of other ranks, which there are none of
+        per_layer += 5  # for masks of other ranks' experts, of which there are none
     assert 0 < operators(captured) <= per_layer * config.num_hidden_layers + others
     assert waits(captured) == 0
     assert around == {}

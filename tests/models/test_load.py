@@ -11,8 +11,8 @@ from quick import each_once
 from safetensors.torch import load_file, save_file
 from step_cases import probe_logprobs, probe_scores
 from step_rows import PROBES, padded_probes
-from tiny_models import EOS, PAD, VOCAB, causal_lm, score_model, tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tiny_models import EOS, IDS, PAD, SMALL, VOCAB, causal_lm, score_model, tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import UserError
 from dschat.inference import InferenceEngine
@@ -198,6 +198,14 @@ def test_integer_weights_are_refused(dtype, form, tmp_path):
         Checkpoint(tmp_path, FLAG).check("lm")
     with pytest.raises(UserError, match=r"up_proj.weight is stored as \w+, not in floating point"):
         InferenceEngine.from_pretrained(tmp_path)
+
+
+def test_bounded_scores_are_not_left_to_sdpa(tmp_path):
+    """transformers 5.17 would, and its sdpa ignores the bound."""
+    config = AutoConfig.for_model("gemma2", **IDS | SMALL, num_key_value_heads=1, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    assert load_actor(tmp_path).config._attn_implementation == "eager"
 
 
 @STAGES

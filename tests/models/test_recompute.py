@@ -56,4 +56,4 @@ def test_only_inputs_of_layers_go_to_host_memory(monkeypatch):
     to_host = recompute._to_host
     monkeypatch.setattr(recompute, "_to_host", lambda x: sent.append(x.shape) or to_host(x))
     gradients("llama", 0, True, on_host=True)
-    assert sent == [(1, 68, 32)] * 2
+    assert [shape for shape in sent if shape.numel()] == [(1, 68, 32)] * 2

@@ -13,7 +13,7 @@ from dschat.config import UserError
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.routing import AGREEMENT, replay_routing, routers_of, routing_metrics
-from tests.models.test_router_loss import FAMILIES, ROWS
+from tests.models.test_router_loss import FAMILIES, ROWS, recorded
 from tests.observability.test_flops_of_families import COUNTED, config_of
 
 KNOWN = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3")
@@ -26,7 +26,8 @@ def packed_model(family: str, packing: str = "auto"):
     config = config_of(family, **(COUNTED | FAMILIES)[family])
     attention = None if family == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    packed = LanguageModel(model.train(), packing)
+    model = recorded(model.train()) if family in KNOWN else model.train()
+    packed = LanguageModel(model, packing)
     packed.check(torch.device("cpu"))
     return packed
 

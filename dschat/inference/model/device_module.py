@@ -46,7 +46,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def is_plain(experts: Any) -> bool:
     """Whether its forward computes no more than the products, of whole experts."""
-    # NOTE: transformers has neither before 5.18.
+    # NOTE: transformers 5.17 has neither.
     names = "_is_expert_parallel", "has_post_expert_norm"
     return not any(getattr(experts, name, False) for name in names)
 

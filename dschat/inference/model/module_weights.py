@@ -228,7 +228,7 @@ def _norms(module: nn.Module) -> list[_Norm]:
         x = torch.cat([x, x * eps**0.5])
         try:
             expected = norm(x)
-        except TypeError:  # takes more than x
+        except (AttributeError, TypeError):  # takes more than x
             continue
         for offset in (0.0, 1.0):
             fused = _Norm(norm, eps, offset, kernels)

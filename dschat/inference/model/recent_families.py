@@ -217,7 +217,8 @@ def ministral3(c: PretrainedConfig) -> ModelSpec:
 def gpt_oss(c: PretrainedConfig) -> ModelSpec:
     experts = ExpertSpec(
         *(c.num_local_experts, c.num_experts_per_tok, c.intermediate_size),
-        clamped=(c.swiglu_alpha, c.swiglu_limit),
+        # NOTE: transformers 5.17 has them as constants of the module.
+        clamped=(getattr(c, "swiglu_alpha", 1.702), getattr(c, "swiglu_limit", 7.0)),
     )
     layout: dict[str, Any] = {"bias": True, "transposed": True, "interleaved": True}
     mlp = both(f"{_LAYER}.mlp.router", "layers.{i}.router")
