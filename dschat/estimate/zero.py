@@ -154,14 +154,9 @@ def _stage_2(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool)
     """
     converts = e.sum_size != e.size
     if zero.sums_in_place(num_processes):
-        sums = e.sum_size * e.trained
-        return {
-            "partition": sums,
-            "reduces_early": True,
-            "backward": 4 * e.largest,  # a gradient before it is added
-            "reduction": (sums, 0),
-            "update": (sums, 4 * e.trained if e.sum_size != 4 else 0),
-        }
+        sums, step = e.sum_size * e.trained, 0 if e.sum_size == 4 else 4 * e.trained
+        fields = {"partition": sums, "reduction": (sums, 0), "update": (sums, step)}
+        return fields | {"reduces_early": True, "backward": 4 * e.largest}  # one gradient
     space = e.bucket + e.flat + (4 * e.largest if converts else 0)
     partition, gradients, step = e.sum_size * e.shard, Held(), 0
     if zero.offload_optimizer:

@@ -154,8 +154,8 @@ class EngineRollout:
         if self._layout == "zero_copy" and self._has_adapters:
             parameters = self._by_engine_name(module.named_parameters())
             place_adjacent(parameters, self._engine.weights.fused_names())
-        self._holders = [m for m in module.modules() if m._parameters or m._buffers]
-        self._addresses: list[int] = []  # of what they hold, when the engine borrowed it
+        self._tables = [t for m in module.modules() for t in (m._parameters, m._buffers) if t]
+        self._addresses: list[int] = []  # of the tensors in them, when the engine borrowed those
         self._version: int | None = None  # of the weights in the engine
         self._base_loaded = False
         self.last_refresh = Refresh()
@@ -243,13 +243,8 @@ class EngineRollout:
 
     def _borrow(self) -> bool:
         """Have the engine read the training module's tensors. Returns whether one had moved."""
-        addresses = [
-            getattr(tensor, "ds_tensor", tensor).data_ptr()
-            for holder in self._holders
-            for table in (holder._parameters, holder._buffers)
-            for tensor in table.values()
-            if tensor is not None
-        ]
+        held = (t for table in self._tables for t in table.values() if t is not None)
+        addresses = [getattr(t, "ds_tensor", t).data_ptr() for t in held]
         if addresses == self._addresses:
             return False
         shards = self._by_engine_name((s.name, s) for s in module_shards(self._module))

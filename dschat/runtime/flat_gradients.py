@@ -47,8 +47,6 @@ def sum_in_place(zero: DeepSpeedZeroOptimizer) -> None:
 
     Nothing is reduced, so DeepSpeed's bucket, a copy of gradients on their way, is never allocated.
     """
-    assert zero.partition_gradients
-    assert set(zero.partition_count) == {1}
     assert not any((zero.cpu_offload, zero.round_robin_gradients, zero.parameter_alignment))
 
     def add_gradient(param: Any, group: int) -> None:
