@@ -110,13 +110,12 @@ def attention(
         query, key, value = spread.to_heads(query, key, value)
         s_aux = None if s_aux is None else spread.own_heads(s_aux)
     size = value.shape[-1]
-    sizes = reach(module, sliding_window, segments.longest)
-    if dropout or any(sizes):
-        how = Weighing(scale, dropout, *sizes, softcap, s_aux)
+    how = Weighing(scale, dropout, *reach(module, sliding_window, segments.longest), softcap, s_aux)
+    if dropout or how.chunk or (how.window and not _flash_takes(query, segments, how)):
         output = _sequence_by_sequence(query, key, value, segments, how)
     else:
         heads = _same_sizes(query, key, value)
-        output = PackedAttention.apply(*heads, segments, scale, softcap, s_aux)
+        output = PackedAttention.apply(*heads, segments, scale, softcap, s_aux, how.window)
     output = output[..., :size]
     if spread is not None:
         output = spread.to_tokens(output)
@@ -185,8 +184,9 @@ class PackedAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,  # (H,)
+        window: int | None = None,
     ) -> Tensor:
-        ctx.kernel, ctx.segments, ctx.scale = _kernel(query, softcap), segments, scale
+        ctx.kernel, ctx.segments, ctx.scale = _kernel(query, softcap, window), segments, scale
         output, logsumexp = ctx.kernel.forward(query, key, value, segments, scale)
         if sinks is not None:
             sink = sinks.float().unsqueeze(1)
@@ -204,7 +204,7 @@ class PackedAttention(torch.autograd.Function):
             share = (sinks.float().unsqueeze(1) - saved.logsumexp).exp()
             of_sinks = -(share * (grad.float() * saved.output.float()).sum(-1)).sum((0, 2))
             of_sinks = of_sinks.to(sinks.dtype)
-        return (*grads, None, None, None, of_sinks)
+        return (*grads, None, None, None, of_sinks, None)
 
 
 def _same_sizes(*tensors: Tensor) -> list[Tensor]:
@@ -218,7 +218,13 @@ def _same_sizes(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors]
 
 
-def _kernel(query: Tensor, softcap: float | None = None) -> Kernel:
+def _flash_takes(query: Tensor, segments: Segments, how: Weighing) -> bool:
+    """Whether FlashAttention knows the window of ``how``: within rows, not across a prefix."""
+    plain = how.softcap is None and not segments.table.shared
+    return plain and query.device.type == "cuda" and VarlenKernel.supports(query)
+
+
+def _kernel(query: Tensor, softcap: float | None = None, window: int | None = None) -> Kernel:
     """The fastest kernel for the device and dtype of ``query``; with a softcap the plain one."""
     if query.is_meta:
         return META
@@ -227,7 +233,7 @@ def _kernel(query: Tensor, softcap: float | None = None) -> Kernel:
     if query.device.type == "cpu" and query.dtype in CPU_DTYPES:
         return CPU
     if query.device.type == "cuda" and VarlenKernel.supports(query):
-        return VarlenKernel()
+        return VarlenKernel(window)
     return PLAIN
 
 

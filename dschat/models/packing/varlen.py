@@ -4,8 +4,9 @@ One call for all pieces, one for the answers and prefixes of all groups; with an
 prefix at several places, one more for each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,13 @@ from dschat.models.packing.segments import Lengths, Segments
 
 
 class VarlenKernel:
-    """A `dschat.models.packing.kernels.Kernel`."""
+    """A `dschat.models.packing.kernels.Kernel`. With ``window`` queries attend to keys fewer than
+    so many positions back; of segments without prefixes.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        # The key of the query itself counts in ours, not in FlashAttention's.
+        self._window = {} if window is None else {"window_size_left": window - 1}
 
     @staticmethod
     def supports(query: Tensor) -> bool:
@@ -30,10 +37,12 @@ class VarlenKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
         pieces = segments.table.pieces
-        output, logsumexp = _forward(q, k, v, pieces, True, scale)  # (N, H, D), (H, N)
+        output, logsumexp = _forward(q, k, v, pieces, True, scale, self._window)  # (H, N)
         for shared in segments.table.shared:
             lengths, queries, keys = shared.lengths, shared.queries, shared.keys
-            other, other_logsumexp = _forward(q[queries], k[keys], v[keys], lengths, False, scale)
+            other, other_logsumexp = _forward(
+                *(q[queries], k[keys], v[keys]), lengths, False, scale
+            )
             joined, total = join(output[queries], logsumexp.T[queries], other, other_logsumexp.T)
             output[queries] = joined
             logsumexp[:, queries] = total.T
@@ -43,7 +52,7 @@ class VarlenKernel:
         grad, q, k, v, output = (x[0].transpose(0, 1) for x in (grad, *saved[:4]))
         logsumexp = saved.logsumexp[0]
         whole = Saved(q, k, v, output, logsumexp)
-        grads = _backward(grad, whole, segments.table.pieces, True, scale)
+        grads = _backward(grad, whole, segments.table.pieces, True, scale, self._window)
         for shared in segments.table.shared:
             lengths, queries, keys = shared.lengths, shared.queries, shared.keys
             of_answers = Saved(q[queries], k[keys], v[keys], output[queries], logsumexp[:, queries])
@@ -55,15 +64,28 @@ class VarlenKernel:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    window: Mapping[str, int] = MappingProxyType({}),
 ) -> Output:
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_arguments(lengths), 0.0, is_causal, False, scale=scale
+        q, k, v, *_arguments(lengths), 0.0, is_causal, False, scale=scale, **window
     )
     return output, logsumexp
 
 
-def _backward(grad: Tensor, saved: Saved, lengths: Lengths, is_causal: bool, scale: float) -> Grads:
+def _backward(
+    grad: Tensor,
+    saved: Saved,
+    lengths: Lengths,
+    is_causal: bool,
+    scale: float,
+    window: Mapping[str, int] = MappingProxyType({}),
+) -> Grads:
     """``saved`` has tokens first, as FlashAttention takes them: (N, H, D), and (H, N)."""
     q, k, v, output, logsumexp = saved
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
@@ -72,6 +94,7 @@ def _backward(grad: Tensor, saved: Saved, lengths: Lengths, is_causal: bool, sca
         *_arguments(lengths),
         *(0.0, is_causal, unused, unused[:0]),
         scale=scale,
+        **window,
     )
 
 

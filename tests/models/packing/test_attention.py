@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from dschat.models.packing import Segments, attention
 from dschat.models.packing.kernels import CPU, PLAIN, Saved, SegmentKernel
-from dschat.models.packing.varlen import VarlenKernel
+from dschat.models.packing.varlen import VarlenKernel, to_device
 
 GROUPS = {
     "one_token": ((1, ()),),
@@ -116,7 +116,7 @@ def check(run, q, k, v, upstream, segments, scale, *reach, tolerance=1e-5, sinks
 
 
 def with_kernel(monkeypatch, kernel, segments, scale):
-    monkeypatch.setattr(attention, "_kernel", lambda query, softcap: kernel)
+    monkeypatch.setattr(attention, "_kernel", lambda query, *how: kernel)
     return lambda q, k, v: attention.attention(None, q, k, v, None, segments, scale)[0].transpose(
         1, 2
     )
@@ -184,6 +184,9 @@ class FlashOnCPU:
             if a.is_causal:
                 future = torch.ones(scores.shape[-2:]).triu(1).bool()
                 scores = scores.masked_fill(future, -math.inf)
+                left = getattr(a, "window_size_left", -1)
+                past = torch.ones(scores.shape[-2:]).tril(-left - 1).bool()
+                scores = scores.masked_fill(past, -math.inf) if left >= 0 else scores
             yield queries, keys, scores
 
     def forward(self, a):
@@ -346,6 +349,43 @@ def test_chunks(groups, chunk):
         check(run, q, k, v, upstream, segments, 0.5, None, reach)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [1, 3])
+def test_flash_attention_takes_windows(monkeypatch, window, has_sinks):
+    """One call each way for rows without prefixes."""
+    segments, flash = made(GROUPS["rows"]), FlashOnCPU(monkeypatch)
+    monkeypatch.setattr(attention, "_flash_takes", lambda *_: True)
+    monkeypatch.setattr(attention, "_kernel", lambda query, softcap, window: VarlenKernel(window))
+    q, k, v, upstream = tensors(segments)
+    sinks = torch.randn(q.shape[1]).requires_grad_() if has_sinks else None
+    how = {"scaling": 0.5, "sliding_window": window, "s_aux": sinks}
+    run = lambda *x: packed(*x, segments, **how)  # noqa: E731
+    check(run, q, k, v, upstream, segments, 0.5, window, sinks=sinks)
+    assert flash.calls == [("forward", True), ("backward", True)]
+
+
+def test_windows_across_prefixes_and_softcaps_are_not_flash_attentions(monkeypatch):
+    monkeypatch.setattr(VarlenKernel, "supports", lambda query: True)
+    query, how = (
+        SimpleNamespace(device=torch.device("cuda")),
+        attention.Weighing(1, 0, 3, *[None] * 3),
+    )
+    assert attention._flash_takes(query, made(GROUPS["rows"]), how)
+    assert not attention._flash_takes(query, made(GROUPS["mixed"]), how)
+    assert not attention._flash_takes(query, made(GROUPS["rows"]), how._replace(softcap=2.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "window"), [("mixed", None), ("dialogues", None), ("rows", 3)])
+def test_on_a_gpu(name, window):
+    segments, dtype = made(GROUPS[name]), torch.bfloat16
+    q, k, v, upstream = tensors(segments, dtype=dtype)
+    moved, how = to_device(segments, "cuda"), {"scaling": 0.5, "sliding_window": window}
+    run = lambda *x: packed(*(part.cuda() for part in x), moved, **how).cpu()  # noqa: E731
+    tolerance = 6 * torch.finfo(dtype).eps
+    check(run, q, k, v, upstream, segments, 0.5, window, tolerance=tolerance)
+
+
 @every_group
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (0.7, True)])
@@ -357,7 +397,7 @@ def test_softcap_and_sinks(monkeypatch, groups, window, softcap, has_sinks, kern
     sinks = torch.linspace(-2, 3, HEADS).requires_grad_() if has_sinks else None
     if softcap is None:
         own = chosen(monkeypatch, kernel)
-        monkeypatch.setattr(attention, "_kernel", lambda query, softcap: own)
+        monkeypatch.setattr(attention, "_kernel", lambda query, softcap, *_: own)
     how = {"scaling": 0.5, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
     run = lambda *x: packed(*x, segments, **how)  # noqa: E731
     check(run, q, k, v, upstream, segments, 0.5, window, softcap=softcap, sinks=sinks)
