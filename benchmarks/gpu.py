@@ -30,7 +30,8 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
 Beside them run transformers' generate, DeepSpeed's hybrid engine and vLLM, where they can; a line
 on stderr names those that are skipped, and why.
 
-opt-13b-lora and train-1b are cases of iteration.py and have its fields. kernels times the
+opt-13b-lora measures memory: GiB that are allocated after each phase, at most meanwhile, and
+reserved, and its seconds. train-1b is a case of iteration.py and has its fields. kernels times the
 operations of decode steps one by one, as Triton kernels, torch and inductor compute them: one line
 per operation and shape, with the fields of gpu_kernels.py.
 
@@ -198,6 +199,9 @@ def measure(
     # Imported here, since DeepSpeed takes seconds to import and logs meanwhile.
     import gpu_sides
 
+    if case.lora_rank:
+        yield gpu_sides.memory(case)
+        return
     yield from gpu_sides.measure(name, case, sides, not args.no_others, args.rounds, rates)
 
 
@@ -206,9 +210,8 @@ def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Itera
     import iteration
 
     found = iteration.find_case(case.iteration, args.tiny)
-    with_others = not args.no_others and found.lora_dim == 0
     chosen = argparse.Namespace(
-        sides=list(iteration.SIDES if with_others else iteration.SIDES[:1]),
+        sides=list(iteration.SIDES[:1] if args.no_others else iteration.SIDES),
         rounds=args.rounds,
         tiny=args.tiny,
         trl_python=sys.executable,

@@ -105,7 +105,7 @@ class GpuCase:
     trains: bool = False  # a whole iteration, too
     offload: bool = False  # the optimizer, to CPU memory
     in_turns: bool = True  # all sides stay loaded; else one runs after the other
-    lora_rank: int = 0
+    lora_rank: int = 0  # memory by phase, of an actor of which only adapters train
     iteration: str = ""  # measured by `iteration.py`: the name of its case
     kernels: tuple[Case, ...] = ()  # the operations of their decode steps, each by itself
     others: dict[str, str] = field(default_factory=dict)
@@ -154,9 +154,7 @@ CASES = {
         offload=True,
         in_turns=False,
     ),
-    "opt-13b-lora": GpuCase(
-        Case("opt-13b", 16, 256, 256, 16, needs_gpu=True), lora_rank=64, iteration="opt-13b-lora"
-    ),
+    "opt-13b-lora": GpuCase(Case("opt-13b", 16, 256, 256, 16, needs_gpu=True), lora_rank=64),
     "train-1b": GpuCase(iteration="train-1b"),
     "kernels": GpuCase(
         kernels=(

@@ -5,13 +5,14 @@ Times are CUDA events around the work of one round; on a CPU, where tests run th
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpu_cases import GpuCase, Side, sampling
+from gpu_cases import SIDES, GpuCase, Side, sampling
 from gpu_floor import Rates, floor_ms, rollout_bytes
 from gpu_others import OTHERS, VLLM, Generate, Unavailable, make
-from report import figures, note, rounded, spread, take_turns
+from report import clock, figures, note, rounded, spread, take_turns
 from rollout_hybrid import Side as HybridSide
 from rollout_hybrid import make_engine
 from rollout_sides import make_module
@@ -23,6 +24,7 @@ from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.rollout_form import ModuleRollout
 from dschat.inference import Rollout, SamplingParams
 from dschat.models.language_model import LanguageModel
+from dschat.models.recompute import recompute_activations
 from dschat.models.training_engine import TrainingEngine, evaluating
 from dschat.observability.device_span import DeviceSpan
 from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
@@ -43,13 +45,13 @@ class Rollouts:
         module: nn.Module,
         stage: int,
         engine: TrainingEngine | None,
+        **settings: object,
     ) -> None:
         self.side, self.case, self.engine = side, case, engine
         graphs = dist.device().type == "cuda" and side.graphs
+        settings = {"layout": side.layout, "cuda_graphs": graphs} | settings
         with side.active():
-            self.rollout = _SwitchedSide(
-                case, module, stage, layout=side.layout, cuda_graphs=graphs
-            )
+            self.rollout = _SwitchedSide(case, module, stage, **settings)
         self.rollout.switches = side
         if side.decoder == "module":
             of_module = ModuleRollout(module, module.config, self.rollout.settings, in_engine=True)
@@ -77,7 +79,7 @@ class Rollouts:
             "refresh_bytes": refresh.num_bytes,
         } | gap
         if self.engine is not None:
-            self._train(answers)
+            self.train(answers)
             measured["iteration_ms"] = 1e3 * whole.stop().seconds()
         if device.type == "cuda":
             measured["resident_gib"] = before / 2**30
@@ -106,7 +108,7 @@ class Rollouts:
             raise RuntimeError(f"log-probs of the rollout and of the module differ by {gap:.3g}")
         return gap
 
-    def _train(self, answers: list[list[int]]) -> None:
+    def train(self, answers: list[list[int]]) -> None:
         """One optimizer step on the answers: forward, backward, AdamW."""
         rows = [
             {
@@ -171,6 +173,45 @@ def measure(
                 yield about | _summary(case, measured, rates)
         del module, engine
         _free()
+
+
+def memory(case: GpuCase) -> Fields:
+    """Collective. The fields of the line of a case with adapters under ZeRO-2, whose layers are
+    recomputed: GiB and seconds by phase.
+    """
+    dist.init()
+    assert case.rollout is not None
+    device, side = dist.device(), SIDES["F"]
+    line: Fields = {"side": "F", "zero_stage": 2, "phases": {}}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        started = clock(device)
+        _reset_peak(device)
+        yield
+        found = {"seconds": rounded(clock(device) - started)}
+        if device.type == "cuda":
+            kinds = "memory_allocated", "max_memory_allocated", "memory_reserved"
+            found |= {kind: rounded(getattr(torch.cuda, kind)(device) / 2**30) for kind in kinds}
+        line["phases"][name] = found
+
+    def recomputing(module: nn.Module) -> LanguageModel:
+        recompute_activations(module)
+        return LanguageModel(module)
+
+    zero = ZeroSettings(2, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with phase("load"):
+        engine = make_engine(case.rollout, zero, case.lora_rank, recomputing)
+    with phase("allocate the cache"):
+        made = Rollouts(side, case.rollout, unwrap(engine), 2, engine, frozen_base=True)
+    for number in range(2):
+        with phase(f"rollout {number}"), side.active():
+            made.rollout.refresh()
+            answers = made.rollout.generate(number)
+            made.rollout.form.leave()
+        with phase(f"step {number}"):
+            made.train(answers)
+    return line
 
 
 def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]:

@@ -76,7 +76,6 @@ class Case:
     logits: int = 0  # tokens x vocabulary of a micro-batch, where memory is the question
     needs_gpu: bool = False
     scorer: str = ""  # model of critic and reward; default: the actor's
-    lora_dim: int = 0  # of the actor, of which only adapters train
 
     @property
     def is_rlhf(self) -> bool:
@@ -110,7 +109,6 @@ class Case:
             micro_batch=4,
             samples=min(self.samples, 2),
             scorer="",
-            lora_dim=min(self.lora_dim, 2),
             prompt=Lengths(3, 16),
             answer=Lengths(2, 16),
             logits=0,
@@ -142,18 +140,6 @@ CASES = {
         stages=(3,),
         needs_gpu=True,
     ),
-    "opt-13b-lora": Case(
-        "ppo",
-        "opt-13b",
-        16,
-        Lengths(256, 256),
-        Lengths(256, 256),
-        stages=(2, 3),
-        needs_gpu=True,
-        scorer="opt-350m",
-        lora_dim=64,
-    ),
-    # About 8,000 tokens a step.
     "train-1b": Case(
         "sft", "llama-1b", 46, _PROMPT, _ANSWER, 1, 46, logits=46 * 512 * 128_256, needs_gpu=True
     ),
@@ -256,9 +242,7 @@ def rlhf_config(case: Case, folder: Path, stage: int, **changes: Any) -> RLHFCon
     memory = {
         "actor_gradient_checkpointing": True,
         "critic_gradient_checkpointing": True,
-        "offload": ["auto"] if case.ranks < 8 and not case.lora_dim else None,
-        "actor_lora_dim": case.lora_dim,
-        "only_optimize_lora": case.lora_dim > 0,
+        "offload": ["auto"] if case.ranks < 8 else None,
     }
     config = RLHFConfig(
         actor_model_name_or_path=str(folder / "actor"),

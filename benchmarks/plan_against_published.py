@@ -32,7 +32,7 @@ from dschat.observability.flops import ModelShape  # noqa: E402
 from dschat.runtime.deepspeed_engine import ZeroSettings  # noqa: E402
 
 # DeepSpeed-Chat in 2023: fitted on 6.7B and 13B of its tables, and its 7B row at OpenRLHF.
-DEEPSPEED_CHAT = replace(ENGINE, products=0.2658)
+DEEPSPEED_CHAT = replace(ENGINE, products=0.2658, step_launches=0)
 FP16 = torch.float16
 OPT_VOCAB = 50272
 

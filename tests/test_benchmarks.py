@@ -117,7 +117,8 @@ def test_gpu_dry():
     lines, errors = run_script("gpu.py", "--dry", "--tiny", "--sides", *sides)
     rollouts = [line for line in lines if line["case"] != "kernels"]
     assert len(lines) - len(rollouts) == 3 * 10 + 1
-    names = ["opt-1.3b", "gpt2", "llama-7b", "refresh-7b", "opt-13b-lora"]
+    families = ["gemma3-1b", "qwen3-moe-3b", "gpt-oss-3b"]
+    names = ["opt-1.3b", "gpt2", "llama-7b", *families, "refresh-7b", "opt-13b-lora"]
     assert [(x["case"], x["side"]) for x in rollouts] == [(n, s) for n in names for s in sides]
     assert "train-1b: skipped" in errors
     # Factors of rank 2: A of q, k and v stacked and B block-diagonal, in both layers.
@@ -148,6 +149,8 @@ def test_gpu_on_a_cpu(capsys):
             moves = "zero_copy" not in line["side"]
             assert (line["refresh_bytes"]["median"] > 0) == moves
             assert line["logprob_gap"] < 1e-4
+    phases = ["load", "allocate the cache", "rollout 0", "step 0", "rollout 1", "step 1"]
+    assert list(gpu_sides.memory(CASES["opt-13b-lora"].tiny())["phases"]) == phases
 
 
 # -- gpu.py, kernels one by one --------------------------------------------------------------------
