@@ -226,7 +226,7 @@ class DecodeGraphs:
         rank, steps run as they are on all, launch by launch.
 
         Raises:
-            UserError: the capture failed and `CudaCapture` requires it.
+            UserError: the capture failed, without kernels too, and `CudaCapture` requires it.
         """
         key = size, pages, kind, width
         if key in self._graphs:
@@ -239,9 +239,9 @@ class DecodeGraphs:
         try:
             with self.state.asleep():
                 self._graphs[key] = self._capture(step)
-        except UserError:
-            raise
         except Exception as error:  # torch's, or of Triton, which have no type in common
+            if isinstance(error, UserError) and self._kernels is None:
+                raise
             problem = first_line(error)
         # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
         problem = max(self._decoder.weights.group.gather_objects(problem))

@@ -11,6 +11,7 @@ from captures import again, captured_by, graphs_of, on_graphs, steps_of, use
 from families import build, empty_engine, engine
 from quick import each_once
 
+from dschat.config.errors import UserError
 from dschat.inference import SamplingParams, step_runner
 from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket
 from dschat.inference.kernels.cuda.dispatch import StepKernels
@@ -169,6 +170,25 @@ def test_where_kernels_fail_decoding_goes_on_without(
     (graphs,) = captured
     assert graphs.failed == graphs_fail_too
     assert (graphs.num_captured > 0) != graphs_fail_too
+
+
+def test_required_graphs_need_no_kernels(module_of):
+    """Only a step that cannot be captured without them either is an error."""
+    kernels = StepKernels(torch.device("cpu"))
+    errors = [UserError("cuda_graphs: by kernels"), UserError("cuda_graphs: by torch")]
+
+    def capture(step):
+        if errors:
+            raise errors.pop(0)
+        return step
+
+    made = captured_by(engine(module_of("llama"), page_size=4), capture, kernels)
+    with pytest.raises(UserError, match="by torch"):
+        made.generate(PROMPTS, SAMPLING)
+    errors.append(UserError("cuda_graphs: by kernels"))
+    made = captured_by(engine(module_of("llama"), page_size=4), capture, kernels)
+    expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, SAMPLING)
+    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
 
 
 def test_buckets():
