@@ -89,8 +89,10 @@ def _changes(estimate: StepEstimate) -> Iterator[Change]:
             yield from _offload(config, "reference", 1.5)
         if config.reward_model_name_or_path:
             yield from _offload(config, "reward", 1.5)
+            yield from _in_4_bits(config, "reward")
         if config.has_teacher:
             yield from _offload(config, "teacher", 1.5)
+            yield from _in_4_bits(config, "teacher")
         if config.enable_ema:
             yield Change({"enable_ema": False}, 3)
         yield from _halves(config, "max_answer_seq_len", cost=4)
@@ -113,7 +115,9 @@ def _of_model(config: CommonConfig, prefix: str, several: bool) -> Iterator[Chan
     if not config.offloads("params"):
         parts = [*dict.fromkeys([*(config.offload or ()), "auto"])]
         yield Change({f"{prefix}zero_stage": 3, "offload": parts}, 3)
-    if not getattr(config, f"{prefix}lora_dim"):
+    if getattr(config, f"{prefix}lora_dim"):
+        yield from _in_4_bits(config, prefix.removesuffix("_") or "model")
+    else:
         yield Change({f"{prefix}lora_dim": 64}, 4)
 
 
@@ -139,6 +143,11 @@ def _offload(config: CommonConfig, part: str, cost: float) -> Iterator[Change]:
     """Add ``part`` to what is in CPU memory."""
     if not config.offloads(part):
         yield Change({"offload": [*(config.offload or ()), part]}, cost)
+
+
+def _in_4_bits(config: CommonConfig, model: str) -> Iterator[Change]:
+    if not config.weight_bits(model):
+        yield Change({"load_in_4bit": [*(config.load_in_4bit or ()), model]}, 3)
 
 
 def _halves(config: CommonConfig, name: str, cost: float = 1) -> Iterator[Change]:

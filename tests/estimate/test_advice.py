@@ -101,6 +101,16 @@ def test_a_teacher_can_be_offloaded(tiny):
     assert any(line.startswith("teacher: ") for line in away.models)
 
 
+def test_frozen_layers_can_be_in_4_bits(tiny):
+    """Of an actor with adapters, and of the models that do not train."""
+    llama = tiny("llama")
+    fields = {f"{name}_model_name_or_path": llama for name in ("actor", "reward", "teacher")}
+    fields |= {"actor_lora_dim": 4, "load_in_8bit": ["teacher"]}
+    before, _ = estimated(fields)
+    suggested = [x.fields["load_in_4bit"] for x in _changes(before) if "load_in_4bit" in x.fields]
+    assert suggested == [["actor"], ["reward"]]
+
+
 def test_advice_for_the_policy_on_pairs(tiny):
     """Advises to precompute or offload a loaded reference, but not one that is not loaded."""
     before, _ = pairs_estimate(tiny)
