@@ -25,9 +25,7 @@ PAGE, LAUNCHES, REPLAYS = 32, 48, 10
 DEVICE = torch.device("cuda", 0)
 
 
-def decode(
-    op: DecodeAttention, pages: Tensor, tensor_cores: bool
-) -> flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+def decode(op: DecodeAttention, pages: Tensor, tensor_cores: bool) -> Any:
     """A planned wrapper over ``pages`` (rows, pages of a row) of int32."""
     rows, used = pages.shape
     index = (torch.arange(rows + 1, device=DEVICE) * used).int()
