@@ -13,7 +13,7 @@ PARTS = (*STEP_PARTS, "liger")
 
 def cuda_kernels() -> frozenset[str]:
     """The parts that are on: those listed, separated by commas; 1: all; 0 or empty: none. Unset:
-    those of decode steps, each of which is faster than torch's operators (see docs/lab/gpu.md).
+    those of decode steps, which are faster than torch (docs/lab/measured-gpu.md).
 
     Raises:
         UserError: a part that there is not.

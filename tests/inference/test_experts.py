@@ -48,6 +48,27 @@ def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, mo
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
 
 
+def test_prompts_run_through_their_own_experts_on_older_gpus_too(module_of, monkeypatch):
+    """All experts on all rows are the price of a captured step, which has fewer rows."""
+    made = on_stacks(empty_engine(module_of("qwen3_moe").config))
+    made.weights.load(stream(module_of("qwen3_moe")))
+    expected = made.generate(PROMPTS, SAMPLING)
+    rows = {"_one_by_one": [], "all_experts": []}
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
+    monkeypatch.setattr(experts, "has_grouped_product", lambda x: False)
+    monkeypatch.setattr(experts, "_MOST_CAPTURED", 12)
+    tokens = {"_one_by_one": lambda mlp, x, *_: len(x) // mlp.spec.per_token}
+    for owner, called in ((Experts, "_one_by_one"), (experts, "all_experts")):
+        inner, count = getattr(owner, called), tokens.get(called, lambda _, x, *__: len(x))
+        monkeypatch.setattr(
+            owner,
+            called,
+            lambda *args, n=called, f=inner, c=count: (rows[n].append(c(*args)), f(*args))[1],
+        )
+    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    assert min(rows["_one_by_one"]) > 12 >= max(rows["all_experts"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow([torch.float32])])
 @pytest.mark.parametrize("name", ["qwen3_moe", *slow(["gpt_oss"])])
 def test_no_captured_step_reads_on_the_host(name, dtype):

@@ -20,6 +20,8 @@ from dschat.inference.model.spec import ExpertSpec
 
 # Tokens that run through all experts at once, where torch has no grouped product.
 _DENSE_TOKENS = 256
+# More rows are prompts' on any device, whose steps are not captured: they may read on the host.
+_MOST_CAPTURED = 1024
 
 Gated = Callable[[Tensor], Tensor]  # (..., 2 I) -> (..., I)
 
@@ -115,7 +117,8 @@ class Experts(NamedTuple):
         if self.spec.renormalized:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares.to(x.dtype)
-        if self.stacks is None or has_grouped_product(x):
+        may_wait = x.dtype == torch.bfloat16 and len(x) > _MOST_CAPTURED
+        if self.stacks is None or may_wait or has_grouped_product(x):
             ids, order = chosen.flatten().sort(stable=True)
             rows = x.index_select(0, order // self.spec.per_token)
             outputs = self._one_by_one(rows, ids, gated)
