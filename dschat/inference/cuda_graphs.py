@@ -80,8 +80,8 @@ class CudaCapture:
             if not self._required:
                 raise
             raise UserError(
-                f"cuda_graphs: a decode step cannot be captured: {first_line(error)}; leave "
-                "cuda_graphs out to run such steps eagerly"
+                f"cuda_graphs: a step cannot be captured: {first_line(error)}; leave cuda_graphs "
+                "out to run such steps eagerly"
             ) from error
         finally:
             current.wait_stream(stream)

@@ -175,7 +175,8 @@ def test_where_kernels_fail_decoding_goes_on_without(
 def test_required_graphs_need_no_kernels(module_of):
     """Only a step that cannot be captured without them either is an error."""
     kernels = StepKernels(torch.device("cpu"))
-    errors = [UserError("cuda_graphs: by kernels"), UserError("cuda_graphs: by torch")]
+    places = ("prompts", "by kernels", "by torch")
+    errors = [UserError(f"cuda_graphs: {place}") for place in places]
 
     def capture(step):
         if errors:
@@ -185,7 +186,7 @@ def test_required_graphs_need_no_kernels(module_of):
     made = captured_by(engine(module_of("llama"), page_size=4), capture, kernels)
     with pytest.raises(UserError, match="by torch"):
         made.generate(PROMPTS, SAMPLING)
-    errors.append(UserError("cuda_graphs: by kernels"))
+    errors += [UserError(f"cuda_graphs: {place}") for place in places[:2]]
     made = captured_by(engine(module_of("llama"), page_size=4), capture, kernels)
     expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, SAMPLING)
     assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids

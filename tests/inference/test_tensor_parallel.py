@@ -137,7 +137,7 @@ def test_a_step_that_one_rank_cannot_capture_is_none_on_all(with_kernels, module
         def capture(step):
             step()  # the warm-up, on all ranks
             attempts.append(step)
-            if made.group.rank == 1 and len(attempts) == 1:
+            if made.group.rank == 1 and len(attempts) <= 2:  # of prompts, and of a decode step
                 raise RuntimeError("out of memory")
             return step
 

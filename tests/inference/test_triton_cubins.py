@@ -32,8 +32,9 @@ def norm(size, layer_norm):
     return "add_norm", (h, h, meta(size), meta(size) if layer_norm else None, 1e-5, h)
 
 
-def product(rows, outputs, inputs, activation="", gated=False):
+def product(rows, outputs, inputs, activation="", gated=False, transposed=False):
     weight = meta(outputs * (2 if gated else 1), inputs)
+    weight = weight.T.contiguous().T if transposed else weight
     bias = None if gated else meta(outputs)
     args = (meta(rows, inputs), weight, bias, activation, gated, meta(rows, outputs), SPACE)
     return "skinny_linear", args
@@ -115,6 +116,7 @@ REST = {
     "product-opt-down": Wanted(product(8, 2048, 8192), 2, 8, True),
     "product-opt-head": Wanted(product(8, 50272, 2048), 1, 8, True),
     "product-gpt2-qkv": Wanted(product(1, 2304, 768), 2, 8, True),
+    "product-gpt2-qkv-transposed": Wanted(product(1, 2304, 768, transposed=True), 2, 8, True),
     "product-gpt2-up": Wanted(product(1, 3072, 768, "gelu_new"), 2, 8, True),
     "product-llama-gated-9": Wanted(product(9, 11008, 4096, "silu", True), 1, 8, True),
     "product-llama-gated-16": Wanted(product(16, 11008, 4096, "silu", True), 1, 8, True),

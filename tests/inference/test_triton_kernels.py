@@ -57,6 +57,8 @@ def check_product(interpreted, rows, outputs, inputs, activation, tiles, **optio
     gated = options.get("gated", False)
     height = 2 * outputs if gated else outputs
     x, weight = drawn(rows, inputs, dtype=dtype), drawn(height, inputs, seed=1, dtype=dtype)
+    if options.get("transposed"):
+        weight = weight.T.contiguous().T
     bias = drawn(height, seed=2, dtype=dtype) if options.get("bias", True) else None
     z = exact(x) @ exact(weight).T + (0 if bias is None else exact(bias))
     gate_first = options.get("gate_first", True)
@@ -77,11 +79,16 @@ def check_product(interpreted, rows, outputs, inputs, activation, tiles, **optio
 PRODUCTS = {
     "one row": (1, 64, 256, "", (32, 128, 1, 4), {}),
     "ragged": (8, 40, 72, "relu", (32, 64, 1, 4), {}),
-    "split": (17, 33, 200, "gelu", (32, 32, 4, 4), {}),
+    "split": (15, 33, 200, "gelu", (32, 32, 4, 4), {}),
     "gated": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True}),
+    "transposed": (2, 40, 72, "gelu_new", (32, 64, 2, 4), {"transposed": True}),
+    "gated, transposed": (
+        *(3, 40, 96, "silu", (32, 64, 1, 4)),
+        {"gated": True, "transposed": True},
+    ),
     "gate second": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True, "gate_first": False}),
-    "half": (33, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
-    "bf16": (64, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
+    "half": (16, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
+    "bf16": (16, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
 }
 
 

@@ -65,11 +65,13 @@ class BorrowedLinear:
 
     @property
     def plain(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (out, in), contiguous, and bias, if nothing else makes up the product."""
+        """Weight (out, in), contiguous or the transpose of what is, and bias, if nothing else makes
+        up the product.
+        """
         part = self.products[0]
-        if len(self.products) > 1 or self.side is not None or part.transposed:
+        if len(self.products) > 1 or self.side is not None or not part.weight.is_contiguous():
             return None
-        return (part.weight, part.bias) if part.weight.is_contiguous() else None
+        return (part.weight.T if part.transposed else part.weight), part.bias
 
     @property
     def nbytes(self) -> int:

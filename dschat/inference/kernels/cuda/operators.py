@@ -129,8 +129,9 @@ def skinny_linear(
     """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
 
     ``x`` (R, E) of at most `MAX_ROWS` rows, ``weight`` (N, E), or (2 N, E) of the gate G and U in
-    either order, ``bias`` (N,) or (2 N,); all contiguous, of one dtype; sums are in fp32.
-    ``activation`` is a key of `ACTIVATIONS`. ``partials`` and ``counters`` are a `Workspace`.
+    either order, ``bias`` (N,) or (2 N,); of one dtype and contiguous, or the transpose of
+    ``weight`` is; sums are in fp32. ``activation`` is a key of `ACTIVATIONS`. ``partials`` and
+    ``counters`` are a `Workspace`.
     """
     from dschat.inference.kernels.cuda import skinny_linear as kernel
 

@@ -77,7 +77,7 @@ def _tile(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
 @triton.jit
 def _skinny(
     x_ptr,  # (num_rows, NUM_INPUTS)
-    weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS); gated: (2 NUM_OUTPUTS, NUM_INPUTS)
+    weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS) of any strides; gated: (2 NUM_OUTPUTS, NUM_INPUTS)
     bias_ptr,  # (NUM_OUTPUTS,) or twice as many, or None
     y_ptr,  # (num_rows, NUM_OUTPUTS)
     partials_ptr,
@@ -85,6 +85,8 @@ def _skinny(
     num_rows,  # NOTE: not a constant, which would compile a kernel per batch size
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
+    OUTPUT_STRIDE: tl.constexpr,
+    INPUT_STRIDE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
@@ -102,7 +104,7 @@ def _skinny(
     output = tile * OUTPUTS + offset
     # Outputs and rows beyond the end are computed from others, unmasked, and not stored.
     wrapped = output % NUM_OUTPUTS
-    weight_ptrs = weight_ptr + wrapped.to(tl.int64)[:, None] * NUM_INPUTS
+    weight_ptrs = weight_ptr + wrapped.to(tl.int64)[:, None] * OUTPUT_STRIDE
     x_ptrs = x_ptr + (row % num_rows)[None, :] * NUM_INPUTS
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, NUM_INPUTS)
@@ -111,11 +113,12 @@ def _skinny(
     for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
         k = start + tl.arange(0, INPUTS)
         column = k[None, :]
+        w_ptrs = weight_ptrs + column * INPUT_STRIDE
         x = _tile(x_ptrs + k[:, None], k[:, None] < end, WHOLE, TYPE)
-        w = _tile(weight_ptrs + column, column < end, WHOLE, TYPE)
+        w = _tile(w_ptrs, column < end, WHOLE, TYPE)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
-            w = _tile(weight_ptrs + NUM_OUTPUTS * NUM_INPUTS + column, column < end, WHOLE, TYPE)
+            w = _tile(w_ptrs + NUM_OUTPUTS * OUTPUT_STRIDE, column < end, WHOLE, TYPE)
             second = tl.dot(w, x, second, input_precision="ieee")
     last = True
     if SPLITS > 1:
@@ -164,7 +167,7 @@ def plan(
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
     assert num_rows <= MAX_ROWS
     assert x.is_contiguous()
-    assert weight.is_contiguous()
+    assert weight.is_contiguous() or weight.T.is_contiguous()
     sizes = num_outputs, num_inputs, gated, x.element_size()
     tiles = tiles or config(*sizes, _shared_bytes(x.device))
     grid = (triton.cdiv(num_outputs, tiles.outputs), tiles.splits)
@@ -175,6 +178,7 @@ def plan(
     constants = {
         "NUM_INPUTS": num_inputs,
         "NUM_OUTPUTS": num_outputs,
+        **dict(zip(("OUTPUT_STRIDE", "INPUT_STRIDE"), weight.stride(), strict=True)),
         "ACTIVATION": ACTIVATIONS[activation],
         "GATED": gated,
         "GATE_FIRST": gate_first,

@@ -1,0 +1,72 @@
+"""Prompts by captured steps: here frozen operators, which keep the numbers that the host had."""
+
+import logging
+
+import pytest
+from captures import captured_by, on_graphs
+from families import engine
+from soft_graph import operators_only, soft_capture
+
+from dschat.inference import SamplingParams, prompt_graphs
+from dschat.inference.prompt_graphs import PaddedShape, length_bucket
+from dschat.inference.sequence import Request, StepSchedule
+
+PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([15, 9, 30])]
+SAMPLING = SamplingParams(max_new_tokens=3, seed=4)
+
+
+def shapes(made):
+    """Those that were tried, and whether they were captured."""
+    return {shape: step is not None for shape, step in made.step_runner()._prompts._steps.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "mistral", "gpt_oss", "gemma2"])
+def test_prompts_of_one_shape_share_a_graph(name, module_of):
+    """Of one number and about one length; ids, lengths and pages are data."""
+    module = module_of(name)
+    plain = engine(module, page_size=4)
+    with operators_only():
+        made = on_graphs(module, soft_capture, page_size=4)
+        for prompts in (PROMPTS, [p[1:] for p in PROMPTS], PROMPTS[::-1]):
+            expected = plain.generate(prompts, SAMPLING)
+            got = made.generate(prompts, SAMPLING)
+            assert got.token_ids == expected.token_ids
+            for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-4)
+    if module.config.model_type != "gpt_oss":  # counts each expert's rows on the host
+        assert shapes(made) == {PaddedShape(4, 32): True}
+
+
+def test_what_is_captured(module_of, monkeypatch):
+    made = on_graphs(module_of("llama"), page_size=4)
+    made.generate(PROMPTS[:1], SAMPLING)
+    graphs = made.step_runner()._prompts
+
+    def shape_for(*sizes, computed=0):
+        chunks = []
+        for size in sizes:
+            (sequence,) = Request(list(range(3, size + 3)), SAMPLING).sequences
+            sequence.computed = computed
+            chunks.append((sequence, size - computed))
+        return graphs.shape_for(StepSchedule([], chunks))
+
+    assert shape_for(30, 20) == PaddedShape(2, 32)
+    assert shape_for(33) == PaddedShape(1, 48)
+    assert shape_for(300, *[10] * 7) is None  # padding, for the most part
+    assert shape_for(30, computed=10) is None  # its first tokens are cached
+    monkeypatch.setattr(prompt_graphs, "_MOST_WORK", 64.0)
+    assert shape_for(30, 20) is None  # the device takes longer than the host
+    assert [length_bucket(n) for n in (1, 16, 17, 257, 500, 1030)] == [16, 16, 32, 288, 512, 1152]
+
+
+def test_where_prompts_are_not_captured_they_are_computed(module_of, caplog):
+    def capture(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    caplog.set_level(logging.INFO, logger="dschat")
+    made = captured_by(engine(module_of("llama")), capture)
+    expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
+    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
+    assert shapes(made) == {PaddedShape(4, 32): False}
+    assert caplog.text.count("prompts of 4 x 32 tokens are not captured: operation not") == 1
