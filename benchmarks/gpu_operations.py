@@ -240,7 +240,7 @@ class DecodeAttention(Operation):
             attention = Attention(decoder.spec, cache, slots, decodes, [], decoder.slopes, biases)
             attend = attention
             if kernels is not None:
-                attend = kernels.attention(attention, decoder.rotary, {})
+                attend = kernels.attention(attention, decoder.rotary, {}, {})
             return (attend(0, decoder._heads(layer, heads, step), layout),)
 
         return run

@@ -7,8 +7,9 @@ of the device, 128 tokens of GPT-2 took 7 and 0.6.
 
 import logging
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,18 +82,28 @@ class PromptGraphs:
             self._version = self._decoder.weights.version
         return shape if self._step(shape) is not None else None
 
-    def logits(self, shape: PaddedShape, packed: Tensor, ready: Tensor) -> Tensor:
-        """Logits (rows, V) after the token ``ready`` (rows,) of each row.
-
-        ``packed`` (3, rows x length) int64, on the host as ``ready``: ids, positions, cache slots.
-        NOTE: the next call overwrites them.
-        """
+    def logits(self, shape: PaddedShape, schedule: StepSchedule) -> Tensor:
+        """Logits (R, V) of the prompts of ``schedule``. NOTE: the next call overwrites them."""
         step = self._step(shape)
         assert step is not None
-        step.packed.copy_(packed)
-        step.ready.copy_(ready)
+        step.inputs.copy_(torch.from_numpy(self._packed(shape, schedule)))
         step.replay()
-        return self._logits[shape.rows]
+        return self._logits[shape.rows][: len(schedule.chunks)]
+
+    def _packed(self, shape: PaddedShape, schedule: StepSchedule) -> "np.ndarray[Any, Any]":
+        """The inputs of a step."""
+        size = self._cache.page_size
+        place = np.arange(shape.length)
+        page, offset = np.divmod(place, size)
+        packed = np.empty((3, *shape), dtype=np.int64)
+        packed[:2], packed[2] = 0, self._cache.trash_page * size
+        ready = np.arange(0, shape.rows * shape.length, shape.length)
+        for row, (s, count) in enumerate(schedule.chunks):
+            packed[0, row, :count] = s.tokens(0, count)
+            packed[1, row, :count] = place[:count]
+            packed[2, row, :count] = np.array(s.pages)[page[:count]] * size + offset[:count]
+            ready[row] += count - 1
+        return np.concatenate([packed.ravel(), ready])
 
     def _step(self, shape: PaddedShape) -> "_PromptStep | None":
         if shape not in self._steps:
@@ -110,11 +121,12 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def _run(self, shape: PaddedShape, step: "_PromptStep") -> None:
-        tokens, positions, slots = step.packed.unbind()
+        size = shape.rows * shape.length
+        tokens, positions, slots, ready = step.inputs.split([size, size, size, shape.rows])
         chunks = [Chunk(i * shape.length, shape.length, 0, []) for i in range(shape.rows)]
         decoder = self._decoder
         attention = Attention(decoder.spec, self._cache, slots, None, chunks, decoder.slopes)
-        logits = decoder.step(tokens, positions, attention, step.ready, self._kernels)
+        logits = decoder.step(tokens, positions, attention, ready, self._kernels)
         if shape.rows not in self._logits:  # in the warm-up: no graph's own memory
             with torch.inference_mode(False):
                 self._logits[shape.rows] = torch.empty_like(logits)
@@ -122,13 +134,14 @@ class PromptGraphs:
 
 
 class _PromptStep:
-    """Inputs of a step of rows that are all as long; shorter ones are filled up with any token."""
+    """A captured step and its inputs: ids, positions and cache slots of rows that are all as long,
+    of which the tokens after their own are of no account, and the token that each row is read at.
+    """
 
     replay: Step
 
     def __init__(self, shape: PaddedShape, device: torch.device, cache: KVCache) -> None:
         size = shape.rows * shape.length
         with torch.inference_mode(False):  # they are written outside it, too
-            self.packed = torch.zeros(3, size, dtype=torch.int64, device=device)
-            self.packed[2] = cache.trash_page * cache.page_size
-            self.ready = torch.zeros(shape.rows, dtype=torch.int64, device=device)
+            self.inputs = torch.zeros(3 * size + shape.rows, dtype=torch.int64, device=device)
+            self.inputs[2 * size : 3 * size] = cache.trash_page * cache.page_size

@@ -17,7 +17,7 @@ from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
-from dschat.inference.prompt_graphs import PaddedShape, PromptGraphs
+from dschat.inference.prompt_graphs import PromptGraphs
 from dschat.inference.sequence import Sequence, StepSchedule
 
 logger = logging.getLogger("dschat")
@@ -53,9 +53,8 @@ class StepRunner:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
         for each token of the draft.
         """
-        shape = None if self._prompts is None else self._prompts.shape_for(schedule)
-        if shape is not None:
-            return self._captured(schedule, shape)
+        if self._prompts is not None and (shape := self._prompts.shape_for(schedule)) is not None:
+            return self._prompts.logits(shape, schedule)
         if self._cache.states is None:
             return self._logits(schedule)
         return torch.cat([self._logits(part) for part in _parts(schedule)])
@@ -100,23 +99,6 @@ class StepRunner:
         with self._cache.states.carried(slots, spans[0][0].computed == 0) as states:
             rows = Carried(states, len(slots), len(ready) // len(slots))
             return self._decoder.step(tokens_T, positions_T, attention, carried=rows)
-
-    def _captured(self, schedule: StepSchedule, shape: PaddedShape) -> Tensor:
-        """Logits of whole prompts, padded to ``shape``."""
-        assert self._prompts is not None
-        size, length = self._cache.page_size, shape.length
-        packed = torch.zeros(3, *shape, dtype=torch.int64)
-        packed[2] = self._cache.trash_page * size
-        ready = torch.arange(0, shape.rows * length, length)
-        for row, (s, count) in enumerate(schedule.chunks):
-            places = torch.arange(count)
-            pages = torch.tensor(s.pages[: -(-count // size)])
-            packed[0, row, :count] = torch.tensor(s.tokens(0, count))
-            packed[1, row, :count] = places
-            packed[2, row, :count] = pages[places // size] * size + places % size
-            ready[row] += count - 1
-        logits = self._prompts.logits(shape, packed.flatten(1), ready)
-        return logits[: len(schedule.chunks)]
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `CapturedCore`; captured again if weights or cache were reallocated."""

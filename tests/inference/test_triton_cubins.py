@@ -94,6 +94,16 @@ class Wanted:
     ahead: int = 2  # both operands of the next product
 
 
+FOLLOWING = {
+    "product": (*product(8, 2048, 2048), {}),
+    "attention": (*attention(8, 32, 32, 64), {"next_weight": meta(2048, 2048)}),
+    "norm": (*norm(2048, True), {"next_weight": meta(6144, 2048)}),
+    "last-norm": (*norm(2048, True), {}),
+    "draw": (*drawing(50272, truncation=(True, True, True)), {}),
+    "read": (*READ, {}),
+    "advance": (*advance(16), {}),
+    "embed": (*embedding(2048), {}),
+}
 QUICK = {
     "product-opt-out": Wanted(product(8, 2048, 2048), 2, 8, True),
     "attention-opt": Wanted(attention(8, 32, 32, 64), 5, 16, True),
@@ -177,7 +187,7 @@ ALWAYS |= {"_mass", "_choose", "_advance_rows"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "sampling"), [(1, FREE), (24, BOUND), (8, GREEDY)], ids=["free", "bound", "greedy"]
+    ("rows", "sampling"), [(1, FREE), (16, BOUND), (8, GREEDY)], ids=["free", "bound", "greedy"]
 )
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom", "qwen3", "mistral"])
 def test_whole_steps_compile(name, rows, sampling, compiling):
@@ -200,6 +210,15 @@ def test_attention_in_fp32_fits(size, capability, compiling):
     launch = attention(1, 32, 1, size, rotary=size, dtype=torch.float32)
     (report,) = compiling("cubin", *launch, capability)
     assert programs_at_once(report, capability) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", FOLLOWING.values(), ids=FOLLOWING)
+def test_on_hopper_every_kernel_waits_for_the_one_before(launch, compiling):
+    """Once, and before it stores anything; the next weight is fetched without waiting."""
+    name, args, options = launch
+    for waits, waits_first, fetches in compiling("following", name, args, options):
+        assert (waits, waits_first, fetches) == (1, True, "next_weight" in options)
 
 
 def test_narrow_loads_are_found(compiling):

@@ -27,8 +27,6 @@ POINTERS = {
     torch.bool: "*i1",
 }
 
-ORDERED = r"\b(ACQBULK|PREEXIT|CCTL\.E\.PF2|LDG|LDGSTS|UBLKCP|STG|ATOMG|RED)\b"
-
 
 @dataclass
 class Report:
@@ -69,6 +67,18 @@ def run_tool(name, *words):
     return subprocess.run(
         [TOOLS / name, *words], check=True, capture_output=True, text=True, timeout=60
     ).stdout
+
+
+def ordering(launch):
+    """How often a launch waits for the kernel before it, whether before its first store, and
+    whether it fetches a weight.
+    """
+    target = GPUTarget("cuda", 90, 32)
+    code = triton.compile(source(launch), target=target, options=launch.options).asm["ptx"]
+    waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
+    stores = [found.start() for found in re.finditer(r"\b(?:st|atom|red)\.global", code)]
+    assert launch.options["launch_pdl"]
+    return len(waits), max(waits, default=0) < min(stores), "cp.async.bulk.prefetch" in code
 
 
 def report(launch, capability):

@@ -139,6 +139,20 @@ def cubin(name, args, capability):
     return [asdict(report(launch, capability)) for launch in launches]
 
 
+def following(name, args, options):
+    """`triton_cubins.ordering` of a module's launches, planned as on Hopper."""
+    from triton_cubins import ordering
+
+    shared = module("launch")
+    found, shared.has_dependent_launch = shared.has_dependent_launch, lambda device: True
+    try:
+        launches = module(name).plan(*args, **options)
+    finally:
+        shared.has_dependent_launch = found
+    launches = launches if isinstance(launches, tuple) else (launches,)
+    return [ordering(launch) for launch in launches]
+
+
 def step_reports(*args):
     """Those of `triton_steps`."""
     from triton_steps import step_reports

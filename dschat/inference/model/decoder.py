@@ -98,7 +98,9 @@ class Decoder:
         """
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
-            attend = kernels.attention(attention, self.rotary, self.weights.tensors)
+            attend = kernels.attention(
+                attention, self.rotary, self.weights.tensors, self.weights.linears
+            )
         hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
@@ -126,7 +128,7 @@ class Decoder:
         for i in range(self.spec.num_layers):
             h, added = self._layer(i, h, added, step)
         if self._final_norm is not None:
-            h = self._add_norm(self._final_norm, h, added, step)
+            h = self._add_norm(self._final_norm, h, added, step, self.weights.linears["head"])
         elif added is not None:
             h = h.add_(added)
         if "project_out" in self.weights.linears:
@@ -203,7 +205,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None]:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
-        x = self._add_norm(w.norm1, h, added, step) if spec.pre_norm else h
+        x = self._add_norm(w.norm1, h, added, step, w.qkv) if spec.pre_norm else h
         heads = self._heads(w, step.product(w.qkv, x), step)
         mixed = step.product(w.out, step.attend(i, heads, w.layout, w.scores))
 
@@ -217,10 +219,10 @@ class Decoder:
             mixed.add_(self._mlp(w, x, step))
             return h, add_up(mixed)
         if not spec.pre_norm:
-            h = self._add_norm(w.norm1, h, add_up(mixed), step)
+            h = self._add_norm(w.norm1, h, add_up(mixed), step, w.up)
             return self._add_norm(w.norm2, h, add_up(self._mlp(w, h, step)), step), None
         h = x if spec.residual_after_norm else h
-        x = self._add_norm(w.norm2, h, add_up(mixed, w.out_norm), step)
+        x = self._add_norm(w.norm2, h, add_up(mixed, w.out_norm), step, w.up)
         mixed = add_up(self._mlp(w, x, step), w.down_norm)
         return (x if spec.residual_after_norm else h), mixed
 
@@ -296,15 +298,23 @@ class Decoder:
         return gate.mul(factor).sigmoid_().mul_(gate).mul_(up.add_(1))
 
     def _add_norm(
-        self, norm: Norm | None, h: Tensor, added: Tensor | None, step: "_Step"
+        self,
+        norm: Norm | None,
+        h: Tensor,
+        added: Tensor | None,
+        step: "_Step",
+        following: AnyLinear | None = None,
     ) -> Tensor:
-        """``h`` += ``added``, in place; returns its norm, or without ``norm`` itself."""
+        """``h`` += ``added``, in place; returns its norm, which is multiplied by ``following``, or
+        without ``norm`` itself.
+        """
         if norm is None:
             return h if added is None else h.add_(added)
         if step.kernels is not None:
             return step.kernels.add_norm(h, added, norm.scale, norm.bias, self.spec.norm_eps)
         if step.cuda is not None and step.cuda.runs("norm"):
-            return step.cuda.add_norm(h, added, norm.scale, norm.bias, self.spec.norm_eps)
+            how = norm.scale, norm.bias, self.spec.norm_eps
+            return step.cuda.add_norm(h, added, *how, following)
         return self._norm(norm, h if added is None else h.add_(added))
 
     def _norm(self, norm: Norm, x: Tensor) -> Tensor:

@@ -87,6 +87,11 @@ class Layer(NamedTuple):
         )
 
     @property
+    def up(self) -> AnyLinear | None:
+        """What reads the MLP's input; None: experts that the router chooses."""
+        return None if isinstance(self.mlp, Experts) else self.mlp.up
+
+    @property
     def is_in_order(self) -> bool:
         """Whether queries, keys, values and gate, up stand as the CPU kernels read them."""
         return self.layout.in_order and (isinstance(self.mlp, Experts) or self.mlp.is_gate_first)

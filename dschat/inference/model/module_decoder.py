@@ -124,7 +124,7 @@ class ModuleDecoder:
         calls = iter(range(self.spec.num_layers))
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
-            attend = kernels.attention(attention, None, {})
+            attend = kernels.attention(attention, None, {}, {})
 
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
             return _attended(attend, next(calls), q, k, v, how, self.spec)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, fetch, follow, parts_to_fetch
 
 
 @triton.jit
@@ -14,9 +14,33 @@ def _add_norm(
     weight_ptr,  # (E,)
     bias_ptr,  # (E,); None: RMS norm
     out_ptr,  # (R, E)
+    next_ptr,  # the weight that the next kernel reads, or None
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    THREADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The last programs bring the next weight to the L2 cache, while memory is idle."""
+    program, num_rows = tl.program_id(0), tl.num_programs(0) - PARTS
+    if program < num_rows:
+        _row(h_ptr, added_ptr, weight_ptr, bias_ptr, out_ptr, SIZE, BLOCK, EPS, DEPENDENT)
+    else:
+        fetch(next_ptr, program - num_rows, PARTS, THREADS)
+
+
+@triton.jit
+def _row(
+    h_ptr,
+    added_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
@@ -25,6 +49,7 @@ def _add_norm(
     bias = weight
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    follow(DEPENDENT)
     x = tl.load(h_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
         x += tl.load(added_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -47,12 +72,15 @@ def plan(
     bias: Tensor | None,
     eps: float,
     out: Tensor,
+    next_weight: Tensor | None = None,
 ) -> Launch:
     """The launch that writes `add_norm`'s result to ``out``."""
     rows, size = h.shape
     assert h.is_contiguous()
     assert added is None or added.is_contiguous()
     block = triton.next_power_of_2(size)
-    constants = {"SIZE": size, "BLOCK": block, "EPS": eps}
     num_warps = min(max(block // 512, 1), 16)  # 16 numbers per thread, up to 8,192 columns
-    return Launch(_add_norm, (rows,), (h, added, weight, bias, out), constants, num_warps)
+    fetched = parts_to_fetch(next_weight, num_warps)
+    constants = {"SIZE": size, "BLOCK": block, "EPS": eps, **fetched}
+    args = (h, added, weight, bias, out, next_weight)
+    return Launch(_add_norm, (rows + fetched["PARTS"],), args, constants, num_warps)

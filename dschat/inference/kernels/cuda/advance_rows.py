@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, follow
 from dschat.inference.kernels.cuda.operands import Field
 
 _TOKEN, _POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
@@ -29,7 +29,9 @@ def _advance_rows(
     STEPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     step = tl.load(step_ptr)
     tl.debug_barrier()  # all threads have read it
     tl.store(step_ptr, step + 1)

@@ -70,7 +70,7 @@ class StepKernels:
     def __init__(self, device: torch.device, parts: frozenset[str] = frozenset(STEP_PARTS)) -> None:
         self._space = workspace(device)
         self._parts = parts
-        self.add_norm, self.embed = operators.add_norm, operators.embed
+        self.embed = operators.embed
         self.read_rows, self.advance_rows = operators.read_rows, operators.advance_rows
 
     def runs(self, part: str) -> bool:
@@ -108,11 +108,29 @@ class StepKernels:
         """``linear(x)``."""
         return self.product(linear, x) if self.takes(linear, x) else linear(x)
 
+    def add_norm(
+        self,
+        h: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        following: AnyLinear | None = None,
+    ) -> Tensor:
+        """See `operators.add_norm`. ``following``: multiplies the result."""
+        return operators.add_norm(h, added, weight, bias, eps, _read_by(following))
+
     def attention(
-        self, step: Attention, rotary: Rotary | None, tensors: Mapping[str, Tensor]
+        self,
+        step: Attention,
+        rotary: Rotary | None,
+        tensors: Mapping[str, Tensor],
+        linears: Mapping[str, AnyLinear],
     ) -> "PagedDecode":
-        """``step``'s attention; ``tensors``: the weights of query and key norms, by name."""
-        return PagedDecode(step, rotary, tensors, self._space)
+        """``step``'s attention; ``tensors``: the weights of query and key norms, ``linears``: the
+        products of outputs, by name.
+        """
+        return PagedDecode(step, rotary, tensors, linears, self._space)
 
     def draw(
         self,
@@ -144,6 +162,11 @@ class StepKernels:
         )
 
 
+def _read_by(linear: AnyLinear | None) -> Tensor | None:
+    """The weight that a product reads; None: it is not in one piece, or not known."""
+    return None if linear is None or linear.plain is None else linear.plain[0]
+
+
 @dataclass(frozen=True)
 class PagedDecode:
     """Attention of a step: normalizes and rotates the heads, writes new keys and values to the
@@ -153,6 +176,7 @@ class PagedDecode:
     step: Attention
     rotary: Rotary | None
     tensors: Mapping[str, Tensor]
+    linears: Mapping[str, AnyLinear]
     space: Workspace
 
     def __call__(
@@ -172,4 +196,5 @@ class PagedDecode:
             *(*norms, step.spec.norm_eps),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
             *(self.space.partials, self.space.counters),
+            _read_by(self.linears.get(f"layers.{layer}.out")),
         )

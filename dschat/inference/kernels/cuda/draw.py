@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, follow
 from dschat.inference.kernels.cuda.operands import DRAW_BLOCK
 from dschat.inference.kernels.cuda.uniform import uniform
 
@@ -65,7 +65,9 @@ def _mass(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(numbers_ptr + row).to(tl.float32)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
@@ -181,7 +183,9 @@ def _threshold(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     row, temperature = tl.program_id(0), tl.load(numbers_ptr + tl.program_id(0)).to(tl.float32)
     row_ptr, block_ptr = logits_ptr + row.to(tl.int64) * VOCAB, blocks_ptr + row * 4 * NUM_BLOCKS
     columns = tl.arange(0, ALL_BLOCKS)
@@ -273,7 +277,9 @@ def _choose(
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     exact_temperature = tl.load(numbers_ptr + row)
     temperature = exact_temperature.to(tl.float32)

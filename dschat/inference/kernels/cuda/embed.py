@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, follow
 
 _BLOCK = 1024
 
@@ -19,7 +19,9 @@ def _embed(
     OFFSET: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     x = tl.load(table_ptr + tl.load(tokens_ptr + row) * SIZE + column, mask=inside)

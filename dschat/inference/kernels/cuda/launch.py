@@ -5,18 +5,28 @@ machine does not have, so what is checked there is what runs.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+# Of the weight that the next kernel reads. On an H200, 4 or 8 MiB made a step of OPT-1.3B 2.5%
+# faster, 16 MiB slower.
+_MOST_AHEAD = 4 << 20
+_FETCHED = tl.constexpr(2048)  # bytes, by a thread
 
 
 @dataclass(frozen=True)
 class Launch:
-    """``kernel`` over ``grid`` programs; ``constants`` are its `tl.constexpr` parameters."""
+    """``kernel`` over ``grid`` programs; ``constants`` are its `tl.constexpr` parameters, of which
+    DEPENDENT says whether its programs are there before the kernel before it is done, see `follow`.
+    """
 
     kernel: Any  # a function decorated with `triton.jit`
     grid: tuple[int, ...]
@@ -25,17 +35,62 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 1
 
+    def __post_init__(self) -> None:
+        self.constants["DEPENDENT"] = has_dependent_launch(self.args[0].device)
+
     @property
     def options(self) -> dict[str, Any]:
         # NOTE: Triton 3.10 changes the default of enable_fp_fusion.
-        return {
+        options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
         }
+        return options | ({"launch_pdl": True} if self.constants["DEPENDENT"] else {})
 
     def run(self) -> None:
         self.kernel[self.grid](*self.args, **self.constants, **self.options)
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """From compute capability 9.0 on: Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def follow(DEPENDENT: tl.constexpr):
+    """Wait until the kernel before this one is done.
+
+    NOTE: every kernel calls this before it reads what another may have written, and before it
+    writes (CUDA C++ programming guide, "Programmatic dependent launch").
+    """
+    if DEPENDENT:
+        gdc_wait()
+
+
+@triton.jit
+def fetch(weight_ptr, part, PARTS: tl.constexpr, THREADS: tl.constexpr):
+    """Have the L2 cache fetch a part of a weight while memory is idle; none from ``PARTS`` on."""
+    if PARTS > 0:  # noqa: SIM102 - without, the rest would be compiled
+        if part < PARTS:
+            offset = (part * THREADS + tl.arange(0, THREADS)) * _FETCHED
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.b32 $0, 0;",
+                "=r,l",
+                [weight_ptr.to(tl.int64) + offset],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+def parts_to_fetch(weight: Tensor | None, num_warps: int) -> dict[str, int]:
+    """The constants of `fetch` for the weight that the next kernel reads, if it is known."""
+    threads, parts = 32 * num_warps, 0
+    if weight is not None and has_dependent_launch(weight.device):
+        parts = min(weight.nbytes, _MOST_AHEAD) // (threads * _FETCHED.value)
+    return {"PARTS": parts, "THREADS": threads}
 
 
 @triton.jit

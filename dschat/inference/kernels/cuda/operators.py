@@ -97,6 +97,7 @@ def add_norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
+    next_weight: Tensor | None = None,
 ) -> Tensor:
     """``h`` += ``added``, in place; returns its LayerNorm, or without ``bias`` its RMSNorm.
 
@@ -106,7 +107,7 @@ def add_norm(
     from dschat.inference.kernels.cuda import add_norm as kernel
 
     out = torch.empty_like(h)
-    kernel.plan(h, added, weight, bias, eps, out).run()
+    kernel.plan(h, added, weight, bias, eps, out, next_weight).run()
     return out
 
 
@@ -168,6 +169,7 @@ def paged_decode(
     sin: Tensor | None,
     partials: Tensor,
     counters: Tensor,
+    next_weight: Tensor | None = None,
 ) -> Tensor:
     """Attention (B, H * D) of one new token of B sequences; writes its key and value to ``rows``.
 
@@ -190,6 +192,7 @@ def paged_decode(
     kernel.plan(
         *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, scale),
         *(q_norm, k_norm, eps, cos, sin, Workspace(partials, counters)),
+        next_weight=next_weight,
     ).run()
     return out
 

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, arrives_last, operand_type
+from dschat.inference.kernels.cuda.launch import (
+    Launch,
+    arrives_last,
+    fetch,
+    follow,
+    operand_type,
+    parts_to_fetch,
+)
 from dschat.inference.kernels.cuda.operands import Workspace
 
 _BLOCK = 32  # keys: a page of the default size
@@ -72,6 +79,7 @@ def _paged_decode(
     sin_ptr,
     partials_ptr,  # (B, K, SPLITS, ROWS, D_BLOCK + 2)
     counters_ptr,  # (B, K)
+    next_ptr,  # the weight that the next kernel reads, or None
     scale,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -90,7 +98,11 @@ def _paged_decode(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,  # of tl.dot's operands
+    PARTS: tl.constexpr,
+    THREADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     b, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // K
     SLOT: tl.constexpr = 2 * K * D
@@ -179,6 +191,7 @@ def _paged_decode(
             )
     else:
         tl.store(out_ptrs, (acc / total).to(dtype), mask=inside_q)
+    fetch(next_ptr, (b * K + kv) * SPLITS + split, PARTS, THREADS)
 
 
 @triton.jit
@@ -239,6 +252,7 @@ def plan(
     sin: Tensor | None,
     space: Workspace,
     splits: int = 0,
+    next_weight: Tensor | None = None,
 ) -> Launch:
     """The launch that writes `paged_decode`'s result to ``out``; ``splits`` 0: `num_splits`."""
     batch, num_kv_heads, size = heads.shape[0], rows.shape[1] // 2, heads.shape[2]
@@ -273,7 +287,7 @@ def plan(
     args = (
         *(heads, rows, out, lengths, slots, table, 0 if table is None else table.stride(0)),
         *(slopes, q_norm, k_norm, cos, sin),
-        *(space.partials, space.counters, float(scale)),
+        *(space.partials, space.counters, next_weight, float(scale)),
     )
     grid = (batch, num_kv_heads, splits)
     # So many blocks are under way at once, fewer where many programs share a multiprocessor. A page
@@ -282,4 +296,5 @@ def plan(
     blocks = 2 if row_bytes <= 512 and pairs * splits <= 2 * _PROGRAMS else 1
     stages = 1 + (blocks if table is None else 2 * blocks)
     num_warps = 2 if padded_size <= 128 else 4
+    constants |= parts_to_fetch(next_weight, num_warps)
     return Launch(_paged_decode, grid, args, constants, num_warps, stages)

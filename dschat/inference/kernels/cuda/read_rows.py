@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.kernels.cuda.launch import Launch, follow
 from dschat.inference.kernels.cuda.operands import Field
 
 _ALIVE, _POSITION, _ORIGIN = (
@@ -29,7 +29,9 @@ def _read_rows(
     trash_page,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     row = tl.arange(0, BLOCK)
     inside = row < size
     field_ptrs = fields_ptr + row

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, arrives_last, operand_type
+from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace
 
 _PROGRAMS = 96  # enough for the 132 multiprocessors of an H200 to read at its full rate
@@ -96,7 +96,9 @@ def _skinny(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     TYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     tile, split = tl.program_id(0), tl.program_id(1)
     SHARE: tl.constexpr = (NUM_INPUTS + SPLITS * INPUTS - 1) // (SPLITS * INPUTS) * INPUTS
     WHOLE: tl.constexpr = NUM_INPUTS % INPUTS == 0
