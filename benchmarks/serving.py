@@ -2,10 +2,11 @@
 
     python benchmarks/serving.py [--streams 64] [--seconds 60] [--rounds 3]
 
-A Llama of 35M parameters with random weights, fp32. First, streams that begin a new request as soon
-as one ends, for ``--seconds``: how many requests were answered whole, and the times to the first
-token. Then, by turns, the same prompts to the server and to `InferenceEngine.generate` in a process
-of its own; each answer has 256 tokens. Prints one JSON line each.
+A Llama of 35M parameters with random weights, in fp32, on a GPU in bf16. First, streams that begin
+a new request as soon as one ends, for ``--seconds``: how many requests were answered whole, and the
+times to the first token. Then, by turns, the same prompts to the server and to
+`InferenceEngine.generate` in a process of its own; each answer has 256 tokens. Prints one JSON line
+each.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from rollout_workloads import llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat.builtin.tiny_model import resolve_model
+from dschat.distributed import device
 from dschat.inference import InferenceEngine, SamplingParams
 
 NEW_TOKENS, PROMPT_TOKENS = 256, 32
@@ -107,7 +109,9 @@ async def once(port: int, streams: int, seed: int) -> float:
 
 def engine_alone(path: Path, streams: int) -> None:
     """Answers every line of standard input with the engine's tokens per second."""
-    made = InferenceEngine.from_pretrained(path, max_num_seqs=64, max_seq_len=2048, page_size=16)
+    where = ("bfloat16" if device().type == "cuda" else "float32", device().type)
+    sizes = {"max_num_seqs": 64, "max_seq_len": 2048, "page_size": 16}
+    made = InferenceEngine.from_pretrained(path, *where, **sizes)
     sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
     made.generate(prompts(streams), SamplingParams(4))
     for line in sys.stdin:
@@ -142,7 +146,7 @@ def main() -> None:
         try:
             asyncio.run(once(port, args.streams, 1))  # warm
             loaded = asyncio.run(load(port, args.streams, args.seconds))
-            print(json.dumps(loaded | environment(torch.device("cpu"))))
+            print(json.dumps(loaded | environment(device())))
             served, alone = [], []
             for seed in range(2, 2 + args.rounds):
                 served.append(asyncio.run(once(port, args.streams, seed)))
@@ -151,7 +155,7 @@ def main() -> None:
                 alone.append(float(engine.stdout.readline()))
             found = {"case": "against the engine", "served": served, "engine": alone}
             found["ratio"] = ratios(served, alone)
-            print(json.dumps(found | environment(torch.device("cpu"))))
+            print(json.dumps(found | environment(device())))
         finally:
             server.terminate()
             engine.terminate()
