@@ -60,7 +60,8 @@ class PromptGraphs:
         self._kernels = None if kernels is None else kernels.without("attention")
         self._version = decoder.weights.version
         self._logits: dict[int, Tensor] = {}  # by rows: graphs of all lengths write to them
-        self._steps: dict[PaddedShape, _PromptStep | None] = {}  # None: it cannot be captured
+        self._steps: dict[PaddedShape, _PromptStep] = {}
+        self._failed = False
 
     def shape_for(self, schedule: StepSchedule) -> PaddedShape | None:
         """What a captured step pads ``schedule`` to; None: it is computed as it is."""
@@ -80,12 +81,13 @@ class PromptGraphs:
             self._steps.clear()
             self._logits.clear()
             self._version = self._decoder.weights.version
-        return shape if self._step(shape) is not None else None
+        if shape not in self._steps and not self._failed:
+            self._add(shape)
+        return shape if shape in self._steps else None
 
     def logits(self, shape: PaddedShape, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the prompts of ``schedule``. NOTE: the next call overwrites them."""
-        step = self._step(shape)
-        assert step is not None
+        step = self._steps[shape]
         step.inputs.copy_(torch.from_numpy(self._packed(shape, schedule)))
         step.replay()
         return self._logits[shape.rows][: len(schedule.chunks)]
@@ -105,19 +107,20 @@ class PromptGraphs:
             ready[row] += count - 1
         return np.concatenate([packed.ravel(), ready])
 
-    def _step(self, shape: PaddedShape) -> "_PromptStep | None":
-        if shape not in self._steps:
-            step = _PromptStep(shape, self._decoder.weights.device, self._cache)
-            problem = ""
-            try:
-                step.replay = self._capture(partial(self._run, shape, step))
-            except Exception as error:  # torch's, or of Triton, which have no type in common
-                problem = first_line(error)
-            # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
-            if problem := max(self._decoder.weights.group.gather_objects(problem)):
-                logger.info("prompts of %d x %d tokens are not captured: %s", *shape, problem)
-            self._steps[shape] = None if problem else step
-        return self._steps[shape]
+    def _add(self, shape: PaddedShape) -> None:
+        """Capture the step of a shape; where that fails, no other is tried."""
+        step = _PromptStep(shape, self._decoder.weights.device, self._cache)
+        problem = ""
+        try:
+            step.replay = self._capture(partial(self._run, shape, step))
+        except Exception as error:  # torch's, or of Triton, which have no type in common
+            problem = first_line(error)
+        # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
+        if problem := max(self._decoder.weights.group.gather_objects(problem)):
+            logger.info("prompts of %d x %d tokens are not captured: %s", *shape, problem)
+            self._failed = True
+        else:
+            self._steps[shape] = step
 
     @torch.inference_mode()
     def _run(self, shape: PaddedShape, step: "_PromptStep") -> None:

@@ -16,8 +16,8 @@ SAMPLING = SamplingParams(max_new_tokens=3, seed=4)
 
 
 def shapes(made):
-    """Those that were tried, and whether they were captured."""
-    return {shape: step is not None for shape, step in made.step_runner()._prompts._steps.items()}
+    """Those that were captured."""
+    return list(made.step_runner()._prompts._steps)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom", "mistral", "gpt_oss", "gemma2"])
@@ -34,7 +34,7 @@ def test_prompts_of_one_shape_share_a_graph(name, module_of):
             for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-4)
     if module.config.model_type != "gpt_oss":  # counts each expert's rows on the host
-        assert shapes(made) == {PaddedShape(4, 32): True}
+        assert shapes(made) == [PaddedShape(4, 32)]
 
 
 def test_what_is_captured(module_of, monkeypatch):
@@ -65,8 +65,9 @@ def test_where_prompts_are_not_captured_they_are_computed(module_of, caplog):
 
     caplog.set_level(logging.INFO, logger="dschat")
     made = captured_by(engine(module_of("llama")), capture)
-    expected = engine(module_of("llama")).generate(PROMPTS, SAMPLING)
-    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
-    assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
-    assert shapes(made) == {PaddedShape(4, 32): False}
-    assert caplog.text.count("prompts of 4 x 32 tokens are not captured: operation not") == 1
+    plain = engine(module_of("llama"))
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        expected = plain.generate(prompts, SAMPLING)
+        assert made.generate(prompts, SAMPLING).token_ids == expected.token_ids
+    assert shapes(made) == []
+    assert caplog.text.count("are not captured: operation not permitted") == 1
