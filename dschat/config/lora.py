@@ -74,8 +74,11 @@ class QuantizedConfig:
             f"{named}: with --share_base its weights are the actor's; name the actor",
         )
         require(
-            model != "actor" or config.rollout_quantization == "off",
-            f"{named}: its rollout reads these weights; leave --rollout_quantization out",
+            model != "actor"
+            or config.rollout_quantization == "off"
+            or config.rollout_layout == "copy",
+            f"{named}: its rollout reads these weights; add --rollout_layout copy, or leave "
+            "--rollout_quantization out",
         )
         require(
             getattr(config, f"{prefix}zero_stage") < 3 and not config.offloads(model),

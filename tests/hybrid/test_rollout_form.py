@@ -224,6 +224,20 @@ def test_weights_of_8_bits_follow_those_in_training(name, zero, lora, settings):
     assert 1e-5 < actor.gap(PROMPTS, new) < actor.gap(PROMPTS, old)
 
 
+def test_weights_of_4_bits_may_be_copied_in_8(tiny):
+    checkpoint = Checkpoint(tiny("llama"), "--actor_model_name_or_path")
+    actor = Actor(checkpoint.language_model(torch.float32, weight_bits=4), 0, lora=True)
+    form = actor.form(layout="copy", quantization="int8")
+    assert "int8" in form.describe()
+    gaps = []
+    for _ in range(2):
+        answers = form.enter(actor.version).generate(PROMPTS, SAMPLED)
+        form.leave()
+        gaps.append(actor.gap(PROMPTS, answers))
+        actor.step()
+    assert 1e-5 < max(gaps) < actor.gap(PROMPTS, answers)
+
+
 def test_the_fallback_has_no_weights_of_8_bits():
     form = Actor(causal_lm("recurrent_gemma"), 0).form(quantization="int8")
     with pytest.raises(UserError, match="--rollout_quantization int8 needs the inference engine"):

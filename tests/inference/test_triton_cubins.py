@@ -221,6 +221,13 @@ def test_on_hopper_every_kernel_waits_for_the_one_before(launch, compiling):
         assert (waits, waits_first, fetches) == (1, True, "next_weight" in options)
 
 
+def test_a_weight_that_begins_anywhere_is_not_fetched(compiling):
+    name, args = norm(2048, True)
+    weight = torch.empty(6144 * 2048 + 1, dtype=torch.bfloat16)[1:].view(6144, 2048)
+    for *_, fetches in compiling("following", name, args, {"next_weight": weight}):
+        assert not fetches
+
+
 def test_narrow_loads_are_found(compiling):
     with pytest.raises(AssertionError, match="narrow loads"):
         check(compiling, Wanted(norm(2047, True), 1), 90)  # rows do not start at 16 bytes

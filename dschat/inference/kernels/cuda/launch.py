@@ -87,8 +87,11 @@ def fetch(weight_ptr, part, PARTS: tl.constexpr, THREADS: tl.constexpr):
 
 def parts_to_fetch(weight: Tensor | None, num_warps: int) -> dict[str, int]:
     """The constants of `fetch` for the weight that the next kernel reads, if it is known."""
-    threads, parts = 32 * num_warps, 0
-    if weight is not None and has_dependent_launch(weight.device):
+    threads = 32 * num_warps
+    # NOTE: a weight that lies in a flat buffer may begin anywhere; the copy engine takes 16 bytes.
+    if weight is None or weight.data_ptr() % 16 or not has_dependent_launch(weight.device):
+        parts = 0
+    else:
         parts = min(weight.nbytes, _MOST_AHEAD) // (threads * _FETCHED.value)
     return {"PARTS": parts, "THREADS": threads}
 
