@@ -1,6 +1,7 @@
 """The four models: which checkpoints are refused, what the reference is, what LoRA trains."""
 
 import gc
+import logging
 
 import pytest
 import torch
@@ -86,11 +87,15 @@ def test_wrong_checkpoints_are_refused(actor, critic, message, zero, models_fold
 
 
 @pytest.mark.parametrize("zero", [*slow([0]), 3])
-def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, models_folder):
+def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, models_folder, caplog):
     tokenizer = AutoTokenizer.from_pretrained(models_folder / "llama")
     tokenizer.add_tokens(["w64"])
     stages = {"actor_zero_stage": zero, "critic_zero_stage": zero}
+    caplog.set_level(logging.INFO, logger="dschat")
     engine = build(models_folder, "llama", "llama_reward", tokenizer, **stages)
+    assert ("--actor_zero_stage 3 has nothing to shard in one process" in caplog.text) == (
+        zero == 3
+    )
     assert engine.actor_config.vocab_size == base_of(engine.critic).config.vocab_size == 65
     rows = pack([[5, 64, 6]], [[0, 1]])
     with torch.no_grad(), engine.reference() as reference:

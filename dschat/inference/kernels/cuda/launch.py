@@ -54,8 +54,9 @@ class Launch:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """From compute capability 9.0 on: Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """From compute capability 9.0 on: Hopper. AMD's numbers are others."""
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    return is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
