@@ -146,25 +146,26 @@ def test_a_failed_capture_leaves_the_device_usable():
 
 
 def test_a_failed_capture_is_followed_by_eager_steps(monkeypatch):
-    """In the middle of a call, with steps of other sizes already captured. Where a step by kernels
-    fails, one without them would be captured.
+    """In the middle of a call, with a prompt and steps of other sizes already captured. Where a
+    step by kernels fails, one without them would be captured.
     """
     monkeypatch.setenv(VARIABLE, "0")
     module, recorded = build("llama"), []
     expected = on("cpu", module).generate(PROMPTS, GREEDY)
     record = CudaCapture._record
 
-    def second_fails(self, step):
+    def others_fail(self, step):
         recorded.append(step)
-        return record(self, step if len(recorded) == 1 else lambda: torch.ones(1).cuda().item())
+        return record(self, step if len(recorded) <= 2 else lambda: torch.ones(1).cuda().item())
 
-    monkeypatch.setattr(CudaCapture, "_record", second_fails)
+    monkeypatch.setattr(CudaCapture, "_record", others_fail)
     made = on("cuda", module)
     torch.backends.cuda.matmul.allow_tf32 = False
     made.generate(PROMPTS[:1], GREEDY)
+    assert not graphs_of(made).failed
     for _ in range(2):
         assert made.generate(PROMPTS, GREEDY).token_ids == expected.token_ids
-    assert len(recorded) == 2
+    assert len(recorded) == 4
     assert graphs_of(made).failed
 
 
