@@ -1,6 +1,7 @@
 """The attention of one step: what its layers share is made once."""
 
 import pytest
+import torch
 from families import PROMPTS, engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,3 +52,16 @@ def test_shared_heads_in_place_are_the_repeated_ones(name, module_of, monkeypatc
     for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
     assert any(asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("size", "first"), [(8, 4), (6, 4), (8, 3)])
+def test_rows_of_the_cache_are_copied_whole(size, first, dtype):
+    """Where heads lie at 8 bytes, and where they do not."""
+    heads = torch.randn(5, 12 * size + 1).to(dtype)[:, first * size % 4 :][:, : 12 * size]
+    values = heads.unflatten(1, (12, size))[:, first : first + 4].unflatten(1, (2, 2))
+    slots = torch.tensor([3, 0, 7, 2, 6])
+    rows = torch.zeros(9, 2, 2, size, dtype=dtype)
+    expected = rows.clone().index_copy_(0, slots, values)
+    attention._copy_rows(rows, slots, values)
+    assert torch.equal(rows, expected)
