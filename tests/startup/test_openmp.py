@@ -65,7 +65,7 @@ print([t.name for t in threading.enumerate()].count("openmp"))
 )
 @pytest.mark.slow
 def test_where_torch_is_loaded_first_an_engine_parks_a_team(first, threads, expected):
-    code = "import sys; sys.path.insert(0, 'tests/inference')\n" + LATE.format(first=first)
+    code = "import sys; sys.path[:0] = ['tests/inference', 'tests']\n" + LATE.format(first=first)
     code = "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n" + code
     assert output_of(code, [], OMP_NUM_THREADS=str(threads)) == expected
 
