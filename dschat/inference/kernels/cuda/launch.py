@@ -4,6 +4,7 @@ Each kernel module plans launches and runs them; tests compile the same plans fo
 machine does not have, so what is checked there is what runs.
 """
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -54,9 +55,15 @@ class Launch:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """From compute capability 9.0 on: Hopper. AMD's numbers are others."""
+    """From compute capability 9.0 on (Hopper; AMD's numbers are others), with a driver of CUDA 12.3
+    or later: before, no graph had such launches.
+    """
     is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not is_cuda or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value >= 12_030
 
 
 @triton.jit
