@@ -172,7 +172,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
 
     from dschat.inference.kernels.cuda import operators
 
-    def norm_of_the_sum_unstored(h, added, weight, bias, eps, following=None):
+    def norm_of_the_sum_unstored(h, added, weight, bias, eps, next_weight=None):
         return torch.layer_norm(h + added, weight.shape, weight, bias, eps)
 
     monkeypatch.setattr(operators, "add_norm", norm_of_the_sum_unstored)

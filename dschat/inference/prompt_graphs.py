@@ -42,7 +42,8 @@ class PromptGraphs:
     """Captured steps of ``decoder`` over ``cache``.
 
     A step's shape alone says whether it is captured, not how often it came: rows that are padded
-    differently have log-probs that differ in the last bits.
+    differently have log-probs that differ in the last bits. After a capture that failed, though, no
+    other is tried.
 
     ``capture``: records a step. ``kernels``: run the operations that they apply to, but attention.
     """
@@ -108,7 +109,7 @@ class PromptGraphs:
         return np.concatenate([packed.ravel(), ready])
 
     def _add(self, shape: PaddedShape) -> None:
-        """Capture the step of a shape; where that fails, no other is tried."""
+        """Capture the step of a shape."""
         step = _PromptStep(shape, self._decoder.weights.device, self._cache)
         problem = ""
         try:

@@ -20,7 +20,7 @@ from dschat.inference.model.spec import ExpertSpec
 
 # Tokens that run through all experts at once, where torch has no grouped product.
 _DENSE_TOKENS = 256
-# More rows are prompts' on any device, whose steps are not captured: they may read on the host.
+# More rows are prompts' on any device: they may read on the host, and are then not captured.
 _MOST_CAPTURED = 1024
 
 Gated = Callable[[Tensor], Tensor]  # (..., 2 I) -> (..., I)
