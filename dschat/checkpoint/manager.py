@@ -221,8 +221,8 @@ class CheckpointManager:
         ``checkpoint``: from `latest`, which has verified it.
 
         With another world size a tensor counts as this rank's equal part of a flat tensor, padded
-        at the end, and is partitioned again to its length in ``state``; the caller reads other
-        tensors with `read_tensors`.
+        at the end, and is partitioned again to its length in ``state``. A group without tensors in
+        ``state`` gets those that this rank saved; of another world size, those of some rank.
 
         Raises:
             UserError: a part of ``state`` is not in the checkpoint, or cannot be converted.
@@ -234,6 +234,9 @@ class CheckpointManager:
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
                 _restore(checkpoint, f"{group}/{name}", tensor)
+            if not tensors:
+                rank = dist.rank() % checkpoint.world_size
+                tensors |= read_tensors(checkpoint, rank, group)
         if dist.rank() < checkpoint.world_size:
             snapshot.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:

@@ -31,6 +31,7 @@ from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
 from dschat.inference.module_engine import module_generator
 from dschat.inference.protocol import Generator
+from dschat.inference.speculation import Speculation
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized
 from dschat.observability.device_span import DeviceSpan
@@ -72,9 +73,14 @@ class Refresh:
 
 
 class RolloutForm(Protocol):
-    """An actor that can generate."""
+    """An actor that can generate.
+
+    Attributes:
+        speculation: what drafts are taken from; None without drafts.
+    """
 
     last_refresh: Refresh
+    speculation: Speculation | None
 
     def enter(self, version: int) -> Generator:
         """Collective. A generator with the weights of optimizer step ``version``."""
@@ -148,6 +154,7 @@ class EngineRollout:
         self._module, self._config, self._settings = module, config, settings
         self._group = dist.RankGroup(settings.tp_size)
         self._engine = self._make_engine()
+        self.speculation = self._engine.speculation
         self._has_adapters = bool(adapters(module))
         choice = self._choice()
         self._layout, self._lora = choice.layout, choice.lora
@@ -291,6 +298,10 @@ class ModuleRollout:
     _is_checked: bool = False
     _scope: ExitStack = field(default_factory=ExitStack)
 
+    def __post_init__(self) -> None:
+        mode = self.settings.engine.speculate
+        self.speculation = Speculation(mode) if self.in_engine and mode != "off" else None
+
     def describe(self) -> str:
         weights = "a whole copy" if self.settings.sharded else "training's own weights"
         how = "inference engine" if self.in_engine else "Hugging Face generate loop"
@@ -304,6 +315,8 @@ class ModuleRollout:
         self._version = version
         if self._made is None:
             self._made = self._generator_on(module)
+            if isinstance(self._made, InferenceEngine) and self._made.speculation is not None:
+                self._made.speculation = self.speculation  # also of an engine that was released
         elif is_stale and isinstance(self._made, InferenceEngine):
             self._made.weights.refresh()
         if isinstance(self._made, InferenceEngine):

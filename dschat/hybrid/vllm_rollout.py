@@ -29,6 +29,7 @@ from dschat.distributed.env import complete_environment
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
+from dschat.inference.speculation import Speculation
 from dschat.memory import free_bytes
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import without_adapters
@@ -42,6 +43,8 @@ OLDEST = 0, 32  # release of vLLM whose arguments are used here
 
 class VLLMRollout:
     """Rollouts with vLLM; see `RolloutForm`."""
+
+    speculation: Speculation | None = None
 
     def __init__(
         self, module: nn.Module, config: PretrainedConfig, settings: RolloutSettings

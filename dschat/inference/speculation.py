@@ -18,9 +18,13 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from operator import mul
 from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Request, Sequence, StepSchedule
@@ -66,6 +70,27 @@ class AnswerHistory:
     def of(self, prompt: list[int]) -> list[Tokens[int]]:
         return self._answers.get(tuple(prompt), [])
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Prompts and their answers, the least recently used first: ``tokens``, end to end, and
+        ``sizes``, of each prompt its length, its number of answers and their lengths; 1-D int32.
+        """
+        tokens, sizes = array("i"), array("i")
+        for prompt, answers in self._answers.items():
+            sizes.extend([len(prompt), len(answers), *map(len, answers)])
+            for ids in (prompt, *answers):
+                tokens.extend(ids)
+        return {"tokens": _as_tensor(tokens), "sizes": _as_tensor(sizes)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        tokens = array("i", state["tokens"].numpy().tobytes())
+        sizes, begin = iter(state["sizes"].tolist()), 0
+        for length in sizes:
+            ends = list(accumulate([length, *islice(sizes, next(sizes))], initial=begin))
+            prompt, *answers = (tokens[i:j] for i, j in pairwise(ends))
+            self._answers[tuple(prompt)] = list(answers)
+            self.num_tokens += sum(map(len, answers))
+            begin = ends[-1]
+
 
 class Acceptance:
     """How often a drafted token is right, by what was drafted before it in the sequence.
@@ -89,6 +114,13 @@ class Acceptance:
         after = max(run, 1) + 1  # `run` after a right token
         runs = [run, *range(after, after + MAX_DRAFT - 1)]
         return list(accumulate((rates[min(run, MAX_DRAFT)] for run in runs), mul))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        counts = torch.tensor(self._counts)
+        return {"rates": torch.tensor(self._rates, dtype=torch.float64), "counts": counts}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._rates, self._counts = state["rates"].tolist(), state["counts"].tolist()
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +234,18 @@ class Speculation:
     def drafter(self, scheduler: Scheduler) -> Drafter:
         return Drafter(scheduler, self.history, self.acceptance, self._worth)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next drafts depend on; empty before the first answer."""
+        if not self.history.num_tokens:
+            return {}
+        return self.history.state_dict() | self.acceptance.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore a `state_dict` of a process without answers."""
+        if state:
+            self.history.load_state_dict(state)
+            self.acceptance.load_state_dict(state)
+
 
 def _index(prompt: list[int], answers: Iterable[Tokens[int]]) -> dict[_Context, _Place]:
     """The place after each context in a prompt and its answers: of several, the last one."""
@@ -211,6 +255,10 @@ def _index(prompt: list[int], answers: Iterable[Tokens[int]]) -> dict[_Context, 
             index[context] = tokens, i
             context = (context[1], context[2], token)
     return index
+
+
+def _as_tensor(values: "array[int]") -> Tensor:
+    return torch.from_numpy(np.asarray(values))
 
 
 def _end(ids: list[int]) -> _Context:

@@ -86,7 +86,12 @@ class Reporter:
     def begin(self, checkpointer: TrainingCheckpointer) -> None:
         """Collective. Resume from a checkpoint; or else begin, with an evaluation."""
         self._checkpointer = checkpointer
-        values = checkpointer.begin(self._state(), self._num_iters, self._trainer.load_run_state)
+        state = self._state()
+        values = checkpointer.begin(
+            state,
+            self._num_iters,
+            lambda values: self._trainer.load_run_state(values, state.tensors.get("drafts")),
+        )
         if values is None:
             self._log.begin()
             self.evaluate()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import dschat.distributed as dist
 from dschat import losses
@@ -118,14 +119,19 @@ class DeepSpeedPPOTrainer:
             "unsupervised": position_of(self._unsupervised),
             "rollouts": self.collector.state_dict(),
         }
+        speculation = engine.rollout.speculation
         return RunState(
             {name: engine for name, engine in engines.items() if engine is not None},
-            {} if engine.ema is None else {"ema": engine.ema.tensors},
+            ({} if engine.ema is None else {"ema": engine.ema.tensors})
+            | ({} if speculation is None else {"drafts": speculation.state_dict()}),
             values,
         )
 
-    def load_run_state(self, values: dict[str, Any]) -> None:
-        """Restore the values of a `run_state`; its engines and tensors are restored before.
+    def load_run_state(
+        self, values: dict[str, Any], drafts: dict[str, Tensor] | None = None
+    ) -> None:
+        """Restore the values of a `run_state`, and its tensors ``drafts``; its engines and other
+        tensors are restored before.
 
         Where an iteration now takes another number of steps, the schedules move to its place. The
         KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
@@ -144,6 +150,8 @@ class DeepSpeedPPOTrainer:
                 schedule.step()
         seek(self._unsupervised, values["unsupervised"])
         self.collector.load_state_dict(values["rollouts"])
+        if drafts and self.engine.rollout.speculation is not None:
+            self.engine.rollout.speculation.load_state_dict(drafts)
 
     @property
     def _is_on_policy(self) -> bool:

@@ -14,8 +14,10 @@ from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
 from transformers import AutoModelForCausalLM
 
+from dschat.checkpoint.manager import CheckpointManager
 from dschat.config import UserError
 from dschat.data.batches import PromptTable
+from dschat.hybrid import rollout_form
 from dschat.inference.sequence import Request
 from dschat.models.routing import routers_of, routing_metrics
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
@@ -285,6 +287,31 @@ def test_prompts_in_a_padded_dict_are_the_same_prompts(models_folder):
         for form in (batch, {name: values.tolist() for name, values in batch.items()}):
             got = trainer.generate_experience(form)
             assert torch.equal(got.input_ids, expected.input_ids)
+
+
+@pytest.mark.parametrize("in_module", [False, True])
+def test_a_resumed_run_drafts_the_same_tokens(in_module, models_folder, tmp_path, monkeypatch):
+    if in_module:  # as of a family without a row in the table
+        monkeypatch.setattr(rollout_form, "runs_module", lambda *_: True)
+    options = {"speculate": "history", "temperature": 0.01, "unpin_actor_parameters": in_module}
+    first, second = (ppo_trainer(models_folder, **options) for _ in range(2))
+    prompts = my_prompts(Case("ppo"), 0, first.args)
+    for _ in range(2):
+        first.generate_experience(prompts)
+        first.iteration += 1
+    checkpoints = CheckpointManager(tmp_path, {})
+    checkpoints.save(2, replace(first.run_state(), engines={}))
+    checkpoints.wait()
+    state = replace(second.run_state(), engines={})
+    values = checkpoints.load(checkpoints.latest(), state)
+    second.load_run_state(values, state.tensors["drafts"])
+    saved, loaded = (t.run_state().tensors["drafts"] for t in (first, second))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    one, other = (t.generate_experience(prompts) for t in (first, second))
+    assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
+    shares = [t.metrics["throughput/accepted_share"] for t in (first, second)]
+    assert shares[0] == shares[1] > 0
 
 
 def test_run_state_restores_a_trainer(models_folder):
