@@ -14,7 +14,8 @@ from typing import Any
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.environments.contract import Call, Environment, Observation, ToolResult, shown, sound
+from dschat.data.sources.turns import storable
+from dschat.environments.contract import Call, Environment, Observation, ToolResult, shown
 from dschat.user_code.calls import Fault, awaited, fault_of
 from dschat.user_code.imports import load
 
@@ -92,7 +93,7 @@ def result_text(value: Any) -> str:
         Fault: it is neither.
     """
     if isinstance(value, str):
-        return sound(value)
+        return storable(value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
