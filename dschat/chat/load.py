@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.data import TemplateConfig
-from dschat.config.fields import flag, place_flag, require_bounds, require_types
+from dschat.config.fields import flag, place_flag, require_valid
 from dschat.inference.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class AnswersConfig(TemplateConfig):
         )
 
     def validate_answers(self) -> None:
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
         try:
             self.sampling()
         except UserError as error:

@@ -15,8 +15,7 @@ from dschat.config.fields import (
     flag,
     log_flag,
     place_flag,
-    require_bounds,
-    require_types,
+    require_valid,
     speed_flag,
 )
 
@@ -285,8 +284,7 @@ class ShowConfig(DataConfig):
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
 
     def validate(self) -> None:
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
         self.validate_data()
 
 

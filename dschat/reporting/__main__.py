@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dschat.config import parser
 from dschat.config.errors import require
-from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.fields import flag, require_valid
 from dschat.distributed import entrypoint
 
 
@@ -28,8 +28,7 @@ class ReportConfig:
 
     def validate(self) -> None:
         require(bool(self.runs), "name a folder: dschat report OUT [OTHER...]")
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
 
 
 def main() -> None:

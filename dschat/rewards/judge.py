@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import read_text, require_types
+from dschat.config.fields import read_text, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.endpoint import LONGEST_PAUSE_S, post
 from dschat.rewards.verdict_cache import VerdictCache
@@ -94,7 +94,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         flag = f"--reward_args {self.name}."
-        require_types(self, flag)
+        require_valid(self, flag)
         require(bool(self.url), f"is missing its endpoint: {flag}url=http://host:8000/v1")
         require(
             self.url.startswith(("http://", "https://")),
