@@ -80,9 +80,7 @@ class Writing:
 
     def wait(self, problem: str) -> CheckpointInfo | None:
         """Wait for ``checkpoint``; all ranks' files are written, or one has this ``problem``.
-
-        Raises:
-            Failed: it could not be written.
+        Raises ``Failed`` where it could not be written.
         """
         if problem:
             self._problem = problem

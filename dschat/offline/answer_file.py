@@ -161,10 +161,8 @@ _DIGITS = 7  # of a score: fp32 has no more
 
 
 class AnswerLines:
-    """Lines for the rows of one command.
-
-    Raises:
-        UserError: the data has a column with the name of a new one.
+    """Lines for the rows of one command. Raises ``UserError`` where the data has a column with the
+    name of a new one.
     """
 
     def __init__(
