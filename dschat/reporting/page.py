@@ -184,8 +184,6 @@ def _shown(value: Any) -> str:
 
 
 # -- history ---------------------------------------------------------------------------------------
-#
-# Tells what runs went through: starts, resumes, restarts, checkpoints, the end of each step.
 
 _EVENTS = {
     "start": "started",
@@ -195,7 +193,7 @@ _EVENTS = {
 
 
 def history_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """A table of events, in order of time within each step of each run."""
+    """A table of starts, resumes, restarts, checkpoints and the end of each step of each run."""
     rows = []
     for run in runs:
         for name in STEPS:
