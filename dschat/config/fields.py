@@ -205,6 +205,18 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
+def read_named(path: str | Path, where: str, kind: str) -> str:
+    """The text of a file that a user names. Raises ``UserError``, of which ``where`` is the start
+    and ``kind`` (a JSON file) the remedy, where it cannot be read.
+    """
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror or error}; check the path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not a UTF-8 text file; name {kind}") from None
+
+
 def read_text(path: str | Path) -> str:
     """The text of a UTF-8 file; ``~`` is the home folder.
 

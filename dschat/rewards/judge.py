@@ -20,12 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, ClassVar
 
-from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import read_text, require_valid
+from dschat.config.fields import read_named, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.endpoint import LONGEST_PAUSE_S, post
 from dschat.rewards.verdict_cache import VerdictCache
@@ -244,11 +242,8 @@ class Judge:
         """The rubric, from its file if it names one."""
         if not self.rubric.endswith((".txt", ".md")):
             return self.rubric or _RUBRIC
-        path = Path(os.path.expanduser(self.rubric))
-        try:
-            return read_text(path).strip()
-        except OSError as error:
-            raise UserError(f"{flag}rubric={path}: {error.strerror}; check the path") from None
+        path = os.path.expanduser(self.rubric)
+        return read_named(path, f"{flag}rubric={path}", "a text").strip()
 
 
 @dataclass

@@ -19,7 +19,7 @@ import regex
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import read_text, require_valid
+from dschat.config.fields import read_named, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
@@ -205,10 +205,9 @@ class JsonSchema:
             return self.schema
         require(bool(self.schema), "is missing its schema: --reward_args json_schema.schema=FILE")
         path = Path(os.path.expanduser(str(self.schema)))
+        text = read_named(path, f"{flag}={path}", "a JSON file")
         try:
-            content = json.loads(read_text(path))
-        except OSError as error:
-            raise UserError(f"{flag}={path}: {error.strerror}; check the path") from None
+            content = json.loads(text)
         except ValueError as error:
             raise UserError(f"{flag}={path}: broken JSON: {error}") from None
         require(isinstance(content, (dict, bool)), f"{flag}={path}: a schema is a JSON object")
