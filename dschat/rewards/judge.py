@@ -166,10 +166,7 @@ class Judge:
 
     def _ask(self, requests: Sequence[Request], read: Read) -> list[float | None]:
         """The verdict of each request, equal ones asked once; None for a reply without one, and for
-        requests not started when the time of a call runs out.
-
-        Raises:
-            Fault: a request failed.
+        requests not started when the time of a call runs out. Raises ``Fault`` where one failed.
         """
         end = time.monotonic() + LONGEST_CALL_S - self.limit_per_answer_s
         failed = threading.Event()
