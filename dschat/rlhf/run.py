@@ -38,7 +38,7 @@ def train(
     Args:
         reward_fns, environment, tools: Python objects beside those that ``args`` name; see
             `DeepSpeedPPOTrainer`.
-        callbacks: likewise; see `dschat.runtime.start`.
+        callbacks: likewise; see `dschat.runtime.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.

@@ -1,6 +1,4 @@
-"""Starts the process of a step: console, ranks, seed, the checks that need nothing loaded, and the
-user's hooks.
-"""
+"""Starts the process of a step: console, ranks, seed, and the checks that need nothing loaded."""
 
 import logging
 from collections.abc import Sequence
@@ -11,14 +9,12 @@ from transformers import set_seed
 
 import dschat.distributed as dist
 from dschat.checkpoint.compatibility import check_start, contents_of
-from dschat.config import CommonConfig, UserError
-from dschat.config.errors import did_you_mean
+from dschat.config import CommonConfig
 from dschat.observability import console
 from dschat.observability.metrics_log import check_sinks
+from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
-from dschat.user_code.calls import raised
-from dschat.user_code.imports import load
 
 logger = logging.getLogger("dschat")
 
@@ -27,7 +23,7 @@ _FEW_STEPS = 20
 
 def start_step(
     config: CommonConfig, default_output_dir: str, callbacks: Sequence[Any] = ()
-) -> "Callbacks":
+) -> Callbacks:
     """Collective. Set up the console, join the process group, seed, check the output folder.
 
     ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
@@ -62,68 +58,3 @@ def warn_of_few_steps(config: CommonConfig, num_steps: int, batch_size: str) -> 
             "--num_train_epochs (%d) or lower --%s (%d)",
             *(num_steps, config.num_train_epochs, batch_size, getattr(config, batch_size)),
         )
-
-
-# -- hooks -----------------------------------------------------------------------------------------
-
-# With the arguments after the trainer, in steps 1 and 2 DeepSpeed's engine. ``metrics`` may be
-# changed: they are logged after the call.
-EVENTS = {
-    "on_rollout": "experience",  # step 3, before it is trained on, which sees its tensors changed
-    "on_step": "metrics",  # of an iteration, or an optimizer step
-    "on_evaluate": "metrics",
-    "on_save": "folder",  # of the saved models
-    "on_end": "",
-}
-
-
-class Callbacks:
-    """The objects of ``--callback`` and those ``given``, on every rank, in this order.
-
-    Args:
-        specs: ``file.py:NAME`` or ``pkg.mod:NAME``, of classes, made without arguments, or of
-            objects.
-        on_error: "error": one that raises ends the run; "log": it is logged.
-
-    Raises:
-        UserError: one does not exist, cannot be made, or has no hook.
-    """
-
-    def __init__(self, specs: Sequence[str], given: Sequence[Any], on_error: str) -> None:
-        named = [(load(spec, f"--callback {spec}"), f"--callback {spec}") for spec in specs]
-        named += [(item, f"callback {item!r:.80}") for item in given]
-        self._objects = [(_made(item, label), label) for item, label in named]
-        self._on_error = on_error
-
-    def __call__(self, event: str, trainer: Any, *args: Any) -> None:
-        """Call the hook ``event`` of all that have it. Raises ``UserError`` where one raised, and
-        that is an error.
-        """
-        for item, label in self._objects:
-            if (hook := getattr(item, event, None)) is None:
-                continue
-            try:
-                hook(trainer, *args)
-            except Exception as error:
-                problem = f"{label}: {event} {raised(error)}"
-                if self._on_error == "error":
-                    raise UserError(f"{problem}; --on_callback_error log goes on") from error
-                logger.warning("%s", problem)
-
-
-def _made(item: Any, label: str) -> Any:
-    if isinstance(item, type):
-        try:
-            item = item()
-        except Exception as error:
-            raise UserError(
-                f"{label} cannot be made without arguments: it {raised(error)}"
-            ) from None
-    hooks = [name for name in dir(item) if name.startswith("on_")]
-    if unknown := [name for name in hooks if name not in EVENTS]:
-        raise UserError(
-            f"{label}: no hook is called {unknown[0]}{did_you_mean(unknown[0], EVENTS)}"
-        )
-    if not hooks:
-        raise UserError(f"{label} has none of the hooks {', '.join(EVENTS)}")
-    return item

@@ -11,8 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.inference.sequence import Request
 from dschat.models.continued_text import StreamDecoder
-from dschat.serving.errors import Ended, EngineFailure, Stopping, TimedOut
+from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.worker import Handle, ServedModel, Token
+
+
+class EngineFailure(Ended):
+    """A step of the engine failed; the server's log has the cause."""
 
 
 class Event(NamedTuple):

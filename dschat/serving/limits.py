@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from dschat.serving.errors import error_body
+from dschat.serving.responses import error_body
 
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")

@@ -151,6 +151,11 @@ class CompletionFormat:
         return found
 
 
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> Json:
+    """OpenAI's body of a failed request."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 def _head(prefix: str, generation: Generation) -> Json:
     name = generation.model.name
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}

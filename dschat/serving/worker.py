@@ -20,8 +20,8 @@ from dschat.inference.core import Core
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason
 from dschat.inference.sequence import Request
-from dschat.serving.errors import Overloaded
 from dschat.serving.flags import ServeConfig
+from dschat.serving.patience import Overloaded
 
 logger = logging.getLogger("dschat")
 

@@ -12,17 +12,18 @@ from dschat.data.tokenize import preference_dataset, sft_dataset
 from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import num_ids
+from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import mark_complete
-from dschat.runtime.start import Callbacks, start_step
+from dschat.runtime.start import start_step
 from dschat.supervised import loop, preference, setup, tasks
 
 
 def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Fine-tune a language model on demonstrations as ``config`` says, and save it;
-    returns DeepSpeed's engine. ``callbacks``: see `dschat.runtime.start`.
+    returns DeepSpeed's engine. ``callbacks``: see `dschat.runtime.callbacks`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.
