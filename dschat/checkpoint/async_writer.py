@@ -80,7 +80,9 @@ class Writing:
 
     def wait(self, problem: str) -> CheckpointInfo | None:
         """Wait for ``checkpoint``; all ranks' files are written, or one has this ``problem``.
-        Raises ``Failed`` where it could not be written.
+
+        Raises:
+            Failed: it could not be written.
         """
         if problem:
             self._problem = problem

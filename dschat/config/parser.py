@@ -126,8 +126,10 @@ def flag_names(config_class: type) -> set[str]:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ``UserError`` for a missing file, broken YAML (with its
-    line), a duplicate key, or anything but a mapping.
+    """The mapping in a YAML file.
+
+    Raises:
+        UserError: no such file, broken YAML (with its line), a duplicate key, or not a mapping.
     """
     text = read_named(path, str(path), "a YAML file")
     try:

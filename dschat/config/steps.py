@@ -96,7 +96,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
         """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
-        Raises ``UserError`` for a value of the wrong type.
+
+        Raises:
+            UserError: a value of the wrong type.
         """
         if not isinstance(args, cls):
             given = args if isinstance(args, dict) else getattr(args, "__dict__", None)

@@ -66,8 +66,10 @@ def _captured_log() -> Iterator[list[logging.LogRecord]]:
 
 
 def show(config: ShowConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The report, line by line. Raises ``UserError`` where no step can use the data, or the one
-    named by ``--step`` cannot.
+    """The report, line by line.
+
+    Raises:
+        UserError: no step can use the data, or the one named by ``--step`` cannot.
     """
     for spec in config.data_path:
         yield from _source_lines(open_source(spec, config))

@@ -261,7 +261,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> l
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of EOS, which ends every answer. Raises ``UserError`` where the tokenizer has none."""
+    """The id of EOS, which ends every answer.
+
+    Raises:
+        UserError: the tokenizer has none.
+    """
     if tokenizer.eos_token_id is None:
         raise UserError(
             "the tokenizer has no EOS token to end an answer with; set eos_token in its "

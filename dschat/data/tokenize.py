@@ -173,7 +173,9 @@ def _tokenized(
     held_out: bool = False,
 ) -> Dataset:
     """A table of ``columns``, made by ``make_rows`` from examples; its report goes to the log.
-    Raises ``UserError`` where no rows are left, unless they are held out.
+
+    Raises:
+        UserError: no rows are left, unless they are held out.
     """
     features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
     numbered = enumerate(iterate(examples, tuple(examples.column_names)))
@@ -194,8 +196,10 @@ def _tokenized(
 
 
 def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStream:
-    """A stream of tokenized rows. Raises ``UserError`` where none of the first examples is usable,
-    so no step would train anything.
+    """A stream of tokenized rows.
+
+    Raises:
+        UserError: none of the first examples is usable, so no step would train anything.
     """
     encode = partial(_encode, make_rows=make_rows)
     first, probe = enumerate(examples.rows(quiet=True)), Tally(name, quiet=True)

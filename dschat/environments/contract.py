@@ -86,8 +86,10 @@ class Environment:
         self._text = ""
 
     def reset(self, prompt: str, seed: int, columns: Mapping[str, Any]) -> str:
-        """Begin the episode. Returns text to append to the prompt. Raises ``Fault`` where the
-        environment failed.
+        """Begin the episode. Returns text to append to the prompt.
+
+        Raises:
+            Fault: the environment failed.
         """
         self._columns = {**columns, "prompt": prompt, "seed": seed}
         text = None
@@ -104,8 +106,10 @@ class Environment:
         return text
 
     def step(self, answer: str, marked: str = "") -> Observation:
-        """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted. Raises
-        ``Fault`` where the environment failed, or returned something else.
+        """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted.
+
+        Raises:
+            Fault: the environment failed, or returned something else.
         """
         if not self._has_step:
             return Observation(done=True)
@@ -118,8 +122,10 @@ class Environment:
         return hasattr(self.instance, "get_reward")
 
     def final_reward(self) -> float:
-        """What ``get_reward`` of the class says of the whole episode. Raises ``Fault`` where it
-        failed, or returned no number.
+        """What ``get_reward`` of the class says of the whole episode.
+
+        Raises:
+            Fault: it failed, or returned no number.
         """
         return _finite(called(self.instance.get_reward), "get_reward returned")
 

@@ -44,7 +44,9 @@ class EnvironmentSource:
         self, tokenizer: PreTrainedTokenizerBase, tells: bool = True
     ) -> Callable[[], Environment]:
         """Makes an environment for each episode. ``tells``: the model hears of tools that fail.
-        Raises ``UserError`` where the tokenizer's chat template cannot call tools.
+
+        Raises:
+            UserError: the tokenizer's chat template cannot call tools.
         """
         if not self.tools:
             return lambda: Environment(self.target)

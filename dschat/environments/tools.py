@@ -35,8 +35,10 @@ class Tool:
 
 
 def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
-    """Tools of ``file.py:NAME[,NAME...]`` and ``pkg.mod:NAME[,NAME...]``, or of functions. Raises
-    ``UserError`` where one does not exist or is not described, or two have the same name.
+    """Tools of ``file.py:NAME[,NAME...]`` and ``pkg.mod:NAME[,NAME...]``, or of functions.
+
+    Raises:
+        UserError: one does not exist or is not described, or two have the same name.
     """
     tools = []
     for spec in specs:
@@ -53,8 +55,10 @@ def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
 
 
 def methods_of(environment: Any, label: str) -> list[Tool]:
-    """The public methods of a class without ``step``; none of any other object. Raises
-    ``UserError`` where one is not described.
+    """The public methods of a class without ``step``; none of any other object.
+
+    Raises:
+        UserError: one is not described.
     """
     if not isinstance(environment, type) or hasattr(environment, "step"):
         return []
@@ -74,7 +78,11 @@ def require_unique(tools: Sequence[Tool], label: str) -> None:
 
 
 def result_text(value: Any) -> str:
-    """A tool's result as text: text itself, else JSON. Raises ``Fault`` where it is neither."""
+    """A tool's result as text: text itself, else JSON.
+
+    Raises:
+        Fault: it is neither.
+    """
     if isinstance(value, str):
         return storable(value)
     try:

@@ -69,8 +69,10 @@ DEVICES = {row[0]: _gpu(*row) for row in _ROWS}
 
 
 def find_speed(name: str) -> DeviceSpeed:
-    """The device of that name in any case. Raises ``UserError`` where there is none, with the known
-    names.
+    """The device of that name in any case.
+
+    Raises:
+        UserError: no such device, with the known names.
     """
     for known, device in DEVICES.items():
         if known.lower() == name.lower():

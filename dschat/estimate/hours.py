@@ -49,8 +49,10 @@ class StepTime:
 
 
 def step_time(estimate: StepEstimate, request: PlanRequest) -> StepTime:
-    """The time of ``estimate``'s step on a device of known speed. Raises ``UserError`` where the
-    FLOPs of a model are not known.
+    """The time of ``estimate``'s step on a device of known speed.
+
+    Raises:
+        UserError: the FLOPs of a model are not known.
     """
     c, count, device = estimate.config, estimate.num_processes, estimate.device
     assert device.speed is not None

@@ -129,7 +129,9 @@ class Models:
 
     def _attention(self, use: Use) -> ModelSpec:
         """The sizes of the attention of transformers' module, and of the steps of an engine on it.
-        Raises ``UnsupportedModel`` where the engine cannot follow it.
+
+        Raises:
+            UnsupportedModel: the engine cannot follow it.
         """
         # NOTE: 16 bits, the only products of experts that the meta device knows.
         half, hidden = torch.bfloat16, self.config(use).get_text_config().hidden_size

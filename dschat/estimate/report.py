@@ -23,8 +23,10 @@ _ORDER = (
 
 
 def tables(request: PlanRequest) -> str:
-    """The estimate of every step as a table, with its time and dollars on a GPU. Raises
-    ``UserError`` for a model without a readable configuration, or settings that DeepSpeed rejects.
+    """The estimate of every step as a table, with its time and dollars on a GPU.
+
+    Raises:
+        UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
     """
     estimator, texts = make_estimator(request), []
     for number in sorted(request.steps):

@@ -36,8 +36,11 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
     """Estimates step 3."""
 
     def estimate(self) -> StepEstimate:
-        """The memory of the step on one device. Raises ``UserError`` where the run would refuse
-        ``--rollout_layout``, ``--rollout_lora`` or ``--inference_tp_size``.
+        """The memory of the step on one device.
+
+        Raises:
+            UserError: the run would refuse ``--rollout_layout``, ``--rollout_lora`` or
+                ``--inference_tp_size``.
         """
         c, learners = self._config, self._learners()
         actor, frozen = learners[0], self._frozen_models(learners[0])

@@ -154,8 +154,10 @@ class Recipe:
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
-    """train.py's own flags, and the steps' flags as groups ``[flag, value, ...]``. Raises
-    ``UserError`` for a value before any flag, or a wrong value of train.py's own flags.
+    """train.py's own flags, and the steps' flags as groups ``[flag, value, ...]``.
+
+    Raises:
+        UserError: a value before any flag, or a wrong value of train.py's own flags.
     """
     groups: list[list[str]] = []
     for token in argv:
@@ -177,8 +179,10 @@ def flag_name(group: Sequence[str]) -> str:
 
 
 def load_recipe(name: str, folder: Path) -> Recipe:
-    """The recipe ``name`` in ``folder``, or the YAML file ``name``. Raises ``UserError`` where it
-    is missing or empty, or has an unknown key (with the closest one) or value.
+    """The recipe ``name`` in ``folder``, or the YAML file ``name``.
+
+    Raises:
+        UserError: no such recipe, an empty one, or an unknown key (with the closest one) or value.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not os.path.isfile(path):

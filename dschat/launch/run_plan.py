@@ -79,7 +79,9 @@ class RunPlan:
 
 def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> RunPlan:
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
-    Raises ``UserError`` for an invalid flag, recipe, data file or model folder.
+
+    Raises:
+        UserError: an invalid flag, recipe, data file or model folder.
     """
     if dist.world_size() > 1 and config.node_rank is None:
         raise UserError(

@@ -60,8 +60,10 @@ class StepRun:
 
 
 def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, TrainingStep], list[str]]:
-    """The steps of the run by number, and a line for the user if there are fewer than three. Raises
-    ``UserError`` where --step or --reward_model does not fit the run.
+    """The steps of the run by number, and a line for the user if there are fewer than three.
+
+    Raises:
+        UserError: --step or --reward_model does not fit the run.
     """
     pairs = RewardConfig(**values[2])
     if pairs.trains_policy:

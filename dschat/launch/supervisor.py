@@ -113,8 +113,10 @@ def exit_code(returncode: int, caught: Sequence[int], was_asked: bool, has_saved
 
 
 def wait_until_free(output_dir: Path, machine: int = 0) -> bool:
-    """Wait for processes left by a train.py that was killed; returns whether there were any. Raises
-    ``UserError`` where another train.py runs a step there, or the processes do not exit.
+    """Wait for processes left by a train.py that was killed; returns whether there were any.
+
+    Raises:
+        UserError: another train.py runs a step there, or the processes do not exit.
     """
     ranks = process_registry.ProcessRegistry(output_dir / process_registry.FOLDER)
     waited, deadline = False, time.monotonic() + watchdog.LONGEST_S

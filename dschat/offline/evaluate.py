@@ -34,8 +34,10 @@ Answers = list[dict[str, Any]]  # lines with prompt, answer and score
 
 
 def evaluate(config: EvalConfig) -> Results:
-    """The metrics of every model and answer file of ``config``. Raises ``UserError`` for a wrong
-    flag, model, reward source, task or data, before weights load.
+    """The metrics of every model and answer file of ``config``.
+
+    Raises:
+        UserError: a wrong flag, model, reward source, task or data, before weights load.
     """
     check_out(config.out)
     paths, files, tasks = config.path or [], config.answers or [], config.own_tasks
@@ -83,8 +85,10 @@ def answer_metrics(tasks: list[str], answers: list[Answers]) -> list[Metrics]:
 
 
 def read_answers(path: str, tasks: list[str], prefix: str = "") -> Answers:
-    """A file of ``dschat generate``, whose columns start with ``prefix``. Raises ``UserError``
-    where it lacks what the tasks need.
+    """A file of ``dschat generate``, whose columns start with ``prefix``.
+
+    Raises:
+        UserError: it lacks what the tasks need.
     """
     rows: Answers = []
     try:

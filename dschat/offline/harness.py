@@ -42,8 +42,10 @@ _TOKENS = 8192  # of one forward
 
 
 class Harness:
-    """The tasks of ``config``, loaded with their rows. Raises ``UserError`` for a task that is
-    unknown, cannot be read, or needs what dschat lacks.
+    """The tasks of ``config``, loaded with their rows.
+
+    Raises:
+        UserError: a task that is unknown, cannot be read, or needs what dschat lacks.
     """
 
     def __init__(self, config: EvalConfig) -> None:
@@ -233,8 +235,10 @@ class EngineModel(TemplateLM):
 
 
 def _sampling(wanted: dict[str, Any], config: EvalConfig) -> tuple[SamplingParams, list[str]]:
-    """A task's generation_kwargs: sampling, and stop strings. Raises ``UserError`` where a value is
-    wrong, or dschat's generator has no such argument.
+    """A task's generation_kwargs: sampling, and stop strings.
+
+    Raises:
+        UserError: one that dschat's generator has not, or a wrong value.
     """
     given: dict[str, Any] = {**normalize_gen_kwargs(wanted, config.max_new_tokens)}
     until, length = given.pop("until"), given.pop("max_gen_toks")

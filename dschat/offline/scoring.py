@@ -72,8 +72,10 @@ class AnswerScorer:
             self._model = RewardModel(self._checkpoint, self._answering.dtype, pad_id)
 
     def score(self, rows: list[Row], answers: Rollout) -> list[float | None]:
-        """One score per answer, (S,), S = rows x samples; None where no source gives one. Raises
-        ``UserError`` where a score of the reward model is not finite.
+        """One score per answer, (S,), S = rows x samples; None where no source gives one.
+
+        Raises:
+            UserError: a score of the reward model is not finite.
         """
         sources, repeated = [], [row for row in rows for _ in range(self._config.n)]
         if self._model is not None:

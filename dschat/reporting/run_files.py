@@ -60,8 +60,10 @@ def is_finite(value: Any) -> bool:
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
-    """The runs in ``folders``, with distinct names. Raises ``UserError`` where a folder has no
-    metrics, or a line cannot be read.
+    """The runs in ``folders``, with distinct names.
+
+    Raises:
+        UserError: no metrics in a folder, or a line that cannot be read.
     """
     unique = list(dict.fromkeys(Path(folder) for folder in folders))
     names = shortest_ends([Path(os.path.abspath(folder)).parts for folder in unique])
@@ -118,7 +120,9 @@ def read_step(folder: Path) -> Step:
 
 def read_rows(path: Path) -> list[Row]:
     """The JSON objects in ``path``, in order; without a partial last line, which is being written.
-    Raises ``UserError`` where another line is not a JSON object with a ``step``.
+
+    Raises:
+        UserError: another line is not a JSON object with a ``step``.
     """
     if not path.is_file():
         return []

@@ -73,7 +73,9 @@ def rebuilt_function(recipe: Recipe, settings: dict[str, Any]) -> Callable[..., 
 
 def values_of(result: Any, lengths: list[int]) -> Values:
     """A function's result as one value per sample. Accepts lists, tuples, arrays and tensors.
-    Raises ``Fault`` for another type, or a length other than the number of samples.
+
+    Raises:
+        Fault: another type, or a length other than the number of samples.
     """
     if inspect.iscoroutine(result):
         result.close()

@@ -102,8 +102,10 @@ class _TransientFailure(Fault):
 def post(
     url: str, body: bytes, timeout_s: float, retries: int, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """The JSON of the reply to ``body``; no attempt takes longer than ``timeout_s``. Raises
-    ``Fault`` where no attempt worked, or a retry cannot help.
+    """The JSON of the reply to ``body``; no attempt takes longer than ``timeout_s``.
+
+    Raises:
+        Fault: no attempt worked, or a retry cannot help.
     """
     request = urllib.request.Request(url, body, _HEADERS | dict(headers or {}))
     for attempt in range(retries + 1):

@@ -47,15 +47,20 @@ class RewardFunction:
         return is_async(self.function)
 
     def recipe(self) -> tuple[Recipe, dict[str, Any]]:
-        """What a worker process makes it of. Raises ``UserError`` where the function cannot be
-        imported by name there.
+        """What a worker process makes it of.
+
+        Raises:
+            UserError: the function cannot be imported by name there.
         """
         found = portable(self.target, self.spec, self.label, "--reward_pool thread")
         return found, self.settings
 
     def sources(self, columns: Collection[str]) -> dict[str, str]:
         """The source of each argument, for samples with ``columns``: parameter -> column, or name
-        in `GIVEN`. Raises ``UserError`` where a column is missing.
+        in `GIVEN`.
+
+        Raises:
+            UserError: a column is missing.
         """
         chosen: dict[str, str] = {}
         for name, parameter in self.accepted.items():
@@ -224,8 +229,10 @@ def _instance(target: type, values: dict[str, Any], label: str) -> Any:
 
 
 def parameters(function: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters of ``function`` by name. Raises ``UserError`` where it has no readable
-    signature, or a required parameter is positional-only.
+    """The parameters of ``function`` by name.
+
+    Raises:
+        UserError: no readable signature, or a required parameter is positional-only.
     """
     try:
         signature = inspect.signature(function)

@@ -248,7 +248,11 @@ class FunctionSource:
         return values
 
     def call(self, samples: Samples, limit_s: float) -> Values:
-        """One call of the function. Raises ``Fault`` where it failed as a whole."""
+        """One call of the function.
+
+        Raises:
+            Fault: it failed as a whole.
+        """
         try:
             sources = self.reward.sources(samples.columns)
         except UserError as error:

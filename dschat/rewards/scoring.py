@@ -129,8 +129,10 @@ class Scoring:
                 calls.append(([numbered[place] for place in places], futures))
 
     def result(self) -> list[SourceScores]:
-        """Collective. Wait for the scores: one entry per source, in their order. Raises
-        ``RewardError`` where a source failed on any rank and ``on_reward_error`` is error.
+        """Collective. Wait for the scores: one entry per source, in their order.
+
+        Raises:
+            RewardError: a source failed on any rank and ``on_reward_error`` is error.
         """
         if not self._sources:
             return []

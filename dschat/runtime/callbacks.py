@@ -41,8 +41,10 @@ class Callbacks:
         self._on_error = on_error
 
     def __call__(self, event: str, trainer: Any, *args: Any) -> None:
-        """Call the hook ``event`` of all that have it. Raises ``UserError`` where one raised, and
-        that is an error.
+        """Call the hook ``event`` of all that have it.
+
+        Raises:
+            UserError: one raised, and that is an error.
         """
         for item, label in self._objects:
             if (hook := getattr(item, event, None)) is None:

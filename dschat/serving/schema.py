@@ -124,8 +124,10 @@ class Message(Known):
 
 
 def turns_of(messages: list[Message]) -> list[Turn]:
-    """The conversation as training reads one. Raises ``UserError`` where it could not be trained
-    either.
+    """The conversation as training reads one.
+
+    Raises:
+        UserError: it could not be trained either.
     """
     turns: list[Turn] = []
     for i, message in enumerate(messages):

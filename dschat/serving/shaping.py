@@ -23,8 +23,10 @@ _TEXT, _OBJECT, _SCHEMA = "text", "json_object", "json_schema"
 def shape_of(
     body: GenerationRequest, tokenizer: PreTrainedTokenizerBase, num_tokens: int
 ) -> "Shape | None":
-    """What ``body`` asks for; None: nothing. ``num_tokens``: those that can be drawn. Raises
-    ``UserError`` for an id outside the vocabulary, a format that is not known, or no JSON schema.
+    """What ``body`` asks for; None: nothing. ``num_tokens``: those that can be drawn.
+
+    Raises:
+        UserError: an id outside the vocabulary, a format that is not known, or no JSON schema.
     """
     schema = _schema(body.response_format)
     asks = body.logit_bias, body.allowed_token_ids, body.bad_words, body.presence_penalty

@@ -35,7 +35,10 @@ _POLICY = (
 
 class PreferenceFile:
     """A JSONL file with the columns ``prompt`` (turns), ``chosen`` and ``rejected`` (text), and the
-    names of the models. Raises ``UserError`` where the file cannot be written.
+    names of the models.
+
+    Raises:
+        UserError: the file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
@@ -71,7 +74,9 @@ class PreferenceFile:
 
 class ChatScorer:
     """The reward model of step 2 at ``path``, which reads what it was trained on: its own tokens.
-    Raises ``UserError`` where it is not a reward model with a tokenizer.
+
+    Raises:
+        UserError: not a reward model with a tokenizer.
     """
 
     def __init__(self, path: str, dtype: str, trust_remote_code: bool = False) -> None:
@@ -85,8 +90,10 @@ class ChatScorer:
         )
 
     def score(self, messages: list[dict[str, str]], answers: list[str]) -> list[float]:
-        """The score of each answer to a conversation, at its end. Raises ``UserError`` where the
-        chat template refuses the messages, or they are longer than the model.
+        """The score of each answer to a conversation, at its end.
+
+        Raises:
+            UserError: the chat template refuses the messages, or they are longer than the model.
         """
         turns: list[Content] = [[{"role": "assistant", "content": text}] for text in answers]
         example = Example(messages, others=turns)

@@ -94,7 +94,9 @@ class EngineWorker:
 
     def submit(self, tokens: "asyncio.Queue[Token | Exception]", request: Request) -> Handle:
         """Queue a request that `InferenceEngine.problem` accepts. `cancel` releases the handle.
-        Raises ``Overloaded`` where too many answers wait.
+
+        Raises:
+            Overloaded: too many answers wait.
         """
         num_answers = request.sampling.n
         if self.num_waiting + num_answers > self._max_waiting + self.engine.max_num_seqs:
@@ -216,8 +218,11 @@ class ServedModel:
 
 
 def load_models(config: ServeConfig) -> dict[str, ServedModel]:
-    """The models of ``--path`` by name. Raises ``UserError`` where one is not a causal LM with a
-    tokenizer, or of a family that the engine does not run.
+    """The models of ``--path`` by name.
+
+    Raises:
+        UserError: one is not a causal LM with a tokenizer, or of a family that the engine does not
+            run.
     """
     trust, flags = config.trust_remote_code, config.template_flags
     found = {name: Model.find(path, config.dtype, trust, **flags) for name, path in config.models}

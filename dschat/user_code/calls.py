@@ -21,8 +21,10 @@ class Fault(Exception):
 
 
 def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a function or coroutine; in a coroutine's place, what it returns. Raises
-    ``Fault`` where it raised.
+    """The result of a function or coroutine; in a coroutine's place, what it returns.
+
+    Raises:
+        Fault: it raised.
     """
     try:
         result = function(*args, **kwargs)

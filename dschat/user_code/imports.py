@@ -28,8 +28,10 @@ Recipe = str | bytes
 
 
 def load(spec: str, label: str) -> Any:
-    """The object named by ``file.py:name`` or ``pkg.mod:name``. Raises ``UserError`` where it does
-    not exist, or its module cannot be imported. ``label`` begins the line.
+    """The object named by ``file.py:name`` or ``pkg.mod:name``.
+
+    Raises:
+        UserError: it does not exist, or its module cannot be imported. ``label`` begins the line.
     """
     try:
         return resolve(spec)

@@ -88,8 +88,10 @@ class Worker:
         self._is_stopped = False
 
     def start(self) -> None:
-        """Start the process unless it runs. Raises ``Fault`` where what it serves cannot be rebuilt
-        there.
+        """Start the process unless it runs.
+
+        Raises:
+            Fault: what it serves cannot be rebuilt there.
         """
         with self._lock:
             if self._is_stopped:
@@ -123,8 +125,10 @@ class Worker:
         self.num_starts += 1
 
     def call(self, *arguments: Any, limit_s: float) -> Any:
-        """What the process returns for ``arguments``. Raises ``Fault`` where the call failed, took
-        longer than ``limit_s`` or ended the process.
+        """What the process returns for ``arguments``.
+
+        Raises:
+            Fault: the call failed, took longer than ``limit_s`` or ended the process.
         """
         self.start()
         reply = self._reply_to((*arguments, limit_s), limit_s)

@@ -69,8 +69,10 @@ class Pool:
 
 
 def within(limit_s: float, job: Callable[..., Any], *args: Any) -> Any:
-    """The result of ``job(*args)`` in a thread of its own. Raises ``Fault`` where it did not return
-    within ``limit_s``.
+    """The result of ``job(*args)`` in a thread of its own.
+
+    Raises:
+        Fault: it did not return within ``limit_s``.
     """
     future = background(job, *args)
     if not wait([future], timeout=limit_s).done:
@@ -86,8 +88,10 @@ class Loop:
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        """What ``coroutine`` returns; blocks until it is done. Raises ``Fault`` where it was not
-        done after ``limit_s``.
+        """What ``coroutine`` returns; blocks until it is done.
+
+        Raises:
+            Fault: it was not done after ``limit_s``.
         """
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, limit_s), loop)

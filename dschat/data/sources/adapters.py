@@ -191,7 +191,9 @@ def _answered(
     unpaired: bool,
 ) -> Example:
     """``example`` with a demonstration, a pair (``unpaired``: a side of it) or ranked answers.
-    Raises ``Unusable`` where an answer that ``purpose`` needs is missing or unreadable.
+
+    Raises:
+        Unusable: an answer that ``purpose`` needs is missing or unreadable.
     """
     if isinstance(ranked, Unusable):
         raise Unusable(f"an unusable ranking ({ranked})")
@@ -290,7 +292,10 @@ def _whole_prompt(
     row: dict[str, Any], adapter: ColumnAdapter, purpose: Purpose, prompt: Parsed
 ) -> tuple[Content, dict[str, Any]]:
     """The prompt, a chat behind the system message and the history of its row; and what else its
-    template gets. Raises ``Unusable`` where there is none.
+    template gets.
+
+    Raises:
+        Unusable: there is none.
     """
     inputs: dict[str, Any] = {}
     if isinstance(prompt, list) and purpose == "rlhf":
@@ -316,8 +321,10 @@ def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> l
 
 
 def _opening_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:
-    """The system message and the ``history`` (Alpaca's, pairs) of a row. Raises ``Unusable`` for a
-    history in another form.
+    """The system message and the ``history`` (Alpaca's, pairs) of a row.
+
+    Raises:
+        Unusable: a history in another form.
     """
     history, turns = from_cell(row.get("history")), []
     for pair in history if isinstance(history, list) and adapter.context else ():

@@ -165,7 +165,9 @@ def load_source(
     spec: str, config: DataConfig, purpose: Purpose, flag: str = "--data_path"
 ) -> DataSource:
     """Resolve one ``NAME[:WEIGHT]``, choose its columns and check that ``purpose`` can use them.
-    Raises ``UserError`` where the source cannot be found or read, or lacks a column.
+
+    Raises:
+        UserError: the source cannot be found or read, or lacks a column.
     """
     source = open_source(spec, config, flag)
     columns = source.splits.train.columns
@@ -279,8 +281,10 @@ def _joined(rows: list[PlacedRows]) -> PlacedRows:
 def _weighted(
     source: DataSource, placed: PlacedRows, held_keys: np.ndarray, seed: int
 ) -> PlacedRows:
-    """A source's training rows, each repeated according to its weight. Raises ``UserError`` where
-    so many rows do not fit in host memory.
+    """A source's training rows, each repeated according to its weight.
+
+    Raises:
+        UserError: so many rows do not fit in host memory.
     """
     rows = np.flatnonzero(~np.isin(placed.places["eval"], held_keys))
     num_rows = round(source.weight * len(rows))

@@ -131,8 +131,10 @@ class ExampleStream:
         part: Optional[int] = None,
         tally: Optional[Tally] = None,
     ) -> Iterator[ExampleRow]:
-        """The usable rows of one pass that belong to ``part``; without it, all of them. Raises
-        ``UserError`` for a bad row that ``--on_bad_row`` does not allow.
+        """The usable rows of one pass that belong to ``part``; without it, all of them.
+
+        Raises:
+            UserError: a bad row that ``--on_bad_row`` does not allow.
         """
         for row in splits.normalized_rows(rows, source.adapter, self._purpose):
             if row["problem"]:

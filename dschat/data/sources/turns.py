@@ -175,7 +175,10 @@ def unread_keys(values: Iterable[Any]) -> list[str]:
 
 def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any]]]:
     """A row's tools, JSON schemas in OpenAI's form or a JSON text of them; None without any. Its
-    legacy form is ``functions``. Raises ``Unusable`` where it is neither.
+    legacy form is ``functions``.
+
+    Raises:
+        Unusable: it is neither.
     """
     tools = from_cell(value)
     if not tools and isinstance(functions, list):
@@ -188,8 +191,10 @@ def read_tools(value: Any, functions: Any = None) -> Optional[list[dict[str, Any
 
 
 def read_template_kwargs(value: Any) -> Optional[dict[str, Any]]:
-    """A row's variables for the chat template, an object or its JSON text; None without any. Raises
-    ``Unusable`` where it is neither.
+    """A row's variables for the chat template, an object or its JSON text; None without any.
+
+    Raises:
+        Unusable: it is neither.
     """
     if isinstance(value, str) and value.strip():
         with suppress(ValueError, RecursionError):
