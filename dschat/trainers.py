@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
-from dschat.config.fields import changed, require_types
+from dschat.config.fields import changed
 
 
 class _Trainer:
@@ -60,7 +60,6 @@ class _Trainer:
         if data is not None:
             values["data_path"] = [data] if isinstance(data, str) else [str(d) for d in data]
         self.config = self._made(values)
-        require_types(self.config)
         self.config.validate()
 
     def _made(self, values: dict[str, Any]) -> Any:

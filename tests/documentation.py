@@ -6,9 +6,9 @@ from pathlib import Path
 from dschat.chat.load import ChatConfig
 from dschat.config import parser
 from dschat.config.data import ShowConfig
-from dschat.config.report import ReportConfig
 from dschat.launch import recipe
 from dschat.offline.flags import EvalConfig, GenerateConfig
+from dschat.reporting.__main__ import ReportConfig
 from dschat.serving.flags import ServeConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -41,16 +41,7 @@ _OPPOSITE_PAIRS = (
 OPPOSITES = {a: b for x, y in _OPPOSITE_PAIRS for a, b in ((x, y), (y, x))}
 
 LIST_WORDS = ("apple", "corn", "nut", "plum")
-NAMES = (
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Eva",
-    "Felix",
-    "Greta",
-    "Hugo",
-)
+NAMES = ("Anna", "Ben", "Clara", "David", "Eva", "Felix", "Greta", "Hugo")
 HARMS = (
     "steal a car",
     "break into a house",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Optional
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.data import TemplateConfig
-from dschat.config.fields import flag, place_flag, require_bounds, require_types
+from dschat.config.fields import flag, place_flag, require_valid
 from dschat.inference.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class AnswersConfig(TemplateConfig):
         )
 
     def validate_answers(self) -> None:
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
         try:
             self.sampling()
         except UserError as error:
@@ -123,6 +122,8 @@ def load_chat(config: ChatConfig) -> "Chat":
 def present(path: str) -> str:
     """``path`` in the form ``from_pretrained`` takes; ``UserError`` if nothing is there."""
     folder = Path(os.path.expanduser(path))
+    # OWNER/NAME is a mistyped path and not a hub name where the folder OWNER exists.
+    is_sibling = folder.parent != Path(".") and os.path.isdir(folder.parent)
     if os.path.isdir(folder):  # Path.is_dir raises for a name too long for the file system
         if (
             not (folder / "config.json").is_file()
@@ -132,11 +133,6 @@ def present(path: str) -> str:
             remedy = f"did you mean {inner[0]}?" if inner else "name the folder that has it"
             raise UserError(f"{FLAG} {path}: no config.json there, so no model; {remedy}")
         path = str(folder)
-    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_missing_sibling(folder):
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1 or is_sibling:
         raise UserError(f"{FLAG} {path}: no such folder; check the path")
     return path
-
-
-def _is_missing_sibling(folder: Path) -> bool:
-    """Whether OWNER/NAME is a mistyped path and not a hub name, because the folder OWNER exists."""
-    return folder.parent != Path(".") and os.path.isdir(folder.parent)

@@ -24,7 +24,7 @@ logger = logging.getLogger("dschat")
 
 def check_system(tokenizer: "PreTrainedTokenizerBase", system: Optional[str]) -> None:
     """Raise ``UserError`` if the tokenizer's chat template refuses this system message."""
-    Conversation(system).prompt_ids(tokenizer, "?")
+    prompt_text_ids(tokenizer, Conversation(system).messages("?"))
 
 
 class Conversation:
@@ -41,27 +41,17 @@ class Conversation:
             turns += [("user", prompt), ("assistant", answer)]
         return [{"role": role, "content": content} for role, content in [*turns, ("user", text)]]
 
-    def prompt_ids(self, tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-        """Token ids of `messages`, formatted as in training.
-
-        Raises:
-            UserError: the tokenizer's chat template refuses these messages.
-        """
-        return prompt_text_ids(tokenizer, self.messages(text))
-
     def fit(
         self, tokenizer: "PreTrainedTokenizerBase", text: str, max_len: int
     ) -> tuple[list[int], int]:
-        """``prompt_ids`` within ``max_len`` tokens, without as many of the oldest exchanges as
-        needed.
-
-        Returns the ids and the number of exchanges left out. With all of them left out the ids may
-        still exceed ``max_len``.
+        """The ids of `messages` within ``max_len`` tokens, without as many of the oldest exchanges
+        as needed; and the number of those left out. With all of them left out the ids may still
+        exceed ``max_len``. ``UserError`` where the chat template refuses the messages.
         """
         recent = Conversation(self.system)
         for num_dropped in range(len(self.exchanges) + 1):
             recent.exchanges = self.exchanges[num_dropped:]
-            ids = recent.prompt_ids(tokenizer, text)
+            ids = prompt_text_ids(tokenizer, recent.messages(text))
             if len(ids) <= max_len:
                 break
         return ids, num_dropped

@@ -262,12 +262,9 @@ def export_adapter(
             with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as staging:
                 save_tensors(state, Path(staging, "adapter_model.safetensors"))
                 settings.save_pretrained(staging)
-                for path in sorted(Path(staging).iterdir()):  # the weights go last
-                    sync_file(path)
-                    os.replace(path, folder / path.name)
+                _move_in(Path(staging), folder)
         except Exception as error:
             if is_full(error):
                 raise _no_space(folder, sum(t.nbytes for t in state.values())) from None
             raise
-        sync_file(folder)
     dist.barrier()

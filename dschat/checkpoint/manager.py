@@ -17,7 +17,7 @@ continues; without enough memory, training waits.
 import json
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,19 +314,17 @@ def read_tensors(checkpoint: CheckpointInfo, rank: int, group: str) -> dict[str,
 
 def _restore(checkpoint: CheckpointInfo, name: str, tensor: Tensor) -> None:
     """Fill ``tensor`` from ``name`` in the checkpoint, repartitioned for another world size."""
+
+    def saved_by(rank: int) -> Tensor:
+        with safe_open(checkpoint.folder / _rank_file(rank), "pt") as file:
+            return file.get_tensor(name)
+
     if checkpoint.world_size == dist.world_size():
-        with safe_open(checkpoint.folder / _rank_file(dist.rank()), "pt") as file:
-            saved = file.get_tensor(name)
+        saved = saved_by(dist.rank())
         assert saved.shape == tensor.shape, f"{name}: {saved.shape}, not {tensor.shape}"
         tensor.detach().copy_(saved)
         return
-    whole = torch.cat([part.reshape(-1) for part in _parts(checkpoint, name)])
+    whole = torch.cat([saved_by(rank).reshape(-1) for rank in range(checkpoint.world_size)])
     part = whole[dist.rank() * tensor.numel() :][: tensor.numel()]
     padded = torch.nn.functional.pad(part, (0, tensor.numel() - part.numel()))
     tensor.detach().copy_(padded.view(tensor.shape))
-
-
-def _parts(checkpoint: CheckpointInfo, name: str) -> Iterator[Tensor]:
-    for rank in range(checkpoint.world_size):
-        with safe_open(checkpoint.folder / _rank_file(rank), "pt") as file:
-            yield file.get_tensor(name)

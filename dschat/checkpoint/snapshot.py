@@ -54,15 +54,13 @@ def fits(size: int, processes_here: int) -> bool:
     return size * processes_here <= (1 - _LEFT_FREE) * available_memory()
 
 
-# -- rng state -------------------------------------------------------------------------------------
-#
-# Saves and restores the random generators of a process as tensors: Python's, NumPy's, torch's.
-#
-# Sampling of answers uses none of them: its numbers depend on seed, prompt and position only.
+# -- random generators -----------------------------------------------------------------------------
 
 
 def read_generators() -> dict[str, Tensor]:
-    """States of this process's global generators; on CUDA also of its device's."""
+    """States of this process's global generators, on CUDA also of its device's. Sampling of answers
+    uses none of them.
+    """
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state()
     assert isinstance(numpy_state, tuple), "unknown generator"

@@ -3,11 +3,11 @@
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional
 
-from dschat.config.columns import columns_by_role
 from dschat.config.errors import UserError, require
 from dschat.config.fields import (
     AUTO,
@@ -15,11 +15,12 @@ from dschat.config.fields import (
     flag,
     log_flag,
     place_flag,
-    require_bounds,
-    require_types,
+    require_valid,
     speed_flag,
 )
 
+# Of the columns of a data set.
+ROLES = ("prompt", "chosen", "rejected", "messages", "answers", "ranks", "scores")
 # What chat templates get from a program, and so are no variables of a user's.
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
@@ -40,6 +41,44 @@ def template_variables(values: dict[str, Any]) -> dict[str, Any]:
             f"chat_template_kwargs: {name:.40} is no variable of a chat template; leave it out",
         )
     return values
+
+
+def columns_by_role(columns: Optional[list[str]], roles: Sequence[str] = ROLES) -> dict[str, Any]:
+    """The items ROLE=COLUMN of ``--columns``; ``UserError`` for one of another form."""
+    found: dict[str, Any] = {}
+    for item in columns or ():
+        role, _, column = item.partition("=")
+        require(bool(column), f"--columns {item}: write ROLE=COLUMN, such as prompt=question")
+        require(role in roles, f"--columns {item}: no such role; choose from {', '.join(roles)}")
+        require(role not in found, f"--columns names two columns for {role}; leave one out")
+        found[role] = column
+    return found
+
+
+def look_up(row: dict[str, Any], path: Optional[str]) -> Any:
+    """The value at a column, or at a path into it such as ``answers.0.text``; None if absent.
+
+    ``answers.*.text`` is the list of all texts.
+    """
+    if path is None:
+        return None
+    if path in row:
+        return row[path]
+    value: Any = row
+    steps = path.split(".")
+    for number, step in enumerate(steps):
+        if step == "*" and isinstance(value, list):
+            rest = ".".join(steps[number + 1 :])
+            return [look_up(item, rest) if isinstance(item, dict) else None for item in value]
+        if isinstance(value, dict) and step == "*":
+            continue  # an object of lists, such as a Sequence of `datasets`
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value
 
 
 @dataclass
@@ -245,8 +284,7 @@ class ShowConfig(DataConfig):
     trust_remote_code: bool = flag(False, "Run Python code that a checkpoint brings.")
 
     def validate(self) -> None:
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
         self.validate_data()
 
 

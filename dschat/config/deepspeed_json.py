@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dschat.config.errors import UserError, did_you_mean
-from dschat.config.fields import read_text
+from dschat.config.fields import read_named
 
 Decided = Mapping[str, tuple[str, tuple[Any, ...]]]  # dotted key -> (flag and value, accepted)
 
@@ -71,12 +71,9 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (accepted, why)
 
 def read(path: str, where: str) -> dict[str, Any]:
     """The JSON object in ``path``; ``where`` is the start of every error message."""
+    text = read_named(path, where, "a JSON file")
     try:
-        content = json.loads(read_text(path))
-    except OSError as error:
-        raise UserError(f"{where}: {error.strerror or error}; check the path") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{where}: not a UTF-8 text file; name a JSON file") from None
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: broken JSON at line {error.lineno}: {error.msg}") from None
     if not isinstance(content, dict):

@@ -119,17 +119,9 @@ def fixed_or_zero(value: int | str) -> int:
     return 0 if value == AUTO else int(value)
 
 
-def require_bounds(config: Any) -> None:
-    """Raise ``UserError`` for the first dataclass field with a number outside its bounds."""
-    for f in fields(config):
-        bounds, value = f.metadata.get("bounds"), getattr(config, f.name)
-        for number in value if isinstance(value, (list, tuple)) else [value]:
-            if bounds and isinstance(number, Real) and number not in bounds:
-                raise UserError(f"--{f.name} {number} {bounds}")
-
-
-def require_types(config: Any, prefix: str = "--") -> None:
-    """Raise ``UserError`` for the first dataclass field whose value does not match its type.
+def require_valid(config: Any, prefix: str = "--") -> None:
+    """Raise ``UserError`` for the first dataclass field whose value does not match its type, then
+    for the first with a number outside its bounds.
 
     The command line converts types; Python code and YAML files do not. Integers must fit in
     64 bits, floats lie within +-``LARGEST``.
@@ -142,6 +134,11 @@ def require_types(config: Any, prefix: str = "--") -> None:
         if problem:
             shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
             raise UserError(f"{prefix}{f.name} {shown} {problem}")
+    for f in fields(config):
+        bounds, value = f.metadata.get("bounds"), getattr(config, f.name)
+        for number in value if isinstance(value, (list, tuple)) else [value]:
+            if bounds and isinstance(number, Real) and number not in bounds:
+                raise UserError(f"{prefix}{f.name} {number} {bounds}")
 
 
 _hints = functools.cache(get_type_hints)
@@ -206,6 +203,18 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # a whole number beyond any float
         return False
+
+
+def read_named(path: str | Path, where: str, kind: str) -> str:
+    """The text of a file that a user names. Raises ``UserError``, of which ``where`` is the start
+    and ``kind`` (a JSON file) the remedy, where it cannot be read.
+    """
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror or error}; check the path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not a UTF-8 text file; name {kind}") from None
 
 
 def read_text(path: str | Path) -> str:

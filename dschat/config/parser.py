@@ -27,7 +27,7 @@ from typing import (
 import yaml
 
 from dschat.config import UserError, renamed
-from dschat.config.fields import AUTO, IntOrAuto, read_text, type_problem
+from dschat.config.fields import AUTO, IntOrAuto, read_named, type_problem
 
 
 class _Validated(Protocol):
@@ -131,12 +131,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: no such file, broken YAML (with its line), a duplicate key, or not a mapping.
     """
+    text = read_named(path, str(path), "a YAML file")
     try:
-        content = yaml.load(read_text(path), _Loader)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; check the path") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not a UTF-8 text file; name a YAML file") from None
+        content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""

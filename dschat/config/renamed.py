@@ -7,7 +7,7 @@ Scripts of DeepSpeed-Chat and settings that were recorded under old names are tr
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from dschat.config.columns import ROLES
+from dschat.config.data import ROLES
 from dschat.config.errors import did_you_mean
 
 # Old flag -> its flag of today, and the value there.

@@ -14,8 +14,7 @@ from dschat.config.fields import (
     flag,
     log_flag,
     place_flag,
-    require_bounds,
-    require_types,
+    require_valid,
     speed_flag,
 )
 from dschat.config.lora import LoraConfig
@@ -70,8 +69,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     )
 
     def validate(self) -> None:
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
         self.validate_data()
         require(
             not self.streaming or self.max_steps > 0,
@@ -108,7 +106,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
                 raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
             given = translated(given)
             args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
-        require_types(args)
+        require_valid(args)
         return args
 
 

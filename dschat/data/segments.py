@@ -18,8 +18,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.data.reasoning import THINK, resolved, thought_of, with_reasoning
-from dschat.data.rendering import LAST_TAG, RefusedChat, continuing, render_chat
+from dschat.data.rendering import (
+    LAST_TAG,
+    THINK,
+    RefusedChat,
+    continuing,
+    render_chat,
+    resolved,
+    thought_of,
+    with_reasoning,
+)
 from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
 from dschat.models.chat_template import merges_system, turn_ends

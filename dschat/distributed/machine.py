@@ -45,8 +45,6 @@ def writable_cache() -> Path:
 
 
 # -- disk space ------------------------------------------------------------------------------------
-#
-# Free space of a disk, and whether an error says that it is full.
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries in Rust raise errors of their own: "I/O error: No space left on device (os error 28)".

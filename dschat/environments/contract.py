@@ -20,6 +20,7 @@ from numbers import Real
 from typing import Any
 
 from dschat.config.reward import REFERENCE
+from dschat.data.sources.turns import storable
 from dschat.user_code.calls import Fault, called
 from dschat.user_code.threads import Pool
 
@@ -100,7 +101,7 @@ class Environment:
             text = str(text.get("observation", prompt)).removeprefix(prompt)
         if not isinstance(text, str | None):
             raise Fault(f"reset returned {shown(text)}; return a str or None")
-        text = sound(text or "")
+        text = storable(text or "")
         self._text = prompt + text
         return text
 
@@ -161,11 +162,6 @@ class Environment:
         if any(p.kind is p.VAR_KEYWORD for p in accepted):
             given = {**self._columns, **given}
         return called(function, *args, **given)
-
-
-def sound(text: str) -> str:
-    """``text`` with question marks for halves of characters (lone surrogates of JSON's escapes)."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _observation(result: Any) -> Observation:

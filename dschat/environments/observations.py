@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.data.rendering import RefusedChat, render_chat
 from dschat.data.segments import Segment, encode, end_of, require_eos
-from dschat.environments.contract import Observation, ToolResult, sound
+from dschat.data.sources.turns import storable
+from dschat.environments.contract import Observation, ToolResult
 from dschat.models.tokenizer import stop_ids
 from dschat.user_code.calls import Fault
 
@@ -101,7 +102,7 @@ class ObservationTokens:
         return whole[end.end() :]
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        (ids,) = encode(self._tokenizer, [Segment(sound(text), before=self._end)])
+        (ids,) = encode(self._tokenizer, [Segment(storable(text), before=self._end)])
         return tuple(ids)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.environments.contract import Call, Environment, Observation, ToolResult, shown, sound
+from dschat.data.sources.turns import storable
+from dschat.environments.contract import Call, Environment, Observation, ToolResult, shown
 from dschat.user_code.calls import Fault, awaited, fault_of
 from dschat.user_code.imports import load
 
@@ -76,15 +77,6 @@ def require_unique(tools: Sequence[Tool], label: str) -> None:
         raise UserError(f"{label}: two tools are called {double}; rename one")
 
 
-def problem_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Why ``function`` does not take ``arguments``, for the model; "" if it does."""
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
 def result_text(value: Any) -> str:
     """A tool's result as text: text itself, else JSON.
 
@@ -92,7 +84,7 @@ def result_text(value: Any) -> str:
         Fault: it is neither.
     """
     if isinstance(value, str):
-        return sound(value)
+        return storable(value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -160,7 +152,10 @@ class ToolEnvironment(Environment):
             near = did_you_mean(call.name, list(self._functions))
             problem = f"there is no tool {call.name[:80]!r}{near}"
         if not problem and function is not None:
-            problem = problem_of(function, call.arguments)
+            try:
+                inspect.signature(function).bind(**call.arguments)
+            except TypeError as error:
+                problem = str(error)
         if problem or function is None:
             return ToolResult(call.name, f"error: {problem}", failed=True)
         try:

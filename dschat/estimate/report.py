@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config.errors import first_line
 from dschat.estimate import PlanRequest
 from dschat.estimate.advice import Advice, advise
 from dschat.estimate.devices import GIB, find_device
@@ -61,8 +62,9 @@ def make_estimator(request: PlanRequest) -> Estimator:
         except UserError:
             raise
         except MODEL_ERRORS as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"a model of this step cannot be planned: {reason}") from error
+            raise UserError(
+                f"a model of this step cannot be planned: {first_line(error)}"
+            ) from error
 
     return estimate
 

@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from dschat.config import UserError
-from dschat.config.fields import require_types
+from dschat.config.fields import require_valid
 from dschat.config.rollout import RolloutConfig, temperature_problem
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SamplingParams:
     min_new_tokens: int = 0  # EOS and stop tokens are not drawn before this many tokens
 
     def __post_init__(self) -> None:
-        require_types(self, prefix="")
+        require_valid(self, prefix="")
         checks = {
             f"max_new_tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
             f"min_new_tokens {self.min_new_tokens} must be between 0 and max_new_tokens "

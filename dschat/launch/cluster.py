@@ -22,7 +22,7 @@ from typing import Any, Literal, Optional
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import flag, read_text, require_bounds
+from dschat.config.fields import flag, read_text
 from dschat.memory import available_memory
 
 FIRST_PORT = 29500
@@ -80,8 +80,7 @@ class ClusterConfig:
     ssh_port: Optional[int] = flag(None, "Port of ssh on the other machines; default: 22.", **_PORT)
 
     def validate_cluster(self) -> None:
-        """Raise ``UserError`` for a value out of range, or flags that exclude each other."""
-        require_bounds(self)
+        """Raise ``UserError`` for flags that exclude each other."""
         by_hand = self.node_rank is not None
         require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: the rank of this machine")
         if self.node_rank is not None:

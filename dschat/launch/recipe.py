@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import require
-from dschat.config.fields import flag, require_types
+from dschat.config.fields import flag, require_valid
 from dschat.config.renamed import hint
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
@@ -125,7 +125,7 @@ class TrainConfig(ClusterConfig):
 
     def validate(self) -> None:
         """Raise ``UserError`` for the first invalid flag."""
-        require_types(self)
+        require_valid(self)
         for number in self.step or ():
             if number not in STEPS:
                 raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dschat.config import UserError
-from dschat.config.report import PAGE
 from dschat.estimate import PlanRequest
+from dschat.reporting.run_files import PAGE
 
 _PREFLIGHT_S = 60.0  # for the checks and the estimate
 _LONGEST_S = 300.0  # for the last report, which train.py waits for

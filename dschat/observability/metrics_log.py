@@ -188,11 +188,6 @@ def _markdown(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 # -- starts ----------------------------------------------------------------------------------------
-#
-# Records every start of a step in ``OUTPUT_DIR/starts.jsonl``: when, from which step, on what.
-#
-# The file is only appended to, so it shows what a run went through: resumes, restarts, versions.
-
 
 STARTS = "starts.jsonl"
 Event = Literal["start", "resume", "restart"]
@@ -200,9 +195,8 @@ _LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "peft", "numpy")
 
 
 def record_start(folder: Path, event: Event, step: int) -> None:
-    """Append one row; ``step``: the one that training continues from, 0 at the start.
-
-    A disk that is full costs the row, not the run.
+    """Append a row to ``OUTPUT_DIR/starts.jsonl``: when, on what, and the ``step`` that training
+    continues from, 0 at the start. A disk that is full costs the row, not the run.
     """
     row = {
         "event": event,

@@ -1,7 +1,6 @@
 """Batch generation and evaluation over local files.
 
-flags        `GenerateConfig`, `EvalConfig`
-commands     ``dschat generate`` and ``dschat eval``: flags, then one of the next two
+flags        ``dschat generate`` and ``dschat eval``: flags, then one of the next two
 generate     a data set -> its rows with answers
 evaluate     models and answer files -> metrics
 harness      tasks of lm-evaluation-harness, on dschat's models

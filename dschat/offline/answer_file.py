@@ -150,21 +150,16 @@ def _shown(value: Any) -> str:
 
 
 # -- answer lines ----------------------------------------------------------------------------------
-#
-# Makes the output lines of ``dschat generate``: the data's columns and the answers.
-#
-# ``prompt`` is written as the model read it, text or messages, so that training on the file formats
-# it alike. An answer to messages is stripped, as a chat template expects; an answer to plain text
-# continues it and keeps its first space.
 
 _DIGITS = 7  # of a score: fp32 has no more
 
 
 class AnswerLines:
-    """Lines for the rows of one command.
+    """The lines of ``dschat generate``: the data's columns and the answers.
 
-    Raises:
-        UserError: the data has a column with the name of a new one.
+    ``prompt`` is written as the model read it, text or messages, so that training on the file
+    formats it alike. An answer to messages is stripped, as a chat template expects; one to plain
+    text keeps its first space. Raises ``UserError`` where the data has a column of such a name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Flags of ``dschat generate`` and ``dschat eval``.
+"""The commands ``dschat generate`` and ``dschat eval``, and their flags.
 
 Neither torch nor transformers here: ``--help`` and mistyped flags must answer at once.
 """
@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from typing import Literal, Optional
 
 from dschat.chat.load import AnswersConfig
-from dschat.config.columns import columns_by_role
-from dschat.config.data import DataConfig, ReadConfig, require_encoding
+from dschat.config import parser
+from dschat.config.data import DataConfig, ReadConfig, columns_by_role, require_encoding
 from dschat.config.errors import require
 from dschat.config.fields import flag, place_flag
 from dschat.config.reward import RewardSourcesConfig
@@ -201,3 +201,26 @@ class EvalConfig(PromptsConfig):
                 not self.answers,
                 f"--task {task} asks a model, which --answers files are not; leave one of them out",
             )
+
+
+def run_generate() -> None:
+    config = parser.parse(GenerateConfig)
+
+    from dschat.observability import console
+    from dschat.offline.generate import generate
+
+    console.setup(hold=True)
+    generate(config)
+
+
+def run_eval() -> None:
+    config = parser.parse(EvalConfig)
+
+    from dschat.observability import console
+    from dschat.offline.evaluate import evaluate
+
+    console.setup(hold=True)
+    results = evaluate(config)
+    if config.out is not None:
+        results.write(config.out)
+    console.write_output(results.text())

@@ -6,10 +6,29 @@ if __name__ == "__main__":  # before the other imports, which take a second
     exit_on_interrupt()
 
 import sys
+from dataclasses import dataclass
 
 from dschat.config import parser
-from dschat.config.report import ReportConfig
+from dschat.config.errors import require
+from dschat.config.fields import flag, require_valid
 from dschat.distributed import entrypoint
+
+
+@dataclass
+class ReportConfig:
+    """Write OUT/report.html, a page about finished or running training."""
+
+    runs: list[str] = flag(
+        [],
+        "Output folders of train.py or of single steps (may come first, without the flag). The "
+        "report is written into the first one; the others are drawn in the same figures.",
+        short=True,
+    )
+    max_points: int = flag(1000, "Points per curve; longer curves are thinned.", short=True, ge=2)
+
+    def validate(self) -> None:
+        require(bool(self.runs), "name a folder: dschat report OUT [OTHER...]")
+        require_valid(self)
 
 
 def main() -> None:
@@ -17,7 +36,7 @@ def main() -> None:
 
     from dschat.reporting.page import write_report
 
-    sys.stdout.write(write_report(config) + "\n")
+    sys.stdout.write(write_report(config.runs, config.max_points) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ import numpy as np
 from dschat import __version__
 from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
-from dschat.config.report import PAGE, ReportConfig
 from dschat.observability.health import findings
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spread
-from dschat.reporting.run_files import STEPS, Run, Step, is_finite, read_runs
+from dschat.reporting.run_files import PAGE, STEPS, Run, Step, is_finite, read_runs
 from dschat.startup.files import replace_file
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -185,8 +184,6 @@ def _shown(value: Any) -> str:
 
 
 # -- history ---------------------------------------------------------------------------------------
-#
-# Tells what runs went through: starts, resumes, restarts, checkpoints, the end of each step.
 
 _EVENTS = {
     "start": "started",
@@ -196,7 +193,7 @@ _EVENTS = {
 
 
 def history_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """A table of events, in order of time within each step of each run."""
+    """A table of starts, resumes, restarts, checkpoints and the end of each step of each run."""
     rows = []
     for run in runs:
         for name in STEPS:
@@ -240,15 +237,15 @@ def _where(row: dict[str, Any]) -> str:
 # -- report ----------------------------------------------------------------------------------------
 
 
-def write_report(config: ReportConfig) -> str:
-    """Write the report of ``config.runs`` into the first; returns a line that says where.
+def write_report(folders: Sequence[str], max_points: int) -> str:
+    """Write the report of the runs in ``folders`` into the first; returns a line that says where.
 
     Raises:
         UserError: a folder without metrics, a line that cannot be read, a missing library, or a
             folder that cannot be written.
     """
     began = time.time()
-    runs = read_runs(config.runs)
+    runs = read_runs(folders)
     missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -257,7 +254,7 @@ def write_report(config: ReportConfig) -> str:
     page = runs[0].folder / PAGE
     try:
         # As old as what it shows: train.py asks whether there is a current one.
-        replace_file(page, render(runs, sections_of(runs, config.max_points)), began)
+        replace_file(page, render(runs, sections_of(runs, max_points)), began)
     except OSError as error:
         raise UserError(f"{error.filename or page} cannot be written: {error.strerror}") from None
     return f"report: {page}"

@@ -17,6 +17,7 @@ from dschat.config import UserError
 from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS
 from dschat.startup.files import no_link
 
+PAGE = "report.html"  # in the folder of a run
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
 Row = dict[str, Any]
 Series = list[tuple[float, float]]  # (step, value)

@@ -103,11 +103,7 @@ def _value(value: Any, length: int) -> Value | Fault:
 
 
 def _number(value: Any, of: str = "") -> float:
-    """A finite float.
-
-    Raises:
-        Fault: it is something else. ``of`` ends the message.
-    """
+    """A finite float. Raises ``Fault``, whose message ``of`` ends, for anything else."""
     try:
         number = None if isinstance(value, (str, bytes)) else float(value)
     except OverflowError:

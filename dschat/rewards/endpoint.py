@@ -121,12 +121,7 @@ def post(
 
 
 def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """The reply's body.
-
-    Raises:
-        _TransientFailure: a retry may help.
-        Fault: a retry cannot help.
-    """
+    """The reply's body. Raises ``_TransientFailure`` where a retry may help, else ``Fault``."""
     try:
         reply, body = within(timeout_s, _exchange, request, timeout_s)
     except (OSError, http.client.HTTPException, Fault) as error:

@@ -20,12 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, ClassVar
 
-from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import read_text, require_types
+from dschat.config.fields import read_named, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.endpoint import LONGEST_PAUSE_S, post
 from dschat.rewards.verdict_cache import VerdictCache
@@ -94,7 +92,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         flag = f"--reward_args {self.name}."
-        require_types(self, flag)
+        require_valid(self, flag)
         require(bool(self.url), f"is missing its endpoint: {flag}url=http://host:8000/v1")
         require(
             self.url.startswith(("http://", "https://")),
@@ -168,10 +166,7 @@ class Judge:
 
     def _ask(self, requests: Sequence[Request], read: Read) -> list[float | None]:
         """The verdict of each request, equal ones asked once; None for a reply without one, and for
-        requests not started when the time of a call runs out.
-
-        Raises:
-            Fault: a request failed.
+        requests not started when the time of a call runs out. Raises ``Fault`` where one failed.
         """
         end = time.monotonic() + LONGEST_CALL_S - self.limit_per_answer_s
         failed = threading.Event()
@@ -244,11 +239,8 @@ class Judge:
         """The rubric, from its file if it names one."""
         if not self.rubric.endswith((".txt", ".md")):
             return self.rubric or _RUBRIC
-        path = Path(os.path.expanduser(self.rubric))
-        try:
-            return read_text(path).strip()
-        except OSError as error:
-            raise UserError(f"{flag}rubric={path}: {error.strerror}; check the path") from None
+        path = os.path.expanduser(self.rubric)
+        return read_named(path, f"{flag}rubric={path}", "a text").strip()
 
 
 @dataclass

@@ -19,7 +19,7 @@ import regex
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import read_text, require_types
+from dschat.config.fields import read_named, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
@@ -47,7 +47,7 @@ class ExactMatch:
     limit_per_answer_s = 2 * _PATTERN_S
 
     def __post_init__(self) -> None:
-        require_types(self, "--reward_args exact_match.")
+        require_valid(self, "--reward_args exact_match.")
         self._pattern = _compiled(self.pattern, "exact_match")
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
@@ -91,7 +91,7 @@ class MathEqual:
     limit_s: float = 3.0
 
     def __post_init__(self) -> None:
-        require_types(self, "--reward_args math_equal.")
+        require_valid(self, "--reward_args math_equal.")
         require(
             0 < self.limit_s <= _LONGEST_ANSWER_S,
             f"--reward_args math_equal.limit_s={self.limit_s} must be above 0, and at most "
@@ -125,7 +125,7 @@ class RegexMatch:
     limit_per_answer_s = _PATTERN_S
 
     def __post_init__(self) -> None:
-        require_types(self, "--reward_args regex_match.")
+        require_valid(self, "--reward_args regex_match.")
         require(bool(self.pattern), "is missing its pattern: --reward_args regex_match.pattern=...")
         pattern = _compiled(self.pattern, "regex_match")
         assert pattern is not None
@@ -155,7 +155,7 @@ class Length:
     max: int = 0
 
     def __post_init__(self) -> None:
-        require_types(self, "--reward_args length.")
+        require_valid(self, "--reward_args length.")
         require(
             (self.target > 0) != (self.max > 0) and min(self.target, self.max) >= 0,
             "takes either target or max, above 0: --reward_args length.target=64",
@@ -205,10 +205,9 @@ class JsonSchema:
             return self.schema
         require(bool(self.schema), "is missing its schema: --reward_args json_schema.schema=FILE")
         path = Path(os.path.expanduser(str(self.schema)))
+        text = read_named(path, f"{flag}={path}", "a JSON file")
         try:
-            content = json.loads(read_text(path))
-        except OSError as error:
-            raise UserError(f"{flag}={path}: {error.strerror}; check the path") from None
+            content = json.loads(text)
         except ValueError as error:
             raise UserError(f"{flag}={path}: broken JSON: {error}") from None
         require(isinstance(content, (dict, bool)), f"{flag}={path}: a schema is a JSON object")
@@ -258,7 +257,7 @@ class FormatTags:
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])
 
     def __post_init__(self) -> None:
-        require_types(self, "--reward_args format_tags.")
+        require_valid(self, "--reward_args format_tags.")
         self._marks = [f"<{slash}{tag}>" for tag in self.tags for slash in ("", "/")]
         self._mark = regex.compile("|".join(map(regex.escape, self._marks)))
 

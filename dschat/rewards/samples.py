@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dschat.config.columns import look_up
+from dschat.config.data import look_up
 
 # Parameter of a reward function -> attribute of `Samples`. TRL's names work too.
 GIVEN = {

@@ -37,11 +37,12 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
-from dschat.runtime.flat_gradients import sum_in_place, work_on_partitions  # noqa: E402
-from dschat.runtime.gathered_modules import (  # noqa: E402
+from dschat.runtime.zero_changes import (  # noqa: E402
     check_packing,
     gather_through_shared_memory,
     mark_leaves,
+    sum_in_place,
+    work_on_partitions,
 )
 
 logger = logging.getLogger("dschat")
@@ -128,7 +129,7 @@ class ZeroSettings:
         return max(self.stage, lowest, 2 if self.offload_optimizer else 0)
 
     def sums_in_place(self, num_processes: int) -> bool:
-        """Whether gradients need no buckets: see `dschat.runtime.flat_gradients`. A user's file may
+        """Whether gradients need no buckets: see `dschat.runtime.zero_changes`. A user's file may
         set what happens to them there.
         """
         is_default = not self.offload_optimizer and not self.overrides

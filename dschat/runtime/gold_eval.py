@@ -5,7 +5,6 @@ The gold scorer is independent of rewards and training: all steps and the benchm
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -33,26 +32,19 @@ def gold_knows(paths: list[str]) -> bool:
     return all(parse_spec(path)[0] == "builtin/chat" for path in paths)
 
 
-@dataclass
-class GoldEvaluation:
-    """Logs the gold score of a trained module's answers, before and after training.
-
-    Off where ``config`` names data that the gold scorer does not know, and where ZeRO-3 shards the
-    module: generation needs whole weights.
+def log_gold(
+    config: SupervisedConfig,
+    module: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: tuple[int, ...],
+    metrics_log: MetricsLog,
+    step: int,
+) -> None:
+    """Collective. Write ``eval/gold`` of ``module``'s answers and its companions under ``step``,
+    where the gold scorer knows the data of ``config``.
     """
-
-    module: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    stop_ids: tuple[int, ...]
-    config: SupervisedConfig
-    is_sharded: bool
-
-    def log(self, metrics_log: MetricsLog, step: int) -> None:
-        """Collective. Write ``eval/gold`` and its companions under ``step``."""
-        if self.is_sharded or not gold_knows(self.config.data_path):
-            return
-        most = self.config.max_eval_samples
-        metrics = sample_gold(self.module, self.tokenizer, self.stop_ids, most)
+    if gold_knows(config.data_path):
+        metrics = sample_gold(module, tokenizer, stop_ids, config.max_eval_samples)
         metrics_log.write(step, metrics)
         if step > 0:
             logger.info("gold score of sampled answers: %.3f", metrics["eval/gold"])

@@ -227,17 +227,14 @@ def _forced_skip(optimizer: Any, skip: bool) -> Iterator[None]:
 
 
 # -- metric sums -----------------------------------------------------------------------------------
-#
-# Sums metrics over micro-batches and reads them from the device once.
-#
-# On a GPU every read waits for the work queued before it. A read in each micro-batch would leave
-# the device idle until the host has queued the next one.
 
 DeviceSums = dict[str, Tensor]  # 0-d, any dtype, without gradient
 
 
 def sum_parts(parts: list[DeviceSums]) -> dict[str, float]:
-    """Sum of every name over the micro-batches that have it, in float64 and in their order."""
+    """Sum of every name over the micro-batches that have it, in float64 and in their order, read
+    from the device once: a read in each micro-batch would leave a GPU idle.
+    """
     named = [item for part in parts for item in part.items()]
     if not named:
         return {}

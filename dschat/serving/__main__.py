@@ -37,8 +37,8 @@ def main() -> None:
         raise UserError(f"{error.name} is missing: pip install 'dschat[serve]'") from None
 
     from dschat.observability import console
-    from dschat.serving.load import load_models
     from dschat.serving.web_chat import ChatScorer, PreferenceFile
+    from dschat.serving.worker import load_models
 
     console.setup()
     preferences, reward_model = PreferenceFile(config.preferences), None

@@ -20,7 +20,7 @@ from dschat.environments.tool_calls import CallParser
 from dschat.inference.sequence import Request
 from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
-from dschat.serving.generation import Event, Generation, ServedModel, joined
+from dschat.serving.generation import Event, Generation, joined
 from dschat.serving.limits import Guard
 from dschat.serving.metrics import Counted, ServerMetrics
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
@@ -28,6 +28,7 @@ from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
 from dschat.serving.schema import ChatRequest, CompletionRequest, turns_of
 from dschat.serving.shaping import Shape, shape_of
 from dschat.serving.web_chat import ChatScorer, PreferenceFile, WebChat
+from dschat.serving.worker import ServedModel
 
 _SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
 

@@ -8,7 +8,7 @@ from typing import Literal, Optional
 from dschat.config import UserError
 from dschat.config.data import TemplateConfig
 from dschat.config.errors import require
-from dschat.config.fields import flag, require_bounds, require_types
+from dschat.config.fields import flag, require_valid
 
 KEYS_VARIABLE = "DSCHAT_API_KEYS"
 # Folders that every run has: the one above them names the model.
@@ -69,8 +69,7 @@ class ServeConfig(TemplateConfig):
 
     def validate(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first invalid flag."""
-        require_types(self)
-        require_bounds(self)
+        require_valid(self)
         require(bool(self.path), "--path is missing; name a model's folder")
         names = [name for name, _ in self.models]
         for i, name in enumerate(names):

@@ -12,32 +12,11 @@ from dschat.config import UserError
 from dschat.inference.sequence import Request
 from dschat.models.continued_text import StreamDecoder
 from dschat.serving.patience import Ended, Stopping, TimedOut
-from dschat.serving.worker import EngineWorker, Handle, Token
+from dschat.serving.worker import Handle, ServedModel, Token
 
 
 class EngineFailure(Ended):
     """A step of the engine failed; the server's log has the cause."""
-
-
-@dataclass
-class ServedModel:
-    """A model under its name. ``encoder``: the tokenizer's copy of another thread."""
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    encoder: PreTrainedTokenizerBase
-    worker: EngineWorker
-    created: int  # Unix time
-
-    def as_dict(self) -> dict[str, object]:
-        """OpenAI's description of a model, and how long prompt + answer may be."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "dschat",
-            "max_model_len": self.worker.engine.max_positions,
-        }
 
 
 class Event(NamedTuple):

@@ -13,8 +13,7 @@ from prometheus_client import (
 )
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dschat.serving.generation import ServedModel
-from dschat.serving.worker import EngineWorker
+from dschat.serving.worker import EngineWorker, ServedModel
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 

@@ -20,6 +20,7 @@ from dschat.models.row_length import num_positions
 from dschat.models.score_model import RewardModel
 from dschat.models.vocabulary import num_ids
 from dschat.serving.schema import Preference, ScoreRequest, turns_of
+from dschat.startup.files import no_link
 
 if TYPE_CHECKING:
     from dschat.serving.app import Server
@@ -66,12 +67,9 @@ class PreferenceFile:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            os.write(file, line)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with open(self.path, "ab", buffering=0, opener=no_link) as file:
+            file.write(line)
+            os.fsync(file.fileno())
 
 
 class ChatScorer:

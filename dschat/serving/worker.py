@@ -1,6 +1,7 @@
-"""Runs an engine in a thread of its own, for requests of an asyncio server."""
+"""Loads the models to serve, and runs each one's engine in a thread, for an asyncio server."""
 
 import asyncio
+import copy
 import logging
 import queue
 import threading
@@ -9,10 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+import dschat.distributed as dist
+from dschat.chat.load import PAGE_SIZE
+from dschat.chat.model import MAX_SEQ_LEN, Model
+from dschat.inference import UnsupportedModel
 from dschat.inference.core import Core
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason
 from dschat.inference.sequence import Request
+from dschat.serving.flags import ServeConfig
 from dschat.serving.patience import Overloaded
 
 logger = logging.getLogger("dschat")
@@ -183,3 +191,58 @@ class EngineWorker:
         handle.open -= set(samples)
         if not handle.open:
             self._open.discard(handle)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ServedModel:
+    """A model under its name. ``encoder``: the tokenizer's copy of another thread."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PreTrainedTokenizerBase
+    worker: EngineWorker
+    created: int  # Unix time
+
+    def as_dict(self) -> dict[str, object]:
+        """OpenAI's description of a model, and how long prompt + answer may be."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "dschat",
+            "max_model_len": self.worker.engine.max_positions,
+        }
+
+
+def load_models(config: ServeConfig) -> dict[str, ServedModel]:
+    """The models of ``--path`` by name.
+
+    Raises:
+        UserError: one is not a causal LM with a tokenizer, or of a family that the engine does not
+            run.
+    """
+    trust, flags = config.trust_remote_code, config.template_flags
+    found = {name: Model.find(path, config.dtype, trust, **flags) for name, path in config.models}
+    return {name: _load(name, model, config) for name, model in found.items()}
+
+
+def _load(name: str, model: Model, config: ServeConfig) -> ServedModel:
+    try:
+        engine = model.engine(
+            config.max_seq_len or MAX_SEQ_LEN,
+            max_num_seqs=config.max_num_seqs,
+            page_size=PAGE_SIZE,
+            kv_cache_gib=config.kv_cache_gib,
+        )
+    except UnsupportedModel as reason:
+        raise model.checkpoint.error(f": the inference engine cannot run it: {reason}") from None
+    engine.allocate_cache()
+    precision = str(model.dtype).removeprefix("torch.")
+    logger.info("%s: %s in %s on %s", name, model.path, precision, dist.device().type)
+    worker = EngineWorker(engine, config.max_waiting)
+    return ServedModel(
+        name, model.tokenizer, copy.deepcopy(model.tokenizer), worker, int(time.time())
+    )

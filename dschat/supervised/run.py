@@ -14,7 +14,7 @@ from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import num_ids
 from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
-from dschat.runtime.gold_eval import GoldEvaluation
+from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import mark_complete
 from dschat.runtime.start import start_step
@@ -119,18 +119,20 @@ def _trained(
 ) -> Any:
     """Collective. Run the loop, save the model and finish the step; returns ``engine``.
 
-    ``generates``: the model can, for the gold score. ``before``: called once the output folder is
-    claimed.
+    ``generates``: the model can, for the gold score; not where ZeRO-3 shards its weights.
+    ``before``: called once the output folder is claimed.
     """
     setup.settle_micro_batches(config, engine, task, *batches)
     metrics_log = setup.claim_output(config)
     before()
-    gold = GoldEvaluation(unwrap(engine), files.tokenizer, files.stop_ids, config, not generates)
-    gold.log(metrics_log, 0)
+    gold = partial(log_gold, config, unwrap(engine), files.tokenizer, files.stop_ids, metrics_log)
+    if generates:
+        gold(0)
     subfolder = "actor" if isinstance(task, preference.PreferenceTask) else ""
     save = partial(setup.save, engine, config, files, subfolder)
     loop.train(engine, task, config, *batches, metrics_log, save, call)
-    gold.log(metrics_log, loop.num_total_steps(config, batches[0]))
+    if generates:
+        gold(loop.num_total_steps(config, batches[0]))
     call("on_end", engine)
     metrics_log.close()
     assert config.output_dir is not None

@@ -151,7 +151,7 @@ def test_a_tokenizer_without_a_template_gets_the_one_of_training():
     bare.chat_template = None
     talk = Conversation("Be kind.")
     talk.exchanges.append(("Hi", "Hello."))
-    assert bare.decode(talk.prompt_ids(bare, "Well?")) == (
+    assert bare.decode(talk.fit(bare, "Well?", max_len=100)[0]) == (
         "\n\nSystem: Be kind."
         "\n\nHuman: Hi\n\nAssistant: Hello.<|end|>"
         "\n\nHuman: Well?\n\nAssistant:"

@@ -13,6 +13,7 @@ import pytest
 from stub_steps import world_of
 
 from dschat.config import UserError
+from dschat.config.fields import require_valid
 from dschat.launch import cluster
 from dschat.launch.cluster import ClusterConfig
 
@@ -33,6 +34,7 @@ def machine(tmp_path, monkeypatch):
 
 def find(gpus_here: int = 0, default_nodes=None, default_gpus=None, dry_run=False, **flags):
     config = ClusterConfig(**flags)
+    require_valid(config)
     config.validate_cluster()
     return cluster.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from dschat.config import UserError, parser
-from dschat.offline.commands import run_eval
 from dschat.offline.evaluate import evaluate
-from dschat.offline.flags import EvalConfig, GenerateConfig
+from dschat.offline.flags import EvalConfig, GenerateConfig, run_eval
 from dschat.offline.generate import generate
 
 

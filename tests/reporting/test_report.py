@@ -12,7 +12,6 @@ from python_process import python
 from run_folders import write_rows, write_run
 
 from dschat.config import UserError
-from dschat.config.report import ReportConfig
 from dschat.reporting.page import write_report
 
 pytest.importorskip("plotly")
@@ -22,7 +21,7 @@ CHROMIUM = "/usr/bin/chromium"
 
 
 def page_of(*folders) -> str:
-    line = write_report(ReportConfig(runs=[str(folder) for folder in folders]))
+    line = write_report([str(folder) for folder in folders], max_points=1000)
     page = Path(folders[0]) / "report.html"
     assert line == f"report: {page}"
     return page.read_text()

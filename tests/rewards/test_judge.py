@@ -277,3 +277,10 @@ def test_flags_and_processes(model, judge, tmp_path):
     (reward,) = load_reward_functions(["judge_reference"], [], args, [])
     with pytest.raises(UserError, match="needs the column reference"):
         reward.sources(["tests"])
+
+
+def test_a_rubric_in_another_encoding(judge, tmp_path):
+    path = tmp_path / "rubric.md"
+    path.write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(UserError, match="rubric.md: not a UTF-8 text file; name a text"):
+        judge(rubric=str(path))

@@ -7,7 +7,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.config import SFTConfig
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.tokenizer import load_tokenizer
-from dschat.runtime.gold_eval import GoldEvaluation
+from dschat.runtime.gold_eval import log_gold
 
 
 class RowList(list):
@@ -23,25 +23,21 @@ def tiny():
     )
 
 
-def logged(tiny, data_path, is_sharded):
+def logged(tiny, data_path):
     model, tokenizer = tiny
     config = SFTConfig(data_path=data_path, max_eval_samples=3)
-    gold = GoldEvaluation(model, tokenizer, (tokenizer.eos_token_id,), config, is_sharded)
     rows = RowList()
     for step in (0, 5):
-        gold.log(rows, step)
+        log_gold(config, model, tokenizer, (tokenizer.eos_token_id,), rows, step)
     return rows
 
 
 def test_two_evaluations_of_one_model_draw_the_same_answers(tiny):
-    (first, before), (last, after) = logged(tiny, ["builtin/chat:0.5"], is_sharded=False)
+    (first, before), (last, after) = logged(tiny, ["builtin/chat:0.5"])
     assert (first, last) == (0, 5)
     assert before == after
     assert set(before) == {"eval/gold", "eval/answer_length", "eval/eos_share"}
 
 
-@pytest.mark.parametrize(
-    ("data_path", "is_sharded"), [(["builtin/arithmetic"], False), (["builtin/chat"], True)]
-)
-def test_nothing_is_logged_for_other_data_or_sharded_weights(tiny, data_path, is_sharded):
-    assert logged(tiny, data_path, is_sharded) == []
+def test_nothing_is_logged_for_other_data(tiny):
+    assert logged(tiny, ["builtin/arithmetic"]) == []

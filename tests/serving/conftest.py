@@ -78,8 +78,8 @@ def _serve(tmp_path_factory, **options):
     from dschat.serving.app import Server, create_app
     from dschat.serving.flags import ServeConfig
     from dschat.serving.limits import BoundedConnection
-    from dschat.serving.load import load_models
     from dschat.serving.web_chat import ChatScorer, PreferenceFile
+    from dschat.serving.worker import load_models
 
     folder = tmp_path_factory.mktemp("serving")
     config = ServeConfig(preferences=str(folder / "preferences.jsonl"), **options)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config import UserError
-from dschat.config.columns import look_up
+from dschat.config.data import look_up
 from dschat.data.sources.known_datasets import ColumnAdapter, listed
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (

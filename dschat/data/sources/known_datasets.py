@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from dschat.config import UserError
-from dschat.config.columns import ROLES, columns_by_role
-from dschat.config.data import DataConfig
+from dschat.config.data import ROLES, DataConfig, columns_by_role
 from dschat.data.sources.turns import Unusable, vicuna_turns
 
 Row = dict[str, Any]

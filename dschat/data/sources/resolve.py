@@ -211,10 +211,8 @@ def _folder_parts(path: str, kinds: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool, encoding: str) -> RawRows:
-    """Files as one ``RawRows``, with the columns of the first ``_NUM_PEEKED`` rows.
-
-    Raises:
-        UserError: a file cannot be opened, there are no rows, or one of the first is unreadable.
+    """Files as one ``RawRows``, with the columns of the first ``_NUM_PEEKED`` rows. Raises
+    ``UserError`` where one cannot be opened, there are no rows, or one of the first is unreadable.
     """
 
     def lines() -> Iterator[Line]:

@@ -23,8 +23,7 @@ from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
-from dschat.config.columns import look_up
-from dschat.config.data import DataConfig
+from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
 from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize, require_answers
 from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
