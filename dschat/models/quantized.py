@@ -7,11 +7,14 @@ and so does the merged model that is saved.
 Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314): NF4 with double quantization.
 """
 
+import copy
+import logging
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -40,6 +43,8 @@ def check_quantizable(model: PreTrainedModel, bits: int) -> None:
 
 def loading_options(bits: int, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments for ``from_pretrained``: layers are quantized on the device while they load."""
+    # On some CPUs it misses a kernel of the hub, which is not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     settings = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
@@ -61,11 +66,10 @@ def finish_loading(model: PreTrainedModel, dtype: torch.dtype) -> None:
         layer.weight.whole_shape = torch.Size((layer.out_features, layer.in_features))
         layer.weight.whole_dtype = dtype
         layer._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, layer)
-        if kind == "Linear4bit":
-            # NOTE: else evaluation on some CPUs would multiply in bf16, whatever the dtype.
-            layer.support_avx512bf16_for_cpu = False
-        else:
+        if kind == "Linear8bitLt":
             layer.forward = MethodType(_weight_only, layer)
+        elif layer.weight.device.type == "cpu":
+            layer.forward = MethodType(_of_dequantized, layer)
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and not is_quantized(parameter):
             parameter.data = parameter.data.clone()  # of a view all files would stay in memory
@@ -84,6 +88,27 @@ def _weight_only(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
+def _of_dequantized(layer: Any, x: Tensor) -> Tensor:
+    """The forward of a 4-bit layer on a CPU. bitsandbytes' own reads wrong scales there (see
+    `dequantized`) and, on some, evaluates in bf16 whatever the dtype.
+    """
+    y: Tensor = _Product.apply(x, layer.weight)
+    return y if layer.bias is None else y + layer.bias
+
+
+class _Product(torch.autograd.Function):
+    """Inputs (..., I) times a frozen 4-bit weight (O, I); the backward pass decodes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, dequantized(weight).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ dequantized(ctx.weight).to(grad.dtype), None
+
+
 def is_quantized(weight: Tensor) -> bool:
     return hasattr(weight, "whole_dtype")
 
@@ -100,5 +125,13 @@ def dequantized(weight: Any) -> Tensor:
     from bitsandbytes import functional
 
     if hasattr(weight, "quant_state"):
-        return functional.dequantize_4bit(weight.data, weight.quant_state).to(weight.whole_dtype)
+        state = weight.quant_state
+        if weight.device.type == "cpu":
+            # NOTE: bitsandbytes 0.50.2 reads wrong scales on processors with AVX-512 where a row is
+            # no multiple of a block (of 64 weights); so its rows are blocks.
+            state, size = copy.copy(state), weight.whole_shape.numel()
+            block = state.blocksize if size % state.blocksize == 0 else size
+            state.shape = torch.Size((size // block, block))
+        whole = functional.dequantize_4bit(weight.data, state)
+        return whole.view(weight.whole_shape).to(weight.whole_dtype)
     return functional.int8_vectorwise_dequant(weight.data, weight.SCB).to(weight.whole_dtype)

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from quick import each_once
 from step_cases import probe_logprobs, probe_scores
 from tiny_models import VOCAB, ensure
@@ -14,7 +16,7 @@ from dschat.hybrid.weight_stream import weight_bytes, weight_stream
 from dschat.models import quantized
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.lora import add_lora
-from dschat.models.quantized import dequantized, is_quantized
+from dschat.models.quantized import dequantized, finish_loading, is_quantized
 from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.training_engine import full_shape
 from dschat.observability.flops import shape_of
@@ -140,3 +142,32 @@ def test_a_base_that_is_quantized_already(tmp_path):
     (path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="name the checkpoint it was made from.*--load_in_4bit"):
         Checkpoint(path, "--x").check("lm", weight_bits=4)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (4, 48), (3, 32), (6, 96), (8, 160), (4, 128), (2, 30)])
+def test_four_bits_of_rows_that_are_no_multiple_of_a_block(shape, loaded):
+    """On a CPU with AVX-512, bitsandbytes takes other blocks' scales for them."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    weight, x = torch.randn(shape), torch.randn(5, shape[1], requires_grad=True)
+    model = torch.nn.Sequential(
+        bnb.nn.Linear4bit(shape[1], shape[0], compute_dtype=FP32, quant_type="nf4")
+    )
+    model.config = SimpleNamespace(quantization_config=None)
+    options = {"requires_grad": False, "quant_type": "nf4", "compress_statistics": False}
+    model[0].weight = bnb.nn.Params4bit(weight.clone(), **options)
+    model.to("cpu")
+    finish_loading(model, FP32)
+    got = dequantized(model[0].weight)
+    blocks = F.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    scale = blocks.abs().amax(1, keepdim=True)
+    code = model[0].weight.quant_state.code
+    nearest = code[(blocks / scale).unsqueeze(-1).sub(code).abs().argmin(-1)] * scale
+    expected = nearest.flatten()[: weight.numel()].view(shape)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    (model(x) ** 2).sum().backward()
+    by_hand = x.detach().requires_grad_()
+    y = by_hand @ expected.T + model[0].bias
+    torch.testing.assert_close(model(x), y)
+    (y**2).sum().backward()
+    torch.testing.assert_close(x.grad, by_hand.grad)

@@ -240,7 +240,7 @@ def test_answers_without_a_score_teach_the_actor_nothing(models_folder, aggregat
         trainer.train_rlhf(e.pick(e.scored.nonzero().flatten().tolist()) if left_out else e)
         after.append([p.detach().clone() for p in trainer.engine.actor.module.parameters()])
     for one, other in zip(*after, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # a step is 1e-3
 
 
 def test_answers_without_a_score_teach_the_critic_nothing(models_folder):

@@ -11,11 +11,10 @@ from tiny_models import VOCAB, causal_lm, ensure
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
 )
 
 from dschat.checkpoint.manager import CheckpointManager
-from dschat.models import shared_base
+from dschat.models import quantized, shared_base
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.packing.model import PackedModel
 from dschat.models.score_model import ScoreModel
@@ -207,10 +206,9 @@ def test_a_critic_without_a_reward_model(models_folder):
 def test_a_quantized_base_is_shared_too(models_folder):
     """With what decodes its weights, in layers of 4 bits: those stay small."""
     pytest.importorskip("bitsandbytes")
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(
-        models_folder / "llama", quantization_config=settings, dtype=torch.float32
-    )
+    options = quantized.loading_options(4, torch.float32) | {"dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(models_folder / "llama", **options)
+    quantized.finish_loading(model, torch.float32)
     reward = Checkpoint(models_folder / "llama_adapted", "--x")
     scores = shared_base.SharedBase(model).score_model(reward, 1)
     layers = [
@@ -219,8 +217,9 @@ def test_a_quantized_base_is_shared_too(models_folder):
     assert layers[1].base_layer.weight is layers[0].weight
     assert layers[1].base_layer.quant_state is layers[0].quant_state
     expected = AutoModelForSequenceClassification.from_pretrained(
-        models_folder / "llama", num_labels=1, quantization_config=settings, dtype=torch.float32
+        models_folder / "llama", num_labels=1, **options
     )
+    quantized.finish_loading(expected, torch.float32)
     expected = PeftModel.from_pretrained(expected, models_folder / "llama_adapted" / "adapter")
     ids = torch.tensor([[3, 4, 5, 6]])
     with torch.no_grad():
