@@ -8,7 +8,6 @@ Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314): NF4 with double quantization.
 """
 
 import copy
-import logging
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
@@ -43,8 +42,6 @@ def check_quantizable(model: PreTrainedModel, bits: int) -> None:
 
 def loading_options(bits: int, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments for ``from_pretrained``: layers are quantized on the device while they load."""
-    # On some CPUs it misses a kernel of the hub, which is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     settings = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,

@@ -18,14 +18,15 @@ def client(served):
 
 
 @pytest.fixture(scope="module")
-def alone(served):
+def alone(served, same_products):
     """``alone(ids, **sampling)``: answers of an engine of its own, as (text, rollout)."""
     from dschat.builtin.tiny_model import resolve_model
 
     engine, stops = served.model.worker.engine, served.model.worker.engine.stop_ids
-    own = InferenceEngine.from_pretrained(
-        resolve_model("builtin/tiny"), stop_ids=stops, num_tokens=engine.num_tokens
-    )
+    with same_products():
+        own = InferenceEngine.from_pretrained(
+            resolve_model("builtin/tiny"), stop_ids=stops, num_tokens=engine.num_tokens
+        )
 
     def answers(ids, **sampling):
         rollout = own.generate([ids], SamplingParams(**sampling))
