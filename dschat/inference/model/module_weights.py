@@ -17,19 +17,13 @@ from transformers import PreTrainedModel
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.device_module import (
-    biases_of,
-    is_experts,
-    is_plain,
-    replaced,
-    weights_of,
-)
+from dschat.inference.model.device_module import biases_of, is_experts, is_plain, weights_of
 from dschat.inference.model.linear import Linear, fastest_backends, grouped
 from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
-from dschat.models.training_engine import without_adapters
+from dschat.models.training_engine import attributes_replaced, without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -123,7 +117,7 @@ class _Product:
         with ExitStack() as scope:
             for number, layer in enumerate(self._layers):
                 forward = partial(self._run, number, layer.forward)
-                scope.enter_context(replaced(layer, "forward", forward))
+                scope.enter_context(attributes_replaced(layer, forward=forward))
             scope.callback(self._forget)
             yield
 
@@ -168,7 +162,8 @@ class _Experts:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with replaced(self._module, "forward", partial(self._run, self._module.forward)):
+        run = partial(self._run, self._module.forward)
+        with attributes_replaced(self._module, forward=run):
             yield
 
     def _run(self, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
@@ -200,7 +195,8 @@ class _Norm:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with replaced(self._norm, "forward", partial(self.run, self._norm.forward)):
+        run = partial(self.run, self._norm.forward)
+        with attributes_replaced(self._norm, forward=run):
             yield
 
     def run(self, forward: Callable[..., Any], x: Tensor, *others: Any, **named: Any) -> Any:
