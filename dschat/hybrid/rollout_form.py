@@ -26,10 +26,9 @@ from dschat.hybrid.weight_stream import (
     weight_stream,
 )
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.model.checkpoint_reader import normalized_names
-from dschat.inference.module_engine import module_generator
 from dschat.inference.protocol import Generator
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized
