@@ -13,8 +13,12 @@ from test_weights import base_tensors, factors, with_adapters
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel, hf_generator
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
-from dschat.inference.model.int8 import Int8Weight, backends_for
-from dschat.inference.model.linear import Linear, fastest_backends
+from dschat.inference.model.linear import (
+    Int8Weight,
+    Linear,
+    fastest_backends,
+    int8_backends_for,
+)
 from dschat.inference.model.module_decoder import ModuleDecoder
 from dschat.models.training_engine import evaluating
 
@@ -82,11 +86,11 @@ def test_sums_in_fp16_do_not_overflow():
 
 
 def test_ways_to_multiply(monkeypatch):
-    assert backends_for(torch.bfloat16) == ["int8_torch"]
-    assert backends_for(torch.float16) == ["int8_widened"]
+    assert int8_backends_for(torch.bfloat16) == ["int8_torch"]
+    assert int8_backends_for(torch.float16) == ["int8_widened"]
     monkeypatch.setattr(cpu, "load", lambda: None)
-    assert backends_for(torch.float32) == ["int8_torch"]
-    found = fastest_backends([(4, 4)], 16, torch.bfloat16, torch.device("cuda"), True)
+    assert int8_backends_for(torch.float32) == ["int8_torch"]
+    found = fastest_backends([(4, 4)], torch.bfloat16, torch.device("cuda"), True)
     assert found == {(4, 4): "int8_widened"}
 
 

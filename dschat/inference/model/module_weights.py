@@ -20,7 +20,6 @@ from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.device_module import biases_of, is_experts, is_plain, weights_of
 from dschat.inference.model.linear import Linear, fastest_backends, grouped
 from dschat.inference.model.module_decoder import nothing, paged, probe
-from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
 from dschat.models.training_engine import attributes_replaced, without_adapters
@@ -245,8 +244,8 @@ def _products(
     head = without_adapters(module).get_output_embeddings()
     groups = _readers_of_one_input(module, layers)
     shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
-    of_floats = fastest_backends(set(shapes), DECODE_ROWS, *like)
-    others = fastest_backends(set(shapes), DECODE_ROWS, *like, in_int8) if in_int8 else of_floats
+    of_floats = fastest_backends(set(shapes), *like)
+    others = fastest_backends(set(shapes), *like, in_int8) if in_int8 else of_floats
     pairs = [
         (group, (of_floats if head in group else others)[shape])
         for group, shape in zip(groups, shapes, strict=True)
@@ -265,7 +264,7 @@ def _packed_experts(
     found = [m for m in module.modules() if is_experts(m) and m not in adapted]
     weights = [weights_of(experts) for experts in found]
     shapes = [[(w.shape[1], w.shape[2]) for w in pair] for pair in weights]
-    backends = fastest_backends(sum(shapes, []), DECODE_ROWS, weight.dtype, weight.device, in_int8)
+    backends = fastest_backends(sum(shapes, []), weight.dtype, weight.device, in_int8)
     chosen = [[backends[shape] for shape in pair] for pair in shapes]
     pairs = zip(found, weights, chosen, strict=True)
     return [
