@@ -28,8 +28,8 @@ from dschat.hybrid.weight_stream import (
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
 from dschat.inference.model.architectures import check_shares
-from dschat.inference.model.checkpoint_reader import normalized_names
 from dschat.inference.protocol import Generator
+from dschat.models.checkpoint_tensors import normalized_names
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized
 from dschat.observability.device_span import DeviceSpan
