@@ -47,8 +47,7 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
-        router_loss, router_loads: see `dschat.models.router_loss`; None of most models.
-        replay: see `dschat.models.routing`; None of most models.
+        router_loss, router_loads, replay: see `dschat.models.routing`; None of most models.
     """
 
     router_loss: Any = None
