@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 NAME = "dschat_paged"
-# Arguments of transformers' attention functions that select keys, or change scores in other ways.
-_UNKNOWN = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Query, key and value (1, H or K, T, D) and how their scores are used -> (T, H, D of the value)
 Step = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
@@ -68,7 +66,7 @@ def _attention(
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
         how |= {"softcap": softcap, "s_aux": s_aux}
         return packing.attention(module, query, key, value, attention_mask, **how, **others)
-    for name in _UNKNOWN:
+    for name in packing.UNSUPPORTED:
         if others.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} uses {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -232,14 +230,8 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
 @contextmanager
 def paged(module: "PreTrainedModel | PeftModel") -> Iterator[None]:
     """Runs ``module`` in eval mode with the attention of steps."""
-    base = without_adapters(module)
-    name = base.config._attn_implementation
-    base.set_attn_implementation(NAME)
-    try:
-        with evaluating(module):
-            yield
-    finally:
-        base.set_attn_implementation(name)
+    with packing.attention_named(without_adapters(module), NAME), evaluating(module):
+        yield
 
 
 @contextmanager

@@ -37,8 +37,8 @@ from dschat.models.packing.varlen import VarlenKernel
 
 NAME = "dschat"
 
-# Arguments of transformers' attention functions that change the scores, or select keys.
-_UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
+# Arguments of transformers' attention functions that change the scores in other ways, or select keys.
+UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Families whose masks have a window or chunks of which their attention is not told.
 WINDOW_IN_MASK = ("llama4_text", "phimoe", "qwen2_moe")
@@ -100,7 +100,7 @@ def attention(
         how = Weighing(scale, dropout, None, None, softcap, s_aux)
         output = _masked(query, key, value, attention_mask, how)
         return output.transpose(1, 2).contiguous(), None
-    for name in _UNSUPPORTED:
+    for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
     if positions is not None:
@@ -154,17 +154,14 @@ def reach(
 
 
 @contextmanager
-def own_attention(base: PreTrainedModel) -> Iterator[None]:
-    """Runs ``base`` with the attention that packed attention stands in for."""
-    name = base.config._attn_implementation
-    if name != NAME:
-        yield
-        return
-    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+def attention_named(base: PreTrainedModel, name: str) -> Iterator[None]:
+    """Runs ``base`` with the attention that transformers knows by ``name``."""
+    before = base.config._attn_implementation
+    base.set_attn_implementation(name)
     try:
         yield
     finally:
-        base.set_attn_implementation(name)
+        base.set_attn_implementation(before)
 
 
 AttentionInterface.register(NAME, attention)

@@ -129,7 +129,9 @@ class PackedModel(nn.Module):
         except (TypeError, attention.UnsupportedAttentionError) as error:
             return self._pad(str(error).splitlines()[0])
         self.packs = False
-        with attention.own_attention(self.base):
+        # The attention that packed attention stands in for.
+        own = "sdpa" if self.base._supports_sdpa else "eager"
+        with attention.attention_named(self.base, own):
             gap = self.gap(packed, self.hidden_states(rows), count)
         self.packs = True
         if gap is not None:
