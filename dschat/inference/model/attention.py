@@ -110,8 +110,8 @@ class Attention:
     _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
-        if self.decodes is not None and self._has_kernel(self.decodes):
-            self._kernel = self._prepared(self.decodes)
+        if self.decodes is not None:
+            self._kernel = self._kernel_for(self.decodes)
         group: list[Chunk] = []
         for chunk in self.chunks:
             if group and not self._joins(group, chunk):
@@ -182,22 +182,20 @@ class Attention:
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _has_kernel(self, d: Decodes) -> bool:
+    def _kernel_for(self, d: Decodes) -> cpu.DecodeAttention | None:
         pairs = self.cache.pairs
         is_fp32 = pairs.device.type == "cpu" and pairs.dtype == torch.float32
-        return is_fp32 and d.width == 1 and cpu.load() is not None
-
-    def _prepared(self, d: Decodes) -> cpu.DecodeAttention:
-        kernels = cpu.load()
-        assert kernels is not None
-        assert d.lengths.is_contiguous()
-        assert self.cache.pairs.is_contiguous()
-        assert d.block_table is None or d.block_table.stride(1) == 1
+        kernels = cpu.load() if is_fp32 and d.width == 1 else None
+        if kernels is None:
+            return None
         # NOTE: in a step with chunks, keys and values of all tokens are stored before the kernel.
         slot_mapping = None if self.chunks else self.slot_mapping
+        assert d.lengths.is_contiguous()
+        assert pairs.is_contiguous()
+        assert d.block_table is None or d.block_table.stride(1) == 1
         assert slot_mapping is None or slot_mapping.is_contiguous()
-        return kernels.decode_attention(
-            d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
+        return cpu.DecodeAttention(
+            kernels, d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
         )
 
     def _decode(

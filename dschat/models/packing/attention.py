@@ -37,7 +37,7 @@ from dschat.models.packing.varlen import VarlenKernel
 
 NAME = "dschat"
 
-# Arguments of transformers' attention functions that change the scores in other ways, or select keys.
+# Arguments of transformers' attention functions that change scores in other ways, or select keys.
 UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Families whose masks have a window or chunks of which their attention is not told.
