@@ -18,7 +18,8 @@ from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.device_module import biases_of, is_experts, is_plain, weights_of
-from dschat.inference.model.linear import Linear, fastest_backends, grouped
+from dschat.inference.model.experts import by_expert, chosen_experts
+from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
@@ -170,15 +171,9 @@ class _Experts:
         experts = self._module
         if torch.is_grad_enabled() or not is_plain(experts):
             return forward(x, chosen, shares)
-        ids, order = chosen.flatten().sort(stable=True)
-        rows = x.index_select(0, order // chosen.shape[1])
         gated = experts._apply_gate if experts.has_gate else experts.act_fn
-        first, second = self._layers
-        counts = ids.bincount(minlength=len(first)).tolist()
-        outputs = grouped(second, gated(grouped(first, rows, counts)), counts)
-        choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
-        shares = shares.to(x.dtype).unsqueeze(1)
-        return torch.bmm(shares, choices.view(*chosen.shape, -1)).squeeze(1)
+        ups, downs = self._layers
+        return chosen_experts(partial(by_expert, ups, downs, gated), x, chosen, shares.to(x.dtype))
 
 
 class _Norm:
