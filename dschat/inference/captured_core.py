@@ -140,7 +140,6 @@ class CapturedCore(Core):
         if self._reads_soon:
             self._state.fetch()
         self.stats.decode_steps += 1
-        self.stats.follow(self._scheduler)
 
     def _count_on(self) -> None:
         """Each row has one token more; those that have their last one need no pages."""

@@ -190,10 +190,6 @@ class DecodeGraphs:
         self._kernels = kernels
         self._draft_kernels = None if kernels is None else kernels.without("attention")
 
-    @property
-    def num_captured(self) -> int:
-        return len(self._graphs)
-
     def fits(self, decoder: AnyDecoder, cache: KVCache) -> bool:
         """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
         same = decoder is self._decoder and cache is self._cache
