@@ -198,11 +198,7 @@ class EngineRollout:
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
-            + (
-                ", CUDA graphs"
-                if s.engine.cuda_graphs is not False and e.device.type == "cuda"
-                else ""
-            )
+            + (", CUDA graphs" if e.captures else "")
         )
 
     # -- the scope of a rollout --------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Core:
         self._sampler = Sampler(engine.num_tokens, engine.device, engine.group)
         self._drafter: Drafter | None = None
         if drafts and engine.speculation is not None:
-            self._drafter = engine.speculation.drafter(self._scheduler)
+            self._drafter = Drafter(self._scheduler, engine.speculation)
         self._made_runner: StepRunner | None = None
 
     @property
