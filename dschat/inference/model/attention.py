@@ -11,7 +11,6 @@ keys.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
+from dschat.models.packing.kernels import Scores, capped
 
 # Router, experts that the tokens chose (T, k), and of how many; see `KVCache.keep_experts`.
 KeepExperts = Callable[[Hashable, Tensor, int], None]
@@ -53,29 +53,6 @@ class Chunk:
     length: int
     prefix: int
     pages: list[int]
-
-
-class Scores(NamedTuple):
-    """What becomes of the products of queries and keys in a layer."""
-
-    scale: float
-    window: int | None = None  # keys that a query attends to; None: all
-    softcap: float | None = None  # c: c * tanh(score / c)
-    sinks: Tensor | None = None  # (H,): a further score of each head, whose value is zero
-    chunk: int | None = None  # keys of the same so many positions; None: all
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None and self.chunk is None
-
-    def within(self, num_keys: int) -> tuple[int | None, int | None]:
-        """Window and chunk, None where they hide none of ``num_keys`` keys."""
-        sizes = [size if size and size < num_keys else None for size in (self.window, self.chunk)]
-        return sizes[0], sizes[1]
-
-    def first_key(self, query: Tensor) -> Tensor:
-        """The first key that queries at these positions attend to, of a window or a chunk."""
-        return query - (query % self.chunk if self.chunk else (self.window or 0) - 1)
 
 
 @dataclass
@@ -352,9 +329,7 @@ def _attended(
         )
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = capped(torch.matmul(q, k.transpose(-1, -2)).float() * how.scale, how.softcap)
     if bias is not None:
         scores = scores + bias
     elif is_causal:

@@ -26,12 +26,13 @@ from transformers.masking_utils import sdpa_mask
 from dschat.config.errors import first_line
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
-from dschat.inference.model.attention import Attention, KeepExperts, Scores
+from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
+from dschat.models.packing.kernels import Scores
 from dschat.models.packing.model import selects_keys
 from dschat.models.routing import routers_of
 from dschat.models.row_length import num_positions

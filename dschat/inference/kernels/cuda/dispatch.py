@@ -17,11 +17,12 @@ from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE, cuda_kernels
 from dschat.config.errors import UserError, first_line
 from dschat.inference.kernels.cuda import operators
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
-from dschat.inference.model.attention import Attention, Scores
+from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.rotary import Rotary
 from dschat.inference.model.weights import AnyLinear
 from dschat.inference.protocol import SamplingParams
+from dschat.models.packing.kernels import Scores
 
 logger = logging.getLogger("dschat")
 
