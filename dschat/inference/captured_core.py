@@ -227,7 +227,7 @@ class CapturedCore(Core):
         if not self._live or self._scheduler.would_admit:
             return False
         graphs = self._graphs
-        if graphs is None or not self._owns_steps or not self._runner.fits(graphs):
+        if graphs is None or not self._owns_steps or not graphs.is_current:
             return False
         if graphs.size_for(len(self._live)) < graphs.size_for(len(self._rows)):
             return False

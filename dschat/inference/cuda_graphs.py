@@ -190,10 +190,10 @@ class DecodeGraphs:
         self._kernels = kernels
         self._draft_kernels = None if kernels is None else kernels.without("attention")
 
-    def fits(self, decoder: AnyDecoder, cache: KVCache) -> bool:
-        """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
-        same = decoder is self._decoder and cache is self._cache
-        return same and self._version == decoder.weights.version
+    @property
+    def is_current(self) -> bool:
+        """Whether the captured addresses are still those of the weights."""
+        return self._version == self._decoder.weights.version
 
     def size_for(self, count: int) -> int:
         """Rows of the step that ``count`` sequences take."""

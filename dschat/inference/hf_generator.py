@@ -51,9 +51,7 @@ class HuggingFaceGenerator:
     """Generates with ``module``, a causal LM whose weights are whole on this rank.
 
     Args:
-        stop_ids: tokens that end an answer.
-        num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
-            never drawn.
+        stop_ids, num_tokens: see `EngineConfig`.
         self_check: compare a few answers with plain forwards.
         reason: why the engine cannot run the module, for a warning.
 
