@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
+from dschat.inference.hf_generator import module_engine
 from dschat.inference.model.architectures import ARCHITECTURES
-from dschat.inference.module_engine import module_engine
 
 CPU, SLOTS, VOCAB = torch.device("cpu"), 16, 8192
 SIZES = {

@@ -15,8 +15,7 @@ import time
 import torch
 from report import environment, rounded
 
-from dschat.inference.model import int8
-from dschat.inference.model.linear import Linear, backends_for
+from dschat.inference.model.linear import Linear, backends_for, int8_backends_for
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 BYTES = 48 << 20  # of the weights that a side multiplies by
@@ -24,7 +23,7 @@ BYTES = 48 << 20  # of the weights that a side multiplies by
 
 def sides_of(shape: tuple[int, int]) -> dict[str, list[Linear]]:
     count = min(200, max(1, BYTES // (4 * shape[0] * shape[1])))
-    names = [*backends_for(FP32), *(b for b in int8.backends_for(FP32) if b == "int8")]
+    names = [*backends_for(FP32), *(b for b in int8_backends_for(FP32) if b == "int8")]
     sides: dict[str, list[Linear]] = {}
     for name in names:
         sides[name] = [Linear(shape, False, FP32, CPU, name) for _ in range(count)]

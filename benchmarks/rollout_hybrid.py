@@ -157,7 +157,7 @@ class Side:
             "refresh_bytes": later[-1].refresh.num_bytes,
             "refresh_collectives": later[-1].refresh.num_collectives,
             "rank_weight_bytes": self.engine.weights.nbytes,
-            "rank_cache_bytes": self.engine.cache.nbytes,
+            "rank_cache_bytes": self.engine.cache.pairs.nbytes,
         }
 
 

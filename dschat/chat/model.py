@@ -12,8 +12,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import FLAG, present
 from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel
-from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.inference.module_engine import module_engine
+from dschat.inference.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.row_length import num_positions
 from dschat.models.tokenizer import stop_ids

@@ -4,8 +4,10 @@ They come back on a stream of their own while the answers are scored; the optimi
 """
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
@@ -46,13 +48,27 @@ def _is_on_gpu(engine: TrainingEngine) -> bool:
     return dist.device().type == "cuda" and engine.zero_offload_optimizer() is None
 
 
-def _masters(engine: TrainingEngine) -> list[Tensor]:
-    """This rank's fp32 weights in ZeRO's flat buffers; none under ZeRO 0."""
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return []
-    name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
-    return getattr(engine.optimizer, name)
+class _State(NamedTuple):
+    name: str
+    tensor: Tensor
+    replace: Callable[[Tensor], None]  # by another tensor
+
+
+def _states(engine: TrainingEngine) -> list[_State]:
+    """This rank's fp32 weights in ZeRO's flat buffers, which ZeRO 0 has not, and Adam's moments.
+    Numbers of steps stay where they are.
+    """
+    found, stage = [], engine.zero_optimization_stage()
+    if stage:
+        name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+        for number, master in enumerate(getattr(engine.optimizer, name)):
+            replace = partial(setattr, master, "data")
+            found.append(_State(f"master {number}", master.data, replace))
+    for number, state in enumerate(_adam(engine).state.values()):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                found.append(_State(f"{key} {number}", value, partial(state.__setitem__, key)))
+    return found
 
 
 def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
@@ -60,16 +76,16 @@ def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _buffers_for(engine: TrainingEngine, states: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """The host memory of ``states`` (name, tensor), allocated together where it is new."""
+def _buffers_for(engine: TrainingEngine, states: list[_State]) -> list[Tensor]:
+    """The host memory of ``states``, allocated together where it is new."""
     buffers = _buffers.setdefault(_adam(engine), {})
-    new = [(name, tensor) for name, tensor in states if name not in buffers and tensor.numel()]
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in new]
+    new = [s for s in states if s.name not in buffers and s.tensor.numel()]
+    sizes = [-(-s.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for s in new]
     parts = _pinned(sum(sizes), _adam(engine)).split(sizes) if new else ()
-    for (name, tensor), part in zip(new, parts, strict=True):
+    for (name, tensor, _), part in zip(new, parts, strict=True):
         flat = part[: tensor.nbytes].view(tensor.dtype)
         buffers[name] = flat.as_strided(tensor.shape, tensor.stride())
-    return [buffers.get(name, tensor) for name, tensor in states]
+    return [buffers.get(s.name, s.tensor) for s in states]
 
 
 def _pinned(num_bytes: int, owner: object) -> Tensor:
@@ -89,14 +105,6 @@ def _unpin(memory: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def _moments(engine: TrainingEngine) -> Iterator[tuple[dict[str, Tensor], str, str]]:
-    """(state, its key, name) of every moment. Numbers of steps stay where they are."""
-    for number, state in enumerate(_adam(engine).state.values()):
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                yield state, key, f"{key} {number}"
-
-
 # NOTE: DeepSpeed's own functions pin new memory every time, and move the masters of ZeRO-3 for its
 # FusedAdam only. The host waits for no copy. Those to the host are queued on the current stream,
 # which orders them with the use of the memory that they free.
@@ -105,36 +113,25 @@ def _moments(engine: TrainingEngine) -> Iterator[tuple[dict[str, Tensor], str, s
 @torch.no_grad()
 def _offload(engine: TrainingEngine) -> None:
     wait_for_copies()
-    zero = engine.optimizer
-    if clear_views := getattr(zero, "_clear_hp_buffer_references", None):
+    if clear_views := getattr(engine.optimizer, "_clear_hp_buffer_references", None):
         clear_views()
-    masters, moments = _masters(engine), list(_moments(engine))
-    named = [(f"master {number}", master) for number, master in enumerate(masters)]
-    named += [(name, state[key]) for state, key, name in moments]
-    buffers = _buffers_for(engine, named)
-    for (_, tensor), buffer in zip(named, buffers, strict=True):
-        buffer.copy_(tensor, non_blocking=True)
-    for master, buffer in zip(masters, buffers, strict=False):
-        master.data = buffer
-    for (state, key, _), buffer in zip(moments, buffers[len(masters) :], strict=True):
-        state[key] = buffer
+    states = _states(engine)
+    for state, buffer in zip(states, _buffers_for(engine, states), strict=True):
+        buffer.copy_(state.tensor, non_blocking=True)
+        state.replace(buffer)
 
 
 @torch.no_grad()
 def _reload(engine: TrainingEngine) -> None:
-    masters, moments = _masters(engine), list(_moments(engine))
-    buffers = [master.data for master in masters] + [state[key] for state, key, _ in moments]
-    tensors = [torch.empty_like(buffer, device=dist.device()) for buffer in buffers]
+    states = _states(engine)
+    tensors = [torch.empty_like(s.tensor, device=dist.device()) for s in states]
     _wait_in_steps(engine)
     with on_copy_stream():
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            tensor.copy_(buffer, non_blocking=True)
+        for tensor, state in zip(tensors, states, strict=True):
+            tensor.copy_(state.tensor, non_blocking=True)
             if tensor.is_cuda:  # else its memory could be reused before, were it dropped
                 tensor.record_stream(torch.cuda.current_stream())
-    for master, tensor in zip(masters, tensors, strict=False):
-        master.data = tensor
-    for (state, key, _), tensor in zip(moments, tensors[len(masters) :], strict=True):
-        state[key] = tensor
+            state.replace(tensor)
     if link_views := getattr(engine.optimizer, "_link_all_hp_params", None):
         link_views()
 

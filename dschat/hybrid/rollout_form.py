@@ -26,12 +26,11 @@ from dschat.hybrid.weight_stream import (
     weight_stream,
 )
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
 from dschat.inference.model.architectures import check_shares
-from dschat.inference.model.checkpoint_reader import normalized_names
-from dschat.inference.module_engine import module_generator
 from dschat.inference.protocol import Generator
 from dschat.inference.speculation import Speculation
+from dschat.models.checkpoint_tensors import normalized_names
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized
 from dschat.observability.device_span import DeviceSpan
@@ -206,11 +205,7 @@ class EngineRollout:
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
             f"{e.max_num_seqs} sequences of {e.max_seq_len}, pages of {pages}"
             + (f", LoRA {self._lora}" if self._has_adapters else "")
-            + (
-                ", CUDA graphs"
-                if s.engine.cuda_graphs is not False and e.device.type == "cuda"
-                else ""
-            )
+            + (", CUDA graphs" if e.captures else "")
         )
 
     # -- the scope of a rollout --------------------------------------------------------------------

@@ -140,7 +140,6 @@ class CapturedCore(Core):
         if self._reads_soon:
             self._state.fetch()
         self.stats.decode_steps += 1
-        self.stats.follow(self._scheduler)
 
     def _count_on(self) -> None:
         """Each row has one token more; those that have their last one need no pages."""
@@ -228,7 +227,7 @@ class CapturedCore(Core):
         if not self._live or self._scheduler.would_admit:
             return False
         graphs = self._graphs
-        if graphs is None or not self._owns_steps or not self._runner.fits(graphs):
+        if graphs is None or not self._owns_steps or not graphs.is_current:
             return False
         if graphs.size_for(len(self._live)) < graphs.size_for(len(self._rows)):
             return False

@@ -15,7 +15,6 @@ from dschat.inference.sampler import Place, Sampler
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Event, Request, Sequence, StepSchedule
 from dschat.inference.speculation import Drafter
-from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.observability.device_span import DeviceSpan
 
@@ -45,13 +44,12 @@ class Core:
     ) -> None:
         self._engine, self._lock, self._streaming = engine, engine.lock, streaming
         cache, sizes = engine.cache, (engine.max_num_seqs, engine.max_num_batched_tokens)
-        self.stats = GenerationStats(num_pages=cache.num_pages, max_num_seqs=sizes[0])
-        engine.stats = self.stats
         self._scheduler = Scheduler(cache, *sizes, *engine.keeps_apart)
+        self.stats = engine.stats = self._scheduler.stats
         self._sampler = Sampler(engine.num_tokens, engine.device, engine.group)
         self._drafter: Drafter | None = None
         if drafts and engine.speculation is not None:
-            self._drafter = engine.speculation.drafter(self._scheduler)
+            self._drafter = Drafter(self._scheduler, engine.speculation)
         self._made_runner: StepRunner | None = None
 
     @property
@@ -155,7 +153,6 @@ class Core:
         num_sequences = sum(map(len, rows))
         drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
         stats.count_draws(schedule, len(events), drafted, accepted)
-        stats.follow(scheduler)
         if self._drafter is not None:
             for event in events:
                 if event.is_last:

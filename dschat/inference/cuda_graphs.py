@@ -191,13 +191,9 @@ class DecodeGraphs:
         self._draft_kernels = None if kernels is None else kernels.without("attention")
 
     @property
-    def num_captured(self) -> int:
-        return len(self._graphs)
-
-    def fits(self, decoder: AnyDecoder, cache: KVCache) -> bool:
-        """Whether the captured addresses still belong to ``decoder`` and ``cache``."""
-        same = decoder is self._decoder and cache is self._cache
-        return same and self._version == decoder.weights.version
+    def is_current(self) -> bool:
+        """Whether the captured addresses are still those of the weights."""
+        return self._version == self._decoder.weights.version
 
     def size_for(self, count: int) -> int:
         """Rows of the step that ``count`` sequences take."""
@@ -231,8 +227,7 @@ class DecodeGraphs:
         key = size, pages, kind, width
         if key in self._graphs:
             return self._graphs[key]
-        run = self._run if width == 1 else partial(self._run_drafted, width)
-        step = partial(run, size, pages, kind)
+        step = partial(self._run, size, pages, kind, width)
         if self.failed:
             return step
         problem = ""
@@ -258,29 +253,15 @@ class DecodeGraphs:
         return self.step(size, pages, kind, width)
 
     @torch.inference_mode()
-    def _run(self, size: int, pages: int, kind: SamplingKind) -> None:
+    def _run(self, size: int, pages: int, kind: SamplingKind, width: int) -> None:
         """One step. NOTE: a number that this reads on the host is frozen in the graph."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        kernels = self._kernels
-        rows = state.rows(size, pages, kernels)
-        longest = pages * cache.page_size
-        decodes = Decodes(size, rows.lengths, longest, rows.table, ragged=True)
+        kernels = self._kernels if width == 1 else self._draft_kernels
+        rows = state.rows(size, pages, kernels, width)
+        count, longest = size * width, pages * cache.page_size
+        decodes = Decodes(count, rows.lengths, longest, rows.table, ragged=True, width=width)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
         logits = decoder.step(rows.tokens, rows.positions, attention, kernels=kernels)
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
-        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, kernels)
-
-    @torch.inference_mode()
-    def _run_drafted(self, width: int, size: int, pages: int, kind: SamplingKind) -> None:
-        """One step of ``width`` positions of each row."""
-        decoder, cache, state = self._decoder, self._cache, self.state
-        rows = state.drafted_inputs(size, pages, width)
-        longest = rows.table.shape[1] * cache.page_size
-        lengths = rows.positions + 1
-        decodes = Decodes(len(lengths), lengths, longest, rows.table, ragged=True, width=width)
-        attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
-        kernels = self._draft_kernels
-        logits = decoder.step(rows.tokens, rows.positions, attention, kernels=kernels)
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens, None, kernels, width)
-        state.advance_drafted(decoder.weights.group.broadcast(drawn), logprobs, kind, rows)
+        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, rows, kernels)

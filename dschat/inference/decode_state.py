@@ -47,26 +47,19 @@ class RowDraft(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """Inputs of a step of B rows. Dead rows are at position 0 of the trash page."""
-
-    tokens: Tensor  # (B,)
-    positions: Tensor  # (B,)
-    lengths: Tensor  # (B,) keys that each row attends to
-    slots: Tensor  # (B,) of its new key and value
-    table: Tensor  # (B, W); by kernels, also what dead rows had
-    key: Tensor | tuple[Tensor, ...]  # prompt, sample, place in the answer: (B,) each
-    too_short: Tensor  # (B,) bool
-
-
-class DraftedRows(NamedTuple):
-    """Inputs of a step of B rows with Q positions each; without a draft, of the trash page."""
+    """Inputs of a step of B rows with Q positions each. Dead rows are at position 0 of the trash
+    page, and what is not drafted is written there.
+    """
 
     tokens: Tensor  # (B Q,)
     positions: Tensor  # (B Q,)
-    slots: Tensor  # (B Q,)
-    table: Tensor  # (B, W)
-    drafted: Tensor  # (B, Q - 1)
-    is_drafted: Tensor  # (B, Q - 1) bool
+    lengths: Tensor  # (B Q,) keys that each attends to
+    slots: Tensor  # (B Q,) of its new key and value
+    table: Tensor  # (B, W); by kernels, also what dead rows had
+    key: Tensor | tuple[Tensor, ...]  # prompt, sample, place in the answer: (B Q,) each
+    too_short: Tensor  # (B Q,) bool
+    drafted: Tensor | None = None  # (B, Q - 1); None: Q is 1
+    is_drafted: Tensor | None = None  # (B, Q - 1) bool
 
 
 class DeviceQueue:
@@ -243,19 +236,12 @@ class DecodeState:
 
     # -- on the device -----------------------------------------------------------------------------
 
-    def inputs(self, size: int, pages: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B,), positions (B,) and block table (B, ``pages``) int64 of a step of ``size``
-        rows.
-
-        Dead rows are at position 0 of the trash page.
+    def rows(
+        self, size: int, pages: int, kernels: StepKernels | None = None, width: int = 1
+    ) -> StepRows:
+        """Inputs of a step of ``size`` rows, of which it reads the first ``pages``, with ``width``
+        positions each.
         """
-        fields = self._fields[:, :size]
-        alive = fields[Field.ALIVE]
-        table = self._table[:size, :pages].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
-        return fields[Field.TOKEN], fields[Field.POSITION] * alive, table
-
-    def rows(self, size: int, pages: int, kernels: StepKernels | None) -> StepRows:
-        """Inputs of a step of ``size`` rows, of which it reads the first ``pages``."""
         f = self._fields[:, :size]
         if kernels is not None and kernels.runs("state"):
             where = self._page_size, self._trash_page
@@ -263,93 +249,87 @@ class DecodeState:
             table = self._table[:size, :pages]
             position, length, slot = numbers[:3].unbind()
             return StepRows(f[Field.TOKEN], position, length, slot, table, numbers[3:], too_short)
-        tokens, positions, table = self.inputs(size, pages)
-        page = table.gather(1, (positions // self._page_size).unsqueeze(1)).squeeze(1)
+        alive = f[Field.ALIVE]
+        table = self._table[:size, :pages].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
+        tokens = f[Field.TOKEN].unsqueeze(1)
+        positions = (f[Field.POSITION] * alive).unsqueeze(1)
+        drafted = is_drafted = None
+        if width > 1:
+            later = f[Field.POSITION].unsqueeze(1) + self._ahead[1:width]
+            drafted, is_drafted = self._drafts_at(later, f)
+            tokens = torch.cat([tokens, drafted.clamp(min=0)], 1)
+            positions = torch.cat([positions, later * is_drafted], 1)
+        page = table.gather(1, positions // self._page_size)
+        if is_drafted is not None:
+            page[:, 1:].masked_fill_(~is_drafted, self._trash_page)
         slots = page * self._page_size + positions % self._page_size
-        key, too_short = self._draws(f, f[Field.POSITION])
-        return StepRows(tokens, positions, positions + 1, slots, table, key, too_short)
+        flat = tokens.flatten(), positions.flatten(), (positions + 1).flatten(), slots.flatten()
+        return StepRows(*flat, table, *self._draws(f, width), drafted, is_drafted)
 
-    def _draws(self, f: Tensor, position: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _drafts_at(self, positions: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Drafted tokens at ``positions`` (B, Q - 1) of the rows ``f``, and where there are any."""
+        given = self._drafts[: len(positions)]
+        room, first, window = given[:, :1], given[:, 1:2], given[:, 2:]
+        place = positions - first
+        drafted = window.gather(1, place.clamp(0, WINDOW - 1))
+        is_drafted = (drafted >= 0) & (place >= 0) & (place < WINDOW) & (positions < room)
+        is_drafted &= positions <= f[Field.LAST].unsqueeze(1)
+        return drafted, is_drafted & (f[Field.ALIVE].unsqueeze(1) > 0)
+
+    def _draws(self, f: Tensor, width: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """The key of each random number, and which rows may draw no stop token."""
+        position = f[Field.POSITION]
+        if width > 1:
+            position = (position.unsqueeze(1) + self._ahead[:width]).view(-1)
+            f = f.unsqueeze(2).expand(-1, -1, width).flatten(1)
         key = f[Field.PROMPT], f[Field.SAMPLE], position - f[Field.ORIGIN]
         return key, position < f[Field.YOUNGEST_STOP]
-
-    def drafted_inputs(self, size: int, pages: int, width: int) -> DraftedRows:
-        """Inputs of a step of ``size`` rows with ``width`` positions each."""
-        tokens, positions, table = self.inputs(size, pages)
-        f, given = self._fields[:, :size], self._drafts[:size]
-        room, first, window = given[:, :1], given[:, 1:2], given[:, 2:]
-        later = f[Field.POSITION].unsqueeze(1) + self._ahead[1:width]
-        place = later - first
-        drafted = window.gather(1, place.clamp(0, WINDOW - 1))
-        is_drafted = (drafted >= 0) & (place >= 0) & (place < WINDOW) & (later < room)
-        is_drafted &= (later <= f[Field.LAST].unsqueeze(1)) & (f[Field.ALIVE].unsqueeze(1) > 0)
-        tokens = torch.cat([tokens.unsqueeze(1), drafted.clamp(min=0)], 1)
-        positions = torch.cat([positions.unsqueeze(1), later * is_drafted], 1)
-        page = table.gather(1, positions // self._page_size)
-        page[:, 1:].masked_fill_(~is_drafted, self._trash_page)
-        slots = page * self._page_size + positions % self._page_size
-        flat = tokens.view(-1), positions.view(-1), slots.view(-1)
-        return DraftedRows(*flat, table, drafted, is_drafted)
 
     def draw(
         self,
         logits: Tensor,
         kind: SamplingKind,
         num_tokens: int,
-        rows: StepRows | None,
+        rows: StepRows,
         kernels: StepKernels | None = None,
-        width: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V).
-
-        ``rows``: of a step without drafts.
-        """
-        if rows is not None:
-            key, too_short = rows.key, rows.too_short
-        else:
-            f = self._fields[:, : len(logits) // width]
-            position = (f[Field.POSITION].unsqueeze(1) + self._ahead[:width]).view(-1)
-            key, too_short = self._draws(f.unsqueeze(2).expand(-1, -1, width).flatten(1), position)
-        return self._sampling.draw(logits, kind, key, too_short, num_tokens, kernels, width)
+        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V)."""
+        draws, width = (rows.key, rows.too_short), len(logits) // len(rows.table)
+        return self._sampling.draw(logits, kind, *draws, num_tokens, kernels, width)
 
     def advance(
         self,
         tokens: Tensor,
         logprobs: Tensor,
         kind: SamplingKind,
+        rows: StepRows,
         kernels: StepKernels | None = None,
     ) -> None:
-        """Write the ring slot of this step, and move the rows to their next token."""
+        """Write the ring slot of this step, and move the rows to their next token: by as many of
+        ``tokens`` (B Q,) as follow accepted drafts, and one.
+        """
         if kernels is not None and kernels.runs("state"):
             memory = self._fields, self._ring, self._step
             kernels.advance_rows(tokens, logprobs, *memory, self._sampling.stops(kind))
             return
-        size = len(tokens)
-        drawn = torch.stack([tokens.double(), logprobs.double()])
-        self._ring[:, :, 0, :size].index_copy_(0, self._step % RING, drawn.unsqueeze(0))
-        self._step += 1
-        self._move(tokens, kind)
-
-    def advance_drafted(
-        self, tokens: Tensor, logprobs: Tensor, kind: SamplingKind, rows: DraftedRows
-    ) -> None:
-        """`advance` by as many tokens of ``tokens`` (B Q,) as follow accepted drafts, and one."""
-        size, width = len(rows.drafted), rows.drafted.shape[1] + 1
-        tokens = tokens.view(size, width)
-        is_right = (tokens[:, :-1] == rows.drafted) & rows.is_drafted
-        if kind.num_stops:
-            is_right &= ~self._sampling.is_stop(tokens[:, :-1], kind)
-        kept = is_right.long().cumprod(1)
-        count = kept.sum(1)
-        instead = torch.where(rows.is_drafted, REJECTED, NO_DRAFT)
-        shown = torch.cat([tokens[:, :1], torch.where(kept > 0, tokens[:, 1:], instead)], 1)
-        drawn = torch.stack([shown.double().T, logprobs.view(size, width).double().T])
-        ring = self._ring[:, :, :width, :size]
+        size = len(rows.table)
+        shown = tokens.view(size, -1)
+        if rows.drafted is not None and rows.is_drafted is not None:
+            first, later = shown[:, :1], shown[:, 1:]
+            is_right = (shown[:, :-1] == rows.drafted) & rows.is_drafted
+            if kind.num_stops:
+                is_right &= ~self._sampling.is_stop(shown[:, :-1], kind)
+            kept = is_right.long().cumprod(1)
+            count = kept.sum(1)
+            tokens = shown.gather(1, count.unsqueeze(1)).squeeze(1)
+            instead = torch.where(rows.is_drafted, REJECTED, NO_DRAFT)
+            shown = torch.cat([first, torch.where(kept > 0, later, instead)], 1)
+            self._fields[Field.POSITION, :size] += count
+        drawn = torch.stack([shown.double().T, logprobs.view(size, -1).double().T])
+        ring = self._ring[:, :, : shown.shape[1], :size]
         ring.index_copy_(0, self._step % RING, drawn.unsqueeze(0))
         self._step += 1
-        self._fields[Field.POSITION, :size] += count
-        self._move(tokens.gather(1, count.unsqueeze(1)).squeeze(1), kind)
+        self._move(tokens, kind)
 
     def _move(self, tokens: Tensor, kind: SamplingKind) -> None:
         """Move the rows to ``tokens`` (B,), which were drawn at their positions."""

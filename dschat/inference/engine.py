@@ -24,7 +24,6 @@ from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
-from dschat.inference.model.checkpoint_reader import names_on_disk, sound_weights
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import (
@@ -44,6 +43,7 @@ from dschat.inference.step_runner import StepRunner
 from dschat.memory import free_bytes
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
+from dschat.models.checkpoint_tensors import names_on_disk, sound_weights
 from dschat.startup.performance import avoid_cudnn_attention, limit_spinning_late
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -156,7 +156,7 @@ class InferenceEngine:
 
     def load_checkpoint(self, files: CheckpointFiles) -> None:
         """Load the weights of a checkpoint, with one of its tensors in memory at a time."""
-        names = names_on_disk(files, self.weights.names, self.spec.prefix)
+        names = names_on_disk(files.keys, self.weights.names, self.spec.prefix)
         try:
             stored = ((names(key), entry.shape) for key, entry in files.headers.items())
             self.weights.check((name, shape) for name, shape in stored if name is not None)

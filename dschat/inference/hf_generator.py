@@ -1,26 +1,33 @@
-"""Generates with transformers' module alone, for families that the inference engine cannot run.
+"""Generates with transformers' own module: in the engine, or with the module alone.
 
-One prompt at a time: its samples are rows of one length, each of which computes the prompt, over
-the cache that the module makes. Rows that have ended stay until all have. So nothing is padded,
-masked or copied, and state of any kind is right, also outside the cache.
+The engine runs it for families that the architecture table does not have. For those that the engine
+cannot run either, `HuggingFaceGenerator` takes one prompt at a time: its samples are rows of one
+length, each of which computes the prompt, over the cache that the module makes. Rows that have
+ended stay until all have. So nothing is padded, masked or copied, and state of any kind is right,
+also outside the cache. Either is first held against plain forwards of the module, without a cache.
 """
 
 import inspect
 import logging
-from collections.abc import Generator, Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from dschat.config import UserError
+from dschat.config.errors import first_line
+from dschat.inference.engine import InferenceEngine
+from dschat.inference.engine_config import EngineConfig
+from dschat.inference.model.architectures import UnsupportedModel
 from dschat.inference.model.states import CACHE
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms
-from dschat.inference.self_check import decoding_problem
+from dschat.inference.stats import GenerationStats
+from dschat.losses import token_logprobs
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
@@ -32,14 +39,19 @@ logger = logging.getLogger("dschat")
 
 MAX_ROWS = 64  # samples that decode together
 
+# Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed: 1e-6
+# to 1e-4 in fp32, 0.9 to 30 with wrong results. In 16 bits a MoE router may choose another expert.
+_TOLERANCE = {torch.float32: 0.01}
+_TOLERANCE_16_BIT = 0.25
+_NEW, _SHORT, _LONG, _LONGEST = 8, 5, 40, 4096  # tokens of an answer, and of the two prompts
+_FAILURES = (AttributeError, LookupError, RuntimeError, TypeError)
+
 
 class HuggingFaceGenerator:
     """Generates with ``module``, a causal LM whose weights are whole on this rank.
 
     Args:
-        stop_ids: tokens that end an answer.
-        num_tokens: size of the tokenizer; ids from it on, for which a head may have rows, are
-            never drawn.
+        stop_ids, num_tokens: see `EngineConfig`.
         self_check: compare a few answers with plain forwards.
         reason: why the engine cannot run the module, for a warning.
 
@@ -192,3 +204,98 @@ class HuggingFaceGenerator:
             cache = {CACHE: DynamicCache(config=self._config)}
             output = self.module(**options, **cache)
         return output.logits[:, -1], cache
+
+
+def module_engine(
+    module: "PreTrainedModel | PeftModel", sizes: EngineConfig, is_checked: bool = False
+) -> InferenceEngine:
+    """An engine on ``module``, whose weights must be `ModuleWeights.in_use` while the engine runs.
+
+    ``is_checked``: its family has been held against plain forwards before.
+
+    Raises:
+        UnsupportedModel: the module cannot run so, or its log-probs differ from its own.
+    """
+    weight, config = next(module.parameters()), without_adapters(module).config
+    engine = InferenceEngine(config, weight.dtype, weight.device, sizes, module=module)
+    if not is_checked:
+        weights, windows = engine.weights, engine.spec.windows
+        # NOTE: with the same products: rounding weights to 8 bits is no wrong decoding.
+        plain = weights.products_in_use() if sizes.quantization != "off" else None
+        checked = engine.num_tokens, engine.max_seq_len, windows, plain
+        problem = decoding_problem(engine, module, weights.in_use(), *checked)
+        if problem is not None:
+            raise UnsupportedModel(f"{type(module).__name__} in the engine: {problem}")
+    engine.stats = GenerationStats()
+    return engine
+
+
+def module_generator(
+    module: "PreTrainedModel | PeftModel", sizes: EngineConfig, is_checked: bool = False
+) -> InferenceEngine | HuggingFaceGenerator:
+    """`module_engine`; or the fallback, for families that it cannot run.
+
+    Raises:
+        UserError: the fallback cannot run the module either.
+    """
+    try:
+        return module_engine(module, sizes, is_checked)
+    except UnsupportedModel as reason:
+        ids = sizes.stop_ids, sizes.num_tokens
+        return HuggingFaceGenerator(module, *ids, self_check=not is_checked, reason=reason)
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def decoding_problem(
+    generator: InferenceEngine | HuggingFaceGenerator,
+    module: nn.Module,
+    scope: AbstractContextManager[None],
+    num_ids: int,
+    positions: int,
+    windows: Iterable[int | None] = (),
+    plain_scope: AbstractContextManager[None] | None = None,
+) -> str | None:
+    """One line that says why ``generator`` does not compute what ``module`` does; None if it does.
+
+    Compares two answers each to a random prompt that is longer than all ``windows`` and a short
+    one, within ``positions``. ``scope``: the generator runs in it, and the plain forward in
+    ``plain_scope``.
+    """
+    new = max(1, min(_NEW, positions // 2))
+    longest = max([_LONG, *(2 + window for window in windows if window)])
+    longest = max(1, min(longest, _LONGEST, positions - new))
+    draw = torch.Generator().manual_seed(0)
+    shapes = (longest,), (min(_SHORT, longest),)
+    prompts = [torch.randint(num_ids, shape, generator=draw).tolist() for shape in shapes]
+    try:
+        with scope:
+            rollout = generator.generate(prompts, SamplingParams(new, n=2, ignore_eos=True))
+    except _FAILURES as error:
+        if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
+            raise
+        return f"its cache fails ({first_line(error)})"
+    with plain_scope or nullcontext():
+        gap = _gap_to_plain(module, prompts, rollout, 2)
+    if gap <= _TOLERANCE.get(next(module.parameters()).dtype, _TOLERANCE_16_BIT):
+        return None
+    return f"with its cache log-probs differ by {gap:.2g} nats from those that training computes"
+
+
+@torch.no_grad()
+def _gap_to_plain(module: nn.Module, prompts: list[list[int]], rollout: Rollout, n: int) -> float:
+    """The largest mean, over an answer, of |its log-prob - that of a plain forward|; inf for NaN.
+
+    ``rollout``: ``n`` answers of equal length to each of ``prompts``.
+    """
+    device, gaps = next(module.parameters()).device, []
+    with evaluating(module):
+        for p, prompt in enumerate(prompts):
+            answers = rollout.token_ids[p * n : (p + 1) * n]
+            ids = torch.tensor([prompt + answer for answer in answers], device=device)
+            logits = module(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
+            plain = token_logprobs(logits, ids[:, len(prompt) :]).cpu()
+            drawn = torch.tensor(rollout.logprobs[p * n : (p + 1) * n])
+            gaps.append((drawn - plain).abs().mean(1))
+    return float(torch.cat(gaps).nan_to_num(nan=torch.inf).max())

@@ -61,7 +61,7 @@ class PromptGraphs:
         self._kernels = None if kernels is None else kernels.without("attention")
         self._version = decoder.weights.version
         self._logits: dict[int, Tensor] = {}  # by rows: graphs of all lengths write to them
-        self._steps: dict[PaddedShape, _PromptStep] = {}
+        self._steps: dict[PaddedShape, tuple[Tensor, Step]] = {}  # inputs, see `_run`, and replay
         self._failed = False
 
     def shape_for(self, schedule: StepSchedule) -> PaddedShape | None:
@@ -88,9 +88,9 @@ class PromptGraphs:
 
     def logits(self, shape: PaddedShape, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the prompts of ``schedule``. NOTE: the next call overwrites them."""
-        step = self._steps[shape]
-        step.inputs.copy_(torch.from_numpy(self._packed(shape, schedule)))
-        step.replay()
+        inputs, replay = self._steps[shape]
+        inputs.copy_(torch.from_numpy(self._packed(shape, schedule)))
+        replay()
         return self._logits[shape.rows][: len(schedule.chunks)]
 
     def _packed(self, shape: PaddedShape, schedule: StepSchedule) -> "np.ndarray[Any, Any]":
@@ -110,23 +110,28 @@ class PromptGraphs:
 
     def _add(self, shape: PaddedShape) -> None:
         """Capture the step of a shape."""
-        step = _PromptStep(shape, self._decoder.weights.device, self._cache)
+        size, device, cache = shape.rows * shape.length, self._decoder.weights.device, self._cache
+        with torch.inference_mode(False):  # they are written outside it, too
+            inputs = torch.zeros(3 * size + shape.rows, dtype=torch.int64, device=device)
+            inputs[2 * size : 3 * size] = cache.trash_page * cache.page_size
         problem = ""
         try:
-            step.replay = self._capture(partial(self._run, shape, step))
+            self._steps[shape] = inputs, self._capture(partial(self._run, shape, inputs))
         except Exception as error:  # torch's, or of Triton, which have no type in common
             problem = first_line(error)
         # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
         if problem := max(self._decoder.weights.group.gather_objects(problem)):
             logger.info("prompts of %d x %d tokens are not captured: %s", *shape, problem)
             self._failed = True
-        else:
-            self._steps[shape] = step
+            self._steps.pop(shape, None)
 
     @torch.inference_mode()
-    def _run(self, shape: PaddedShape, step: "_PromptStep") -> None:
+    def _run(self, shape: PaddedShape, inputs: Tensor) -> None:
+        """``inputs``: ids, positions and cache slots of rows that are all as long, of which the
+        tokens after their own are of no account, and the token that each row is read at.
+        """
         size = shape.rows * shape.length
-        tokens, positions, slots, ready = step.inputs.split([size, size, size, shape.rows])
+        tokens, positions, slots, ready = inputs.split([size, size, size, shape.rows])
         chunks = [Chunk(i * shape.length, shape.length, 0, []) for i in range(shape.rows)]
         decoder = self._decoder
         attention = Attention(decoder.spec, self._cache, slots, None, chunks, decoder.slopes)
@@ -135,17 +140,3 @@ class PromptGraphs:
             with torch.inference_mode(False):
                 self._logits[shape.rows] = torch.empty_like(logits)
         self._logits[shape.rows].copy_(logits)
-
-
-class _PromptStep:
-    """A captured step and its inputs: ids, positions and cache slots of rows that are all as long,
-    of which the tokens after their own are of no account, and the token that each row is read at.
-    """
-
-    replay: Step
-
-    def __init__(self, shape: PaddedShape, device: torch.device, cache: KVCache) -> None:
-        size = shape.rows * shape.length
-        with torch.inference_mode(False):  # they are written outside it, too
-            self.inputs = torch.zeros(3 * size + shape.rows, dtype=torch.int64, device=device)
-            self.inputs[2 * size : 3 * size] = cache.trash_page * cache.page_size

@@ -21,6 +21,7 @@ from itertools import islice
 from dschat.config import UserError
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.sequence import Request, Sequence, StepSchedule, rows_of
+from dschat.inference.stats import GenerationStats
 
 # With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
 # an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.
@@ -38,7 +39,7 @@ class Scheduler:
     ``samples_apart``: each sample is a row of its own from its second token on, because captured
     steps draw for one sequence a row.
 
-    Statistics: ``preemptions``, ``peak_pages``, ``cached_tokens`` (found, not computed).
+    ``stats``: counts preemptions, pages and tokens found in the cache; others count more there.
     """
 
     def __init__(
@@ -56,9 +57,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._held: Counter[int] = Counter()  # the waiting sequences whose last page this is
-        self.preemptions = 0
-        self.peak_pages = 0
-        self.cached_tokens = 0
+        self.stats = GenerationStats(num_pages=cache.num_pages, max_num_seqs=max_num_seqs)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue ``sequences``, first those with tokens from an earlier call; longest first."""
@@ -117,7 +116,7 @@ class Scheduler:
 
     def _count_pages(self) -> None:
         used = self._cache.num_pages - self._cache.num_free
-        self.peak_pages = max(self.peak_pages, used)
+        self.stats.peak_pages = max(self.stats.peak_pages, used)
 
     def extend(self, sequence: Sequence) -> bool:
         """Allocate the page of a decode's next token. False: `schedule` must make room first."""
@@ -167,7 +166,7 @@ class Scheduler:
         for sequence in reversed(self._waiting):  # the first in the queue needs them soonest
             if sequence.pages:
                 self._give_up_pages(sequence)
-                self.preemptions += 1
+                self.stats.preemptions += 1
                 return True
         return False
 
@@ -189,7 +188,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._release(sequence)
         self._waiting.appendleft(sequence)
-        self.preemptions += 1
+        self.stats.preemptions += 1
 
     def _admit(self) -> None:
         if not self._waiting:
@@ -223,7 +222,7 @@ class Scheduler:
         cache.retain(pages)
         sequence.pages = pages + cache.allocate(cache.pages_for(len(sequence)) - len(pages))
         sequence.computed = len(pages) * cache.page_size
-        self.cached_tokens += sequence.computed
+        self.stats.cached_tokens += sequence.computed
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
         """Whether a running sequence is computing a page that this one can share after the step."""

@@ -141,16 +141,11 @@ class _Follower:
 
 
 class Drafter:
-    """Drafts for the sequences of one core.
+    """Drafts for the sequences of one core, from what all cores of the engine share."""
 
-    ``worth``: the least probability that a drafted token is accepted.
-    """
-
-    def __init__(
-        self, scheduler: Scheduler, history: AnswerHistory, acceptance: Acceptance, worth: float
-    ) -> None:
-        self._scheduler, self._history = scheduler, history
-        self._acceptance, self._worth = acceptance, worth
+    def __init__(self, scheduler: Scheduler, shared: "Speculation") -> None:
+        self._scheduler, self._history = scheduler, shared.history
+        self._acceptance, self._worth = shared.acceptance, shared.worth
         self._indices: dict[Request, tuple[bool, dict[_Context, _Place]]] = {}
         self._followers: dict[Sequence, _Follower] = {}
 
@@ -228,11 +223,8 @@ class Speculation:
     """What the cores of an engine draft from. ``mode``: see `EngineConfig.speculate`."""
 
     def __init__(self, mode: Literal["history", "auto"]) -> None:
-        self._worth = _WORTH[mode]
+        self.worth = _WORTH[mode]  # the least probability that a drafted token is accepted
         self.history, self.acceptance = AnswerHistory(), Acceptance()
-
-    def drafter(self, scheduler: Scheduler) -> Drafter:
-        return Drafter(scheduler, self.history, self.acceptance, self._worth)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the next drafts depend on; empty before the first answer."""

@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import StepSchedule
 from dschat.observability.device_span import DeviceSpan
 
@@ -87,11 +86,6 @@ class GenerationStats:
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.decoded_rows -= accepted
-
-    def follow(self, scheduler: Scheduler) -> None:
-        """Take over the scheduler's counts."""
-        self.preemptions, self.peak_pages = scheduler.preemptions, scheduler.peak_pages
-        self.cached_tokens = scheduler.cached_tokens
 
     def finish(self) -> None:
         """Add the seconds of all steps; waits for the device."""

@@ -101,11 +101,11 @@ class StepRunner:
             return self._decoder.step(tokens_T, positions_T, attention, carried=rows)
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
-        """Decode steps for `CapturedCore`; captured again if weights or cache were reallocated."""
+        """Decode steps for `CapturedCore`; captured again if weights were reallocated."""
         assert self._capture is not None
-        if self._graphs is None or not self.fits(self._graphs):
+        if self._graphs is None or not self._graphs.is_current:
             if self._graphs is not None:
-                logger.info("weights or cache were reallocated: capturing decode graphs again")
+                logger.info("weights were reallocated: capturing decode graphs again")
             sizes = self._max_num_seqs, self._max_seq_len, num_tokens
             self._graphs = DecodeGraphs(
                 *(self._decoder, self._cache, *sizes, self._capture),
@@ -113,10 +113,6 @@ class StepRunner:
                 drafts=self._drafts,
             )
         return self._graphs
-
-    def fits(self, graphs: DecodeGraphs) -> bool:
-        """Whether ``graphs`` read the present weights and cache."""
-        return graphs.fits(self._decoder, self._cache)
 
     def _rows(
         self, spans: list[tuple[Sequence, int]], positions: list[int], positions_T: Tensor

@@ -1,11 +1,11 @@
-"""Classifies the tensors of a checkpoint: constants, embedding, head; and validates their values.
+"""Classifies and names the tensors of a checkpoint, and validates their values.
 
 Everything that reads checkpoints uses these rules.
 """
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dschat.config import UserError
 
 # Constants that older versions of transformers saved among the weights: causal masks, rotary
 # tables and position numbers (GPT-2, GPT-Neo, GPT-J, CodeGen, Pythia, Llama 2, BERT's relatives).
@@ -61,11 +63,19 @@ def is_finite(weight: Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(weight.detach())).isfinite().all())
 
 
-def value_fault(weight: Tensor) -> str | None:
-    """The fault of a stored ``weight`` (integers, NaN, infinity); None if it is valid."""
-    if not weight.is_floating_point():
-        return f"is stored as {str(weight.dtype).removeprefix('torch.')}, not in floating point"
-    return None if is_finite(weight) else "has values that are NaN or infinite"
+def sound_weights(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the stream; ``UserError`` at the first weight that is not finite floating point."""
+    for name, tensor in stream:
+        fault = None
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            fault = f"is stored as {dtype}, not in floating point"
+        elif not is_finite(tensor):
+            fault = "has values that are NaN or infinite"
+        if fault is not None:
+            raise UserError(f"{name} {fault}; name another checkpoint, or copy it again")
+        yield name, tensor
+        del tensor  # NOTE: a tensor that is kept keeps its file mapped
 
 
 # -- text part -------------------------------------------------------------------------------------
@@ -144,3 +154,50 @@ def whole_name(name: str, prefixes: tuple[str, str]) -> str:
     """The name on disk of the text model's weight ``name``, where `text_prefix` found these."""
     prefix, plain = prefixes
     return prefix + name.removeprefix(plain) if name.startswith(plain) else name
+
+
+# -- names -----------------------------------------------------------------------------------------
+#
+# Names a checkpoint's tensors as a model expects them.
+
+# Prefixes of training wrappers: DataParallel and DeepSpeed, torch.compile.
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+
+# Aliases of a parameter: the norms of the oldest checkpoints, and GPT-NeoX's head, which is
+# embed_out on disk (seen in transformers 5.23) but lm_head in its module.
+_ALIASES = (
+    (re.compile(r"\.gamma$"), ".weight"),
+    (re.compile(r"\.beta$"), ".bias"),
+    (re.compile(r"^embed_out\."), "lm_head."),
+    (re.compile(r"^lm_head\."), "embed_out."),
+)
+
+
+def normalized_names(expected: Collection[str], prefix: str) -> Callable[[str], str | None]:
+    """From a name in a checkpoint to the one of ``expected`` that it stands for; None: a constant.
+
+    ``prefix`` is the architecture's base-model prefix with its dot ("model.", "transformer.",
+    "gpt_neox."): a checkpoint of the bare base model lacks it, another may have it where
+    ``expected`` does not. A weight without a match in ``expected`` keeps its name, so that the
+    consumer can reject it or ignore it (a stored copy of a tied head).
+    """
+    members = frozenset(expected)
+
+    def normalized(name: str) -> str | None:
+        plain = _WRAPPERS.sub("", name)
+        for renamed in (name, plain, *(old.sub(new, plain) for old, new in _ALIASES)):
+            for candidate in (renamed, prefix + renamed, renamed.removeprefix(prefix)):
+                if candidate in members:
+                    return candidate
+        return None if is_constant(plain) else name
+
+    return normalized
+
+
+def names_on_disk(
+    keys: Iterable[str], expected: Collection[str], prefix: str
+) -> Callable[[str], str | None]:
+    """`normalized_names` for a checkpoint's ``keys``, of which only the text model's are read."""
+    names = normalized_names(expected, prefix)
+    plain = {key: name for name, key in text_keys(keys).items()}
+    return lambda key: names(plain[key]) if key in plain else None

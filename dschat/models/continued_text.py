@@ -8,7 +8,6 @@ the ids that it has within a longer one; no token reaches over the border betwee
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -121,9 +120,6 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
 #
 # Decodes a stream of tokens into pieces of text that later tokens do not change.
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class StreamDecoder:
     """Incremental decoding: the pieces joined equal `continued_texts` of all tokens; without
@@ -137,7 +133,7 @@ class StreamDecoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: PreTrainedTokenizerBase,
         with_special: bool = False,
         continues: bool = True,
     ) -> None:

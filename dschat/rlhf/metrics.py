@@ -17,7 +17,7 @@ from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
 from dschat.losses import group_has_variance, group_stats, kl_penalty
 from dschat.memory import peak_memory_gib
-from dschat.models.router_loss import METRIC
+from dschat.models.routing import METRIC
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience

@@ -20,8 +20,7 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
-from dschat.models.router_loss import add_router_loss, router_metrics
-from dschat.models.routing import routing_metrics
+from dschat.models.routing import add_router_loss, router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.batching import micro_batches, settle_token_budget

@@ -24,7 +24,7 @@ from dschat.config.errors import did_you_mean
 from dschat.models.linear import use_fastest_products, use_liger
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel
-from dschat.models.router_loss import watch_routers
+from dschat.models.routing import watch_routers
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
 from dschat.startup.performance import keep_freed_memory, limit_spinning_late
 

@@ -12,7 +12,7 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import SupervisedConfig
 from dschat.data.batches import Endless, StepBatches
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
-from dschat.models.router_loss import router_metrics
+from dschat.models.routing import router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
 from dschat.observability.console import format_line, progress
 from dschat.observability.metrics_log import MetricsLog

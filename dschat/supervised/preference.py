@@ -26,7 +26,7 @@ from dschat.losses import dpo_loss, ipo_loss, kto_loss
 from dschat.models.language_model import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import PackedRows
-from dschat.models.router_loss import add_router_loss
+from dschat.models.routing import add_router_loss
 from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap

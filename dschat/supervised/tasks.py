@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dschat.data.micro_batches import RankedBatch, WeightedBatch, collate_pairs, collate_sft
 from dschat.losses import pairwise_loss
-from dschat.models.router_loss import METRIC, add_router_loss
+from dschat.models.routing import METRIC, add_router_loss
 from dschat.models.training_engine import ModelOrEngine
 from dschat.runtime.optimizer_step import DeviceSums
 

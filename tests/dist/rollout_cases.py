@@ -272,7 +272,7 @@ def run_bytes(case: Case, models: Path, out: Path) -> dict[str, Any]:
         held = {
             "answers": rollout.token_ids,
             "weights": generator.weights.nbytes,
-            "cache": generator.cache.nbytes,
+            "cache": generator.cache.pairs.nbytes,
             "pages": [generator.cache.num_pages, generator.cache.page_size],
         }
         result[str(tp_size)] = dist.gather_objects(held)

@@ -8,7 +8,7 @@ from tiny_models import IDS, LATENT, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat.inference import EngineConfig
-from dschat.inference.module_engine import module_engine
+from dschat.inference.hf_generator import module_engine
 
 _SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}

@@ -38,11 +38,10 @@ def in_buffers(actor):
     """Whether each of ZeRO's masters and Adam's moments lies in the memory of its host buffer."""
     buffers = optimizer_offload._buffers.get(optimizer_offload._adam(actor.engine), {})
     addresses = {buffer.data_ptr() for buffer in buffers.values()}
-    states = [state[key] for state, key, _ in optimizer_offload._moments(actor.engine)]
-    masters = optimizer_offload._masters(actor.engine)
-    assert (len(masters) == 0) == (actor.engine.zero_optimization_stage() == 0)
-    tensors = masters + states
-    return [tensor.data_ptr() in addresses for tensor in tensors]
+    states = optimizer_offload._states(actor.engine)
+    has_masters = any(state.name.startswith("master") for state in states)
+    assert has_masters == (actor.engine.zero_optimization_stage() > 0)
+    return [state.tensor.data_ptr() in addresses for state in states]
 
 
 def moments(actor):

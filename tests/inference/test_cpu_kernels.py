@@ -187,8 +187,8 @@ class Case:
 
     def attend(self, kernels, window=None, slopes=None, scale=0.3):
         lengths = torch.tensor(self.lengths)
-        run = kernels.decode_attention(
-            lengths, self.slot_mapping, self.table, self.page_size, slopes
+        run = cpu.DecodeAttention(
+            kernels, lengths, self.slot_mapping, self.table, self.page_size, slopes
         )
         return run(self.heads, self.cache, window, scale)
 
@@ -253,7 +253,7 @@ def test_rows_of_one_sequence_on_several_threads(kernels):
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             own = cache.clone()
-            attend = kernels.decode_attention(lengths, lengths - 1, table, length, None)
+            attend = cpu.DecodeAttention(kernels, lengths, lengths - 1, table, length, None)
             results.append((attend(heads, own, None, 0.3), own))
     finally:
         torch.set_num_threads(before)
@@ -277,7 +277,7 @@ def test_table_with_wide_rows(kernels):
 def test_attention_lets_other_threads_run(kernels):
     """Threads of a server work during a call; this one gives way nowhere else."""
     lengths, slots = torch.full((64,), 256), torch.arange(64) * 256
-    attend = kernels.decode_attention(lengths, slots, None, 256, None)
+    attend = cpu.DecodeAttention(kernels, lengths, slots, None, 256, None)
     step, function = attend._step, attend._function
     step.num_heads, step.num_kv_heads, step.head_size = 4, 4, 64
     tensors = drawn(64, 12, 64), drawn(64 * 256, 8, 64), torch.empty(64, 256)

@@ -10,12 +10,16 @@ from families import EOS, POSITIONS, PROMPTS, empty_engine, engine, logprob_gap,
 from rank_threads import on_ranks
 from test_weights import base_tensors, factors, with_adapters
 
-from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel, self_check
+from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel, hf_generator
+from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
-from dschat.inference.model.int8 import Int8Weight, backends_for
-from dschat.inference.model.linear import Linear, fastest_backends
+from dschat.inference.model.linear import (
+    Int8Weight,
+    Linear,
+    fastest_backends,
+    int8_backends_for,
+)
 from dschat.inference.model.module_decoder import ModuleDecoder
-from dschat.inference.module_engine import module_engine
 from dschat.models.training_engine import evaluating
 
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
@@ -82,11 +86,11 @@ def test_sums_in_fp16_do_not_overflow():
 
 
 def test_ways_to_multiply(monkeypatch):
-    assert backends_for(torch.bfloat16) == ["int8_torch"]
-    assert backends_for(torch.float16) == ["int8_widened"]
+    assert int8_backends_for(torch.bfloat16) == ["int8_torch"]
+    assert int8_backends_for(torch.float16) == ["int8_widened"]
     monkeypatch.setattr(cpu, "load", lambda: None)
-    assert backends_for(torch.float32) == ["int8_torch"]
-    found = fastest_backends([(4, 4)], 16, torch.bfloat16, torch.device("cuda"), True)
+    assert int8_backends_for(torch.float32) == ["int8_torch"]
+    found = fastest_backends([(4, 4)], torch.bfloat16, torch.device("cuda"), True)
     assert found == {(4, 4): "int8_widened"}
 
 
@@ -161,7 +165,7 @@ def test_wrong_decoding_is_found_all_the_same(module_of, monkeypatch):
 
     sizes = EngineConfig(quantization="int8", max_num_seqs=8, max_seq_len=POSITIONS - 2)
     module = module_of("gpt2")
-    monkeypatch.setattr(self_check, "_TOLERANCE", {torch.float32: 1e-4})
+    monkeypatch.setattr(hf_generator, "_TOLERANCE", {torch.float32: 1e-4})
     module_engine(module, sizes)
     monkeypatch.setattr(ModuleDecoder, "step", shifted)
     with pytest.raises(UnsupportedModel, match="log-probs differ by"):

@@ -11,7 +11,7 @@ from quick import each_once
 from rank_threads import on_ranks
 
 from dschat.inference import EngineConfig, SamplingParams
-from dschat.inference.module_engine import module_engine
+from dschat.inference.hf_generator import module_engine
 from dschat.inference.partial import OpenPrompt, advance
 from dschat.models.routing import routers_of
 

@@ -60,7 +60,7 @@ def test_a_part_of_a_large_weight_is_timed(choose_by):
 
     choose_by(choose)
     shapes = [(50_272, 768), (768, 768)]
-    assert fastest_backends(shapes, 16, FP32, CPU) == dict.fromkeys(shapes, "onednn")
+    assert fastest_backends(shapes, FP32, CPU) == dict.fromkeys(shapes, "onednn")
     assert timed == [(10_923, 768), (768, 768)]  # 2^23 elements
 
 
@@ -75,7 +75,7 @@ def test_onednn_is_offered_for_what_the_processor_can(in_bf16, monkeypatch, choo
         )
     )
     for dtype in (FP32, torch.bfloat16, torch.float16):
-        fastest_backends([(48, 32)], 16, dtype, CPU)
+        fastest_backends([(48, 32)], dtype, CPU)
     assert offered == {FP32: True, torch.bfloat16: in_bf16, torch.float16: False}
 
 
@@ -88,7 +88,7 @@ def test_the_operands_that_are_timed_are_those_of_the_product(choose_by):
         return dict.fromkeys(shapes, "plain")
 
     choose_by(choose)
-    fastest_backends([(48, 32)], 16, FP32, CPU)
+    fastest_backends([(48, 32)], FP32, CPU)
     assert next(iter(outputs)) == "plain"  # wins ties
     for y in outputs.values():
         assert torch.equal(y, torch.full((16, 48), 32.0))
@@ -96,4 +96,4 @@ def test_the_operands_that_are_timed_are_those_of_the_product(choose_by):
 
 def test_devices_other_than_a_cpu_are_not_timed():
     shapes = [(48, 32)]
-    assert fastest_backends(shapes, 16, FP32, torch.device("cuda")) == {(48, 32): "plain"}
+    assert fastest_backends(shapes, FP32, torch.device("cuda")) == {(48, 32): "plain"}

@@ -18,10 +18,10 @@ from transformers.models.gptj import modeling_gptj
 
 from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
+from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import num_slots
-from dschat.inference.module_engine import module_engine
 from dschat.inference.sequence import Request
 from dschat.models.cpu_matmul import VARIABLE
 

@@ -16,7 +16,7 @@ from dschat.inference.sequence import Request
 def test_every_sequence_finishes_once_and_no_page_is_lost(case):
     run = Run(case).to_the_end()
     assert sorted(run.finished) == expected(case)
-    assert run.scheduler.peak_pages <= case.num_pages
+    assert run.scheduler.stats.peak_pages <= case.num_pages
 
 
 @examples(60, 500)
@@ -79,9 +79,9 @@ def test_a_prompt_is_computed_once_where_there_is_room(case):
     n = len(case.answer_lengths[0])
     case.num_pages = -(-MAX_SEQ_LEN // case.page_size) * (n + 1) * len(case.prompt_lengths)
     run = Run(case).to_the_end()
-    assert run.scheduler.preemptions == 0
-    assert run.prefilled + run.scheduler.cached_tokens == sum(case.prompt_lengths)
-    assert case.keeps_prefixes or not run.scheduler.cached_tokens
+    assert run.scheduler.stats.preemptions == 0
+    assert run.prefilled + run.scheduler.stats.cached_tokens == sum(case.prompt_lengths)
+    assert case.keeps_prefixes or not run.scheduler.stats.cached_tokens
 
 
 # By hand
@@ -105,11 +105,11 @@ def test_the_newest_sequence_makes_room_and_comes_back_first():
     run = Run(case)
     run.step()  # both prompts in, two pages each
     assert [entry[0] for entry in run.trace[0]] == [0, 1]
-    while run.scheduler.preemptions == 0:
+    while run.scheduler.stats.preemptions == 0:
         run.step()
     assert [entry[0] for entry in run.trace[-1]] == [0]  # the older one continues alone
     run.to_the_end()
-    assert run.scheduler.preemptions == 1
+    assert run.scheduler.stats.preemptions == 1
     # Once there is room, 1 comes before 2, with its prompt and answer so far in one piece.
     assert [entry[0] for entry in run.trace[6]] == [2, 1]
     assert [entry[3] for entry in run.trace[6]] == [1, 4 + 3]
@@ -119,7 +119,7 @@ def test_a_prompt_leaves_the_page_that_a_running_sequence_needs_next():
     """Two of five pages each; the first sequence needs the fifth in the next step."""
     run = Run(Case([8, 7, 4], [[6], [2], [2]], 4, 5, 4, 99)).to_the_end()
     assert [len(step) for step in run.trace[:2]] == [2, 2]
-    assert run.scheduler.preemptions == 0
+    assert run.scheduler.stats.preemptions == 0
 
 
 def test_long_prompts_come_in_pieces_beside_those_that_decode():
@@ -136,7 +136,7 @@ def test_prompts_take_no_pages_before_a_step_has_room_for_them():
     """Four tokens a step, each time those of the next prompt; its page is the last one's."""
     run = Run(Case([4, 4, 4], [[1]] * 3, 8, 9, 3, 4)).to_the_end()
     assert [len(step) for step in run.trace] == [1, 1, 1]
-    assert run.scheduler.peak_pages == 1
+    assert run.scheduler.stats.peak_pages == 1
 
 
 def test_samples_share_the_whole_pages_of_their_prompt():
@@ -208,7 +208,7 @@ def test_prompts_wait_for_the_prefix_that_one_of_them_computes(separate):
     counts = {number: count for step in run.trace[1::-1] for number, _, _, count in step}
     assert [entry[0] for entry in run.trace[0]] == [0]
     assert [counts[i] for i in range(1, 5)] == [1, 1, 4, 3]  # the last token is always computed
-    assert run.scheduler.cached_tokens == 12 + 8 + 4
+    assert run.scheduler.stats.cached_tokens == 12 + 8 + 4
 
 
 def test_prompts_wait_for_a_row_that_goes_on_without_its_first_sample():

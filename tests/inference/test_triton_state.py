@@ -44,7 +44,7 @@ def parts_of(state):
 @pytest.mark.parametrize(("size", "num_rows"), SIZES)
 def test_rows_are_read(interpreted, size, num_rows):
     state = state_of(num_rows)
-    rows = state.rows(size, 9, None)
+    rows = state.rows(size, 9)
     out = poisoned(6, size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
     args = state._fields, state._table, PAGE, TRASH, *out
     *_, numbers, short = interpreted("run", "read_rows", args)
@@ -70,7 +70,7 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
         state._sampling._stops[16] = of_rows
     tokens, logprobs = torch.arange(size) % 50, drawn(size)
     twin = copy.deepcopy(parts_of(state))
-    state.advance(tokens, logprobs, kind)
+    state.advance(tokens, logprobs, kind, state.rows(size, 9))
     args = tokens, logprobs, *twin, state._sampling.stops(kind)
     got = interpreted("run", "advance_rows", args)[2:5]
     for mine, expected in zip(got, parts_of(state), strict=True):

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat.config import RewardConfig
 from dschat.models.language_model import LanguageModel
-from dschat.models.router_loss import MAX_LOAD, METRIC, router_metrics, watch_routers
-from dschat.models.routing import routers_of
+from dschat.models.routing import MAX_LOAD, METRIC, router_metrics, routers_of, watch_routers
 from dschat.models.score_model import ScoreModel
 from dschat.supervised.preference import PreferenceTask
 from dschat.supervised.tasks import RewardTask, SFTTask

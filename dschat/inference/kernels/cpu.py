@@ -20,7 +20,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ class Kernels:
         self._add_norm = holding.dschat_add_norm
         self._silu_mul = holding.dschat_silu_mul
         self._norm_and_rotate = holding.dschat_norm_and_rotate
-        self._attend = releasing.dschat_decode_attention
+        self.attend = releasing.dschat_decode_attention
         self._pack, self._product = releasing.dschat_pack, releasing.dschat_product
         self._products = releasing.dschat_products
         self._packed_size = holding.dschat_packed_size
@@ -248,39 +247,30 @@ class Kernels:
         )
         return ids, logprobs
 
-    def decode_attention(
-        self,
-        lengths: Tensor,
-        slot_mapping: Tensor | None,
-        block_table: Tensor | None,
-        page_size: int,
-        slopes: Tensor | None,
-    ) -> "DecodeAttention":
-        """Attention of a step in which B sequences decode one token each, for all layers.
-
-        Args:
-            lengths: (B,) keys that each attends to, its own included.
-            slot_mapping: (B,) cache slots to write the new keys and values to first; None: they
-                are already written.
-            block_table: (B, pages), rows of any stride; None: sequence b is in page b.
-            slopes: (H,) ALiBi's.
-        """
-        return DecodeAttention(self._attend, lengths, slot_mapping, block_table, page_size, slopes)
-
 
 class DecodeAttention:
-    """A prepared `Kernels.decode_attention`. Keeps the step's tensors alive."""
+    """Attention of a step in which B sequences decode one token each, for all layers. Keeps the
+    step's tensors alive.
+
+    Args:
+        lengths: (B,) keys that each attends to, its own included.
+        slot_mapping: (B,) cache slots to write the new keys and values to first; None: they are
+            already written.
+        block_table: (B, pages), rows of any stride; None: sequence b is in page b.
+        slopes: (H,) ALiBi's.
+    """
 
     def __init__(
         self,
-        function: Callable[..., None],
+        kernels: Kernels,
         lengths: Tensor,
         slot_mapping: Tensor | None,
         block_table: Tensor | None,
         page_size: int,
         slopes: Tensor | None,
     ) -> None:
-        self._function, self._tensors = function, (lengths, slot_mapping, block_table, slopes)
+        self._function = kernels.attend
+        self._tensors = lengths, slot_mapping, block_table, slopes
         self._step = _Step(
             rows=lengths.shape[0],
             page_size=page_size,

@@ -5,7 +5,7 @@ the decoder weight that each checkpoint tensor fills. A new family is a new row 
 """
 
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
@@ -54,17 +54,7 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     return spec
 
 
-class _Sizes(TypedDict):
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-    tied: bool
-
-
-def _sizes(c: PretrainedConfig) -> _Sizes:
+def _sizes(c: PretrainedConfig) -> dict[str, Any]:
     """Config fields shared by the families with as many key-value heads as query heads."""
     return {
         "num_layers": c.num_hidden_layers,
@@ -80,7 +70,7 @@ def _sizes(c: PretrainedConfig) -> _Sizes:
 def _opt(c: PretrainedConfig) -> ModelSpec:
     base, layer = "model.decoder", "model.decoder.layers.{i}"
     affine, bias = c.layer_norm_elementwise_affine, c.enable_bias
-    sources = embeddings(f"{base}.embed_tokens", "lm_head", c.tie_word_embeddings)
+    sources = embeddings(f"{base}.embed_tokens", c.tie_word_embeddings)
     sources += [WeightSource(f"{base}.embed_positions.weight", "positions.weight")]
     if c.word_embed_proj_dim != c.hidden_size:
         sources += both(f"{base}.project_in", "project_in", bias=False)
@@ -115,7 +105,7 @@ def _gpt2(c: PretrainedConfig) -> ModelSpec:
     layer = "transformer.h.{i}"
     if c.add_cross_attention:
         raise UnsupportedModel("this GPT-2 has cross-attention")
-    sources = embeddings("transformer.wte", "lm_head", c.tie_word_embeddings)
+    sources = embeddings("transformer.wte", c.tie_word_embeddings)
     sources += [WeightSource("transformer.wpe.weight", "positions.weight")]
     sources += both(f"{layer}.ln_1", "layers.{i}.norm1")
     sources += both(f"{layer}.attn.c_attn", "layers.{i}.qkv", transposed=True)
@@ -143,7 +133,7 @@ def _gpt2(c: PretrainedConfig) -> ModelSpec:
 
 def _gpt_neox(c: PretrainedConfig) -> ModelSpec:
     layer = "gpt_neox.layers.{i}"
-    sources = embeddings("gpt_neox.embed_in", "lm_head", c.tie_word_embeddings)
+    sources = embeddings("gpt_neox.embed_in", c.tie_word_embeddings)
     sources += both(f"{layer}.input_layernorm", "layers.{i}.norm1")
     sources += both(f"{layer}.post_attention_layernorm", "layers.{i}.norm2")
     sources += both(
@@ -172,7 +162,7 @@ def _gpt_neox(c: PretrainedConfig) -> ModelSpec:
 
 def _bloom(c: PretrainedConfig) -> ModelSpec:
     layer = "transformer.h.{i}"
-    sources = embeddings("transformer.word_embeddings", "lm_head", c.tie_word_embeddings)
+    sources = embeddings("transformer.word_embeddings", c.tie_word_embeddings)
     sources += both("transformer.word_embeddings_layernorm", "embed_norm")
     sources += both(f"{layer}.input_layernorm", "layers.{i}.norm1")
     sources += both(f"{layer}.self_attention.query_key_value", "layers.{i}.qkv", interleaved=True)

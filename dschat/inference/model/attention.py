@@ -11,7 +11,6 @@ keys.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
+from dschat.models.packing.kernels import Scores, capped
 
 # Router, experts that the tokens chose (T, k), and of how many; see `KVCache.keep_experts`.
 KeepExperts = Callable[[Hashable, Tensor, int], None]
@@ -55,29 +55,6 @@ class Chunk:
     pages: list[int]
 
 
-class Scores(NamedTuple):
-    """What becomes of the products of queries and keys in a layer."""
-
-    scale: float
-    window: int | None = None  # keys that a query attends to; None: all
-    softcap: float | None = None  # c: c * tanh(score / c)
-    sinks: Tensor | None = None  # (H,): a further score of each head, whose value is zero
-    chunk: int | None = None  # keys of the same so many positions; None: all
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None and self.chunk is None
-
-    def within(self, num_keys: int) -> tuple[int | None, int | None]:
-        """Window and chunk, None where they hide none of ``num_keys`` keys."""
-        sizes = [size if size and size < num_keys else None for size in (self.window, self.chunk)]
-        return sizes[0], sizes[1]
-
-    def first_key(self, query: Tensor) -> Tensor:
-        """The first key that queries at these positions attend to, of a window or a chunk."""
-        return query - (query % self.chunk if self.chunk else (self.window or 0) - 1)
-
-
 @dataclass
 class _Dense:
     """Chunks with prefixes of one length as a padded batch, and its mapping to packed tokens.
@@ -110,8 +87,8 @@ class Attention:
     _kernel: cpu.DecodeAttention | None = None
 
     def __post_init__(self) -> None:
-        if self.decodes is not None and self._has_kernel(self.decodes):
-            self._kernel = self._prepared(self.decodes)
+        if self.decodes is not None:
+            self._kernel = self._kernel_for(self.decodes)
         group: list[Chunk] = []
         for chunk in self.chunks:
             if group and not self._joins(group, chunk):
@@ -182,22 +159,20 @@ class Attention:
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _has_kernel(self, d: Decodes) -> bool:
+    def _kernel_for(self, d: Decodes) -> cpu.DecodeAttention | None:
         pairs = self.cache.pairs
         is_fp32 = pairs.device.type == "cpu" and pairs.dtype == torch.float32
-        return is_fp32 and d.width == 1 and cpu.load() is not None
-
-    def _prepared(self, d: Decodes) -> cpu.DecodeAttention:
-        kernels = cpu.load()
-        assert kernels is not None
-        assert d.lengths.is_contiguous()
-        assert self.cache.pairs.is_contiguous()
-        assert d.block_table is None or d.block_table.stride(1) == 1
+        kernels = cpu.load() if is_fp32 and d.width == 1 else None
+        if kernels is None:
+            return None
         # NOTE: in a step with chunks, keys and values of all tokens are stored before the kernel.
         slot_mapping = None if self.chunks else self.slot_mapping
+        assert d.lengths.is_contiguous()
+        assert pairs.is_contiguous()
+        assert d.block_table is None or d.block_table.stride(1) == 1
         assert slot_mapping is None or slot_mapping.is_contiguous()
-        return kernels.decode_attention(
-            d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
+        return cpu.DecodeAttention(
+            kernels, d.lengths, slot_mapping, d.block_table, self.cache.page_size, self.slopes
         )
 
     def _decode(
@@ -354,9 +329,7 @@ def _attended(
         )
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = capped(torch.matmul(q, k.transpose(-1, -2)).float() * how.scale, how.softcap)
     if bias is not None:
         scores = scores + bias
     elif is_causal:

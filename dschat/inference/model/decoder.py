@@ -20,13 +20,14 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.model.attention import Attention, KeepExperts, Scores
+from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
 from dschat.inference.model.layers import Layer, Norm
 from dschat.inference.model.rotary import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
+from dschat.models.packing.kernels import Scores
 
 # Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used, if
 # it is not only as the spec's windows and scales say -> (T, H * D)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dschat.inference.model.experts import Stack, all_experts, has_grouped_product
+from dschat.models.training_engine import attributes_replaced
 
 
 class DeviceModule:
@@ -29,12 +30,12 @@ class DeviceModule:
         with ExitStack() as scope:
             for experts in self._experts:
                 run = partial(_run_experts, experts, experts.forward)
-                scope.enter_context(replaced(experts, "forward", run))
+                scope.enter_context(attributes_replaced(experts, forward=run))
             # NOTE: up to `num_positions`, where the engine ends, no row changes the frequencies.
             for rotary in self._rotary:
                 kinds = rotary.rope_type
                 fixed = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
-                scope.enter_context(replaced(rotary, "rope_type", fixed))
+                scope.enter_context(attributes_replaced(rotary, rope_type=fixed))
             scope.enter_context(self._constants)
             yield
 
@@ -100,16 +101,3 @@ class _Constants(TorchFunctionMode):
         if key not in self._kept:
             self._kept[key] = func(*args, **kwargs)
         return self._kept[key].clone()  # its reader may write to it
-
-
-@contextmanager
-def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Gives ``module`` another attribute, which is no parameter or module."""
-    own = vars(module).get(name)
-    vars(module)[name] = value
-    try:
-        yield
-    finally:
-        del vars(module)[name]
-        if own is not None:
-            vars(module)[name] = own

@@ -8,7 +8,7 @@ Shapes: T tokens, k experts per token, N experts, E hidden size, I this rank's c
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,27 @@ def all_experts(
     )
 
 
+def by_expert(
+    ups: Sequence[Any], downs: Sequence[Any], gated: Gated, x: Tensor, ids: Tensor
+) -> Tensor:
+    """Rows ``x`` through the linear layers of the experts ``ids`` (rows,), which are sorted."""
+    counts = ids.bincount(minlength=len(ups)).tolist()
+    return grouped(downs, gated(grouped(ups, x, counts)), counts)
+
+
+def chosen_experts(
+    run: Callable[[Tensor, Tensor], Tensor], x: Tensor, chosen: Tensor, shares: Tensor
+) -> Tensor:
+    """Each row through the experts that it chose. ``run``: rows (T k, E) through the experts of
+    their numbers, which are sorted.
+    """
+    ids, order = chosen.flatten().sort(stable=True)
+    outputs = run(x.index_select(0, order // chosen.shape[1]), ids)
+    # Row i is that of the order[i]-th choice.
+    choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return torch.bmm(shares.unsqueeze(1), choices.view(*chosen.shape, -1)).squeeze(1)
+
+
 class Experts(NamedTuple):
     """The experts of a layer, and the router that chooses ``spec.per_token`` of them."""
 
@@ -119,12 +140,9 @@ class Experts(NamedTuple):
         shares = shares.to(x.dtype)
         may_wait = x.dtype == torch.bfloat16 and len(x) > _MOST_CAPTURED
         if self.stacks is None or may_wait or has_grouped_product(x):
-            ids, order = chosen.flatten().sort(stable=True)
-            rows = x.index_select(0, order // self.spec.per_token)
-            outputs = self._one_by_one(rows, ids, gated)
-            # Row i is that of the order[i]-th choice.
-            choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
-            return torch.bmm(shares.unsqueeze(1), choices.view(*chosen.shape, -1)).squeeze(1)
+            return chosen_experts(
+                lambda rows, ids: self._one_by_one(rows, ids, gated), x, chosen, shares
+            )
         return all_experts(self.stacks, x, chosen, shares, gated)
 
     def _one_by_one(self, x: Tensor, ids: Tensor, gated: Gated) -> Tensor:
@@ -134,5 +152,4 @@ class Experts(NamedTuple):
             numbers = torch.arange(self.spec.count, device=x.device)
             ends = torch.searchsorted(ids, numbers, right=True, out_int32=True)
             return down.grouped(gated(up.grouped(x, ids, ends)), ids, ends)
-        counts = ids.bincount(minlength=self.spec.count).tolist()
-        return grouped(self.downs, gated(grouped(self.ups, x, counts)), counts)
+        return by_expert(self.ups, self.downs, gated, x, ids)

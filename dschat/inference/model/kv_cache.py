@@ -130,10 +130,6 @@ class KVCache:
     def num_free(self) -> int:
         return len(self._free) + len(self._idle)
 
-    @property
-    def nbytes(self) -> int:
-        return self.pairs.nbytes
-
     def pages_for(self, num_tokens: int) -> int:
         """Number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dschat.inference.model.attention import Scores
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
 from dschat.inference.model.rotary import Rotary
 from dschat.inference.model.weights import AnyLinear, Weights
+from dschat.models.packing.kernels import Scores
 
 
 class Norm(NamedTuple):

@@ -16,31 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.inference.kernels import cpu
-from dschat.inference.model import int8
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
 
-_PACK_ROWS = 16  # the batch size that a packing is optimized for; any size works
+_ROWS = 16  # of the products that are timed, and that a packing is optimized for; any number works
 _MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
+# Measured on two AVX2 cores, fp32: with 64 rows a widened int8 weight's product takes as long.
+_FEW_ROWS = 64
 
 
 def fastest_backends(
-    shapes: Iterable[Shape],
-    num_rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    in_int8: bool = False,
+    shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, in_int8: bool = False
 ) -> dict[Shape, Backend]:
-    """The fastest backend for products of ``num_rows`` rows with weights of ``shapes`` (out, in).
+    """The fastest backend for products of a few rows with weights of ``shapes`` (out, in).
 
     On a CPU measured, see `cpu_matmul`; of a large weight a part of the outputs is timed.
     """
     if device.type != "cpu":
         return dict.fromkeys(shapes, "int8_widened" if in_int8 else "plain")
-    candidates = int8.backends_for(dtype) if in_int8 else backends_for(dtype)
-    makers = {name: partial(_timed_product, name, dtype, num_rows) for name in candidates}
+    candidates = int8_backends_for(dtype) if in_int8 else backends_for(dtype)
+    makers = {name: partial(_timed_product, name, dtype) for name in candidates}
     timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
-    choices = cpu_matmul.choose(f"decoding-{num_rows}", timed.values(), dtype, makers)
+    choices = cpu_matmul.choose(f"decoding-{_ROWS}", timed.values(), dtype, makers)
     return {shape: choices[timed[shape]] for shape in timed}
 
 
@@ -57,11 +54,17 @@ def backends_for(dtype: torch.dtype) -> list[Backend]:
     return candidates
 
 
-def _timed_product(name: Backend, dtype: torch.dtype, num_rows: int, shape: Shape) -> Product:
+def int8_backends_for(dtype: torch.dtype) -> list[Backend]:
+    ways: list[Backend] = ["int8"] if dtype == torch.float32 and cpu.load() is not None else []
+    ways += ["int8_torch"] if dtype in (torch.float32, torch.bfloat16) else []
+    return ways or ["int8_widened"]
+
+
+def _timed_product(name: Backend, dtype: torch.dtype, shape: Shape) -> Product:
     linear = Linear(shape, False, dtype, torch.device("cpu"), name)
     linear.open().fill_(1.0)
     linear.seal()
-    return partial(linear, torch.ones(num_rows, shape[1], dtype=dtype))
+    return partial(linear, torch.ones(_ROWS, shape[1], dtype=dtype))
 
 
 @dataclass
@@ -77,6 +80,58 @@ class SideProduct:
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
+
+
+class Int8Weight:
+    """W (out, in), rounded to the nearest of 255 values between +- its row's largest, with a scale
+    for each output.
+
+    A CPU reads a quarter of fp32's bytes: steps of few rows wait for those. Our kernel multiplies
+    fp32 rows. torch's operator rounds rows to bf16; where they are many, and on other devices, the
+    weight is widened first.
+    """
+
+    def __init__(self, shape: tuple[int, int], backend: Backend, device: torch.device) -> None:
+        self.shape = shape
+        self._kernels = cpu.load() if backend == "int8" else None
+        with torch.inference_mode(False):  # else they could be written in that mode only
+            self.values = torch.empty(shape, dtype=torch.int8, device=device)
+            if self._kernels is not None:
+                self.values = self._kernels.pack(self.values)
+            self.scales = torch.empty(shape[0], dtype=torch.float32, device=device)
+        # NOTE: torch's operator reads in blocks, past the end of other shapes.
+        is_even = shape[0] % 16 == 0 and shape[1] % 32 == 0
+        self._by_torch = backend == "int8_torch" and is_even
+
+    @torch.no_grad()
+    def write(self, weight: Tensor) -> None:
+        weight = weight.float()
+        largest = weight.abs().amax(1).clamp(min=1e-30)
+        # NOTE: scales that bf16 holds: torch's operator takes them in the rows' dtype.
+        self.scales.copy_((largest / 127).bfloat16())
+        rounded = (weight / self.scales.unsqueeze(1)).round_().clamp_(-127, 127)
+        if self._kernels is None:
+            self.values.copy_(rounded)
+        else:
+            self._kernels.pack(rounded.to(torch.int8), self.values)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x`` (rows, in) -> x W^T + bias, (rows, out)."""
+        if self._kernels is not None:
+            return self._kernels.product(x, self.values, self.shape[0], bias, self.scales)
+        scales = self.scales.to(x.dtype)
+        if x.shape[0] <= _FEW_ROWS and self._by_torch:
+            operands = x.bfloat16(), self.values, scales.bfloat16()
+            y = torch.ops.aten._weight_int8pack_mm(*operands).to(x.dtype)
+        elif x.dtype == torch.float16:  # whose sums of integers would overflow
+            y = F.linear(x, self.values.to(x.dtype).mul_(scales.unsqueeze(1)))
+        else:
+            y = F.linear(x, self.values.to(x.dtype)).mul_(scales)
+        return y if bias is None else y.add_(bias)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] + self.scales.nbytes
 
 
 class Linear:
@@ -115,7 +170,7 @@ class Linear:
         self._shared = shared  # a tied weight has one address for both uses
         self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
-        self._int8: int8.Int8Weight | None = None
+        self._int8: Int8Weight | None = None
         # NOTE: MKL's operator also takes the unpacked weight, but reads only its shape.
         self._shape_only = torch.empty(1).expand(shape)
 
@@ -165,7 +220,7 @@ class Linear:
         self._packed = None
         if self._backend.startswith("int8"):
             if self._int8 is None:
-                self._int8 = int8.Int8Weight(self.shape, self._backend, self._device)
+                self._int8 = Int8Weight(self.shape, self._backend, self._device)
             self._int8.write(weight)  # in place: captured steps hold its address
             return
         reorder = (
@@ -173,7 +228,7 @@ class Linear:
             if self._backend == "mkl"
             else torch.ops.mkldnn._reorder_linear_weight
         )
-        self._packed = reorder(weight.to(self._dtype).contiguous(), _PACK_ROWS)
+        self._packed = reorder(weight.to(self._dtype).contiguous(), _ROWS)
 
     def drop(self) -> None:
         """Free all tensors, even if a decoder still holds this object. It cannot be used again."""

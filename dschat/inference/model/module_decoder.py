@@ -26,12 +26,13 @@ from transformers.masking_utils import sdpa_mask
 from dschat.config.errors import first_line
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
-from dschat.inference.model.attention import Attention, KeepExperts, Scores
+from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
 from dschat.models.packing import attention as packing
+from dschat.models.packing.kernels import Scores
 from dschat.models.packing.model import selects_keys
 from dschat.models.routing import routers_of
 from dschat.models.row_length import num_positions
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 NAME = "dschat_paged"
-# Arguments of transformers' attention functions that select keys, or change scores in other ways.
-_UNKNOWN = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Query, key and value (1, H or K, T, D) and how their scores are used -> (T, H, D of the value)
 Step = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
@@ -68,7 +67,7 @@ def _attention(
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
         how |= {"softcap": softcap, "s_aux": s_aux}
         return packing.attention(module, query, key, value, attention_mask, **how, **others)
-    for name in _UNKNOWN:
+    for name in packing.UNSUPPORTED:
         if others.get(name) is not None:
             raise UnsupportedModel(f"{type(module).__name__} uses {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -232,14 +231,8 @@ def nothing(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
 @contextmanager
 def paged(module: "PreTrainedModel | PeftModel") -> Iterator[None]:
     """Runs ``module`` in eval mode with the attention of steps."""
-    base = without_adapters(module)
-    name = base.config._attn_implementation
-    base.set_attn_implementation(NAME)
-    try:
-        with evaluating(module):
-            yield
-    finally:
-        base.set_attn_implementation(name)
+    with packing.attention_named(without_adapters(module), NAME), evaluating(module):
+        yield
 
 
 @contextmanager

@@ -17,19 +17,13 @@ from transformers import PreTrainedModel
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.device_module import (
-    biases_of,
-    is_experts,
-    is_plain,
-    replaced,
-    weights_of,
-)
-from dschat.inference.model.linear import Linear, fastest_backends, grouped
+from dschat.inference.model.device_module import biases_of, is_experts, is_plain, weights_of
+from dschat.inference.model.experts import by_expert, chosen_experts
+from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
-from dschat.inference.model.weights import DECODE_ROWS
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
-from dschat.models.training_engine import without_adapters
+from dschat.models.training_engine import attributes_replaced, without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -123,7 +117,7 @@ class _Product:
         with ExitStack() as scope:
             for number, layer in enumerate(self._layers):
                 forward = partial(self._run, number, layer.forward)
-                scope.enter_context(replaced(layer, "forward", forward))
+                scope.enter_context(attributes_replaced(layer, forward=forward))
             scope.callback(self._forget)
             yield
 
@@ -168,7 +162,8 @@ class _Experts:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with replaced(self._module, "forward", partial(self._run, self._module.forward)):
+        run = partial(self._run, self._module.forward)
+        with attributes_replaced(self._module, forward=run):
             yield
 
     def _run(self, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
@@ -176,15 +171,9 @@ class _Experts:
         experts = self._module
         if torch.is_grad_enabled() or not is_plain(experts):
             return forward(x, chosen, shares)
-        ids, order = chosen.flatten().sort(stable=True)
-        rows = x.index_select(0, order // chosen.shape[1])
         gated = experts._apply_gate if experts.has_gate else experts.act_fn
-        first, second = self._layers
-        counts = ids.bincount(minlength=len(first)).tolist()
-        outputs = grouped(second, gated(grouped(first, rows, counts)), counts)
-        choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
-        shares = shares.to(x.dtype).unsqueeze(1)
-        return torch.bmm(shares, choices.view(*chosen.shape, -1)).squeeze(1)
+        ups, downs = self._layers
+        return chosen_experts(partial(by_expert, ups, downs, gated), x, chosen, shares.to(x.dtype))
 
 
 class _Norm:
@@ -200,7 +189,8 @@ class _Norm:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        with replaced(self._norm, "forward", partial(self.run, self._norm.forward)):
+        run = partial(self.run, self._norm.forward)
+        with attributes_replaced(self._norm, forward=run):
             yield
 
     def run(self, forward: Callable[..., Any], x: Tensor, *others: Any, **named: Any) -> Any:
@@ -249,8 +239,8 @@ def _products(
     head = without_adapters(module).get_output_embeddings()
     groups = _readers_of_one_input(module, layers)
     shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
-    of_floats = fastest_backends(set(shapes), DECODE_ROWS, *like)
-    others = fastest_backends(set(shapes), DECODE_ROWS, *like, in_int8) if in_int8 else of_floats
+    of_floats = fastest_backends(set(shapes), *like)
+    others = fastest_backends(set(shapes), *like, in_int8) if in_int8 else of_floats
     pairs = [
         (group, (of_floats if head in group else others)[shape])
         for group, shape in zip(groups, shapes, strict=True)
@@ -269,7 +259,7 @@ def _packed_experts(
     found = [m for m in module.modules() if is_experts(m) and m not in adapted]
     weights = [weights_of(experts) for experts in found]
     shapes = [[(w.shape[1], w.shape[2]) for w in pair] for pair in weights]
-    backends = fastest_backends(sum(shapes, []), DECODE_ROWS, weight.dtype, weight.device, in_int8)
+    backends = fastest_backends(sum(shapes, []), weight.dtype, weight.device, in_int8)
     chosen = [[backends[shape] for shape in pair] for pair in shapes]
     pairs = zip(found, weights, chosen, strict=True)
     return [

@@ -45,7 +45,7 @@ def _llama_like(
     """``qkv`` and ``mlp``: their sources, where these are not separate matrices, of the MLP without
     biases. ``facts``: fields of `ModelSpec`.
     """
-    sources = embeddings("model.embed_tokens", "lm_head", c.tie_word_embeddings)
+    sources = embeddings("model.embed_tokens", c.tie_word_embeddings)
     for target, name in norms.items():
         sources += both(f"{_LAYER}.{name}", f"layers.{{i}}.{target}", bias=False)
     sources += separate_qkv(f"{_LAYER}.self_attn", qkv_bias) if qkv is None else qkv

@@ -177,9 +177,9 @@ def both(
     ]
 
 
-def embeddings(name: str, head: str, tied: bool) -> list[WeightSource]:
+def embeddings(name: str, tied: bool) -> list[WeightSource]:
     weight = f"{name}.weight"
-    head = weight if tied else f"{head}.weight"
+    head = weight if tied else "lm_head.weight"
     return [WeightSource(weight, "embed.weight"), WeightSource(head, "head.weight")]
 
 

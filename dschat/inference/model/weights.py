@@ -22,7 +22,6 @@ from dschat.inference.model.spec import ModelSpec, WeightSource, check_shares
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
-DECODE_ROWS = 16  # of the products that are timed
 _WHOLE = ("head", "router")  # never in 8 bits
 _ALIGNED_RANK = 8  # a grouped product reads rows of 16 bytes
 LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
@@ -141,7 +140,7 @@ class Weights:
 
     def _fastest(self, in_int8: bool) -> dict[Shape, Backend]:
         shapes = (self._share.linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
-        return fastest_backends(filter(None, shapes), DECODE_ROWS, self.dtype, self.device, in_int8)
+        return fastest_backends(filter(None, shapes), self.dtype, self.device, in_int8)
 
     def _is_whole(self, source: WeightSource) -> bool:
         """Whether the checkpoint's tensor is the whole target: nothing to slice or fuse."""

@@ -11,7 +11,7 @@ A head's sink (gpt-oss) is one more part: a key for all queries, whose value is 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from dschat.models.packing.kernels import (
     PLAIN,
     Kernel,
     Saved,
+    Scores,
     capped,
     join,
     per_query_head,
@@ -37,24 +38,13 @@ from dschat.models.packing.varlen import VarlenKernel
 
 NAME = "dschat"
 
-# Arguments of transformers' attention functions that change the scores, or select keys.
-_UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
+# Arguments of transformers' attention functions that change scores in other ways, or select keys.
+UNSUPPORTED = ("position_bias", "head_mask", "indices", "block_indices")
 
 # Families whose masks have a window or chunks of which their attention is not told.
 WINDOW_IN_MASK = ("llama4_text", "phimoe", "qwen2_moe")
 
 _BLOCK = 256  # queries that read the keys of their window in one call, at least
-
-
-class Weighing(NamedTuple):
-    """How a layer weighs the keys of a query."""
-
-    scale: float
-    dropout: float
-    window: int | None  # keys fewer than so many positions back
-    chunk: int | None  # keys of the same ``chunk`` positions
-    softcap: float | None  # scores are softcap * tanh(scores / softcap)
-    sinks: Tensor | None  # (H,): one more score of every query, whose value is 0
 
 
 class UnsupportedAttentionError(ValueError):
@@ -81,7 +71,7 @@ def attention(
 
     Args:
         query: (1, H, N, D); key, value: (1, K, N, D), where K divides H.
-        softcap, s_aux: see `Weighing`; ``s_aux`` are the sinks.
+        softcap, s_aux: see `Scores`; ``s_aux`` are the sinks.
         positions: (N,) of the tokens of ``segments``.
 
     Returns:
@@ -97,10 +87,10 @@ def attention(
             full = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             attention_mask = full.tril(key.shape[2] - query.shape[2])
         key, value = per_query_head(key, query), per_query_head(value, query)
-        how = Weighing(scale, dropout, None, None, softcap, s_aux)
+        how = Scores(scale, None, softcap, s_aux, dropout=dropout)
         output = _masked(query, key, value, attention_mask, how)
         return output.transpose(1, 2).contiguous(), None
-    for name in _UNSUPPORTED:
+    for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
     if positions is not None:
@@ -110,7 +100,8 @@ def attention(
         query, key, value = spread.to_heads(query, key, value)
         s_aux = None if s_aux is None else spread.own_heads(s_aux)
     size = value.shape[-1]
-    how = Weighing(scale, dropout, *reach(module, sliding_window, segments.longest), softcap, s_aux)
+    window, chunk = reach(module, sliding_window, segments.longest)
+    how = Scores(scale, window, softcap, s_aux, chunk, dropout)
     if dropout or how.chunk or (how.window and not _flash_takes(query, segments, how)):
         output = _sequence_by_sequence(query, key, value, segments, how)
     else:
@@ -154,17 +145,14 @@ def reach(
 
 
 @contextmanager
-def own_attention(base: PreTrainedModel) -> Iterator[None]:
-    """Runs ``base`` with the attention that packed attention stands in for."""
-    name = base.config._attn_implementation
-    if name != NAME:
-        yield
-        return
-    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+def attention_named(base: PreTrainedModel, name: str) -> Iterator[None]:
+    """Runs ``base`` with the attention that transformers knows by ``name``."""
+    before = base.config._attn_implementation
+    base.set_attn_implementation(name)
     try:
         yield
     finally:
-        base.set_attn_implementation(name)
+        base.set_attn_implementation(before)
 
 
 AttentionInterface.register(NAME, attention)
@@ -218,7 +206,7 @@ def _same_sizes(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in tensors]
 
 
-def _flash_takes(query: Tensor, segments: Segments, how: Weighing) -> bool:
+def _flash_takes(query: Tensor, segments: Segments, how: Scores) -> bool:
     """Whether FlashAttention knows the window of ``how``: within rows, not across a prefix."""
     plain = how.softcap is None and not segments.table.shared
     return plain and query.device.type == "cuda" and VarlenKernel.supports(query)
@@ -238,7 +226,7 @@ def _kernel(query: Tensor, softcap: float | None = None, window: int | None = No
 
 
 def _sequence_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Weighing
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scores
 ) -> Tensor:
     """With dropout, a local window or chunks, which log-sum-exps cannot join: row after row, in
     blocks of queries that read the keys within their reach.
@@ -265,20 +253,16 @@ def _sequence_by_sequence(
     return torch.cat(parts, dim=2)
 
 
-def _causal_mask(first: int, last: int, how: Weighing, device: torch.device) -> Tensor:
+def _causal_mask(first: int, last: int, how: Scores, device: torch.device) -> Tensor:
     """(Q, K) bool: which of the K keys before position ``last`` queries from ``first`` on read."""
-
-    def oldest(position: Any) -> Any:
-        if how.window:
-            return position - how.window + 1
-        return position - position % (how.chunk or last)
-
+    is_local = how.window or how.chunk
     queries = torch.arange(first, last, device=device).unsqueeze(1)
-    keys = torch.arange(max(0, oldest(first)), last, device=device)
-    return (keys <= queries) & (keys >= oldest(queries))
+    keys = torch.arange(max(0, how.first_key(first)) if is_local else 0, last, device=device)
+    seen = keys <= queries
+    return seen & (keys >= how.first_key(queries)) if is_local else seen
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Weighing) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, how: Scores) -> Tensor:
     """Attention (B, H, Q, D) to the keys that ``mask`` (..., Q, K) bool has, by autograd."""
     if how.softcap is None and how.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, how.dropout, scale=how.scale)

@@ -7,7 +7,7 @@ segment reads.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,32 @@ from dschat.models.packing.segments import Batch, Segments
 
 Output = tuple[Tensor, Tensor]  # (1, H, N, D), and the log-sum-exp of the scores, (1, H, N) fp32
 Grads = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys in a layer."""
+
+    scale: float
+    window: int | None = None  # keys that a query attends to; None: all
+    softcap: float | None = None  # c: c * tanh(score / c)
+    sinks: Tensor | None = None  # (H,): a further score of each head, whose value is zero
+    chunk: int | None = None  # keys of the same so many positions; None: all
+    dropout: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None and self.chunk is None
+
+    def within(self, num_keys: int) -> tuple[int | None, int | None]:
+        """Window and chunk, None where they hide none of ``num_keys`` keys."""
+        sizes = [size if size and size < num_keys else None for size in (self.window, self.chunk)]
+        return sizes[0], sizes[1]
+
+    def first_key(self, query: Any) -> Any:
+        """The first key that a query, or queries, at this position attend to, of a window or a
+        chunk.
+        """
+        return query - (query % self.chunk if self.chunk else (self.window or 0) - 1)
 
 
 class Saved(NamedTuple):

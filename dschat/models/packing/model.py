@@ -15,7 +15,7 @@ from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.packing.sequence_parallel import Share, share_of
 from dschat.models.row_length import probe_length
-from dschat.models.training_engine import ModelOrEngine, evaluating
+from dschat.models.training_engine import ModelOrEngine, evaluating, without_adapters
 
 # NOTE: PEFT imports DeepSpeed, which reads settings of `dschat.runtime.deepspeed_engine`.
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
-        router_loss, router_loads: see `dschat.models.router_loss`; None of most models.
-        replay: see `dschat.models.routing`; None of most models.
+        router_loss, router_loads, replay: see `dschat.models.routing`; None of most models.
     """
 
     router_loss: Any = None
@@ -74,8 +73,7 @@ class PackedModel(nn.Module):
     def base(self) -> PreTrainedModel:
         """The transformers model."""
         # NOTE: PEFT's wrapper has a `model` attribute of its own, which would shadow the backbone.
-        model = self.model
-        return model.get_base_model() if hasattr(model, "peft_config") else model
+        return without_adapters(self.model)
 
     def forward(self, rows: PackedRows, *args: Any, **options: Any) -> Any:
         """Collective with sequence parallelism. `compute` of ``rows``."""
@@ -130,7 +128,9 @@ class PackedModel(nn.Module):
         except (TypeError, attention.UnsupportedAttentionError) as error:
             return self._pad(str(error).splitlines()[0])
         self.packs = False
-        with attention.own_attention(self.base):
+        # The attention that packed attention stands in for.
+        own = "sdpa" if self.base._supports_sdpa else "eager"
+        with attention.attention_named(self.base, own):
             gap = self.gap(packed, self.hidden_states(rows), count)
         self.packs = True
         if gap is not None:
@@ -223,11 +223,6 @@ def packing_problem(base: PreTrainedModel) -> str:
         return "its attention does not use transformers' interface"
     if "position_ids" not in inspect.signature(body.forward).parameters:
         return "it takes no positions"
-    return beyond_attention(base)
-
-
-def beyond_attention(base: PreTrainedModel) -> str:
-    """What decides, beside queries and keys, which tokens a layer reads; "" if nothing is known."""
     if getattr(base, "_is_stateful", False):
         return "it has a recurrent state"
     return selects_keys(base)

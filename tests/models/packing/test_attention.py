@@ -368,7 +368,7 @@ def test_windows_across_prefixes_and_softcaps_are_not_flash_attentions(monkeypat
     monkeypatch.setattr(VarlenKernel, "supports", lambda query: True)
     query, how = (
         SimpleNamespace(device=torch.device("cuda")),
-        attention.Weighing(1, 0, 3, *[None] * 3),
+        attention.Scores(1, window=3),
     )
     assert attention._flash_takes(query, made(GROUPS["rows"]), how)
     assert not attention._flash_takes(query, made(GROUPS["mixed"]), how)
@@ -416,7 +416,7 @@ def test_sinks_of_hundreds_join_without_overflow(sinks):
 def test_rows_longer_than_a_block_of_queries(window, chunk):
     segments = Segments(((600, ()), (300, (7, 590))))
     q, k, v, upstream = tensors(segments, heads=1, kv_heads=1)
-    how = attention.Weighing(0.5, 0.0, window, chunk, None, None)
+    how = attention.Scores(0.5, window, chunk=chunk)
 
     def run(*x):
         return attention._sequence_by_sequence(*x, segments, how)

@@ -17,11 +17,12 @@ from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE, cuda_kernels
 from dschat.config.errors import UserError, first_line
 from dschat.inference.kernels.cuda import operators
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
-from dschat.inference.model.attention import Attention, Scores
+from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.rotary import Rotary
 from dschat.inference.model.weights import AnyLinear
 from dschat.inference.protocol import SamplingParams
+from dschat.models.packing.kernels import Scores
 
 logger = logging.getLogger("dschat")
 
@@ -143,13 +144,10 @@ class StepKernels:
         forbidden: tuple[Tensor, Tensor] | None,
         num_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        """Ids (R,) int64 and log-probs (R,) fp32 drawn from ``logits`` (R, V), as `sample` does.
-
-        ``params`` says what applies to any row, and ``has_greedy`` whether some are greedy in a
-        step that draws. ``numbers`` (3, R) float64 are temperatures, top-p and min-p, ``integers``
-        (3, R) int64 are seeds, whether a row is greedy, and top-k. ``key``: prompt, sample and
-        position, (R,) int64 each, or one tensor (3, R). ``forbidden``: rows (R,) bool and the ids
-        (R, S) that they may not draw; -1 is none.
+        """See `operators.draw`. ``params`` says what applies to any row, and ``has_greedy`` whether
+        some are greedy in a step that draws. ``key``: prompt, sample and position, (R,) int64 each,
+        or one tensor (3, R). ``forbidden``: rows (R,) bool and the ids (R, S) that they may not
+        draw; -1 is none.
         """
         short, stops = forbidden or (None, None)
         draws = params.temperature > 0

@@ -14,8 +14,8 @@ from tiny_models import CONFIGS, causal_lm
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.inference.model.checkpoint_reader import normalize, normalized_names
 from dschat.models.checkpoint_files import CheckpointFiles
+from dschat.models.checkpoint_tensors import normalized_names
 
 
 def checkpoint_stream(path, names=None):
@@ -186,8 +186,8 @@ def test_names_of_every_family_with_and_without_its_prefix(family):
     assert len(bare) == len(expected)
     for name in expected:
         for spelling in (name, name.removeprefix(prefix), "module." + name, prefix + name):
-            assert normalize(spelling, expected, prefix) == name
-        assert normalize(name, bare, prefix) == name.removeprefix(prefix)
+            assert normalized_names(expected, prefix)(spelling) == name
+        assert normalized_names(bare, prefix)(name) == name.removeprefix(prefix)
 
 
 @pytest.mark.parametrize("family", ["opt", "opt_350m", "gpt2", "gpt_neox", "bloom"])
@@ -238,7 +238,7 @@ GPT2 = {
     ],
 )
 def test_names(name, expected, prefix, wanted):
-    assert normalize(name, expected, prefix) == wanted
+    assert normalized_names(expected, prefix)(name) == wanted
 
 
 def test_old_constants_are_left_out_of_the_stream(tmp_path):
