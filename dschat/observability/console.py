@@ -24,7 +24,6 @@ _NOISY = (
     "DeepSpeed",
     "torch",
     "peft",
-    "bitsandbytes",
 )
 # Control characters, which a terminal executes, and marks that reorder the text around them.
 _UNSEEN = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -71,6 +71,12 @@ MODELS = {
         num_attention_heads=64,
         num_key_value_heads=8,
     ),
+    "meta-llama/Llama-3.1-8B": lambda: LlamaConfig(
+        intermediate_size=14_336,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+    ),
     "Qwen/Qwen3-0.6B-Base": lambda: qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen/Qwen3-8B-Base": lambda: qwen3(4096, 12_288, 36, 32, tied=False),
 }
