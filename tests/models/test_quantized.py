@@ -145,7 +145,7 @@ def test_a_base_that_is_quantized_already(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (4, 48), (3, 32), (6, 96), (8, 160), (4, 128), (2, 30)])
-def test_four_bits_of_rows_that_are_no_multiple_of_a_block(shape, loaded):
+def test_four_bits_of_rows_that_are_no_multiple_of_a_block(shape):
     """On a CPU with AVX-512, bitsandbytes takes other blocks' scales for them."""
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)

@@ -49,7 +49,8 @@ QUICK += [("llama", "off"), ("gpt2", "off"), ("gpt_oss", "off")]
 def test_every_family_is_its_own_forward(name, packing):
     model = build(name)
     wrapped = checked(copy.deepcopy(model), packing)
-    assert_same(wrapped, model)
+    # 2.6e-5 seen on a processor with AVX-512: its state sums over padded rows.
+    assert_same(wrapped, model, 5e-5 if name == "tiny_qwen3_5" else 2e-5)
     assert wrapped.packs == (packing == "auto" and name not in PADDED)
     assert wrapped._head_is_linear == (name not in FULL_LOGITS)
 
