@@ -70,13 +70,14 @@ def run_tool(name, *words):
 
 
 def ordering(launch):
-    """How often a launch waits for the kernel before it, whether before its first store, and
-    whether it fetches a weight.
+    """How often a launch waits for the kernel before it, whether before its first store and before
+    it lets the next one start, and whether it fetches a weight.
     """
     target = GPUTarget("cuda", 90, 32)
     code = triton.compile(source(launch), target=target, options=launch.options).asm["ptx"]
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
-    stores = [found.start() for found in re.finditer(r"\b(?:st|atom|red)\.global", code)]
+    later = r"\b(?:st|atom|red)\.global|griddepcontrol\.launch_dependents"
+    stores = [found.start() for found in re.finditer(later, code)]
     assert launch.options["launch_pdl"]
     return len(waits), max(waits, default=0) < min(stores), "cp.async.bulk.prefetch" in code
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, fetch, follow, parts_to_fetch
+from dschat.inference.kernels.cuda.launch import Launch, fetch, follow, parts_to_fetch, release
 
 
 @triton.jit
@@ -50,6 +50,7 @@ def _row(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     follow(DEPENDENT)
+    release(DEPENDENT)  # so few programs leave the next kernel room
     x = tl.load(h_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     if added_ptr is not None:
         x += tl.load(added_ptr + row + column, mask=inside, other=0.0).to(tl.float32)

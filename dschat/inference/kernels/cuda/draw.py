@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch, follow, release
 from dschat.inference.kernels.cuda.operands import DRAW_BLOCK
 from dschat.inference.kernels.cuda.uniform import uniform
 
@@ -79,6 +79,7 @@ def _mass(
     tl.store(out, largest)
     tl.store(out + num_blocks, mass)
     largest, mass = _largest_and_mass(x, temperature)
+    release(DEPENDENT)
     tl.store(out + 2 * num_blocks, largest)
     tl.store(out + 3 * num_blocks, mass)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch, follow, release
 
 _BLOCK = 1024
 
@@ -22,6 +22,7 @@ def _embed(
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
+    release(DEPENDENT)
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     x = tl.load(table_ptr + tl.load(tokens_ptr + row) * SIZE + column, mask=inside)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -75,6 +75,17 @@ def follow(DEPENDENT: tl.constexpr):
     """
     if DEPENDENT:
         gdc_wait()
+
+
+@triton.jit
+def release(DEPENDENT: tl.constexpr):
+    """Let the next kernel's programs start, and wait in `follow`, once all of this one's have
+    called this or ended. Large kernels call it when their loops are done: earlier made steps slower.
+
+    NOTE: after `follow`, so that all kernels but this one are done when the next one starts.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
 
 
 @triton.jit

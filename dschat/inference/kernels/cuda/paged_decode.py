@@ -25,6 +25,7 @@ from dschat.inference.kernels.cuda.launch import (
     follow,
     operand_type,
     parts_to_fetch,
+    release,
 )
 from dschat.inference.kernels.cuda.operands import Workspace
 
@@ -169,6 +170,7 @@ def _paged_decode(
         acc = acc * kept + tl.dot(p.to(dtype).to(TYPE), v.to(TYPE), input_precision="ieee")
         m = largest
 
+    release(DEPENDENT)
     out_ptrs = out_ptr + (b.to(tl.int64) * H + q_head) * D + d
     if SPLITS > 1:
         WIDTH: tl.constexpr = D_BLOCK + 2

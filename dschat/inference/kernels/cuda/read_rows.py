@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, follow
+from dschat.inference.kernels.cuda.launch import Launch, follow, release
 from dschat.inference.kernels.cuda.operands import Field
 
 _ALIVE, _POSITION, _ORIGIN = (
@@ -32,6 +32,7 @@ def _read_rows(
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
+    release(DEPENDENT)
     row = tl.arange(0, BLOCK)
     inside = row < size
     field_ptrs = fields_ptr + row

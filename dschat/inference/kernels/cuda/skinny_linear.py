@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type
+from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type, release
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace
 
 _PROGRAMS = 96  # enough for the 132 multiprocessors of an H200 to read at its full rate
@@ -122,6 +122,7 @@ def _skinny(
         if GATED:
             w = _tile(w_ptrs + NUM_OUTPUTS * OUTPUT_STRIDE, column < end, WHOLE, TYPE)
             second = tl.dot(w, x, second, input_precision="ieee")
+    release(DEPENDENT)
     last = True
     if SPLITS > 1:
         SIZE: tl.constexpr = OUTPUTS * ROWS
