@@ -71,7 +71,7 @@ def run_tool(name, *words):
 
 def ordering(launch):
     """How often a launch waits for the kernel before it, whether before its first store and before
-    it lets the next one start, and whether it fetches a weight.
+    it lets the next one start, whether it fetches the next weight, and its own before it waits.
     """
     target = GPUTarget("cuda", 90, 32)
     code = triton.compile(source(launch), target=target, options=launch.options).asm["ptx"]
@@ -79,7 +79,9 @@ def ordering(launch):
     later = r"\b(?:st|atom|red)\.global|griddepcontrol\.launch_dependents"
     stores = [found.start() for found in re.finditer(later, code)]
     assert launch.options["launch_pdl"]
-    return len(waits), max(waits, default=0) < min(stores), "cp.async.bulk.prefetch" in code
+    last = max(waits, default=0)
+    own = 0 <= code.find("prefetch.global.L2 ") < last
+    return len(waits), last < min(stores), "cp.async.bulk.prefetch" in code, own
 
 
 def report(launch, capability):

@@ -80,7 +80,7 @@ def follow(DEPENDENT: tl.constexpr):
 @triton.jit
 def release(DEPENDENT: tl.constexpr):
     """Let the next kernel's programs start, and wait in `follow`, once all of this one's have
-    called this or ended. Large kernels call it when their loops are done: earlier made steps slower.
+    called this or ended. Large kernels do so when their loops are done: earlier made steps slower.
 
     NOTE: after `follow`, so that all kernels but this one are done when the next one starts.
     """
@@ -102,6 +102,19 @@ def fetch(weight_ptr, part, PARTS: tl.constexpr, THREADS: tl.constexpr):
                 is_pure=False,
                 pack=1,
             )
+
+
+@triton.jit
+def prefetch(line_ptrs):
+    """Have the L2 cache fetch the lines (128 bytes) that these addresses lie in."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [line_ptrs.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def parts_to_fetch(weight: Tensor | None, num_warps: int) -> dict[str, int]:

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.launch import Launch, arrives_last, follow, operand_type, release
+from dschat.inference.kernels.cuda.launch import (
+    Launch,
+    arrives_last,
+    follow,
+    operand_type,
+    prefetch,
+    release,
+)
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace
 
 _PROGRAMS = 96  # enough for the 132 multiprocessors of an H200 to read at its full rate
@@ -75,6 +82,19 @@ def _tile(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _firsts(begin, SIZE: tl.constexpr, STEP: tl.constexpr, END: tl.constexpr):
+    """Every ``STEP``th of ``SIZE`` indices, at most the last one."""
+    return tl.minimum(begin + tl.arange(0, (SIZE + STEP - 1) // STEP) * STEP, END - 1)
+
+
+@triton.jit
+def _prefetch_tile(line_ptrs, second, GATED: tl.constexpr):
+    prefetch(line_ptrs)
+    if GATED:
+        prefetch(line_ptrs + second)
+
+
+@triton.jit
 def _skinny(
     x_ptr,  # (num_rows, NUM_INPUTS)
     weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS) of any strides; gated: (2 NUM_OUTPUTS, NUM_INPUTS)
@@ -98,7 +118,6 @@ def _skinny(
     TYPE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    follow(DEPENDENT)
     tile, split = tl.program_id(0), tl.program_id(1)
     SHARE: tl.constexpr = (NUM_INPUTS + SPLITS * INPUTS - 1) // (SPLITS * INPUTS) * INPUTS
     WHOLE: tl.constexpr = NUM_INPUTS % INPUTS == 0
@@ -110,6 +129,15 @@ def _skinny(
     x_ptrs = x_ptr + (row % num_rows)[None, :] * NUM_INPUTS
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, NUM_INPUTS)
+    if DEPENDENT:  # on the way while this waits; more than one tile made steps slower
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        if INPUT_STRIDE == 1:
+            lines = weight_ptrs + _firsts(begin, INPUTS, LINE, NUM_INPUTS)[None, :]
+        else:
+            lines = weight_ptr + _firsts(tile * OUTPUTS, OUTPUTS, LINE, NUM_OUTPUTS)[:, None]
+            lines += _firsts(begin, INPUTS, 1, NUM_INPUTS)[None, :] * INPUT_STRIDE
+        _prefetch_tile(lines, NUM_OUTPUTS * OUTPUT_STRIDE, GATED)
+    follow(DEPENDENT)
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     second = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in tl.range(begin, end, INPUTS, num_stages=STAGES):
