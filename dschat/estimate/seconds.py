@@ -4,7 +4,7 @@ A pass takes its model FLOPs over an achieved share of the peak. A decode step t
 (weights and KV cache) over an achieved share of the memory bandwidth, or its FLOPs where those take
 longer. Communication takes its bytes over the slowest link on the way; a part of it runs behind
 matrix products. The shares are few and fitted: ``benchmarks/plan_against_published.py --fit``
-repeats the fit, docs/lab/cost.md has its table, and what dschat took on an H200.
+repeats the fit, docs/lab/cost.md has its table, and what dschat took on GPUs.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -49,8 +49,8 @@ class Shares:
 
 # Fitted on OpenRLHF's 7B rows, colocated and with vLLM. The share of the bandwidth is at its bound:
 # copies of large tensors reach nine tenths. Launches: of the seven kernels of a layer, which start
-# before the one in front of them has ended; so OPT-1.3B, GPT-2 and Llama-7B on an H200 decode
-# within 10% of the plan.
+# before the one in front of them has ended; so OPT-1.3B, GPT-2 and Llama-7B on an H100 and an
+# H200 decode within 11% of the plan.
 ENGINE = Shares(products=0.4075, decode=0.9, step_launches=5)
 # Transformers' generate: a step reads and writes the whole cache to append to it, then reads it.
 # The launches are fitted on the 7B rows of DeepSpeed-Chat and OpenRLHF that use it.
