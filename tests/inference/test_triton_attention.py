@@ -18,8 +18,6 @@ EPS = 1e-2
 
 @dataclass(frozen=True)
 class Case:
-    """``pages``: of shuffled pages; else sequence b lies in page b, whole."""
-
     heads: int
     kv_heads: int
     size: int
@@ -30,7 +28,6 @@ class Case:
     alibi: bool = False
     norms: bool = False
     rotary_dim: int = 0
-    pages: bool = True
     order: str = "qkv"  # of blocks of heads; "": q, k and v of a head are adjacent
     dtype: torch.dtype = torch.float32
 
@@ -57,11 +54,9 @@ def inputs(case):
     rows.copy_(drawn(*rows.shape, seed=1))
     lengths = torch.tensor(case.lengths)
     order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(2))
-    table = order[: B * per_sequence].view(B, per_sequence) if case.pages else None
-    assert case.pages or per_sequence == 1
-    pages = torch.arange(B).unsqueeze(1) if table is None else table
+    table = order[: B * per_sequence].view(B, per_sequence)
     position = lengths - 1
-    page = pages.gather(1, (position // case.page_size).unsqueeze(1)).squeeze(1)
+    page = table.gather(1, (position // case.page_size).unsqueeze(1)).squeeze(1)
     slots = page * case.page_size + position % case.page_size
     angles = drawn(max(case.lengths), case.rotary_dim // 2, seed=3)
     cos = torch.cat([angles.cos()] * 2, 1).to(case.dtype) if case.rotary_dim else None
@@ -100,8 +95,7 @@ def expected(case, args):
         angles = (None, None) if cos is None else (cos[position], sin[position])
         cache[slots[b], :K] = transformed(k, k_norm, *angles)
         cache[slots[b], K:] = v
-        page = (lambda i, b=b: b) if table is None else (lambda i, b=b: table[b, i // size].item())
-        where = [page(i) * size + i % size for i in range(length)]
+        where = [table[b, i // size].item() * size + i % size for i in range(length)]
         queries = transformed(q, q_norm, *angles)
         for h in range(H):
             kv = h * K // H
@@ -136,7 +130,7 @@ GROUPED = Case(6, 2, 64, (130, 1), page_size=64, splits=2, rotary_dim=64, norms=
 QUICK = {
     "one-key-and-more": SMALL,
     "page-of-7-splits": replace(SMALL, page_size=7, lengths=(2, 66), splits=4),
-    "whole-in-order": replace(SMALL, page_size=90, pages=False, window=20),
+    "whole-window": replace(SMALL, page_size=90, window=20),
     "keys-first": replace(SMALL, order="kvq", rotary_dim=32),
     "interleaved": replace(SMALL, order="", rotary_dim=16, norms=True),
     "values-first-grouped": replace(GROUPED, order="vkq", lengths=(70,)),
@@ -195,7 +189,7 @@ def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, 
             replace(case, rotary_dim=size, norms=True, splits=2),
             replace(case, page_size=64, window=64, rotary_dim=size // 4, splits=4),
             replace(case, page_size=7, alibi=True),
-            replace(case, page_size=200, pages=False, window=1, splits=3),
+            replace(case, page_size=200, window=1, splits=3),
             replace(case, order="kvq" if heads > kv_heads else "", rotary_dim=size),
         ][variant],
     )

@@ -51,7 +51,6 @@ def drawing(vocab, greedy=False, forbids=False, truncation=(False, False, False)
 
 def attention(batch, heads, kv_heads, size, page_size=32, **options):
     rotary = options.get("rotary", 0)
-    table = integers(batch, 16) if options.get("pages", True) else None
     slopes = meta(heads, dtype=torch.float32) if options.get("alibi") else None
     norms = [meta(size) if options.get("norms") else None] * 2
     angles = [meta(4096, rotary) if rotary else None] * 2
@@ -59,7 +58,14 @@ def attention(batch, heads, kv_heads, size, page_size=32, **options):
     return "paged_decode", (
         *(made(batch, heads + 2 * kv_heads, size), (0, heads, heads + kv_heads, 1)),
         made(1 << 16, 2 * kv_heads, size),
-        *(made(batch, heads * size), integers(batch), integers(batch), table, page_size, slopes),
+        *(
+            made(batch, heads * size),
+            integers(batch),
+            integers(batch),
+            integers(batch, 16),
+            page_size,
+            slopes,
+        ),
         *(options.get("window"), 0.1, *norms, 1e-6, *angles, SPACE),
     )
 
@@ -136,7 +142,6 @@ REST = {
     "product-bloom": Wanted(product(16, 4096, 1024, "gelu"), 2, 8, True),
     "attention-gpt2-splits": Wanted(attention(1, 12, 12, 64), 5, 16, True),
     "attention-page-64": Wanted(attention(8, 32, 32, 64, page_size=64), 5, 16, True),
-    "attention-whole": Wanted(attention(8, 32, 32, 64, page_size=2048, pages=False), 5, 16, True),
     "attention-llama": Wanted(attention(64, 32, 32, 128, rotary=128), 3, 24, True, ahead=0),
     "attention-bloom": Wanted(attention(8, 32, 32, 128, alibi=True), 3, 24, True),
     "attention-qwen3": Wanted(attention(8, 32, 8, 128, rotary=128, norms=True), 4, 24, True),

@@ -283,7 +283,8 @@ def test_operators_state_what_they_change(interpreted):
     x, ones = drawn(4, 32), torch.ones(32)
     one = torch.ones(1, dtype=torch.float64)
     integers, fields = (torch.ones(n, 4, dtype=torch.int64) for n in (3, 8))
-    kv = drawn(8, 2, 16), integers[0], torch.arange(4), None, 2, None, None, 0.25
+    rows = torch.arange(4)
+    kv = drawn(8, 2, 16), integers[0], rows, rows.view(4, 1), 2, None, None, 0.25
     operands = {
         "add_norm": (x, x + 1, ones, ones, 1e-5),
         "skinny_linear": (x, drawn(6, 32), None, "silu", True, False, *scratch),

@@ -185,6 +185,7 @@ class PagedDecode:
         how = scores or Scores(step.spec.attention_scale(layer), step.spec.window(layer))
         assert how.is_plain, "see `ModelSpec.has_plain_attention`"
         assert decodes is not None
+        assert decodes.block_table is not None
         assert not step.chunks
         norms = [self.tensors.get(f"layers.{layer}.{name}.weight") for name in ("q_norm", "k_norm")]
         return operators.paged_decode(

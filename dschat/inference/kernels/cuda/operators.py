@@ -157,7 +157,7 @@ def paged_decode(
     rows: Tensor,
     lengths: Tensor,
     slots: Tensor,
-    table: Tensor | None,
+    table: Tensor,
     page_size: int,
     slopes: Tensor | None,
     window: int | None,
@@ -179,7 +179,7 @@ def paged_decode(
         rows: (slots, 2 K, D) a layer of the cache, contiguous.
         lengths: (B,) int64, keys that each token attends to, its own included.
         slots: (B,) int64, where its key and value belong.
-        table: (B, pages) int64; None: sequence b lies in page b, whole.
+        table: (B, pages) int64.
         slopes: (H,) fp32, of ALiBi.
         window: keys that a token attends to at most, its own included.
         q_norm, k_norm, eps: (D,) weights of the RMS norms of each head.

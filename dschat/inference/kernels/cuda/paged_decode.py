@@ -71,7 +71,7 @@ def _paged_decode(
     out_ptr,  # (B, H, D)
     lengths_ptr,  # (B,)
     slots_ptr,  # (B,)
-    table_ptr,  # (B, pages), or None: sequence b lies in page b
+    table_ptr,  # (B, pages)
     table_stride,
     slopes_ptr,  # (H,), or None
     q_norm_ptr,
@@ -147,9 +147,7 @@ def _paged_decode(
     begin += split * share
     for start in range(begin, tl.minimum(begin + share, position), BLOCK):
         key = start + tl.arange(0, BLOCK)
-        if table_ptr is None:
-            slot = b.to(tl.int64) * PAGE_SIZE + key
-        elif SAME_PAGE:
+        if SAME_PAGE:
             page = tl.load(table_ptr + b * table_stride + start // PAGE_SIZE)
             slot = page * PAGE_SIZE + start % PAGE_SIZE + tl.arange(0, BLOCK)
         else:
@@ -242,7 +240,7 @@ def plan(
     out: Tensor,
     lengths: Tensor,
     slots: Tensor,
-    table: Tensor | None,
+    table: Tensor,
     page_size: int,
     slopes: Tensor | None,
     window: int | None,
@@ -264,12 +262,11 @@ def plan(
     padded_size = max(16, triton.next_power_of_2(size))
     assert heads.is_contiguous()
     assert rows.is_contiguous()
-    assert table is None or table.stride(1) == 1
+    assert table.stride(1) == 1
     pairs = batch * num_kv_heads
     room = space.partials.numel() // (pairs * padded_rows * (padded_size + 2))
     splits = splits or num_splits(pairs, room)
     assert splits == 1 or (splits <= room and pairs <= space.counters.numel())
-    one_page = table is not None and table.shape[1] == 1
     constants = {
         "H": num_heads,
         "K": num_kv_heads,
@@ -278,7 +275,7 @@ def plan(
         **dict(zip(("Q_FIRST", "K_FIRST", "V_FIRST", "STEP"), layout, strict=True)),
         "ROWS": padded_rows,
         "PAGE_SIZE": page_size,
-        "SAME_PAGE": one_page or page_size % _BLOCK == 0,
+        "SAME_PAGE": table.shape[1] == 1 or page_size % _BLOCK == 0,
         "WINDOW": window or 0,
         "ROTARY_DIM": 0 if cos is None else cos.shape[1],
         "EPS": eps,
@@ -287,7 +284,7 @@ def plan(
         "TYPE": operand_type(heads.dtype),
     }
     args = (
-        *(heads, rows, out, lengths, slots, table, 0 if table is None else table.stride(0)),
+        *(heads, rows, out, lengths, slots, table, table.stride(0)),
         *(slopes, q_norm, k_norm, cos, sin),
         *(space.partials, space.counters, next_weight, float(scale)),
     )
@@ -296,7 +293,7 @@ def plan(
     # is looked up as many before its block is copied.
     row_bytes = padded_size * heads.element_size()
     blocks = 2 if row_bytes <= 512 and pairs * splits <= 2 * _PROGRAMS else 1
-    stages = 1 + (blocks if table is None else 2 * blocks)
+    stages = 1 + 2 * blocks
     num_warps = 2 if padded_size <= 128 else 4
     constants |= parts_to_fetch(next_weight, num_warps)
     return Launch(_paged_decode, grid, args, constants, num_warps, stages)
