@@ -26,6 +26,7 @@ def ready():
     Path("ready").write_text("")
 
 def main():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     with stop_signals.handle_stop_signals(".") as stop:
 BODY
 
