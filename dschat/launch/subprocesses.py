@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +110,14 @@ class RunReport:
             self._process = subprocess.Popen(
                 self._command(),
                 env={**self._environment},
-                preexec_fn=partial(os.nice, 10),  # training goes first
                 start_new_session=True,  # Ctrl-C is for the steps
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
+            # Training goes first. NOTE: a preexec_fn would need this process's memory once more.
+            lower = os.getpriority(os.PRIO_PROCESS, 0) + 10
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, lower)
 
     def _stop(self) -> None:
         """Kill a report that is being written; the page before it stays."""

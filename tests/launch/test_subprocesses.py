@@ -33,6 +33,7 @@ def test_reports_while_steps_run(tmp_path):
         time.sleep(0.02)
         report.poll()
         assert report._process is not None
+        assert os.getpriority(os.PRIO_PROCESS, report._process.pid) >= 10
         assert report._process.wait(timeout=600) == 0  # at a low priority: slow on busy cores
     assert page.exists()
     assert report.write() == f"report: {page}"
