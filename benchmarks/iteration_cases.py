@@ -36,6 +36,7 @@ MODELS = {
         vocab_size=128_256,
         tie_word_embeddings=True,
     ),
+    "qwen3_5-384x8": lambda: _qwen3_5(),
     "opt-13b": ROLLOUT_MODELS["opt-13b"],
     "opt-350m": lambda: opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-tiny": lambda: opt(
@@ -43,6 +44,25 @@ MODELS = {
     ),
     "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
 }
+
+
+def _qwen3_5() -> PretrainedConfig:
+    """Three gated delta nets of four layers."""
+    from transformers import Qwen3_5TextConfig  # of transformers 5
+
+    return Qwen3_5TextConfig(
+        vocab_size=32_000,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
 
 
 @dataclass(frozen=True)
@@ -122,6 +142,7 @@ _PPO = Case("ppo", "opt-125m", 16, Lengths(15, 60), Lengths(16, 64))
 CASES = {
     "ppo": _PPO,
     "grpo-prefix": Case("grpo", "llama-384x6", 8, Lengths(256, 256), Lengths(16, 64), samples=8),
+    "grpo-states": Case("grpo", "qwen3_5-384x8", 8, Lengths(256, 256), Lengths(16, 64), samples=8),
     "sft": Case("sft", "llama-384x6", 16, _PROMPT, _ANSWER),
     "rm": Case("rm", "llama-384x6", 16, _PROMPT, _ANSWER),
     "dpo": Case("dpo", "llama-384x6", 16, _PROMPT, _ANSWER),

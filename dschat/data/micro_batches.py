@@ -58,13 +58,14 @@ class MicroBatchSize:
 
     ``padded``: whether rows are padded to the longest of their micro-batch, which counts as tokens;
     those of like length are together then. A row of more than ``tokens`` is a micro-batch of its
-    own.
+    own. ``by_row``: whether some layers read each row with its prompt, which counts as tokens.
     """
 
     rows: int
     tokens: int = 0
     padded: bool = False
     ranks: int = 1
+    by_row: bool = False
 
     def split(self, rows: Sequence[RowTokens]) -> list[list[int]]:
         """Collective. Indices of this rank's ``rows`` by micro-batch: equally many on every rank,
@@ -74,6 +75,11 @@ class MicroBatchSize:
             order = _longest_first(rows) if self.padded else list(range(len(rows)))
             parts = [sorted(order[i : i + self.rows]) for i in range(0, len(rows), self.rows)]
         else:
+            if self.by_row:
+                sizes = [row.num_sequences * row.longest for row in rows]
+                rows = [
+                    r._replace(total=n, prompt_tokens=0) for r, n in zip(rows, sizes, strict=True)
+                ]
             parts = (_padded if self.padded else _packed)(rows, self.tokens * self.ranks)
         count = dist.max_int(max(1, len(parts)))
         turns: list[list[int]] = [[] for _ in range(count * self.ranks)]

@@ -18,7 +18,7 @@ from dschat.config import RLHFConfig
 from dschat.config.fields import AUTO
 from dschat.data.micro_batches import MicroBatchSize, RowTokens, shares_of_ranks
 from dschat.models.packing import PackedRows, pack
-from dschat.models.packing.model import packs
+from dschat.models.packing.model import packed_model
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, joined
@@ -27,9 +27,11 @@ from dschat.runtime.token_budget import measure_budget
 
 def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
     """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
-    models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
-    pads = any(model is not None and not packs(model) for model in models)
-    return MicroBatchSize(rows, engine.token_budget, pads, engine.args.sequence_parallel_size)
+    all_models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
+    models = [packed_model(model) for model in all_models if model is not None]
+    pads, by_row = not all(m.packs for m in models), any(m.by_row for m in models)
+    ranks = engine.args.sequence_parallel_size
+    return MicroBatchSize(rows, engine.token_budget, pads, ranks, by_row)
 
 
 def micro_batches(

@@ -22,7 +22,7 @@ from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_str
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_tensors import announce_rest
 from dschat.models.language_model import LanguageModel
-from dschat.models.packing.model import PackedModel, packs
+from dschat.models.packing.model import PackedModel, packed_model
 from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import TrainingEngine
 from dschat.models.vocabulary import match_vocabulary, num_ids
@@ -149,7 +149,8 @@ def settle_micro_batches(
     """Collective. Set the size of micro-batches by what they depend on the model for: padding, and
     the token budget where that is auto.
     """
-    size = replace(batches[0].size, padded=not packs(engine))
+    model = packed_model(engine)
+    size = replace(batches[0].size, padded=not model.packs, by_row=model.by_row)
     if config.max_tokens_per_micro_batch == AUTO:
         size = replace(size, tokens=_measured_budget(config, engine, task))
     for each in batches:

@@ -116,6 +116,17 @@ def test_a_prompt_with_too_many_answers_is_divided_evenly():
     assert sorted(map(len, parts)) == [4, 5]
 
 
+def test_a_layer_that_reads_rows_reads_a_prompt_with_each_of_them():
+    rows = [answer(prompt, 40, 10) for _ in range(3) for prompt in (b"x", b"y")]
+    rows.append(row_tokens({"chosen_ids": [1] * 50, "other_ids": [], "prompt_length": 40}))
+    parts = MicroBatchSize(1, 150, by_row=True).split(rows)
+    assert sorted(parts) == [[0, 2, 4], [1, 3, 5], [6]]
+    assert len(MicroBatchSize(1, 150).split(rows)) == 2
+    pair = row_tokens({"chosen_ids": [1] * 50, "rejected_ids": [1] * 60, "prompt_length": 40})
+    assert pair.total == 70
+    assert len(MicroBatchSize(1, 120, by_row=True).split([pair, pair])) == 2
+
+
 def test_a_row_above_the_budget_is_alone():
     rows = [answer(None, 0, n) for n in (5, 300, 5)]
     for padded in (False, True):

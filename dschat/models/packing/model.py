@@ -14,6 +14,7 @@ from dschat.config import UserError
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.packing.sequence_parallel import Share, share_of
+from dschat.models.packing.states import mixers, run_by_row
 from dschat.models.row_length import probe_length
 from dschat.models.training_engine import ModelOrEngine, evaluating, without_adapters
 
@@ -47,6 +48,7 @@ class PackedModel(nn.Module):
     Attributes:
         packs: whether rows run as one stream. False also where the family's attention does not go
             through transformers' interface, or where `check` found other hidden states.
+        by_row: whether it packs, and layers with states read each row with its prompt.
         router_loss, router_loads, replay: see `dschat.models.routing`; None of most models.
     """
 
@@ -63,11 +65,12 @@ class PackedModel(nn.Module):
         self._group = dist.RankGroup(parallel)
         self._packing = "on" if parallel > 1 else packing
         self._attention = self.base.config._attn_implementation
-        self.packs = packing != "off"
-        if reason := self.packs and packing_problem(self.base):
+        self.packs, self.by_row = packing != "off", False
+        if reason := self.packs and packing_problem(self.base, parallel):
             self._pad(reason)
         elif self.packs:
             self.base.set_attn_implementation(attention.NAME)
+            self.by_row = run_by_row(self.base)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -150,7 +153,7 @@ class PackedModel(nn.Module):
 
     def _pad(self, reason: str) -> None:
         """Run padded rows from here on."""
-        self.packs = False
+        self.packs = self.by_row = False
         if self._packing == "on":
             raise cannot_pack(self.base, reason, self._group.size)
         if self.base.config._attn_implementation != self._attention:
@@ -164,11 +167,11 @@ def backbone(base: PreTrainedModel) -> nn.Module | None:
     return next((getattr(base, name) for name in names if hasattr(base, name)), None)
 
 
-def packs(model: ModelOrEngine) -> bool:
-    """Whether the `PackedModel` in ``model`` runs rows as one stream."""
+def packed_model(model: ModelOrEngine) -> PackedModel:
+    """The `PackedModel` in ``model``."""
     module = getattr(model, "module", model)
     assert isinstance(module, PackedModel)
-    return module.packs
+    return module
 
 
 def _run(module: nn.Module, rows: PackedRows, output: str, packs: bool) -> Tensor:
@@ -210,12 +213,13 @@ def cannot_pack(base: PreTrainedModel, reason: str, parallel: int = 1) -> UserEr
     )
 
 
-def packing_problem(base: PreTrainedModel) -> str:
-    """Why the class and settings of ``base`` cannot be packed; "" if they can. Weights are not
-    read: it may be on the meta device.
+def packing_problem(base: PreTrainedModel, parallel: int = 1) -> str:
+    """Why the class and settings of ``base`` cannot be packed, on ``parallel`` ranks together; ""
+    if they can. Weights are not read: it may be on the meta device.
     """
     attention_name, body = base.config._attn_implementation, backbone(base)
-    calls_interface = getattr(base, "_supports_attention_backend", False)
+    by_row = mixers(base)  # such families do not say whether they call the interface
+    calls_interface = getattr(base, "_supports_attention_backend", False) or bool(by_row)
     calls_interface |= base.config.model_type in _CALLS_INTERFACE
     if attention_name not in _REPLACED and (base._supports_sdpa or not calls_interface):
         return f"its attention is {attention_name}"  # not for a softcap or sinks
@@ -223,7 +227,7 @@ def packing_problem(base: PreTrainedModel) -> str:
         return "its attention does not use transformers' interface"
     if "position_ids" not in inspect.signature(body.forward).parameters:
         return "it takes no positions"
-    if getattr(base, "_is_stateful", False):
+    if (by_row and parallel > 1) or (getattr(base, "_is_stateful", False) and not by_row):
         return "it has a recurrent state"
     return selects_keys(base)
 

@@ -25,6 +25,7 @@ Bounds = Sequence[_Bounds]
 # Sequences are taken together where at least so many are alike, and a batch has room for so many:
 # copying fewer or longer ones takes what their calls do.
 _FEWEST, _SHORT = 4, 32
+_LIKE = 0.75  # of the longest of a batch of padded rows, at least
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,14 @@ class Batch:
     queries: slice | Tensor
     keys: slice | Tensor
     is_causal: bool
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The rows of a stream, each with its prefix, for layers that take rows."""
+
+    batches: tuple[Tensor, ...]  # (B, T) int64 each, places in the stream; of padding, any
+    places: Tensor  # (N,) int64, of the stream's tokens in all batches, flattened
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,16 @@ class Segments:
     def _batches(self) -> dict[int, list[Batch]]:
         return {}
 
+    def rows_on(self, device: torch.device) -> RowTable:
+        """The rows as tensors on ``device``, where they stay."""
+        if device not in self._row_tables:
+            self._row_tables[device] = _row_table(self, device)
+        return self._row_tables[device]
+
+    @cached_property
+    def _row_tables(self) -> dict[torch.device, RowTable]:
+        return {}
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest row, its prefix included."""
@@ -157,6 +176,37 @@ def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: boo
             queries, keys = (x + torch.arange(n) for x, n in zip(starts, kind, strict=True))
             batches.append(Batch(queries, keys, is_causal))
     return batches
+
+
+def _row_table(segments: Segments, device: torch.device) -> RowTable:
+    rows: list[np.ndarray] = []  # places in the stream
+    owned: list[int] = []  # of each row, how many of its last tokens are read from it
+    end = 0
+    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
+        places, end = np.arange(end, end + prefix), end + prefix
+        unread = True  # the prefix: of the first row that has all of it
+        for leave, length in zip(leaves, answers, strict=True):
+            is_first = unread and leave == prefix
+            rows.append(np.concatenate([places[:leave], np.arange(end, end + length)]))
+            owned.append(length + is_first * prefix)
+            unread, end = unread and not is_first, end + length
+        if unread and prefix:
+            rows.append(places)
+            owned.append(prefix)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    batches, found, start = [], np.zeros(end, np.int64), 0
+    while order:
+        longest = len(rows[order[0]])
+        members = [i for i in order if len(rows[i]) >= _LIKE * longest]
+        order = order[len(members) :]
+        batch = np.zeros((len(members), longest), np.int64)
+        for line, i in enumerate(members):
+            size, first = len(rows[i]), len(rows[i]) - owned[i]
+            batch[line, :size] = rows[i]
+            found[rows[i][first:]] = start + line * longest + np.arange(first, size)
+        batches.append(torch.from_numpy(batch).to(device))
+        start += batch.size
+    return RowTable(tuple(batches), torch.from_numpy(found).to(device))
 
 
 def _varlen_table(segments: Segments) -> VarlenTable:

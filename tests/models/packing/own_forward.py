@@ -93,11 +93,6 @@ PADDED = {
     "bloom": "attention is eager",
     "bloom_residual_after_norm": "attention is eager",
     "tiny_gpt_neo": "attention is eager",
-    "tiny_qwen3_5": "transformers' interface",
-    "tiny_nemotron_h": "transformers' interface",
-    "tiny_bamba": "transformers' interface",
-    "tiny_recurrent_gemma": "recurrent state",
-    "recurrent_gemma": "recurrent state",
 }
 FULL_LOGITS = (
     "tiny_recurrent_gemma",

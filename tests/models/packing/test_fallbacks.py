@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from dschat.config import UserError
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.attention import WINDOW_IN_MASK
+from dschat.models.packing.model import packing_problem
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 
 
@@ -153,6 +154,16 @@ def test_a_head_that_cannot_run_alone_runs_inside_its_model(cls, packs):
 def test_families_that_change_logits_are_known_before_the_check(name):
     """A softcap hardly changes the small logits of a model that has not been trained."""
     assert not LanguageModel(build(name))._head_is_linear
+
+
+@pytest.mark.parametrize(("name", "by_row"), [("llama", False), ("tiny_bamba", True)])
+def test_ranks_together_compute_no_states(name, by_row):
+    model = build(name)
+    assert packing_problem(model) == ""
+    assert packing_problem(model, 2) == ("it has a recurrent state" if by_row else "")
+    wrapped = checked(model)
+    assert (wrapped.packs, wrapped.by_row) == (True, by_row)
+    assert not checked(build(name), "off").by_row
 
 
 @pytest.mark.slow  # its reason is another version of transformers

@@ -36,6 +36,7 @@ from dschat.models.packing import pack
 from dschat.models.score_model import ScoreModel
 
 CORE = (*families.CORE, *OTHERS)
+STATES = ("tiny_qwen3_5", "tiny_nemotron_h", "recurrent_gemma")
 
 
 QUICK = [(name, "auto") for name in dict.fromkeys(CORE)]
@@ -75,7 +76,9 @@ def test_scores_are_those_of_the_score_head(name, packing):
     assert wrapped.packs == (packing == "auto" and name != "bloom")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", *slow(["opt", "gpt2", "nemotron"])])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "bloom", "tiny_bamba", *slow(["opt", "gpt2", "nemotron"])]
+)
 @pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_gradient_checkpointing_and_adapters(name, lora):
     """With adapters on and off; both models have the same ones."""
@@ -106,11 +109,12 @@ def test_gradient_checkpointing_and_adapters(name, lora):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "opt", "mistral", "gemma2", "gpt_oss", "qwen3", "llama4", "deepseek"]
+    "name",
+    ["llama", "opt", "mistral", "gemma2", "gpt_oss", "qwen3", "llama4", "deepseek", *STATES],
 )
 def test_rows_of_a_dialogue_are_what_they_are_apart(name):
     """Four leave the longest at places of their own, one lies within it; another dialogue, and a
-    row that shares nothing. With windows, chunks, a softcap and sinks.
+    row that shares nothing. With windows, chunks, a softcap, sinks and states.
     """
     trunk = [5, 9, 2, 7, 7, 3, 8, 4, 6, 2, 11, 10]
     ends = [3, 5, 5, 9, 12, 7, 2, 2, 0]
@@ -129,8 +133,9 @@ def test_rows_of_a_dialogue_are_what_they_are_apart(name):
     assert_same_gradients(*(gradients(wrapped.model, *values) for values in results), 5e-6)
 
 
-def test_rows_do_not_depend_on_their_company():
-    model = build("llama")
+@pytest.mark.parametrize("name", ["llama", "tiny_bamba"])
+def test_rows_do_not_depend_on_their_company(name):
+    model = build(name)
     wrapped = checked(copy.deepcopy(model))
     expected, _ = own(model)
     together = rows_of()
@@ -145,7 +150,7 @@ def test_rows_do_not_depend_on_their_company():
 
 
 @pytest.mark.parametrize("packing", ["auto", "off"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom", "tiny_bamba"])
 def test_no_rows_give_every_weight_a_gradient_of_zero(name, packing):
     """Under ZeRO-3 a rank without rows takes part in the backward pass of every weight."""
     wrapped = checked(build(name), packing)
@@ -174,8 +179,9 @@ def test_bf16(name):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_has_its_own_head(copied):
-    wrapped = checked(build("llama_tied"))
+@pytest.mark.parametrize("name", ["llama_tied", "tiny_bamba"])
+def test_a_copy_has_its_own_weights(name, copied):
+    wrapped = checked(build(name))
     before, _ = wrapped(rows_of())
     other = copied(wrapped)
     for parameter in other.parameters():

@@ -143,6 +143,17 @@ def test_rows_of_a_dialogue_by_hand():
     assert packed.segments.longest == 6
 
 
+def check_row_table(segments, before):
+    """Each token is read from a row that begins with the tokens ``before`` it."""
+    table = segments.rows_on(torch.device("cpu"))
+    rows = [row.tolist() for batch in table.batches for row in batch]
+    starts = np.cumsum([0, *map(len, rows)])
+    for token, place in enumerate(table.places.tolist()):
+        row = int(np.searchsorted(starts, place, side="right")) - 1
+        assert rows[row][: place - starts[row] + 1] == [*before[token], token]
+    assert sum(map(len, rows)) <= sum(map(len, before)) + 2 * len(before)
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), ROW, st.booleans()), max_size=7))
 def test_dialogues_are_read_as_their_rows_are(drawn):
     """Each column reads the tokens of its row up to there, whatever else is in the stream."""
@@ -170,6 +181,7 @@ def test_dialogues_are_read_as_their_rows_are(drawn):
             column = columns.pop(0)
             assert [*ids[before[column]].tolist(), int(ids[column])] == row[: i + 1]
             assert positions[column] == i
+    check_row_table(packed.segments, before)
     assert packed.segments.longest == max(map(len, rows), default=1)
     shared = {n: e for n, e in sorted(zip(numbers, ends, strict=True))}  # the longest prefixes
     own = sum(len(row) - end for row, end in zip(rows, ends, strict=True))
