@@ -29,7 +29,7 @@ def micro_batch_size(engine: DeepSpeedRLHFEngine, rows: int) -> MicroBatchSize:
     """``rows`` or, if set, the engine's token budget; padding counts where one model pads."""
     all_models = (engine.actor, engine.ref, engine.teacher, engine.critic, engine.reward)
     models = [packed_model(model) for model in all_models if model is not None]
-    pads, by_row = not all(m.packs for m in models), any(m.by_row for m in models)
+    pads, by_row = any(m.pads for m in models), any(m.by_row for m in models)
     ranks = engine.args.sequence_parallel_size
     return MicroBatchSize(rows, engine.token_budget, pads, ranks, by_row)
 

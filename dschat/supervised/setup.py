@@ -150,7 +150,7 @@ def settle_micro_batches(
     the token budget where that is auto.
     """
     model = packed_model(engine)
-    size = replace(batches[0].size, padded=not model.packs, by_row=model.by_row)
+    size = replace(batches[0].size, padded=model.pads, by_row=model.by_row)
     if config.max_tokens_per_micro_batch == AUTO:
         size = replace(size, tokens=_measured_budget(config, engine, task))
     for each in batches:

@@ -14,7 +14,7 @@ from dschat.config import UserError
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.packing.sequence_parallel import Share, share_of
-from dschat.models.packing.states import mixers, run_by_row
+from dschat.models.packing.states import is_sharded, mixers, run_by_row
 from dschat.models.row_length import probe_length
 from dschat.models.training_engine import ModelOrEngine, evaluating, without_adapters
 
@@ -71,6 +71,11 @@ class PackedModel(nn.Module):
         elif self.packs:
             self.base.set_attn_implementation(attention.NAME)
             self.by_row = run_by_row(self.base)
+
+    @property
+    def pads(self) -> bool:
+        """Whether any layer pads rows to the longest of all."""
+        return not self.packs or (self.by_row and is_sharded(self))
 
     @property
     def base(self) -> PreTrainedModel:

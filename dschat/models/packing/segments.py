@@ -138,14 +138,17 @@ class Segments:
     def _batches(self) -> dict[int, list[Batch]]:
         return {}
 
-    def rows_on(self, device: torch.device) -> RowTable:
-        """The rows as tensors on ``device``, where they stay."""
-        if device not in self._row_tables:
-            self._row_tables[device] = _row_table(self, device)
-        return self._row_tables[device]
+    def rows_on(self, device: torch.device, alike: bool = True) -> RowTable:
+        """The rows as tensors on ``device``, where they stay: in batches of those that are
+        ``alike`` in length, or in one.
+        """
+        key = device, alike
+        if key not in self._row_tables:
+            self._row_tables[key] = _row_table(self, device, _LIKE if alike else 0.0)
+        return self._row_tables[key]
 
     @cached_property
-    def _row_tables(self) -> dict[torch.device, RowTable]:
+    def _row_tables(self) -> dict[tuple[torch.device, bool], RowTable]:
         return {}
 
     @cached_property
@@ -178,7 +181,7 @@ def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: boo
     return batches
 
 
-def _row_table(segments: Segments, device: torch.device) -> RowTable:
+def _row_table(segments: Segments, device: torch.device, like: float) -> RowTable:
     rows: list[np.ndarray] = []  # places in the stream
     owned: list[int] = []  # of each row, how many of its last tokens are read from it
     end = 0
@@ -197,7 +200,7 @@ def _row_table(segments: Segments, device: torch.device) -> RowTable:
     batches, found, start = [], np.zeros(end, np.int64), 0
     while order:
         longest = len(rows[order[0]])
-        members = [i for i in order if len(rows[i]) >= _LIKE * longest]
+        members = [i for i in order if len(rows[i]) >= like * longest]
         order = order[len(members) :]
         batch = np.zeros((len(members), longest), np.int64)
         for line, i in enumerate(members):

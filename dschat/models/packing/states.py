@@ -28,6 +28,11 @@ def mixers(base: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     ]
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ZeRO-3 gathers its weights: then all ranks must call it equally often."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
 def run_by_row(base: nn.Module) -> bool:
     """Let the layers of ``base`` that carry states read packed rows one by one; whether there are
     any.
@@ -66,7 +71,7 @@ class _ByRow:
         if "attention_mask" in options:
             options["attention_mask"] = None
         stream = args[0] if args else options["hidden_states"]
-        table = self._segments.rows_on(stream.device)
+        table = self._segments.rows_on(stream.device, alike=not is_sharded(self._module))
 
         def of(rows: Tensor, value: Any) -> Any:
             by_token = isinstance(value, Tensor) and value.shape[:2] == stream.shape[:2]
