@@ -135,6 +135,10 @@ class PackedModel(nn.Module):
             packed = self.hidden_states(rows)
         except (TypeError, attention.UnsupportedAttentionError) as error:
             return self._pad(str(error).splitlines()[0])
+        except RuntimeError as error:  # of a layer with a state that takes rows in another shape
+            if not self.by_row or isinstance(error, torch.OutOfMemoryError):
+                raise
+            return self._pad(str(error).splitlines()[0])
         self.packs = False
         # The attention that packed attention stands in for.
         own = "sdpa" if self.base._supports_sdpa else "eager"

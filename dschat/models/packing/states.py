@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dschat.models.packing.attention import UnsupportedAttentionError
 from dschat.models.packing.segments import RowTable, Segments
@@ -16,13 +17,13 @@ from dschat.models.packing.segments import RowTable, Segments
 _OF_PACKED_ROWS = ("segments", "positions")  # keywords of packed attention
 
 
-def mixers(base: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def mixers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """The modules of ``base`` that carry states, each with the layer that calls it: they have a
-    convolution over tokens.
+    convolution over tokens. Not those of an encoder of sounds beside its decoder.
     """
     return [
         (layer, module)
-        for layer in base.modules()
+        for layer in base.get_decoder().modules()
         for module in layer.children()
         if any(isinstance(child, nn.Conv1d) for child in module.children())
     ]
@@ -33,7 +34,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-def run_by_row(base: nn.Module) -> bool:
+def run_by_row(base: PreTrainedModel) -> bool:
     """Let the layers of ``base`` that carry states read packed rows one by one; whether there are
     any.
     """
@@ -70,7 +71,9 @@ class _ByRow:
         options = {k: v for k, v in options.items() if k not in _OF_PACKED_ROWS}
         if "attention_mask" in options:
             options["attention_mask"] = None
-        stream = args[0] if args else options["hidden_states"]
+        stream = args[0] if args else options.get("hidden_states")
+        if stream is None:
+            raise UnsupportedAttentionError("a layer with a state takes no hidden states")
         table = self._segments.rows_on(stream.device, alike=not is_sharded(self._module))
 
         def of(rows: Tensor, value: Any) -> Any:

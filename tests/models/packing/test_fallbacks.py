@@ -31,6 +31,7 @@ from dschat.config import UserError
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.attention import WINDOW_IN_MASK
 from dschat.models.packing.model import packing_problem
+from dschat.models.packing.states import mixers
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 
 
@@ -154,6 +155,22 @@ def test_a_head_that_cannot_run_alone_runs_inside_its_model(cls, packs):
 def test_families_that_change_logits_are_known_before_the_check(name):
     """A softcap hardly changes the small logits of a model that has not been trained."""
     assert not LanguageModel(build(name))._head_is_linear
+
+
+def test_a_layer_with_a_state_that_takes_no_rows_pads_them():
+    model, failures = build("tiny_bamba"), [RuntimeError("sizes of tensors")]
+    _, mixer = mixers(model)[0]
+    forward = mixer.forward
+
+    def fails_once(*args, **options):
+        if failures:
+            raise failures.pop()
+        return forward(*args, **options)
+
+    mixer.forward = fails_once
+    wrapped = checked(model)
+    assert (wrapped.packs, wrapped.by_row, failures) == (False, False, [])
+    assert_same(wrapped, build("tiny_bamba"))
 
 
 @pytest.mark.parametrize(("name", "by_row"), [("llama", False), ("tiny_bamba", True)])
