@@ -22,29 +22,6 @@ PAD, EOS, UNK = range(3)
 FIRST_ID = 3  # of the ids that rows are drawn from
 SCHEDULE_STEPS = 1000  # of the learning rate: nearly constant over a measurement
 
-MODELS = {
-    "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
-    "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
-    "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
-    "llama-7b": ROLLOUT_MODELS["llama-7b"],
-    "llama-1b": lambda: LlamaConfig(
-        hidden_size=2048,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        intermediate_size=8192,
-        vocab_size=128_256,
-        tie_word_embeddings=True,
-    ),
-    "qwen3_5-384x8": lambda: _qwen3_5(),
-    "opt-13b": ROLLOUT_MODELS["opt-13b"],
-    "opt-350m": lambda: opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
-    "opt-tiny": lambda: opt(
-        32, 2, 2, ffn_dim=64, vocab_size=256, max_position_embeddings=128, dropout=0.0
-    ),
-    "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
-}
-
 
 def _qwen3_5() -> PretrainedConfig:
     """Three gated delta nets of four layers."""
@@ -63,6 +40,30 @@ def _qwen3_5() -> PretrainedConfig:
         linear_key_head_dim=32,
         linear_value_head_dim=32,
     )
+
+
+MODELS = {
+    "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
+    "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
+    "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
+    "llama-7b": ROLLOUT_MODELS["llama-7b"],
+    "llama-1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128_256,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5-384x8": _qwen3_5,
+    "opt-13b": ROLLOUT_MODELS["opt-13b"],
+    "opt-350m": lambda: opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+    "opt-tiny": lambda: opt(
+        32, 2, 2, ffn_dim=64, vocab_size=256, max_position_embeddings=128, dropout=0.0
+    ),
+    "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
+}
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def methods_of(environment: Any, label: str) -> list[Tool]:
         return []
     methods = inspect.getmembers(environment, inspect.isfunction)
     return [
-        # bound to a stand-in, so that `self` is no parameter
+        # bound to a stand-in, so that `self` is not a parameter
         _tool(MethodType(method, environment), f"{label} has no step(answer); its {name}", None)
         for name, method in methods
         if not name.startswith("_") and name not in _NOT_TOOLS

@@ -17,6 +17,8 @@ CHECKPOINTING = (("gradient_checkpointing", True),)
 RL_LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 RL_CHECKPOINTING = (("actor_gradient_checkpointing", True), ("critic_gradient_checkpointing", True))
 BIASED = ("gpt2", "opt_350m")
+# Their first step moves biases by rounding; these numbers of later steps were up to 4.0e-5 apart.
+MOVED = ("kl", "eval/kl", "rewards/margins", "grad_norm")
 ON, OFF = (("packing", "on"),), (("packing", "off"),)
 
 CASES = [
@@ -79,10 +81,12 @@ def assert_same_numbers(result, expected, is_biased=False):
     assert result.keys() == expected.keys()
     for name in result.keys() - NOISE:
         ours, theirs = flat(result[name]), flat(expected[name])
-        # 4.0e-5 was seen of the second step: the first one has moved biases by rounding.
-        tolerance = TOLERANCE * (5 if is_biased else 1)
         largest = max(map(abs, theirs), default=0.0)
-        assert ours == pytest.approx(theirs, rel=0, abs=tolerance * max(largest, 0.2)), name
+        gap = TOLERANCE * max(largest, 0.2)
+        if is_biased and name in MOVED:
+            assert ours[:1] == pytest.approx(theirs[:1], rel=0, abs=gap), name
+            gap *= 5
+        assert ours == pytest.approx(theirs, rel=0, abs=gap), name
     assert result.get("rollouts") == expected.get("rollouts")
 
 

@@ -2,7 +2,7 @@
 
 Such layers (Mamba, gated delta nets, short convolutions) have states of a fixed size in place of
 keys and values. A slot holds those of one sequence, of all layers. Samples of a prompt that wait to
-go on from its state share its slot; whoever runs has one alone.
+continue from its state share its slot; a running sequence has one of its own.
 """
 
 import heapq
@@ -63,7 +63,7 @@ class StepCache(DynamicCache):
         )
 
     def put(self, where: StateShape, state: Tensor) -> None:
-        """Have a forward go on from ``state`` (B, ...), in place."""
+        """Let a forward continue from ``state`` (B, ...), in place."""
         layer: Any = self.layers[where.layer]
         getattr(layer, where.kind)[where.number] = state
         getattr(layer, f"is_{where.kind}_initialized")[where.number] = True

@@ -25,7 +25,7 @@ Bounds = Sequence[_Bounds]
 # Sequences are taken together where at least so many are alike, and a batch has room for so many:
 # copying fewer or longer ones takes what their calls do.
 _FEWEST, _SHORT = 4, 32
-_LIKE = 0.75  # of the longest of a batch of padded rows, at least
+_LIKE = 0.75  # of a batch of padded rows the shortest, as a share of the longest
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: boo
 
 
 def _row_table(segments: Segments, device: torch.device, like: float) -> RowTable:
+    """``like``: the shortest row of a batch, as a share of its longest."""
     rows: list[np.ndarray] = []  # places in the stream
     owned: list[int] = []  # of each row, how many of its last tokens are read from it
     end = 0
