@@ -125,8 +125,8 @@ def _metrics(config: CommonConfig) -> list[str]:
 
 
 def check_hub(config: CommonConfig) -> None:
-    """``UserError`` where ``push_to_hub`` does not name a repository, or where there is no token, or
-    one that may not write there. Rank 0 asks the hub.
+    """``UserError`` where ``push_to_hub`` does not name a repository, or where there is no token,
+    or one that may not write there. Rank 0 asks the hub.
     """
     if not config.push_to_hub or not dist.is_main_process():
         return
