@@ -27,8 +27,8 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
   share_of_floor: floor / measured.
 - copy_tb_per_s, matmul_tflops: measured first. card, driver, versions, commit, command.
 
-Beside them run transformers' generate, DeepSpeed's hybrid engine and vLLM, where they can; a line
-on stderr names those that are skipped, and why.
+By turns with them run transformers' generate, DeepSpeed's hybrid engine and vLLM (--others), where
+they can; a line on stderr names those that are skipped, and why.
 
 opt-13b-lora measures memory: GiB that are allocated after each phase, at most meanwhile, and
 reserved, and its seconds. train-1b is a case of iteration.py and has its fields. kernels times the
@@ -54,7 +54,7 @@ from typing import Any
 
 import gpu_kernels
 import torch
-from gpu_cases import CASES, SIDES, GpuCase, Side, parse_side
+from gpu_cases import CASES, OTHERS, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
 from gpu_operations import OPERATIONS, operations
 from report import commit, note, rounded
@@ -113,7 +113,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
-    parser.add_argument("--no_others", action="store_true", help="only sides of dschat")
+    beside = "engines beside those of dschat: without a name none, left out all"
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help=beside)
     parser.add_argument("--commit", help="to record outside a git checkout")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -202,7 +203,7 @@ def measure(
     if case.lora_rank:
         yield gpu_sides.memory(case)
         return
-    yield from gpu_sides.measure(name, case, sides, not args.no_others, args.rounds, rates)
+    yield from gpu_sides.measure(name, case, sides, args.others, args.rounds, rates)
 
 
 def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -211,7 +212,7 @@ def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Itera
 
     found = iteration.find_case(case.iteration, args.tiny)
     chosen = argparse.Namespace(
-        sides=list(iteration.SIDES[:1] if args.no_others else iteration.SIDES),
+        sides=list(iteration.SIDES if args.others else iteration.SIDES[:1]),
         rounds=args.rounds,
         tiny=args.tiny,
         trl_python=sys.executable,

@@ -12,6 +12,8 @@ from rollout_workloads import FAMILIES, MODELS, Case
 from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
+# Engines of others, of gpu_others.py.
+OTHERS = ("generate", "hybrid-engine", "hybrid-engine-graphs", "vllm")
 _DECODERS = ("table", "module")
 _STOP = 2  # a token that ends answers; a fake device draws 1
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 from gpu_cases import GpuCase
+from gpu_floor import kv_bytes_per_token
 from report import clock
 from rollout_hybrid import make_engine
 from rollout_sides import GenerateSide, make_prompts
@@ -19,8 +20,6 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.config.errors import first_line
 from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
-
-OTHERS = ("generate", "hybrid-engine", "hybrid-engine-graphs", "vllm")
 
 
 class Unavailable(Exception):
@@ -44,7 +43,7 @@ class Generate:
 
 
 class VLLM:
-    """vLLM with random weights, in bf16."""
+    """vLLM with random weights, in bf16, as its defaults have it but the prefix cache."""
 
     def __init__(self, case: Case) -> None:
         from vllm import LLM
@@ -59,7 +58,9 @@ class VLLM:
             dtype="bfloat16",
             max_model_len=case.prompt_tokens + case.new_tokens,
             max_num_seqs=case.slots,
-            gpu_memory_utilization=0.4,
+            gpu_memory_utilization=0.4,  # less must be free; it takes what its cache needs
+            kv_cache_memory_bytes=_cache_bytes(case),
+            seed=0,  # of the engine: requests with seeds of their own are drawn one by one
             enable_prefix_caching=False,  # each round has the same prompts
         )
         ids = make_prompts(case, config.vocab_size).tolist()
@@ -74,7 +75,6 @@ class VLLM:
             max_tokens=case.new_tokens,
             ignore_eos=True,
             detokenize=False,
-            seed=seed,
         )
         started = clock(dist.device())
         outputs = self.llm.generate(self.prompts, sampling, use_tqdm=False)
@@ -84,8 +84,14 @@ class VLLM:
         return {"rollout_ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
 
 
+def _cache_bytes(case: Case) -> int:
+    """Bytes of keys and values of all sequences, in blocks of 16 tokens and one more for each."""
+    blocks = -(-(case.prompt_tokens + case.new_tokens) // 16) + 1
+    return case.slots * blocks * 16 * kv_bytes_per_token(MODELS[case.model](), torch.bfloat16)
+
+
 def make(name: str, case: GpuCase, module: nn.Module, stage: int) -> Generate | VLLM:
-    """Collective. One of ``OTHERS``; ``module``: the one in training, under ZeRO ``stage``.
+    """Collective. One of `gpu_cases.OTHERS`; ``module``: the one in training, under ZeRO ``stage``.
 
     Raises:
         Unavailable: it is not installed, cannot be built, or cannot run this case.

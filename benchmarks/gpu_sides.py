@@ -4,14 +4,14 @@ Times are CUDA events around the work of one round; on a CPU, where tests run th
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from gpu_cases import SIDES, GpuCase, Side, sampling
 from gpu_floor import Rates, floor_ms, rollout_bytes
-from gpu_others import OTHERS, VLLM, Generate, Unavailable, make
+from gpu_others import VLLM, Generate, Unavailable, make
 from report import clock, figures, note, rounded, spread, take_turns
 from rollout_hybrid import Side as HybridSide
 from rollout_hybrid import make_engine
@@ -147,21 +147,26 @@ def _reset_peak(device: torch.device) -> int:
 
 
 def measure(
-    name: str, case: GpuCase, sides: dict[str, Side], with_others: bool, rounds: int, rates: Rates
+    name: str,
+    case: GpuCase,
+    sides: dict[str, Side],
+    others: Sequence[str],
+    rounds: int,
+    rates: Rates,
 ) -> Iterator[Fields]:
     """Collective. The fields of a line for each ZeRO stage and side of a rollout case."""
     dist.init()
     for stage in case.stages or (0,):
         label = f"{name}, ZeRO-{stage}" if case.stages else name
         module, engine = _actor(case, stage)
-        others = [[other] for other in OTHERS if with_others]
-        groups = [list(sides)] if case.in_turns else [[side] for side in sides]
-        for group in groups + others:
-            try:
-                runners = {one: _runner(one, case, sides, module, stage, engine) for one in group}
-            except Unavailable as reason:
-                note(f"{label}: {group[0]} skipped, {reason}")
-                continue
+        names = [*sides, *others]
+        for group in [names] if case.in_turns else [[name] for name in names]:
+            runners: dict[str, Runner] = {}
+            for one in group:
+                try:
+                    runners[one] = _runner(one, case, sides, module, stage, engine)
+                except Unavailable as reason:
+                    note(f"{label}: {one} skipped, {reason}")
             results = take_turns(label, runners, rounds, figures)
             del runners
             _free()
