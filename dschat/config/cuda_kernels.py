@@ -12,15 +12,13 @@ PARTS = (*STEP_PARTS, "liger")
 
 
 def cuda_kernels() -> frozenset[str]:
-    """The parts that are on: those listed, separated by commas; 1: all; 0 or empty: none. Unset:
-    those of decode steps, which are faster than torch (docs/lab/measured-gpu.md).
+    """The parts that are on: those listed, separated by commas; 0 or empty: none; 1 or unset: all,
+    since they are faster than torch (docs/lab/measured-gpu.md).
 
     Raises:
         UserError: a part that there is not.
     """
-    value = os.environ.get(VARIABLE)
-    if value is None:
-        return frozenset(STEP_PARTS)
+    value = os.environ.get(VARIABLE, "1")
     if value in ("", "0"):
         return frozenset()
     if value == "1":

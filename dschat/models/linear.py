@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dschat.config.cuda_kernels import cuda_kernels
+from dschat.config.errors import first_line
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Product, Shape
 from dschat.models.recompute import run_in_pieces, runs_in_pieces
+from dschat.models.training_engine import full_shape
 
 _MAX_SIDE = 1024  # of the weight that is timed; beyond it the ratio of the libraries is constant
 _ROWS = 256
@@ -138,9 +140,9 @@ def _training_product(shape: Shape, linear: Any) -> Product:
 #
 # Computes norms and gated MLPs of training and scoring with Liger's Triton kernels on CUDA.
 #
-# NOTE: off unless DSCHAT_CUDA_KERNELS has "liger", or is 1. Liger's fused cross entropy stays off:
-# it has no entropies, and its forward waits for a count from the device.
-# `dschat.losses.linear_logprobs` keeps no logits either.
+# Liger's fused cross entropy stays off: it has no entropies, and its forward waits for a count from
+# the device. `dschat.losses.linear_logprobs` keeps no logits either. So do its experts, which
+# nobody has measured here.
 
 logger = logging.getLogger("dschat")
 
@@ -149,9 +151,10 @@ _OFF = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": Fal
 
 
 def use_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace the forward of those norms and MLPs of ``model`` that Liger has, and its gradient.
+    """Replace the forward of those norms and MLPs of ``model`` that Liger has, and its gradient, on
+    CUDA, where it is installed and DSCHAT_CUDA_KERNELS does not leave it out.
 
-    Parameters and their names stay. A family that Liger lacks stays as it is.
+    Parameters and their names stay. A family that Liger lacks, or fails on, stays as it is.
     """
     wanted = device.type == "cuda" and "liger" in cuda_kernels()
     if not wanted or find_spec("liger_kernel") is None:
@@ -160,14 +163,28 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
 
     before, long = _with_own_forward(model), [*filter(runs_in_pieces, model.modules())]
     family = vars(sys.modules[type(model).__module__])
-    classes = dict(family)
-    apply_liger_kernel(model, _OFF)
+    classes, failed = dict(family), False
+    try:
+        apply_liger_kernel(model, _OFF)
+    # It knows modules of transformers by name, and either may be newer than the other.
+    except Exception as error:
+        failed = True
+        logger.warning("without Liger's kernels, which fail on this model: %s", first_line(error))
     # Liger replaces classes, too: models built later may lie on a CPU, where it has no kernels.
     family.update(classes)
+    replaced = _with_own_forward(model) - before
+    for module in {m for m in replaced if failed or _holds_experts(m)}:
+        del module.forward
+        replaced.remove(module)
     for module in long:
         run_in_pieces(module)
-    names = sorted({type(m).__name__ for m in _with_own_forward(model) - before})
+    names = sorted({type(m).__name__ for m in replaced})
     logger.info("by Liger's kernels: %s", ", ".join(names) or "none")
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether its weights are those of several experts, one behind the other."""
+    return any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False))
 
 
 def _with_own_forward(model: nn.Module) -> set[nn.Module]:
