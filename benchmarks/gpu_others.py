@@ -16,6 +16,7 @@ from rollout_hybrid import make_engine
 from rollout_sides import GenerateSide, make_prompts
 from rollout_workloads import MODELS, Case
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import dschat.distributed as dist
 from dschat.config.errors import first_line
@@ -49,6 +50,8 @@ class VLLM:
         from vllm import LLM
 
         self.case, config = case, MODELS[case.model]()
+        # As a published checkpoint has it. Without, vLLM serves the model as one of embeddings.
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         self._folder = tempfile.TemporaryDirectory()
         config.save_pretrained(self._folder.name)
         self.llm = LLM(
