@@ -14,7 +14,7 @@ Models have random weights: nothing is downloaded. A side is a letter or a list 
   decoder=table|module (transformers' own module as the engine's decoder), lag=STEPS; left out:
   graphs, no kernels, copy, table, and answers without stop tokens, which are read when complete.
 
-The sides take turns after a warm-up round (llama-7b and refresh-7b: one after the other); a graph
+The sides take turns after a warm-up round (llama-7b and refresh-7b only with --in_turns); a graph
 that cannot be captured is an error. One JSON line per case, ZeRO stage and side:
 
 - rollout_ms (a refresh included), prefill_ms, step_ms (of a decode step), refresh_ms, iteration_ms
@@ -48,6 +48,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ from transformers.utils import logging as transformers_logging
 from dschat.config.errors import UserError, first_line
 
 DRY_RATES = {"h200": Rates(4.3e12), "h100": Rates(3.0e12)}
-_LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed")
+_LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "vllm")
 
 
 def main() -> None:
@@ -82,6 +83,7 @@ def main() -> None:
     failed = False
     for name in args.cases:
         case = CASES[name].tiny() if args.tiny else CASES[name]
+        case = replace(case, in_turns=case.in_turns or args.in_turns)
         head = {"benchmark": "gpu", "case": name, "dry": args.dry, "tiny": args.tiny}
         if case.others:
             head["others"] = case.others
@@ -111,6 +113,8 @@ def parse() -> argparse.Namespace:
     only = "only these of the case kernels"
     parser.add_argument("--kernels", nargs="+", choices=OPERATIONS, default=[], help=only)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    loaded = "keep all sides of llama-7b and refresh-7b loaded, too: 50 GiB each"
+    parser.add_argument("--in_turns", action="store_true", help=loaded)
     parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
     beside = "engines beside those of dschat: without a name none, left out all"
