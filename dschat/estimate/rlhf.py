@@ -28,7 +28,7 @@ from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_mod
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.model.architectures import ModelSpec, check_shares
-from dschat.inference.model.states import num_slots
+from dschat.inference.model.states import state_bytes
 from dschat.inference.speculation import MAX_DRAFTED
 
 
@@ -176,9 +176,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         engine = EngineConfig.of_rollout(c)
         seq_len = engine.seq_len(spec.max_positions)
         token_bytes = spec.token_bytes(tp, self._dtype.itemsize)
-        states = num_slots(engine.max_num_seqs) * sum(state.nbytes for state in spec.states)
-        free = max(0, device.memory - held) - weights - states
-        captures = engine.captures(device.on_gpu) and not spec.states
+        states, copied = state_bytes(spec.states, engine.max_num_seqs)
+        free = max(0, device.memory - held) - weights - states - copied
+        captures = engine.captures(device.on_gpu)
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
         page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
@@ -187,7 +187,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             weights=weights,
             # One page more, for rows that pad a captured batch.
             cache=(pages + 1) * page_bytes + states,
-            work=max(self._step(spec, engine), self._refresh(actor)),
+            work=max(self._step(spec, engine) + copied, self._refresh(actor)),
             logits=self._sampling(engine.max_num_seqs + drafted, spec.vocab_size),
             in_engine=True,
             form=f"{form}, up to {engine.max_num_seqs} sequences of {seq_len}",

@@ -21,7 +21,7 @@ from dschat.inference.decode_state import DecodeState, DeviceQueue
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.module_decoder import AnyDecoder
+from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
 from dschat.inference.sampler import SamplingKind
 
 logger = logging.getLogger("dschat")
@@ -261,7 +261,15 @@ class DecodeGraphs:
         count, longest = size * width, pages * cache.page_size
         decodes = Decodes(count, rows.lengths, longest, rows.table, ragged=True, width=width)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
-        logits = decoder.step(rows.tokens, rows.positions, attention, kernels=kernels)
+        inputs = rows.tokens, rows.positions, attention
+        if cache.states is None:
+            logits = decoder.step(*inputs, kernels=kernels)
+        else:
+            assert isinstance(decoder, ModuleDecoder)
+            slots = state.state_slots(size, cache.states.trash)
+            with cache.states.carried(slots, is_first=False) as states:
+                carried = Carried(states, size, num_ready=1)
+                logits = decoder.step(*inputs, kernels=kernels, carried=carried)
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, rows, kernels)

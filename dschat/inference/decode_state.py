@@ -109,7 +109,7 @@ class DecodeState:
             return fields.view(shapes[0]), table.view(shapes[1])
 
         self._packed = torch.zeros(size, dtype=torch.int64, device=device)
-        self._fields, self._table = split(self._packed)  # (8, S) and (S, W)
+        self._fields, self._table = split(self._packed)  # (9, S) and (S, W)
         self._written = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         self._host_fields, self._host_table = split(self._written)
         self._has_new_pages = False
@@ -163,6 +163,7 @@ class DecodeState:
             ],
             Field.PROMPT: [r.number for r in requests],
             Field.SAMPLE: [s.request.first_sample + s.sample for s in sequences],
+            Field.STATES: [s.slot or 0 for s in sequences],
         }
         self._host_fields[Field.ALIVE] = 0
         self._host_fields[:, :count] = torch.tensor([fields[field] for field in Field])
@@ -265,6 +266,11 @@ class DecodeState:
         slots = page * self._page_size + positions % self._page_size
         flat = tokens.flatten(), positions.flatten(), (positions + 1).flatten(), slots.flatten()
         return StepRows(*flat, table, *self._draws(f, width), drafted, is_drafted)
+
+    def state_slots(self, size: int, trash: int) -> Tensor:
+        """The slots (size,) int64 of the first rows' recurrent states; ``trash`` of dead rows."""
+        f = self._fields[:, :size]
+        return f[Field.STATES].masked_fill(f[Field.ALIVE] == 0, trash)
 
     def _drafts_at(self, positions: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         """Drafted tokens at ``positions`` (B, Q - 1) of the rows ``f``, and where there are any."""

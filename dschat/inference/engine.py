@@ -33,7 +33,7 @@ from dschat.inference.model.module_decoder import (
 )
 from dschat.inference.model.module_weights import ModuleWeights
 from dschat.inference.model.rotary import model_positions
-from dschat.inference.model.states import StatePool, num_slots
+from dschat.inference.model.states import StatePool, num_slots, state_bytes
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sequence import Request
@@ -94,8 +94,7 @@ class InferenceEngine:
         bound = model_positions(self.spec, config)
         self.max_seq_len, self.max_num_seqs = sizes.seq_len(bound), sizes.max_num_seqs
         self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
-        # NOTE: a captured step would have to find slots of states on the device.
-        self._capture = None if self.spec.states else capture_for(device, sizes.cuda_graphs)
+        self._capture = capture_for(device, sizes.cuda_graphs)
         page_size = sizes.tokens_per_page(
             self.max_seq_len, self._capture is not None, self.bytes_per_token(), self._free_bytes()
         )
@@ -233,8 +232,8 @@ class InferenceEngine:
     def _free_bytes(self) -> int:
         if self._sizes.kv_cache_gib is not None:
             return 0
-        states = num_slots(self.max_num_seqs) * sum(state.nbytes for state in self.spec.states)
-        return max(0, free_bytes(self.device) - states)
+        states = state_bytes(self.spec.states, self.max_num_seqs)
+        return max(0, free_bytes(self.device) - sum(states))
 
     def _num_pages(self) -> int:
         page_bytes = self.page_size * self.bytes_per_token()

@@ -148,7 +148,7 @@ class Run:
             assert self.steps < self.bound, "no end in sight"
         assert self.cache.num_free == self.case.num_pages
         if self.states is not None:
-            assert self.states.num_free == len(self.state)
+            assert self.states.num_free == len(self.state) - 1
         return self
 
     def step(self):

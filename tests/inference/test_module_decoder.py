@@ -8,7 +8,8 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from families import EOS, POSITIONS, PROMPTS, logprob_gap
+from captures import LateQueue, again, captured_by, steps_of, use
+from families import EOS, POSITIONS, PROMPTS, assert_same, logprob_gap
 from peft import LoraConfig, get_peft_model
 from quick import some
 from tiny_models import IDS, LATENT, SMALL, causal_lm, ensure, randomized
@@ -123,6 +124,30 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAPS.get(name, GAP)
     if name in STATES:
         assert made.cache.states.num_free == num_slots(made.max_num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    some(product(STATES, LAYOUTS), [("lfm2", "preempted"), (STATES[1], "paged")]),
+)
+def test_captured_steps_carry_the_states_of_their_rows(name, layout, module_of, monkeypatch):
+    """As late as a device may run them; rows end, wait, are preempted, and share states at first.
+    A prompt of one token starts a state.
+    """
+    use(monkeypatch, lag=2, queue=LateQueue())
+    module, sizes = module_of(name), LAYOUTS[layout]
+    if layout == "preempted":
+        sizes = sizes | {"kv_cache_gib": 34 * 4 * module_spec(module).token_bytes(1, 4) / 2**30}
+    plain, graphs = engine_on(module, **sizes), captured_by(engine_on(module, **sizes), again)
+    for options in ({}, {"ignore_eos": True}, {"temperature": 0}):
+        sampling = SamplingParams(max_new_tokens=16, n=3, seed=3, **options)
+        rollouts = []
+        for made in (plain, graphs):
+            with made.weights.in_use():
+                rollouts.append(made.generate([[5], *PROMPTS], sampling))
+        assert_same(*rollouts)
+    assert steps_of(graphs)
+    assert graphs.cache.states.num_free == num_slots(graphs.max_num_seqs)
 
 
 @every_family

@@ -26,11 +26,21 @@ FAMILIES = {
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "qwen3_moe": {"moe_intermediate_size": 16, "layer_types": None, **_MOE},
     "gpt_oss": _MOE,
+    # Layers with states, which a step finds by the slots of its rows.
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 # Operators of a layer in 16 bits, with casts and products that training's module does not fuse;
 # and around the layers, 107 of them for positions, draws and rows as with the table's decoder.
 # gpt-oss's four biases are an operator each where DeepSpeed has replaced torch's linear product.
 BUDGETS = {"gemma3_text": (97, 141), "qwen3_moe": (86, 121), "gpt_oss": (80 + 4, 128)}
+BUDGETS |= {"qwen3_5_text": (82, 140), "lfm2": (42, 141)}
 
 
 # Families whose own code would wait in each step: for the numbers of rows of each expert, where

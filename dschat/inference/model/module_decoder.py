@@ -139,7 +139,7 @@ class ModuleDecoder:
         shape = rows, -1
         with ExitStack() as scope:
             scope.enter_context(_calling(one, positions))
-            if tokens.is_cuda and carried is None and not attention.chunks:
+            if tokens.is_cuda and not attention.chunks:
                 scope.enter_context(self._on_device())
             if (write := attention.keep_experts) is not None:
                 for router in self._routers:

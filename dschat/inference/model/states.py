@@ -42,6 +42,12 @@ class StateShape(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def state_bytes(shapes: tuple[StateShape, ...], max_num_seqs: int) -> tuple[int, int]:
+    """Bytes of a pool for ``max_num_seqs`` rows, and of the copy of theirs that a step works on."""
+    each = sum(shape.nbytes for shape in shapes)
+    return (num_slots(max_num_seqs) + 1) * each, max_num_seqs * each
+
+
 class StepCache(DynamicCache):
     """What a module reads and writes in one step: states. Keys and values are the engine's."""
 
@@ -82,7 +88,9 @@ def holds_states(config: PretrainedConfig) -> bool:
 
 
 class StatePool:
-    """``num_slots`` slots for states of ``shapes``."""
+    """``num_slots`` slots for states of ``shapes``, and a ``trash`` slot for the rows that pad a
+    captured batch.
+    """
 
     def __init__(
         self,
@@ -91,11 +99,11 @@ class StatePool:
         config: PretrainedConfig,
         device: torch.device,
     ) -> None:
-        self._config, self._users = config, [0] * num_slots
+        self._config, self._users, self.trash = config, [0] * num_slots, num_slots
         self._free = list(range(num_slots))  # a heap: the lowest number first
         with torch.inference_mode(False):
             self.tensors = {
-                where: torch.zeros(num_slots, *where.shape, dtype=where.dtype, device=device)
+                where: torch.zeros(num_slots + 1, *where.shape, dtype=where.dtype, device=device)
                 for where in shapes
             }
 
@@ -131,20 +139,24 @@ class StatePool:
         return copy
 
     @contextmanager
-    def carried(self, slots: list[int], is_first: bool) -> Iterator[StepCache]:
-        """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones."""
+    def carried(self, slots: list[int] | Tensor, is_first: bool) -> Iterator[StepCache]:
+        """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones. A
+        tensor (B,) int64 on the device is not read on the host.
+        """
         cache = StepCache(config=self._config)
-        first, count = slots[0], len(slots)
-        adjacent = slots == list(range(first, first + count))
-        index = torch.tensor(slots)
-        for where, states in self.tensors.items():
-            if not is_first:
-                cache.put(where, states[first : first + count] if adjacent else states[index])
+        index = slots if isinstance(slots, Tensor) else _index(slots)
+        with torch.inference_mode(False):  # whose tensors could not be written outside it
+            for where, states in self.tensors.items():
+                if not is_first:
+                    cache.put(where, states[index])
         yield cache
         for where, states in self.tensors.items():
-            given = states[first : first + count] if adjacent else None
             now = getattr(cache.layers[where.layer], where.kind)[where.number]
-            if given is None:
+            if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
                 states[index] = now
-            elif now.data_ptr() != given.data_ptr():
-                given.copy_(now)
+
+
+def _index(slots: list[int]) -> slice | Tensor:
+    """Of ``slots`` in a tensor: a slice, which copies nothing, if they are adjacent."""
+    first, end = slots[0], slots[0] + len(slots)
+    return slice(first, end) if slots == list(range(first, end)) else torch.tensor(slots)

@@ -38,6 +38,7 @@ class Field(IntEnum):
     YOUNGEST_STOP = 5  # first position that may draw a stop token
     PROMPT = 6
     SAMPLE = 7
+    STATES = 8  # slot of its recurrent states, in models that have some
 
 
 @dataclass(frozen=True)
