@@ -85,6 +85,15 @@ LAYOUTS = {
 }
 
 
+def random_module(name):
+    """A family's tiny module in eval mode, the same in each call."""
+    config = CONFIG_MAPPING[name](**_SIZES | FAMILIES[name])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return randomized(module).eval()
+
+
 @pytest.fixture(scope="module")
 def module_of():
     made = {}
@@ -93,11 +102,7 @@ def module_of():
         if name == "gptj" and not hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS"):
             pytest.skip("this transformers' GPT-J does not call its attention interface")
         if name not in made:
-            config = CONFIG_MAPPING[name](**_SIZES | FAMILIES[name])
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-                made[name] = randomized(module).eval()
+            made[name] = random_module(name)
         return made[name]
 
     return build

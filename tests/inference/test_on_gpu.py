@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from captures import graphs_of
-from families import CONFIGS, build
+from families import CONFIGS, POSITIONS, build
+from test_module_decoder import STATES, random_module
 
 from dschat.config.cuda_kernels import VARIABLE
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
@@ -41,6 +42,26 @@ def test_graph_is_eager_is_cpu(name, page_size):
             assert mine == pytest.approx(theirs, abs=1e-3)
         assert made.captures == graphs
         assert not graphs or len(graphs_of(made)._graphs) > 0
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe", "gpt_oss", *STATES])
+def test_captured_steps_of_modules_are_those_of_a_cpu(name):
+    """Of layers with states too; as by default, with kernels where Triton is."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rollouts = []
+    for device in ("cpu", "cuda"):
+        module = random_module(name).to(device)
+        sizes = EngineConfig(max_num_seqs=4, max_seq_len=POSITIONS, page_size=16)
+        made = InferenceEngine(
+            module.config, torch.float32, torch.device(device), sizes, module=module
+        )
+        with made.weights.in_use():
+            rollouts.append(made.generate(PROMPTS, GREEDY))
+    assert not graphs_of(made).failed
+    expected, answers = rollouts
+    assert answers.token_ids == expected.token_ids
+    for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-3)
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
