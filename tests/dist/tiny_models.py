@@ -57,6 +57,14 @@ SMALL = {
     "max_position_embeddings": POSITIONS,
     "initializer_range": 0.3,
 }
+# Of Qwen3.5: a layer with states, of more value than key heads.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 # Of DeepSeek V3: latent attention, whose keys are wider than values, and routed experts.
 LATENT = {
     "kv_lora_rank": 8,

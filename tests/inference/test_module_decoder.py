@@ -12,7 +12,7 @@ from captures import LateQueue, again, captured_by, steps_of, use
 from families import EOS, POSITIONS, PROMPTS, assert_same, logprob_gap
 from peft import LoraConfig, get_peft_model
 from quick import some
-from tiny_models import IDS, LATENT, SMALL, causal_lm, ensure, randomized
+from tiny_models import IDS, LATENT, LINEAR, SMALL, causal_lm, ensure, randomized
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gptj import modeling_gptj
@@ -66,13 +66,7 @@ FAMILIES = {
         "intermediate_size_mlp": 48,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": LINEAR,
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
 }
 QUICK = ("gptj", "deepseek_v3", "lfm2", "llama4_text")

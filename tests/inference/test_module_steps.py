@@ -12,7 +12,7 @@ from families import EOS, POSITIONS, assert_same
 from packaging import version
 from quick import slow, some
 from soft_graph import operators_only, soft_capture
-from tiny_models import IDS, SMALL, randomized
+from tiny_models import IDS, LINEAR, SMALL, randomized
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
@@ -27,13 +27,7 @@ FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 16, "layer_types": None, **_MOE},
     "gpt_oss": _MOE,
     # Layers with states, which a step finds by the slots of its rows.
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
+    "qwen3_5_text": LINEAR,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 # Operators of a layer in 16 bits, with casts and products that training's module does not fuse;
