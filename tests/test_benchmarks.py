@@ -130,13 +130,13 @@ def test_gpu_dry():
 def test_gpu_on_a_cpu(capsys):
     """Times mean nothing there: the fields, what moves in a refresh, what is skipped."""
     import gpu_sides
-    from gpu_cases import CASES, parse_side
+    from gpu_cases import CASES, OTHERS, parse_side
     from gpu_floor import card_rates
 
     texts = ["graphs=off", "graphs=off,layout=zero_copy", "lag=0"]
     sides = {text: parse_side(text) for text in texts}
     rates = card_rates(torch.device("cpu"), 2**20, (64,))
-    lines = list(gpu_sides.measure("opt", CASES["opt-1.3b"].tiny(), sides, True, 1, rates))
+    lines = list(gpu_sides.measure("opt", CASES["opt-1.3b"].tiny(), sides, OTHERS, 1, rates))
     assert [(x["zero_stage"], x["side"]) for x in lines] == [
         *((2, side) for side in [*texts, "generate"]),
         *((3, side) for side in texts),
