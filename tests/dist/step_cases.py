@@ -44,19 +44,13 @@ from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settin
 from dschat.supervised import loop, setup, tasks
 
 MODELS = (
-    "llama",
-    "opt",
-    "opt_350m",
-    "gpt2",
-    "llama_padeos",
-    "llama_reward",
-    "opt_350m_reward",
+    *("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward"),
+    *("mistral", "opt_350m_reward_reversed"),  # a window; re-tokenizes the text
+    *("qwen3_5", "nemotron_h", "mixtral", "bamba"),  # ZeRO-3 gathers theirs differently
+    "qwen3_moe",  # replays the experts of rollouts
+    *("llama_adapted", "gpt2_adapted"),  # reward models whose base is an actor
+    "llama_stops",  # answers of a few tokens; two ranks can share its heads
 )
-MODELS += ("mistral", "opt_350m_reward_reversed")  # a window; re-tokenizes the text
-MODELS += ("qwen3_5", "nemotron_h", "mixtral", "bamba")  # ZeRO-3 gathers theirs differently
-MODELS += ("qwen3_moe",)  # replays the experts of rollouts
-MODELS += ("llama_adapted", "gpt2_adapted")  # reward models whose base is an actor
-MODELS += ("llama_stops",)  # answers of a few tokens; two ranks can share its heads
 GLOBAL_BATCH = 8
 
 
