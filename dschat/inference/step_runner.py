@@ -6,6 +6,7 @@ short prompts by a captured step.
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import groupby
 
 import torch
@@ -17,8 +18,10 @@ from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
+from dschat.inference.model.states import batches_alike, row_table
 from dschat.inference.prompt_graphs import PromptGraphs
 from dschat.inference.sequence import Sequence, StepSchedule
+from dschat.models.packing.states import StatefulRows
 
 logger = logging.getLogger("dschat")
 
@@ -55,7 +58,8 @@ class StepRunner:
         """
         if self._prompts is not None and (shape := self._prompts.shape_for(schedule)) is not None:
             return self._prompts.logits(shape, schedule)
-        if self._cache.states is None:
+        decoder = self._decoder
+        if isinstance(decoder, Decoder) or not decoder.spec.states or decoder.reads_rows:
             return self._logits(schedule)
         return torch.cat([self._logits(part) for part in _parts(schedule)])
 
@@ -92,13 +96,30 @@ class StepRunner:
             self._decoder.slopes,
         )
         ready_R = torch.tensor(ready, dtype=torch.int64).to(self.device) if chunks else None
-        if self._cache.states is None:
-            return self._decoder.step(tokens_T, positions_T, attention, ready_R)
+        inputs = tokens_T, positions_T, attention, ready_R
+        if (pool := self._cache.states) is None:
+            return self._decoder.step(*inputs)
         assert isinstance(self._decoder, ModuleDecoder)
+        counts, are_new = [count for _, count in spans], [s.computed == 0 for s, _ in spans]
         slots = [s.slot for s, _ in spans if s.slot is not None]
-        with self._cache.states.carried(slots, spans[0][0].computed == 0) as states:
-            rows = Carried(states, len(slots), len(ready) // len(slots))
-            return self._decoder.step(tokens_T, positions_T, attention, carried=rows)
+        batches = batches_alike(counts, are_new)
+        with ExitStack() as scope:
+            caches = [
+                scope.enter_context(pool.carried([slots[i] for i in batch], are_new[batch[0]]))
+                for batch in batches
+            ]
+            singly = tuple(
+                not (are_new[first] or counts[first] == 1 or self._decoder.goes_on)
+                for first, *_ in batches
+            )
+            carried: Carried | StatefulRows
+            is_even = len(set(counts)) == len(batches) == 1 and len(ready) in (0, len(spans))
+            if is_even and not singly[0]:
+                carried = Carried(caches[0], len(spans), len(ready) // len(spans))
+            else:
+                table, masks = row_table(counts, batches, self.device)
+                carried = StatefulRows(table, masks, tuple(caches), pool.empty(), singly)
+            return self._decoder.step(*inputs, carried=carried)
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `CapturedCore`; captured again if weights were reallocated."""

@@ -186,7 +186,7 @@ class Checkpoint(CheckpointFiles):
             model = self.shapes(kind)
         if attn_implementation:
             model = self._with_attention(kind, attn_implementation)
-        if (packing == "on" or parallel > 1) and (problem := packing_problem(model, parallel)):
+        if (packing == "on" or parallel > 1) and (problem := packing_problem(model)):
             raise cannot_pack(model, problem, parallel)
         if lora_dim:
             check_rank(model, lora_dim, lora_modules, lora_flag)

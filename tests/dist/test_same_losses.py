@@ -147,6 +147,8 @@ SLOW_TWO += [
     Case("sft", 0, 4, "opt", options=SP + BUDGET),
     Case("sft", 3, 4, "mixtral", options=SP + (("router_aux_loss_coef", 0.1),)),
     Case("sft", 0, 4, options=SP, rows="one"),
+    Case("sft", 2, 4, "bamba", options=SP + BUDGET),
+    Case("ppo", 3, 4, "bamba", iterations=1, shares=(5, 3), options=SP),
     Case("reward", 3, 4, rows="ranked", options=SP),
     Case("reward", 1, 2, options=SP + BUDGET),
     Case("ppo", 3, 2, shares=(5, 3), options=SP + GRPO + BUDGET),

@@ -6,9 +6,10 @@ from sequence_parallel_cases import OTHERS
 from step_cases import Case
 from test_same_losses import by_name
 
-FAMILIES = ("llama", "mistral", "gpt_oss", "qwen3_moe", *OTHERS)
+STATES = ("qwen3_5", "bamba", "nemotron_h")  # families whose layers read whole rows
+FAMILIES = ("llama", "mistral", "gpt_oss", "qwen3_moe", *STATES, *OTHERS)
 ALL = [Case("sequence_parallel", model=name) for name in FAMILIES]
-QUICK = [case for case in ALL if case.model in ("gpt_oss", "llama4_text")]
+QUICK = [case for case in ALL if case.model in ("gpt_oss", "llama4_text", "qwen3_5")]
 
 
 @pytest.mark.dist

@@ -5,6 +5,7 @@ computes what a plain forward of each sequence computes.
 import copy
 from contextlib import closing
 from itertools import cycle, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
-from dschat.inference.model.module_decoder import module_spec
+from dschat.inference.model.module_decoder import ModuleDecoder, module_spec, paged
 from dschat.inference.model.states import num_slots
 from dschat.inference.sequence import Request
 from dschat.models.cpu_matmul import VARIABLE
+from dschat.models.packing.states import mixers
 
 GAP = 5e-5
 GAPS = {"qwen3_5_text": 2e-4}  # a decode sums in another order than a prefill
@@ -67,10 +69,18 @@ FAMILIES = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": LINEAR,
+    "jamba": {  # goes on from a state with one token only
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
 }
 QUICK = ("gptj", "deepseek_v3", "lfm2", "llama4_text")
-STATES = ("lfm2", "qwen3_5_text", "falcon_h1")
+STATES = ("lfm2", "qwen3_5_text", "falcon_h1", "jamba")
 every_family = pytest.mark.parametrize("name", some(FAMILIES, QUICK))
 LAYOUTS = {
     "whole": {},
@@ -127,7 +137,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    some(product(STATES, LAYOUTS), [("lfm2", "preempted"), (STATES[1], "paged")]),
+    some(product(STATES, LAYOUTS), [("lfm2", "preempted"), ("jamba", "paged")]),
 )
 def test_captured_steps_carry_the_states_of_their_rows(name, layout, module_of, monkeypatch):
     """As late as a device may run them; rows end, wait, are preempted, and share states at first.
@@ -290,6 +300,47 @@ def test_forced_tokens_move_the_states_on(module_of):
     assert all(ids[:9] == forced for ids in rollouts[0].token_ids)
     for rollout, prompt in zip(rollouts, (PROMPTS[1], PROMPTS[3]), strict=True):
         assert logprob_gap(module, [prompt], rollout) < GAP
+
+
+@pytest.mark.parametrize("name", some(STATES, ["lfm2", "jamba"]))
+def test_layers_with_states_read_prompts_of_a_step_together(name, module_of, monkeypatch):
+    """One forward computes them all, unless padding changes what such a layer computes."""
+    module, step, steps = module_of(name), ModuleDecoder.step, []
+
+    def counted(*args, **options):
+        steps.append(args)
+        return step(*args, **options)
+
+    monkeypatch.setattr(ModuleDecoder, "step", counted)
+    sampling = SamplingParams(max_new_tokens=1, seed=2, ignore_eos=True)
+    for number in (1, len({len(prompt) for prompt in PROMPTS})):
+        made = engine_on(module)  # which tries it
+        steps.clear()
+        with made.weights.in_use():
+            rollout = made.generate(PROMPTS, sampling)
+        assert logprob_gap(module, PROMPTS, rollout) < GAPS.get(name, GAP)
+        assert len(steps) == number
+        monkeypatch.setattr(ModuleDecoder, "reads_rows", False)
+
+
+@pytest.mark.parametrize("name", some(STATES, ["lfm2", "jamba"]))
+def test_how_layers_with_states_read_rows_is_found_out(name, module_of, monkeypatch):
+    """Padding changes the state of one that does not know which tokens it is."""
+    module = module_of(name)
+    weights = SimpleNamespace(device=torch.device("cpu"))
+
+    def made():
+        return ModuleDecoder(module, module_spec(module), weights)
+
+    with paged(module):
+        assert made().reads_rows
+        assert made().goes_on == (name != "jamba")
+        _, mixer = mixers(module)[0]
+        own = type(mixer).forward
+        monkeypatch.setattr(
+            type(mixer), "forward", lambda self, attention_mask=None, **x: own(self, **x)
+        )
+        assert not made().reads_rows
 
 
 def test_an_engine_may_be_made_and_used_in_inference_mode(module_of):

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,10 +30,11 @@ from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.device_module import DeviceModule
-from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states
+from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
 from dschat.models.packing import attention as packing
 from dschat.models.packing.kernels import Scores
 from dschat.models.packing.model import selects_keys
+from dschat.models.packing.states import StatefulRows, reading, run_by_row
 from dschat.models.routing import routers_of
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 NAME = "dschat_paged"
+_PROBE = range(5)  # tokens of the longest row that a decoder tries its layers with
 
 # Query, key and value (1, H or K, T, D) and how their scores are used -> (T, H, D of the value)
 Step = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
@@ -104,6 +106,8 @@ class ModuleDecoder:
         self._keeps_logits = "logits_to_keep" in _parameters(module)
         self._routers = routers_of(without_adapters(module))
         self._on_device = DeviceModule(module)
+        if spec.states:
+            run_by_row(without_adapters(module))
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -115,10 +119,10 @@ class ModuleDecoder:
         attention: Attention,
         ready: Tensor | None = None,
         kernels: StepKernels | None = None,
-        carried: Carried | None = None,
+        carried: Carried | StatefulRows | None = None,
     ) -> Tensor:
-        """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all, or
-        as ``carried`` says.
+        """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all.
+        Of `Carried` sequences those that it names.
         """
         calls = iter(range(self.spec.num_layers))
         attend: Attend = attention
@@ -128,27 +132,102 @@ class ModuleDecoder:
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
             return _attended(attend, next(calls), q, k, v, how, self.spec)
 
-        rows = 1 if carried is None else carried.num_sequences
-        if carried is not None:
+        rows, more = 1, {}
+        if isinstance(carried, Carried):
+            rows, more = carried.num_sequences, _caching(carried.states)
             length = len(tokens) // rows
             ready = torch.arange(length - carried.num_ready, length, device=tokens.device)
         keep: dict[str, Any] = {}
         if self._keeps_logits and ready is not None:
             keep["logits_to_keep"] = ready
-        more = keep if carried is None else keep | {"use_cache": True, CACHE: carried.states}
         shape = rows, -1
         with ExitStack() as scope:
+            if isinstance(carried, StatefulRows):
+                more = _caching(carried.cache)
+                scope.enter_context(reading(carried))
             scope.enter_context(_calling(one, positions))
             if tokens.is_cuda and not attention.chunks:
                 scope.enter_context(self._on_device())
             if (write := attention.keep_experts) is not None:
                 for router in self._routers:
                     scope.enter_context(router.register_forward_hook(partial(_keep, write)))
-            logits = _forward(self.module, tokens.view(shape), positions.view(shape), **more)
+            logits = _forward(
+                self.module, tokens.view(shape), positions.view(shape), **keep, **more
+            )
         assert next(calls, None) is None, "not all layers called the step's attention"
         if not keep and ready is not None:
             logits = logits.index_select(1, ready)
         return logits.flatten(0, 1)
+
+    @cached_property
+    def reads_rows(self) -> bool:
+        """Whether layers with states compute rows together, the shorter ones padded on the left, as
+        they do one by one.
+        """
+        rows = [_PROBE, _PROBE[:3], _PROBE[:2]]
+        table, masks = row_table([*map(len, rows)], [[0, 1, 2]], self.weights.device)
+        together, *alone = self._caches(1 + len(rows))
+        step = StatefulRows(table, masks, (together,), self._caches(1)[0], (False,))
+        try:
+            with reading(step):
+                logits = self._probed(rows, step.cache)
+        except (TypeError, RuntimeError, packing.UnsupportedAttentionError):
+            return False
+        expected = [self._probed([row], cache) for row, cache in zip(rows, alone, strict=True)]
+        # Where rounding decides which experts a router chooses, single tokens differ.
+        parts = zip(logits.split([*map(len, rows)]), expected, strict=True)
+        if not all(_is_close(*part, all_rows=False) for part in parts):
+            return False
+        return all(
+            _is_close(together.state(where), torch.cat([cache.state(where) for cache in alone]))
+            for where in self._first_states
+        )
+
+    @cached_property
+    def goes_on(self) -> bool:
+        """Whether layers with states go on from one with several tokens; some of transformers then
+        begin anew.
+        """
+        whole, parts = self._caches(2)
+        self._probed([_PROBE], whole)
+        self._probed([_PROBE[:3]], parts)
+        self._probed([_PROBE[3:]], parts)
+        return all(_is_close(parts.state(w), whole.state(w)) for w in self._first_states)
+
+    @property
+    def _first_states(self) -> list[StateShape]:
+        """Those of the first layer that has any: what others do to its input are roundings."""
+        return [where for where in self.spec.states if where.layer == self.spec.states[0].layer]
+
+    def _caches(self, count: int) -> list[StepCache]:
+        return [StepCache(config=without_adapters(self.module).config) for _ in range(count)]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
+        """Logits (T, V) of ``rows`` of ids, each of which is its position, too."""
+        places = [token for row in rows for token in row]
+        positions = torch.tensor(places, device=self.weights.device)[None]
+        with _calling(_own_token, positions[0]):
+            return _forward(self.module, positions, positions, **_caching(cache))[0]
+
+
+def _own_token(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+    """A `Step` in which a token reads its own query, key and value."""
+    seen = q.mean((1, 3)) + k.mean((1, 3))
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return (values + seen[:, None, :, None])[0].transpose(0, 1)
+
+
+def _is_close(actual: Tensor, expected: Tensor, all_rows: bool = True) -> bool:
+    """Whether rows differ by roundings of the largest value: all of them, or the nearest."""
+    gaps = (actual.float() - expected.float()).abs().flatten(1).amax(1)
+    gap = (gaps.amax() if all_rows else gaps.amin()) / expected.float().abs().max().clamp(min=1e-6)
+    return bool(gap <= (1e-3 if actual.dtype == torch.float32 else 0.05))
+
+
+def _caching(cache: StepCache) -> dict[str, Any]:
+    return {"use_cache": True, CACHE: cache}
 
 
 def _keep(keep: KeepExperts, router: nn.Module, args: Any, output: Any) -> None:
@@ -217,7 +296,7 @@ def probe(
     options: dict[str, Any] = {}
     if has_states:
         cache = StepCache(config=without_adapters(module).config)
-        options = {"use_cache": True, CACHE: cache}
+        options = _caching(cache)
     with torch.no_grad(), paged(module), _calling(step, tokens[0]):
         logits = _forward(module, tokens, tokens, **options)
     return logits, cache.shapes() if has_states else ()

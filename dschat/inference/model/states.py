@@ -6,16 +6,20 @@ continue from its state share its slot; a running sequence has one of its own.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dschat.models.packing.segments import RowTable
+
+_LIKE = 0.5  # of new rows that are read together the shortest, as a share of the longest
 _KINDS = ("conv_states", "recurrent_states")
 # Before transformers had one class for them, states could not be reached from outside.
 _StateLayer: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
@@ -68,6 +72,9 @@ class StepCache(DynamicCache):
             if state is not None
         )
 
+    def state(self, where: StateShape) -> Tensor:
+        return getattr(self.layers[where.layer], where.kind)[where.number]
+
     def put(self, where: StateShape, state: Tensor) -> None:
         """Let a forward continue from ``state`` (B, ...), in place."""
         layer: Any = self.layers[where.layer]
@@ -76,6 +83,42 @@ class StepCache(DynamicCache):
         layer.has_previous_state[where.number] = True
         if where.kind == "conv_states":
             layer.conv_kernel_size[where.number] = state.shape[-1]
+
+
+def batches_alike(counts: Sequence[int], are_new: Sequence[bool]) -> list[list[int]]:
+    """Which rows of ``counts`` tokens layers with states read together: of those that go on, equal
+    ones; of new ones, which padding may precede, those of like length.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(counts)), key=lambda i: (are_new[i], -counts[i])):
+        first = batches[-1][0] if batches else i
+        least = _LIKE * counts[first] if are_new[i] else counts[first]
+        if not batches or are_new[i] != are_new[first] or counts[i] < least:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def row_table(
+    counts: Sequence[int], batches: list[list[int]], device: torch.device
+) -> tuple[RowTable, tuple[Tensor | None, ...]]:
+    """How layers read packed rows of ``counts`` tokens in ``batches``, and their masks, see
+    `StatefulRows`.
+    """
+    starts = np.cumsum([0, *counts])
+    places, tables, masks, end = np.zeros(starts[-1], np.int64), [], [], 0
+    for batch in batches:
+        longest = max(counts[i] for i in batch)
+        table = np.zeros((len(batch), longest), np.int64)
+        mask = np.zeros(table.shape, bool)
+        for row, i in enumerate(batch):
+            table[row, longest - counts[i] :] = np.arange(starts[i], starts[i + 1])
+            mask[row, longest - counts[i] :] = True
+            end += longest
+            places[starts[i] : starts[i + 1]] = np.arange(end - counts[i], end)
+        tables.append(torch.from_numpy(table).to(device))
+        masks.append(None if mask.all() else torch.from_numpy(mask).to(device))
+    return RowTable(tuple(tables), torch.from_numpy(places).to(device)), tuple(masks)
 
 
 def holds_states(config: PretrainedConfig) -> bool:
@@ -106,6 +149,10 @@ class StatePool:
                 where: torch.zeros(num_slots + 1, *where.shape, dtype=where.dtype, device=device)
                 for where in shapes
             }
+
+    def empty(self) -> StepCache:
+        """A cache without states."""
+        return StepCache(config=self._config)
 
     @property
     def num_free(self) -> int:
@@ -143,7 +190,7 @@ class StatePool:
         """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones. A
         tensor (B,) int64 on the device is not read on the host.
         """
-        cache = StepCache(config=self._config)
+        cache = self.empty()
         index = slots if isinstance(slots, Tensor) else _index(slots)
         with torch.inference_mode(False):  # whose tensors could not be written outside it
             for where, states in self.tensors.items():
@@ -151,7 +198,7 @@ class StatePool:
                     cache.put(where, states[index])
         yield cache
         for where, states in self.tensors.items():
-            now = getattr(cache.layers[where.layer], where.kind)[where.number]
+            now = cache.state(where)
             if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
                 states[index] = now
 

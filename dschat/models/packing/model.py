@@ -66,7 +66,7 @@ class PackedModel(nn.Module):
         self._packing = "on" if parallel > 1 else packing
         self._attention = self.base.config._attn_implementation
         self.packs, self.by_row = packing != "off", False
-        if reason := self.packs and packing_problem(self.base, parallel):
+        if reason := self.packs and packing_problem(self.base):
             self._pad(reason)
         elif self.packs:
             self.base.set_attn_implementation(attention.NAME)
@@ -222,9 +222,9 @@ def cannot_pack(base: PreTrainedModel, reason: str, parallel: int = 1) -> UserEr
     )
 
 
-def packing_problem(base: PreTrainedModel, parallel: int = 1) -> str:
-    """Why the class and settings of ``base`` cannot be packed, on ``parallel`` ranks together; ""
-    if they can. Weights are not read: it may be on the meta device.
+def packing_problem(base: PreTrainedModel) -> str:
+    """Why the class and settings of ``base`` cannot be packed; "" if they can. Weights are not
+    read: it may be on the meta device.
     """
     attention_name, body = base.config._attn_implementation, backbone(base)
     by_row = mixers(base)  # such families do not say whether they call the interface
@@ -236,7 +236,7 @@ def packing_problem(base: PreTrainedModel, parallel: int = 1) -> str:
         return "its attention does not use transformers' interface"
     if "position_ids" not in inspect.signature(body.forward).parameters:
         return "it takes no positions"
-    if (by_row and parallel > 1) or (getattr(base, "_is_stateful", False) and not by_row):
+    if getattr(base, "_is_stateful", False) and not by_row:
         return "it has a recurrent state"
     return selects_keys(base)
 

@@ -5,12 +5,12 @@ the prefix, up to the place where it leaves it: its end for the answers of one p
 its own for those of a dialogue's rows. A row that shares nothing is a prefix without answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, zip_longest
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -70,12 +70,23 @@ class Batch:
     is_causal: bool
 
 
+def _as_they_are(values: Tensor) -> Tensor:
+    return values
+
+
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of a stream, each with its prefix, for layers that take rows."""
+    """The rows of a stream, each with its prefix, for layers that take rows.
 
-    batches: tuple[Tensor, ...]  # (B, T) int64 each, places in the stream; of padding, any
-    places: Tensor  # (N,) int64, of the stream's tokens in all batches, flattened
+    Where several ranks share a stream, each takes some rows; ``fetch`` and ``give_back`` are then
+    collective.
+    """
+
+    batches: tuple[Tensor, ...]  # (B, T) int64 each, places in what was fetched; of padding, any
+    places: Tensor  # (n,) int64, of the rows' own tokens in all batches, flattened
+    # Values (N, ...) of the stream's tokens to those of the tokens that the rows read, ascending.
+    fetch: Callable[[Tensor], Tensor] = _as_they_are
+    give_back: Callable[[Tensor], Tensor] = _as_they_are  # values at ``places`` to (N, ...)
 
 
 @dataclass(frozen=True)
@@ -183,8 +194,33 @@ def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: boo
 
 def _row_table(segments: Segments, device: torch.device, like: float) -> RowTable:
     """``like``: the shortest row of a batch, as a share of its longest."""
-    rows: list[np.ndarray] = []  # places in the stream
-    owned: list[int] = []  # of each row, how many of its last tokens are read from it
+    rows, owned = _rows(segments)
+    total = sum(owned)
+    exchange: dict[str, Any] = {}
+    if segments.spread is not None:
+        rows, owned, total, exchange = segments.spread.share_rows(rows, owned, device)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    batches, found, start = [], np.full(total, -1), 0
+    while order:
+        longest = len(rows[order[0]])
+        members = [i for i in order if len(rows[i]) >= like * longest]
+        order = order[len(members) :]
+        batch = np.zeros((len(members), longest), np.int64)
+        for line, i in enumerate(members):
+            size, first = len(rows[i]), len(rows[i]) - owned[i]
+            batch[line, :size] = rows[i]
+            found[rows[i][first:]] = start + line * longest + np.arange(first, size)
+        batches.append(torch.from_numpy(batch).to(device))
+        start += batch.size
+    return RowTable(tuple(batches), torch.from_numpy(found[found >= 0]).to(device), **exchange)
+
+
+def _rows(segments: Segments) -> tuple[list[np.ndarray], list[int]]:
+    """The places of each row's tokens in the stream, ascending, and how many of its last ones are
+    its own: no other row's.
+    """
+    rows: list[np.ndarray] = []
+    owned: list[int] = []
     end = 0
     for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
         places, end = np.arange(end, end + prefix), end + prefix
@@ -197,20 +233,7 @@ def _row_table(segments: Segments, device: torch.device, like: float) -> RowTabl
         if unread and prefix:
             rows.append(places)
             owned.append(prefix)
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    batches, found, start = [], np.zeros(end, np.int64), 0
-    while order:
-        longest = len(rows[order[0]])
-        members = [i for i in order if len(rows[i]) >= like * longest]
-        order = order[len(members) :]
-        batch = np.zeros((len(members), longest), np.int64)
-        for line, i in enumerate(members):
-            size, first = len(rows[i]), len(rows[i]) - owned[i]
-            batch[line, :size] = rows[i]
-            found[rows[i][first:]] = start + line * longest + np.arange(first, size)
-        batches.append(torch.from_numpy(batch).to(device))
-        start += batch.size
-    return RowTable(tuple(batches), torch.from_numpy(found).to(device))
+    return rows, owned
 
 
 def _varlen_table(segments: Segments) -> VarlenTable:

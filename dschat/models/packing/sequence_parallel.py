@@ -50,6 +50,44 @@ class Spread:
         """Collective. (1, H / ranks, all tokens, D) to (1, H, own tokens, D)."""
         return _ToTokens.apply(self, heads)
 
+    def share_rows(
+        self, rows: list[np.ndarray], owned: list[int], device: torch.device
+    ) -> tuple[list[np.ndarray], list[int], int, dict[str, "Route"]]:
+        """This rank's of the ``rows`` of a stream, by their tokens' places in it, of which the last
+        ``owned`` of each are its own: their places among the tokens that they read, ``owned``, how
+        many tokens they read, and the routes ``fetch`` and ``give_back`` of a `RowTable`.
+        """
+        ranks = range(self.group.size)
+        loads = [0 for _ in ranks]
+        members: list[list[int]] = [[] for _ in ranks]
+        for i in sorted(range(len(rows)), key=lambda i: -len(rows[i])):
+            taker = loads.index(min(loads))
+            loads[taker] += len(rows[i])
+            members[taker].append(i)
+        first = [np.zeros(1, np.int64)]  # of a rank without rows: all call a layer equally often
+        read = [np.unique(np.concatenate([rows[i] for i in part] or first)) for part in members]
+        own = [
+            np.sort(np.concatenate([first[0][:0], *(rows[i][-owned[i] :] for i in part)]))
+            for part in members
+        ]
+        mine, tokens = members[self.group.rank], read[self.group.rank]
+        routes = {"fetch": self._route(read, device), "give_back": self._route(own, device).back}
+        places = [np.searchsorted(tokens, rows[i]) for i in mine]
+        return places or first, [owned[i] for i in mine] or [0], len(tokens), routes
+
+    def _route(self, wanted: list[np.ndarray], device: torch.device) -> "Route":
+        """From the ranks that have a stream's tokens to those that want them: each rank's places in
+        the stream, ascending.
+        """
+        cuts, me = np.cumsum([0, *self.tokens]), self.group.rank
+        bounds = np.searchsorted(wanted[me], cuts)
+        received = map(np.arange, bounds, bounds[1:])
+        sent = [part[(cuts[me] <= part) & (part < cuts[me + 1])] - cuts[me] for part in wanted]
+        there, here = (
+            tuple(torch.from_numpy(part).to(device) for part in parts) for parts in (sent, received)
+        )
+        return Route(self.group, there, here, self.tokens[me], len(wanted[me]))
+
     def collected(self, values: Tensor, places: slice | Tensor, total: int) -> Tensor:
         """Collective. ``values`` (n, ...) of every rank at its ``places`` of (total, ...)."""
         return _Collected.apply(values, places, total, self.group)
@@ -138,6 +176,52 @@ class _Collected(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Each rank's loss reads its own rows: the gradient is the sum over the ranks.
         return ctx.group.all_reduce_sum(grad.clone())[ctx.places], None, None, None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Moves values of tokens from the ranks that have them to those that need them.
+
+    ``sent``: by receiving rank, places among the ``given`` values of this rank; one value may go to
+    several. ``received``: by sending rank, places among the ``wanted`` values.
+    """
+
+    group: dist.RankGroup
+    sent: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+    given: int
+    wanted: int
+
+    @property
+    def back(self) -> "Route":
+        """The way back, on which values that meet at one place are added up."""
+        return Route(self.group, self.received, self.sent, self.wanted, self.given)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Collective. (given, ...) to (wanted, ...)."""
+        return _Moved.apply(values, self)
+
+    def move(self, values: Tensor) -> Tensor:
+        """Likewise, without a gradient."""
+        width = values.shape[1:].numel()
+        sizes = [[width * len(places) for places in side] for side in (self.sent, self.received)]
+        moved = self.group.all_to_all(values[torch.cat(self.sent)].flatten(), *sizes)
+        out = values.new_zeros(self.wanted, *values.shape[1:])
+        for places, part in zip(self.received, moved.split(sizes[1]), strict=True):
+            out.index_add_(0, places, part.view(-1, *values.shape[1:]))  # no place twice in a part
+        return out
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.move(values)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.route.back.move(grad), None
 
 
 @dataclass(frozen=True)

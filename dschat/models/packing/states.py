@@ -2,10 +2,15 @@
 
 Such a layer carries a state from token to token, and would carry it from one row of a stream into
 the next. So it reads the rows padded, a few of like length at a time, each with its prompt; all
-other layers read the stream, in which the answers of a prompt share it.
+other layers read the stream, in which the answers of a prompt share it. In a step of a rollout the
+rows begin with states, or leave them behind.
 """
 
-from typing import Any
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +20,36 @@ from dschat.models.packing.attention import UnsupportedAttentionError
 from dschat.models.packing.segments import RowTable, Segments
 
 _OF_PACKED_ROWS = ("segments", "positions")  # keywords of packed attention
+
+
+class StatefulRows(NamedTuple):
+    """The rows of a rollout's step, whose states are in transformers' caches.
+
+    Attributes:
+        masks: of each batch (B, T) bool, False where padding precedes a row; None: nowhere.
+        caches: of each batch.
+        cache: what the model is called with, in whose place a layer gets one of ``caches``.
+        singly: of each batch, whether layers read its rows token by token.
+    """
+
+    table: RowTable
+    masks: tuple[Tensor | None, ...]
+    caches: tuple[Any, ...]
+    cache: Any
+    singly: tuple[bool, ...]
+
+
+_stateful_rows: ContextVar[StatefulRows | None] = ContextVar("stateful_rows", default=None)
+
+
+@contextmanager
+def reading(rows: StatefulRows) -> Iterator[None]:
+    """Let layers that carry states read ``rows``, in models of which `run_by_row` knows."""
+    token = _stateful_rows.set(rows)
+    try:
+        yield
+    finally:
+        _stateful_rows.reset(token)
 
 
 def mixers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
@@ -55,6 +90,8 @@ class _ByRow:
         # NOTE: no bound method, which a copy by pickle would look up where this stands by then.
         self._module, self._own = module, vars(module).get("forward")
         self._segments: Segments | None = None
+        forward = type(module).forward.__get__(module) if self._own is None else self._own
+        self._names = tuple(inspect.signature(forward).parameters)
 
     def note(self, layer: nn.Module, args: Any, options: dict[str, Any]) -> None:
         """Before each forward of its layer, also one that is recomputed in the backward pass."""
@@ -66,27 +103,44 @@ class _ByRow:
         return type(self._module).forward(self._module, *args, **options)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._segments is None:
+        step, segments = _stateful_rows.get(), self._segments
+        if step is None and segments is None:
             return self._forward(*args, **options)
         options = {k: v for k, v in options.items() if k not in _OF_PACKED_ROWS}
-        if "attention_mask" in options:
-            options["attention_mask"] = None
         stream = args[0] if args else options.get("hidden_states")
         if stream is None:
             raise UnsupportedAttentionError("a layer with a state takes no hidden states")
-        table = self._segments.rows_on(stream.device, alike=not is_sharded(self._module))
+        if step is not None:
+            table = step.table
+        elif segments is not None:
+            table = segments.rows_on(stream.device, alike=not is_sharded(self._module))
+        given = dict(zip(self._names, args, strict=False)) | options
+        by_token = {
+            key: table.fetch(value[0])
+            for key, value in given.items()
+            if isinstance(value, Tensor) and value.shape[:2] == stream.shape[:2]
+        }
 
-        def of(rows: Tensor, value: Any) -> Any:
-            by_token = isinstance(value, Tensor) and value.shape[:2] == stream.shape[:2]
-            return value[0][rows] if by_token else value
+        def read(number: int, rows: Tensor) -> Any:
+            own = given | {key: values[rows] for key, values in by_token.items()}
+            mask = None if step is None else step.masks[number]
+            own |= {key: mask for key in own if key.endswith("_mask")}
+            if step is None:
+                return self._forward(**own)
+            own |= {key: step.caches[number] for key, x in given.items() if x is step.cache}
+            if not step.singly[number]:
+                return self._forward(**own)
+            columns = ({k: own[k][:, i : i + 1] for k in by_token} for i in range(rows.shape[1]))
+            return _side_by_side([self._forward(**own | column) for column in columns])
 
-        outputs = [
-            self._forward(
-                *(of(rows, x) for x in args), **{k: of(rows, x) for k, x in options.items()}
-            )
-            for rows in table.batches
-        ]
-        return _joined(outputs, table)
+        return _joined([read(i, rows) for i, rows in enumerate(table.batches)], table)
+
+
+def _side_by_side(outputs: list[Any]) -> Any:
+    """What a layer returned of one token after another, as of all."""
+    if isinstance(outputs[0], tuple):
+        return tuple(_side_by_side(list(parts)) for parts in zip(*outputs, strict=True))
+    return None if outputs[0] is None else torch.cat(outputs, dim=1)
 
 
 def _joined(outputs: list[Any], table: RowTable) -> Any:
@@ -102,4 +156,4 @@ def _joined(outputs: list[Any], table: RowTable) -> Any:
         return None
     if any(x.shape[:2] != rows.shape for x, rows in zip(outputs, table.batches, strict=True)):
         raise UnsupportedAttentionError("what a layer with a state returns is not by row and token")
-    return torch.cat([x.flatten(0, 1) for x in outputs])[table.places][None]
+    return table.give_back(torch.cat([x.flatten(0, 1) for x in outputs])[table.places])[None]

@@ -174,10 +174,9 @@ def test_a_layer_with_a_state_that_takes_no_rows_pads_them():
 
 
 @pytest.mark.parametrize(("name", "by_row"), [("llama", False), ("tiny_bamba", True)])
-def test_ranks_together_compute_no_states(name, by_row):
+def test_layers_with_states_read_rows(name, by_row):
     model = build(name)
     assert packing_problem(model) == ""
-    assert packing_problem(model, 2) == ("it has a recurrent state" if by_row else "")
     wrapped = checked(model)
     assert (wrapped.packs, wrapped.by_row) == (True, by_row)
     assert not checked(build(name), "off").by_row
