@@ -3,12 +3,15 @@
 Importing this package loads neither torch nor deepspeed; the names below load on first use.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
 from dschat.startup.performance import limit_spinning
 
 limit_spinning()  # NOTE: before torch loads
+# On some CPUs bitsandbytes, which peft and accelerate import, misses a kernel, unused here.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
 

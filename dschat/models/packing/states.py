@@ -7,6 +7,7 @@ rows begin with states, or leave them behind.
 """
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations import hub_kernels
 
+import dschat.distributed as dist
 from dschat.models.packing.attention import UnsupportedAttentionError
 from dschat.models.packing.segments import RowTable, Segments
 
@@ -37,6 +40,30 @@ class StatefulRows(NamedTuple):
     caches: tuple[Any, ...]
     cache: Any
     singly: tuple[bool, ...]
+
+
+# Kernels of flash-linear-attention, causal-conv1d and mamba-ssm, which transformers calls where
+# they are installed, read the memory of a GPU.
+_plans: ContextVar[bool] = ContextVar("plans", default=False)
+_is_exporting = getattr(hub_kernels, "is_torchdynamo_exporting", bool)
+
+
+def _keeps_to_torch() -> bool:
+    return _is_exporting() or _plans.get() or not dist.has_gpu()
+
+
+# NOTE: transformers asks only where it chooses between them and torch's operators.
+hub_kernels.is_torchdynamo_exporting = _keeps_to_torch
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Context in which models run on the meta device, which has no memory to read."""
+    token = _plans.set(True)
+    try:
+        yield
+    finally:
+        _plans.reset(token)
 
 
 _stateful_rows: ContextVar[StatefulRows | None] = ContextVar("stateful_rows", default=None)
@@ -74,6 +101,8 @@ def run_by_row(base: PreTrainedModel) -> bool:
     any.
     """
     found = mixers(base)
+    if found and not dist.has_gpu():  # transformers asks for the kernels in a warning
+        logging.getLogger(hub_kernels.__name__).setLevel(logging.ERROR)
     for layer, module in found:
         if not isinstance(module.forward, _ByRow):
             module.forward = by_row = _ByRow(module)

@@ -3,7 +3,9 @@
 import copy
 import logging
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -25,13 +27,15 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
 )
+from transformers.integrations import hub_kernels
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.attention import WINDOW_IN_MASK
 from dschat.models.packing.model import packing_problem
-from dschat.models.packing.states import mixers
+from dschat.models.packing.states import mixers, planning
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 
 
@@ -180,6 +184,21 @@ def test_layers_with_states_read_rows(name, by_row):
     wrapped = checked(model)
     assert (wrapped.packs, wrapped.by_row) == (True, by_row)
     assert not checked(build(name), "off").by_row
+
+
+def test_kernels_of_other_packages_run_on_gpus_alone(monkeypatch):
+    """Also where they are installed: they read no CPU's memory, and the meta device has none."""
+    decorate = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
+    if decorate is None:
+        pytest.skip("this transformers does not call them")
+    monkeypatch.setitem(sys.modules, "some_kernels", SimpleNamespace(scan=lambda x: "kernel"))
+    scan = decorate("scan", "some_kernels")(lambda x: "torch")
+    assert scan(0) == "torch"
+    monkeypatch.setattr(dist, "has_gpu", lambda: True)
+    assert scan(0) == "kernel"
+    with planning():
+        assert scan(0) == "torch"
+    assert scan(0) == "kernel"
 
 
 @pytest.mark.slow  # its reason is another version of transformers
