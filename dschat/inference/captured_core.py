@@ -76,6 +76,11 @@ class CapturedCore(Core):
         """Read all steps, because another core needs the state."""
         while self._owns_steps and self._state.num_unread:
             self._unread.append(self._state.read().clone())
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._graphs is not None and self._owns_steps:
+            self._graphs.leave()
 
     def step(self) -> list[Event]:
         """See `Core.step`. No tokens, while the steps launched so far are fewer than ``lag``."""
@@ -97,6 +102,7 @@ class CapturedCore(Core):
         """The tokens of all steps that were launched. The next step may be of other rows."""
         with self._lock:
             self._live = []
+            self._leave()
             return self._read(0)
 
     @property
@@ -127,7 +133,7 @@ class CapturedCore(Core):
         self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
         graphs.state.prepare(kind)
         self._replays = {width: graphs.step(size, pages, kind, width) for width in widths}
-        graphs.state.enter(sequences, kind)
+        graphs.enter(sequences, kind)
         self._rows, self._live = sequences, list(enumerate(sequences))
 
     def _launch(self) -> None:

@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dschat.config.errors import UserError, first_line
 from dschat.inference.decode_state import DecodeState, DeviceQueue
@@ -22,7 +23,9 @@ from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
+from dschat.inference.model.states import RowStates
 from dschat.inference.sampler import SamplingKind
+from dschat.inference.sequence import Sequence
 
 logger = logging.getLogger("dschat")
 
@@ -183,6 +186,8 @@ class DecodeGraphs:
         sizes = num_rows, num_pages, cache.page_size, cache.trash_page
         device, width = decoder.weights.device, self._all_widths[-1]
         self.state = DecodeState(*sizes, device, queue, width)
+        self._row_states = None if cache.states is None else RowStates(cache.states, num_rows)
+        self._num_stateful = 0  # rows whose states are in `_row_states`
         self._graphs: dict[tuple[int, int, SamplingKind, int], Step] = {}
         self.failed = False
 
@@ -211,6 +216,30 @@ class DecodeGraphs:
     def widths(self, size: int) -> list[int]:
         """Positions of each of ``size`` rows that steps may compute, ascending."""
         return [w for w in self._all_widths if w == 1 or w * size <= _MOST_ROWS]
+
+    def enter(self, sequences: list[Sequence], kind: SamplingKind) -> None:
+        """See `DecodeState.enter`; the rows have their recurrent states until they `leave`."""
+        self.state.enter(sequences, kind)
+        if self._row_states is not None:
+            self._num_stateful = len(sequences)
+            self._move_states(self._row_states.fetch)
+
+    def leave(self) -> None:
+        """After the last step of the rows: the states of those that go on return to their slots."""
+        if self._row_states is not None and self._num_stateful:
+            self._move_states(self._row_states.give_back)
+            self._num_stateful = 0
+
+    def _move_states(self, move: Callable[[Tensor], None]) -> None:
+        pool, count = self._cache.states, self._num_stateful
+        assert pool is not None
+
+        @torch.inference_mode(False)
+        @torch.no_grad()
+        def moved() -> None:
+            move(self.state.state_slots(count, pool.trash))
+
+        self.state.queue.put(moved)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -262,12 +291,11 @@ class DecodeGraphs:
         decodes = Decodes(count, rows.lengths, longest, rows.table, ragged=True, width=width)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
         inputs = rows.tokens, rows.positions, attention
-        if cache.states is None:
+        if self._row_states is None:
             logits = decoder.step(*inputs, kernels=kernels)
         else:
             assert isinstance(decoder, ModuleDecoder)
-            slots = state.state_slots(size, cache.states.trash)
-            with cache.states.carried(slots, is_first=False) as states:
+            with self._row_states.of_step(size) as states:
                 carried = Carried(states, size, num_ready=1)
                 logits = decoder.step(*inputs, kernels=kernels, carried=carried)
         drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)

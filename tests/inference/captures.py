@@ -8,6 +8,8 @@ from families import empty_engine, on_stacks, stream
 from dschat.inference import cuda_graphs, step_runner
 from dschat.inference.captured_core import CapturedCore
 from dschat.inference.cuda_graphs import DecodeGraphs
+from dschat.inference.decode_state import DecodeState
+from dschat.inference.model.states import StatePool
 from dschat.inference.step_runner import StepRunner
 
 
@@ -35,18 +37,23 @@ class LateQueue:
             self._done += 1
 
 
+def _in_order(queue, method):
+    """What is computed at once follows what was queued."""
+
+    def wrapper(*args):
+        queue.mark()()
+        return method(*args)
+
+    return wrapper
+
+
 def use(monkeypatch, lag=1, queue=None, fewest_tokens=256):
     """Engines of `on_graphs` read ``lag`` steps late; ``queue``: instead of the device's.
     ``fewest_tokens``: pages that the shortest rows read; short answers outgrow few.
     """
-    if queue is not None:
-        logits = StepRunner.logits
-
-        def in_order(self, schedule):
-            queue.mark()()  # what is computed at once follows what was queued
-            return logits(self, schedule)
-
-        monkeypatch.setattr(StepRunner, "logits", in_order)
+    at_once = (StepRunner, "logits"), (StatePool, "own"), (DecodeState, "asleep")
+    for owner, name in at_once if queue is not None else ():
+        monkeypatch.setattr(owner, name, _in_order(queue, getattr(owner, name)))
     monkeypatch.setattr(step_runner, "DecodeGraphs", partial(DecodeGraphs, queue=queue))
     monkeypatch.setattr(cuda_graphs, "_FEWEST_TOKENS", fewest_tokens)
     monkeypatch.setattr(CapturedCore, "lag", lag)

@@ -47,7 +47,7 @@ class StateShape(NamedTuple):
 
 
 def state_bytes(shapes: tuple[StateShape, ...], max_num_seqs: int) -> tuple[int, int]:
-    """Bytes of a pool for ``max_num_seqs`` rows, and of the copy of theirs that a step works on."""
+    """Bytes of a pool for ``max_num_seqs`` rows, and of their `RowStates`."""
     each = sum(shape.nbytes for shape in shapes)
     return (num_slots(max_num_seqs) + 1) * each, max_num_seqs * each
 
@@ -131,8 +131,8 @@ def holds_states(config: PretrainedConfig) -> bool:
 
 
 class StatePool:
-    """``num_slots`` slots for states of ``shapes``, and a ``trash`` slot for the rows that pad a
-    captured batch.
+    """``num_slots`` slots for states of ``shapes``, and a ``trash`` slot for captured rows without
+    a sequence.
     """
 
     def __init__(
@@ -186,21 +186,56 @@ class StatePool:
         return copy
 
     @contextmanager
-    def carried(self, slots: list[int] | Tensor, is_first: bool) -> Iterator[StepCache]:
-        """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones. A
-        tensor (B,) int64 on the device is not read on the host.
-        """
-        cache = self.empty()
-        index = slots if isinstance(slots, Tensor) else _index(slots)
-        with torch.inference_mode(False):  # whose tensors could not be written outside it
-            for where, states in self.tensors.items():
-                if not is_first:
-                    cache.put(where, states[index])
-        yield cache
-        for where, states in self.tensors.items():
-            now = cache.state(where)
-            if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
-                states[index] = now
+    def carried(self, slots: list[int], is_first: bool) -> Iterator[StepCache]:
+        """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones."""
+        with _carried(self.empty(), self.tensors, _index(slots), is_first) as cache:
+            yield cache
+
+
+class RowStates:
+    """The states of the first rows of captured steps, which change them in place: they are fetched
+    from their slots of ``pool`` before the first step of some rows, and go back after the last one.
+    """
+
+    def __init__(self, pool: StatePool, num_rows: int) -> None:
+        self._pool = pool
+        with torch.inference_mode(False):
+            self._rows = {s: x.new_zeros(num_rows, *s.shape) for s, x in pool.tensors.items()}
+
+    def fetch(self, slots: Tensor) -> None:
+        """``slots`` (B,) int64 of the first rows, on the device; not read on the host."""
+        for where, states in self._pool.tensors.items():
+            self._rows[where][: len(slots)] = states[slots]
+
+    def give_back(self, slots: Tensor) -> None:
+        """Likewise; several rows may have the trash slot."""
+        for where, states in self._pool.tensors.items():
+            states[slots] = self._rows[where][: len(slots)]
+
+    @contextmanager
+    def of_step(self, size: int) -> Iterator[StepCache]:
+        """The states of the first ``size`` rows, which a forward changes."""
+        with _carried(self._pool.empty(), self._rows, slice(size), is_first=False) as cache:
+            yield cache
+
+
+@contextmanager
+def _carried(
+    cache: StepCache,
+    tensors: dict[StateShape, Tensor],
+    index: slice | Tensor,
+    is_first: bool,
+) -> Iterator[StepCache]:
+    """``cache`` with the states at ``index``, to which they return."""
+    with torch.inference_mode(False):  # whose tensors could not be written outside it
+        for where, states in tensors.items():
+            if not is_first:
+                cache.put(where, states[index])
+    yield cache
+    for where, states in tensors.items():
+        now = cache.state(where)
+        if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
+            states[index] = now
 
 
 def _index(slots: list[int]) -> slice | Tensor:
