@@ -1,12 +1,12 @@
 """Computes the least time that a rollout can take on a card: bytes to read over its bandwidth.
 
 A decode step reads every weight once, save the embedding tables, of which it reads a row per token,
-and all keys and values of its sequences. With W bytes of weights a step, K bytes of keys and values
-per token, B sequences of P prompt and N new tokens, and the measured bandwidth R (of a copy, bytes
-read and written) and matrix rate F:
+and all keys, values and recurrent states of its sequences. With W bytes of weights a step, K bytes
+of keys and values per token, S bytes of states, B sequences of P prompt and N new tokens, and the
+measured bandwidth R (of a copy, bytes read and written) and matrix rate F:
 
     prefill = max(W / R, FLOPs of the prompts / F)        (it draws the first token)
-    decode  = sum over i = 1 .. N - 1 of (W + B (P + i) K) / R
+    decode  = sum over i = 1 .. N - 1 of (W + B ((P + i) K + S)) / R
     floor   = prefill + decode
 
 Bytes written and activations are left out. A card reads slightly faster than it copies, so a share
@@ -23,6 +23,9 @@ from rollout_workloads import Case
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from dschat.inference.model.module_decoder import module_spec
+from dschat.inference.model.states import holds_states
+from dschat.models.packing.states import planning
 from dschat.observability.flops import prefill_flops, shape_of
 
 
@@ -60,6 +63,7 @@ class Bytes:
     kv_per_token: int
     decode_steps: int
     kv_decode: int  # of all decode steps
+    states_decode: int  # of all decode steps
 
     def fields(self) -> dict[str, int]:
         """The fields of a line."""
@@ -93,6 +97,15 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(2 * shape.num_layers * shape.kv_width) * dtype.itemsize
 
 
+def state_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a sequence's recurrent states in all layers."""
+    if not holds_states(config):
+        return 0
+    with planning():
+        spec = module_spec(on_meta(config).to(dtype))
+    return sum(state.nbytes for state in spec.states)
+
+
 def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> Bytes:
     """What the rollout of ``case`` reads; all its sequences decode together."""
     assert case.samples == 1
@@ -100,7 +113,9 @@ def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> B
     assert case.prompts == case.slots
     per_token, steps = kv_bytes_per_token(config, dtype), case.new_tokens - 1
     tokens = case.prompts * sum(case.prompt_tokens + i for i in range(1, steps + 1))
-    return Bytes(weight_bytes(config, case.prompts, dtype), per_token, steps, tokens * per_token)
+    states = steps * case.prompts * state_bytes(config, dtype)
+    weights = weight_bytes(config, case.prompts, dtype)
+    return Bytes(weights, per_token, steps, tokens * per_token, states)
 
 
 def floor_ms(
@@ -112,7 +127,8 @@ def floor_ms(
     if rates.matrix_flops_per_s:
         flops = case.prompts * prefill_flops(shape_of(on_meta(config)), case.prompt_tokens)
         prefill_s = max(prefill_s, flops / rates.matrix_flops_per_s)
-    decode_s = (read.decode_steps * read.step_weights + read.kv_decode) / rates.copy_bytes_per_s
+    decode_bytes = read.decode_steps * read.step_weights + read.kv_decode + read.states_decode
+    decode_s = decode_bytes / rates.copy_bytes_per_s
     return {
         "rollout": 1e3 * (prefill_s + decode_s),
         "prefill": 1e3 * prefill_s,

@@ -16,12 +16,11 @@ from report import clock, figures, note, rounded, spread, take_turns
 from rollout_hybrid import Side as HybridSide
 from rollout_hybrid import make_engine
 from rollout_sides import make_module
-from rollout_workloads import MODELS, Case
+from rollout_workloads import MODELS, Case, has_row
 from torch import nn
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.hybrid.rollout_form import ModuleRollout
 from dschat.inference import Rollout, SamplingParams
 from dschat.models.language_model import LanguageModel
 from dschat.models.recompute import recompute_activations
@@ -50,12 +49,10 @@ class Rollouts:
         self.side, self.case, self.engine = side, case, engine
         graphs = dist.device().type == "cuda" and side.graphs
         settings = {"layout": side.layout, "cuda_graphs": graphs} | settings
+        in_module = side.decoder == "module" or not has_row(case.model)
         with side.active():
-            self.rollout = _SwitchedSide(case, module, stage, **settings)
+            self.rollout = _SwitchedSide(case, module, stage, in_module=in_module, **settings)
         self.rollout.switches = side
-        if side.decoder == "module":
-            of_module = ModuleRollout(module, module.config, self.rollout.settings, in_engine=True)
-            self.rollout.form = of_module
 
     def run(self, seed: int) -> dict[str, float]:
         """Milliseconds and bytes of a round: a refresh, a rollout, and the step that follows."""

@@ -12,6 +12,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from report import clock, rounded, spread, take_turns
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import dschat.distributed as dist
-from dschat.hybrid.rollout_form import EngineRollout, Refresh, RolloutSettings
+from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout, Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, module_shards, weight_stream
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.memory import peak_bytes, restart_peak
@@ -89,6 +90,7 @@ class Side:
         module: nn.Module,
         stage: int,
         cuda_graphs: bool | None = None,
+        in_module: bool = False,
         **settings: object,
     ) -> None:
         self.case, self.module = case, module
@@ -103,7 +105,8 @@ class Side:
             sharded=stage == 3,
         )
         self.settings = replace(shared, **settings)
-        self.form = EngineRollout(module, config, self.settings)
+        form = partial(ModuleRollout, in_engine=True) if in_module else EngineRollout
+        self.form = form(module, config, self.settings)
         all_ranks = replace(case, prompts=case.prompts * dist.world_size())
         first = dist.rank() * case.prompts
         self.indices = list(range(first, first + case.prompts))

@@ -12,8 +12,11 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     OPTConfig,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
+
+from dschat.inference.model.architectures import ARCHITECTURES
 
 MEAN_RAGGED_TOKENS = 20  # before truncation to new_tokens
 
@@ -38,7 +41,7 @@ def opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
     return OPTConfig(**sizes | more)
 
 
-# Of 1B to 3B, with the layers of their families: windows, mixtures of experts, sinks.
+# Of 1B to 3B, with the layers of their families: windows, mixtures of experts, sinks, states.
 FAMILIES = {
     "gemma3-1b": partial(
         Gemma3TextConfig,
@@ -75,6 +78,18 @@ FAMILIES = {
         intermediate_size=1440,
         max_position_embeddings=2048,
     ),
+    "qwen3.5-2b": partial(  # three layers of four are gated delta nets
+        Qwen3_5TextConfig,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        intermediate_size=6144,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=2048,
+    ),
 }
 
 MODELS = {
@@ -88,9 +103,29 @@ MODELS = {
     "llama-384x6": lambda: llama(384, 6, 6, 1024, 32_000),
     "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
     "llama3-tiny": lambda: llama(64, 2, 4, 96, 256, kv_heads=2),
+    "qwen3.5-tiny": partial(
+        Qwen3_5TextConfig,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        vocab_size=256,
+        max_position_embeddings=64,
+    ),
     "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=64),
     "gpt2-tiny": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=64),
 }
+
+
+def has_row(model: str) -> bool:
+    """Whether the engine's own decoder knows the family of ``model``."""
+    return MODELS[model]().model_type in ARCHITECTURES
 
 
 @dataclass(frozen=True)
