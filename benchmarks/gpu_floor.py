@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import holds_states
-from dschat.models.packing.states import planning
+from dschat.models.packing.states import by_torch
 from dschat.observability.flops import prefill_flops, shape_of
 
 
@@ -101,7 +101,7 @@ def state_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of a sequence's recurrent states in all layers."""
     if not holds_states(config):
         return 0
-    with planning():
+    with by_torch():
         spec = module_spec(on_meta(config).to(dtype))
     return sum(state.nbytes for state in spec.states)
 

@@ -19,6 +19,7 @@ from dschat.models.config_files import muted
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.model import PackedModel
 from dschat.models.packing.rows import pack
+from dschat.models.packing.states import by_torch
 from dschat.models.score_model import ScoreModel
 from dschat.models.training_engine import ModelOrEngine, evaluating
 
@@ -73,10 +74,11 @@ def check_saved(folder: Path, model: PreTrainedModel, expected: Tensor | None) -
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if expected is None or 2 * num_bytes > min(_MAX_BYTES, available_memory() // 2):
         return
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), by_torch():
         loaded = _loaded(str(folder), model)
         loaded.check(torch.device("cpu"))
-    gap = float((probe_values(loaded, model.config, torch.device("cpu")) - expected).abs().mean())
+        values = probe_values(loaded, model.config, torch.device("cpu"))
+    gap = float((values - expected).abs().mean())
     if not gap <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
         raise SavedModelError(
             f"{folder}: the saved model's values differ by {gap:.2g} from those of the trained one"

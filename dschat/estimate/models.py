@@ -33,7 +33,7 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.load import set_dropout
 from dschat.models.lora import linear_layers, prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
-from dschat.models.packing.states import planning
+from dschat.models.packing.states import by_torch
 from dschat.models.score_model import ScoreModel
 from dschat.models.vocabulary import drop_pad
 from dschat.observability.flops import ModelShape, shape_of
@@ -136,7 +136,7 @@ class Models:
         """
         # NOTE: 16 bits, the only products of experts that the meta device knows.
         half, hidden = torch.bfloat16, self.config(use).get_text_config().hidden_size
-        with planning():
+        with by_torch():
             spec = module_spec(self._module(replace(use.frozen, dtype=half)).base)
         states = [s._replace(dtype=use.dtype) if s.dtype == half else s for s in spec.states]
         return replace(spec, hidden_size=hidden, intermediate_size=4 * hidden, states=tuple(states))
@@ -175,7 +175,7 @@ class Models:
 
         def run(num_layers: int | None) -> Pass:
             module = self._module(use, num_layers)
-            with planning():
+            with by_torch():
                 return run_pass(module, work, batch, train, text.vocab_size)
 
         if text.num_hidden_layers <= _SHALLOW:

@@ -176,9 +176,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         engine = EngineConfig.of_rollout(c)
         seq_len = engine.seq_len(spec.max_positions)
         token_bytes = spec.token_bytes(tp, self._dtype.itemsize)
-        states, copied = state_bytes(spec.states, engine.max_num_seqs)
-        free = max(0, device.memory - held) - weights - states - copied
         captures = engine.captures(device.on_gpu)
+        states, copied = state_bytes(spec.states, engine.max_num_seqs, captures)
+        free = max(0, device.memory - held) - weights - states - copied
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
         page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)

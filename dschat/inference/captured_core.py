@@ -73,7 +73,9 @@ class CapturedCore(Core):
                 super().close()
 
     def pause(self) -> None:
-        """Read all steps, because another core needs the state."""
+        """Read all steps, because another core needs the state, or the pages of a row; recurrent
+        states return to their slots.
+        """
         while self._owns_steps and self._state.num_unread:
             self._unread.append(self._state.read().clone())
         self._leave()

@@ -232,7 +232,7 @@ class InferenceEngine:
     def _free_bytes(self) -> int:
         if self._sizes.kv_cache_gib is not None:
             return 0
-        states = state_bytes(self.spec.states, self.max_num_seqs)
+        states = state_bytes(self.spec.states, self.max_num_seqs, self._capture is not None)
         return max(0, free_bytes(self.device) - sum(states))
 
     def _num_pages(self) -> int:

@@ -69,6 +69,7 @@ class StepRunner:
         positions: list[int] = []
         slot_mapping: list[int] = []
         ready: list[int] = []
+        num_ready: list[int] = []  # of each span
         chunks: list[Chunk] = []
         # NOTE: keys and values of a draft that is not accepted are overwritten later, and no row
         # attends to them until then.
@@ -83,8 +84,8 @@ class StepRunner:
             slot_mapping += [s.pages[p // size] * size + p % size for p in range(first, end)]
             if i >= len(decodes):
                 chunks.append(Chunk(row, count, first, s.pages))
-            if end >= len(s):
-                ready += range(row + len(s) - 1 - first, row + count)
+            num_ready.append(max(0, count + first + 1 - len(s)) if end >= len(s) else 0)
+            ready += range(row + count - num_ready[-1], row + count)
         packed = torch.tensor([tokens, positions, slot_mapping])
         tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
         attention = Attention(
@@ -113,9 +114,9 @@ class StepRunner:
                 for first, *_ in batches
             )
             carried: Carried | StatefulRows
-            is_even = len(set(counts)) == len(batches) == 1 and len(ready) in (0, len(spans))
+            is_even = len(set(counts)) == len(set(num_ready)) == len(batches) == 1
             if is_even and not singly[0]:
-                carried = Carried(caches[0], len(spans), len(ready) // len(spans))
+                carried = Carried(caches[0], len(spans), num_ready[0])
             else:
                 table, masks = row_table(counts, batches, self.device)
                 carried = StatefulRows(table, masks, tuple(caches), pool.empty(), singly)

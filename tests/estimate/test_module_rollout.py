@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat.inference import EngineConfig
 from dschat.inference.hf_generator import module_engine
+from dschat.inference.model.states import RowStates
 
 _SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
@@ -51,8 +52,10 @@ def test_the_cache_is_that_of_the_engine(name, tmp_path):
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     sizes = EngineConfig(max_num_seqs=32, max_seq_len=40, page_size=8)
     cache = module_engine(module, sizes, is_checked=True).cache
-    states = cache.states.tensors.values() if cache.states is not None else ()
-    assert rollout.cache == cache.pairs.nbytes + sum(state.nbytes for state in states)
+    pool = cache.states  # on CUDA steps are captured
+    parts = [] if pool is None else [pool, RowStates(pool, num_rows=32)]
+    num_bytes = sum(state.nbytes for part in parts for state in part.tensors.values())
+    assert rollout.cache == cache.pairs.nbytes + num_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Shapes: T packed tokens, H query and K key-value heads, D head size.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -41,6 +42,8 @@ from dschat.models.training_engine import evaluating, without_adapters
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+logger = logging.getLogger("dschat")
 
 NAME = "dschat_paged"
 _PROBE = range(5)  # tokens of the longest row that a decoder tries its layers with
@@ -164,6 +167,13 @@ class ModuleDecoder:
         """Whether layers with states compute rows together, the shorter ones padded on the left, as
         they do one by one.
         """
+        problem = self._row_problem()
+        if problem:
+            name = type(without_adapters(self.module)).__name__
+            logger.info("%s: prompts of one length at a time (%s)", name, problem)
+        return not problem
+
+    def _row_problem(self) -> str:
         rows = [_PROBE, _PROBE[:3], _PROBE[:2]]
         table, masks = row_table([*map(len, rows)], [[0, 1, 2]], self.weights.device)
         together, *alone = self._caches(1 + len(rows))
@@ -171,17 +181,23 @@ class ModuleDecoder:
         try:
             with reading(step):
                 logits = self._probed(rows, step.cache)
-        except (TypeError, RuntimeError, packing.UnsupportedAttentionError):
-            return False
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (TypeError, RuntimeError, packing.UnsupportedAttentionError) as error:
+            return first_line(error)
+        if any(together.state(where) is None for where in self.spec.states):
+            return "a state stays elsewhere"
         expected = [self._probed([row], cache) for row, cache in zip(rows, alone, strict=True)]
         # Where rounding decides which experts a router chooses, single tokens differ.
         parts = zip(logits.split([*map(len, rows)]), expected, strict=True)
         if not all(_is_close(*part, all_rows=False) for part in parts):
-            return False
-        return all(
-            _is_close(together.state(where), torch.cat([cache.state(where) for cache in alone]))
-            for where in self._first_states
-        )
+            return "padding changes logits"
+        for where in self._first_states:
+            if not _is_close(
+                together.state(where), torch.cat([cache.state(where) for cache in alone])
+            ):
+                return "padding changes a state"
+        return ""
 
     @cached_property
     def goes_on(self) -> bool:

@@ -46,10 +46,15 @@ class StateShape(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def state_bytes(shapes: tuple[StateShape, ...], max_num_seqs: int) -> tuple[int, int]:
-    """Bytes of a pool for ``max_num_seqs`` rows, and of their `RowStates`."""
+def state_bytes(
+    shapes: tuple[StateShape, ...], max_num_seqs: int, captures: bool
+) -> tuple[int, int]:
+    """Bytes of a pool for ``max_num_seqs`` rows, with `RowStates` where steps are captured, and of
+    the copy that a step works on.
+    """
     each = sum(shape.nbytes for shape in shapes)
-    return (num_slots(max_num_seqs) + 1) * each, max_num_seqs * each
+    held = num_slots(max_num_seqs) + 1 + (max_num_seqs if captures else 0)
+    return held * each, max_num_seqs * each
 
 
 class StepCache(DynamicCache):
@@ -72,8 +77,9 @@ class StepCache(DynamicCache):
             if state is not None
         )
 
-    def state(self, where: StateShape) -> Tensor:
-        return getattr(self.layers[where.layer], where.kind)[where.number]
+    def state(self, where: StateShape) -> Any:
+        """The tensor (B, ...); None before a forward has left any."""
+        return getattr(self.layers[where.layer], where.kind).get(where.number)
 
     def put(self, where: StateShape, state: Tensor) -> None:
         """Let a forward continue from ``state`` (B, ...), in place."""
@@ -143,6 +149,7 @@ class StatePool:
         device: torch.device,
     ) -> None:
         self._config, self._users, self.trash = config, [0] * num_slots, num_slots
+        self._device = device
         self._free = list(range(num_slots))  # a heap: the lowest number first
         with torch.inference_mode(False):
             self.tensors = {
@@ -188,8 +195,15 @@ class StatePool:
     @contextmanager
     def carried(self, slots: list[int], is_first: bool) -> Iterator[StepCache]:
         """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones."""
-        with _carried(self.empty(), self.tensors, _index(slots), is_first) as cache:
+        with _carried(self.empty(), self.tensors, self.index(slots), is_first) as cache:
             yield cache
+
+    def index(self, slots: list[int]) -> slice | Tensor:
+        """Of ``slots`` in a tensor: a slice, which copies nothing, if they are adjacent."""
+        first, end = slots[0], slots[0] + len(slots)
+        if slots == list(range(first, end)):
+            return slice(first, end)
+        return torch.tensor(slots).to(self._device)
 
 
 class RowStates:
@@ -200,22 +214,22 @@ class RowStates:
     def __init__(self, pool: StatePool, num_rows: int) -> None:
         self._pool = pool
         with torch.inference_mode(False):
-            self._rows = {s: x.new_zeros(num_rows, *s.shape) for s, x in pool.tensors.items()}
+            self.tensors = {s: x.new_zeros(num_rows, *s.shape) for s, x in pool.tensors.items()}
 
     def fetch(self, slots: Tensor) -> None:
         """``slots`` (B,) int64 of the first rows, on the device; not read on the host."""
         for where, states in self._pool.tensors.items():
-            self._rows[where][: len(slots)] = states[slots]
+            self.tensors[where][: len(slots)] = states[slots]
 
     def give_back(self, slots: Tensor) -> None:
         """Likewise; several rows may have the trash slot."""
         for where, states in self._pool.tensors.items():
-            states[slots] = self._rows[where][: len(slots)]
+            states[slots] = self.tensors[where][: len(slots)]
 
     @contextmanager
     def of_step(self, size: int) -> Iterator[StepCache]:
         """The states of the first ``size`` rows, which a forward changes."""
-        with _carried(self._pool.empty(), self._rows, slice(size), is_first=False) as cache:
+        with _carried(self._pool.empty(), self.tensors, slice(size), is_first=False) as cache:
             yield cache
 
 
@@ -236,9 +250,3 @@ def _carried(
         now = cache.state(where)
         if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
             states[index] = now
-
-
-def _index(slots: list[int]) -> slice | Tensor:
-    """Of ``slots`` in a tensor: a slice, which copies nothing, if they are adjacent."""
-    first, end = slots[0], slots[0] + len(slots)
-    return slice(first, end) if slots == list(range(first, end)) else torch.tensor(slots)

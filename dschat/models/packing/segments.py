@@ -79,7 +79,7 @@ class RowTable:
     """The rows of a stream, each with its prefix, for layers that take rows.
 
     Where several ranks share a stream, each takes some rows; ``fetch`` and ``give_back`` are then
-    collective.
+    collective. Else all tokens are here, and both return what they get.
     """
 
     batches: tuple[Tensor, ...]  # (B, T) int64 each, places in what was fetched; of padding, any

@@ -5,10 +5,12 @@ In a forward the rows of all ranks of a group become one stream, which is cut ev
 rows' borders. Each rank computes its tokens. For attention the ranks exchange tokens for heads and
 back; a key or value head that fewer ranks than the group need is repeated. Log-probs and scores
 return to the rank whose row they belong to. So batches, losses and optimizer steps do not know of
-it, and the gradient is that of one rank for each row: every rank has a part of each sum.
+it, and the gradient is that of one rank for each row: every rank has a part of each sum. Layers
+with recurrent states read whole rows, which the ranks share out.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm
 from typing import Any
 
@@ -53,9 +55,15 @@ class Spread:
     def share_rows(
         self, rows: list[np.ndarray], owned: list[int], device: torch.device
     ) -> tuple[list[np.ndarray], list[int], int, dict[str, "Route"]]:
-        """This rank's of the ``rows`` of a stream, by their tokens' places in it, of which the last
-        ``owned`` of each are its own: their places among the tokens that they read, ``owned``, how
-        many tokens they read, and the routes ``fetch`` and ``give_back`` of a `RowTable`.
+        """Give every rank some of a stream's ``rows``, about equally many tokens.
+
+        Args:
+            rows: the places of each row's tokens in the stream, ascending.
+            owned: how many of its last ones are its own.
+
+        Returns:
+            This rank's rows, as places among the tokens that they read, with ``owned``; how many
+            tokens they read; `RowTable.fetch` and `RowTable.give_back`.
         """
         ranks = range(self.group.size)
         loads = [0 for _ in ranks]
@@ -64,16 +72,17 @@ class Spread:
             taker = loads.index(min(loads))
             loads[taker] += len(rows[i])
             members[taker].append(i)
-        first = [np.zeros(1, np.int64)]  # of a rank without rows: all call a layer equally often
-        read = [np.unique(np.concatenate([rows[i] for i in part] or first)) for part in members]
+        none = np.zeros(0, np.int64)
+        dummy = [np.zeros(1, np.int64)]  # of a rank without rows: all call a layer equally often
+        read = [np.unique(np.concatenate([rows[i] for i in part] or dummy)) for part in members]
         own = [
-            np.sort(np.concatenate([first[0][:0], *(rows[i][-owned[i] :] for i in part)]))
+            np.sort(np.concatenate([none, *(rows[i][-owned[i] :] for i in part)]))
             for part in members
         ]
         mine, tokens = members[self.group.rank], read[self.group.rank]
         routes = {"fetch": self._route(read, device), "give_back": self._route(own, device).back}
         places = [np.searchsorted(tokens, rows[i]) for i in mine]
-        return places or first, [owned[i] for i in mine] or [0], len(tokens), routes
+        return places or dummy, [owned[i] for i in mine] or [0], len(tokens), routes
 
     def _route(self, wanted: list[np.ndarray], device: torch.device) -> "Route":
         """From the ranks that have a stream's tokens to those that want them: each rank's places in
@@ -192,7 +201,11 @@ class Route:
     given: int
     wanted: int
 
-    @property
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.cat(self.sent)
+
+    @cached_property
     def back(self) -> "Route":
         """The way back, on which values that meet at one place are added up."""
         return Route(self.group, self.received, self.sent, self.wanted, self.given)
@@ -205,7 +218,7 @@ class Route:
         """Likewise, without a gradient."""
         width = values.shape[1:].numel()
         sizes = [[width * len(places) for places in side] for side in (self.sent, self.received)]
-        moved = self.group.all_to_all(values[torch.cat(self.sent)].flatten(), *sizes)
+        moved = self.group.all_to_all(values[self._places].flatten(), *sizes)
         out = values.new_zeros(self.wanted, *values.shape[1:])
         for places, part in zip(self.received, moved.split(sizes[1]), strict=True):
             out.index_add_(0, places, part.view(-1, *values.shape[1:]))  # no place twice in a part

@@ -43,13 +43,13 @@ class StatefulRows(NamedTuple):
 
 
 # Kernels of flash-linear-attention, causal-conv1d and mamba-ssm, which transformers calls where
-# they are installed, read the memory of a GPU.
-_plans: ContextVar[bool] = ContextVar("plans", default=False)
-_is_exporting = getattr(hub_kernels, "is_torchdynamo_exporting", bool)
+# they are installed, whatever the device, read the memory of a GPU.
+_by_torch: ContextVar[bool] = ContextVar("by_torch", default=False)
+_is_exporting = getattr(hub_kernels, "is_torchdynamo_exporting", lambda: False)
 
 
 def _keeps_to_torch() -> bool:
-    return _is_exporting() or _plans.get() or not dist.has_gpu()
+    return _is_exporting() or _by_torch.get() or not dist.has_gpu()
 
 
 # NOTE: transformers asks only where it chooses between them and torch's operators.
@@ -57,13 +57,13 @@ hub_kernels.is_torchdynamo_exporting = _keeps_to_torch
 
 
 @contextmanager
-def planning() -> Iterator[None]:
-    """Context in which models run on the meta device, which has no memory to read."""
-    token = _plans.set(True)
+def by_torch() -> Iterator[None]:
+    """Context in which models run on the CPU or the meta device of a machine with a GPU."""
+    token = _by_torch.set(True)
     try:
         yield
     finally:
-        _plans.reset(token)
+        _by_torch.reset(token)
 
 
 _stateful_rows: ContextVar[StatefulRows | None] = ContextVar("stateful_rows", default=None)
@@ -112,7 +112,7 @@ def run_by_row(base: PreTrainedModel) -> bool:
 
 class _ByRow:
     """In place of the ``forward`` of a module that takes tokens (B, T, D): takes a stream
-    (1, N, D), too.
+    (1, N, D), too, of packed rows or of a rollout's step.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -147,7 +147,9 @@ class _ByRow:
         by_token = {
             key: table.fetch(value[0])
             for key, value in given.items()
-            if isinstance(value, Tensor) and value.shape[:2] == stream.shape[:2]
+            if isinstance(value, Tensor)
+            and value.shape[:2] == stream.shape[:2]
+            and not key.endswith("_mask")
         }
 
         def read(number: int, rows: Tensor) -> Any:

@@ -35,7 +35,7 @@ from dschat.config import UserError
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing.attention import WINDOW_IN_MASK
 from dschat.models.packing.model import packing_problem
-from dschat.models.packing.states import mixers, planning
+from dschat.models.packing.states import by_torch, mixers
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 
 
@@ -196,7 +196,7 @@ def test_kernels_of_other_packages_run_on_gpus_alone(monkeypatch):
     assert scan(0) == "torch"
     monkeypatch.setattr(dist, "has_gpu", lambda: True)
     assert scan(0) == "kernel"
-    with planning():
+    with by_torch():
         assert scan(0) == "torch"
     assert scan(0) == "kernel"
 
