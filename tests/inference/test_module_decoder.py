@@ -23,7 +23,7 @@ from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
 from dschat.inference.model.module_decoder import ModuleDecoder, module_spec, paged
-from dschat.inference.model.states import num_slots
+from dschat.inference.model.states import batches_alike, num_slots
 from dschat.inference.sequence import Request
 from dschat.models.cpu_matmul import VARIABLE
 from dschat.models.packing.states import mixers
@@ -321,6 +321,15 @@ def test_layers_with_states_read_prompts_of_a_step_together(name, module_of, mon
         assert logprob_gap(module, PROMPTS, rollout) < GAPS.get(name, GAP)
         assert len(steps) == number
         monkeypatch.setattr(ModuleDecoder, "reads_rows", False)
+
+
+def test_rows_that_layers_with_states_read_together():
+    """New rows of like length, others of equal ones, and not too many tokens."""
+    new = batches_alike([5, 3, 5, 9, 1], [True] * 5)
+    assert new == [[3, 0, 2], [1], [4]]
+    mixed = batches_alike([2000, 2000, 1500, 900, 2100, 1, 1], [True] * 5 + [False] * 2)
+    assert mixed == [[5, 6], [4], [0, 1], [2, 3]]
+    assert batches_alike([5000, 4000], [True] * 2) == [[0], [1]]
 
 
 @pytest.mark.parametrize("name", some(STATES, ["lfm2", "jamba"]))

@@ -19,7 +19,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dschat.models.packing.segments import RowTable
 
-_LIKE = 0.5  # of new rows that are read together the shortest, as a share of the longest
+# Of rows that are read together: the shortest new one as a share of the longest, and the most
+# tokens of several, padding included: a layer may need many times its input.
+_LIKE, _MOST_TOKENS = 0.5, 4096
 _KINDS = ("conv_states", "recurrent_states")
 # Before transformers had one class for them, states could not be reached from outside.
 _StateLayer: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
@@ -99,7 +101,8 @@ def batches_alike(counts: Sequence[int], are_new: Sequence[bool]) -> list[list[i
     for i in sorted(range(len(counts)), key=lambda i: (are_new[i], -counts[i])):
         first = batches[-1][0] if batches else i
         least = _LIKE * counts[first] if are_new[i] else counts[first]
-        if not batches or are_new[i] != are_new[first] or counts[i] < least:
+        is_full = bool(batches) and (len(batches[-1]) + 1) * counts[first] > _MOST_TOKENS
+        if not batches or is_full or are_new[i] != are_new[first] or counts[i] < least:
             batches.append([])
         batches[-1].append(i)
     return batches
