@@ -225,7 +225,7 @@ class DecodeGraphs:
             self._move_states(self._row_states.fetch)
 
     def leave(self) -> None:
-        """After the last step of the rows: the states of those that go on return to their slots."""
+        """Return the states of live rows to their slots, after the last step of the rows."""
         if self._row_states is not None and self._num_stateful:
             self._move_states(self._row_states.give_back)
             self._num_stateful = 0

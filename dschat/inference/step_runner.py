@@ -110,7 +110,7 @@ class StepRunner:
                 for batch in batches
             ]
             singly = tuple(
-                not (are_new[first] or counts[first] == 1 or self._decoder.goes_on)
+                not (are_new[first] or counts[first] == 1 or self._decoder.continues_states)
                 for first, *_ in batches
             )
             carried: Carried | StatefulRows
@@ -161,7 +161,7 @@ class StepRunner:
 
 
 def _parts(schedule: StepSchedule) -> Iterator[StepSchedule]:
-    """Steps whose sequences compute equally many tokens, and all of them begin or go on."""
+    """Steps whose sequences compute equally many tokens, and are all new or all continued."""
     # NOTE: a prompt of one token may be a decode.
     for _, decodes in groupby(schedule.decodes, lambda s: (len(s.draft), s.computed == 0)):
         yield StepSchedule(list(decodes), [])

@@ -69,7 +69,7 @@ FAMILIES = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": LINEAR,
-    "jamba": {  # goes on from a state with one token only
+    "jamba": {  # continues a state with one token only
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
         "expert_layer_period": 2,
@@ -343,7 +343,7 @@ def test_how_layers_with_states_read_rows_is_found_out(name, module_of, monkeypa
 
     with paged(module):
         assert made().reads_rows
-        assert made().goes_on == (name != "jamba")
+        assert made().continues_states == (name != "jamba")
         _, mixer = mixers(module)[0]
         own = type(mixer).forward
         monkeypatch.setattr(

@@ -200,9 +200,9 @@ class ModuleDecoder:
         return ""
 
     @cached_property
-    def goes_on(self) -> bool:
-        """Whether layers with states go on from one with several tokens; some of transformers then
-        begin anew.
+    def continues_states(self) -> bool:
+        """Whether layers with states continue a state with several tokens. Mamba 1 of transformers
+        5.24 starts from an empty state instead.
         """
         whole, parts = self._caches(2)
         self._probed([_PROBE], whole)

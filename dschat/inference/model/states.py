@@ -94,8 +94,8 @@ class StepCache(DynamicCache):
 
 
 def batches_alike(counts: Sequence[int], are_new: Sequence[bool]) -> list[list[int]]:
-    """Which rows of ``counts`` tokens layers with states read together: of those that go on, equal
-    ones; of new ones, which padding may precede, those of like length.
+    """Batches of rows of ``counts`` tokens for layers with states: new rows, which are padded on
+    the left, of like length; rows that continue a state, of equal length.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(counts)), key=lambda i: (are_new[i], -counts[i])):

@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,6 +201,47 @@ def test_kernels_of_other_packages_run_on_gpus_alone(monkeypatch):
     with by_torch():
         assert scan(0) == "torch"
     assert scan(0) == "kernel"
+
+
+_KERNELS = """
+from types import SimpleNamespace
+def fail(*_, **__): raise RuntimeError("memory of a GPU")
+rule = SimpleNamespace(chunk_gated_delta_rule=fail, fused_recurrent_gated_delta_rule=fail)
+ops = SimpleNamespace(gated_delta_rule=rule)
+"""
+_SAVED = """
+import sys
+from pathlib import Path
+import torch
+from tiny_models import causal_lm
+import dschat.distributed as dist
+from dschat.checkpoint.saved_check import check_saved, probe_values
+from dschat.models.language_model import LanguageModel
+model, folder = causal_lm("qwen3_5"), Path(sys.argv[1])
+model.save_pretrained(folder)
+packed = LanguageModel(model)
+expected = probe_values(packed, model.config, torch.device("cpu"))
+dist.has_gpu = lambda: True
+try:
+    probe_values(packed, model.config, torch.device("cpu"))
+except RuntimeError as error:
+    print(error)
+check_saved(folder, model, expected)
+"""
+
+
+@pytest.mark.slow
+def test_a_saved_model_is_checked_on_the_cpu_of_a_machine_with_kernels(tmp_path):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text(_KERNELS)
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVED, str(tmp_path / "saved")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "memory of a GPU"  # without the check's context
 
 
 @pytest.mark.slow  # its reason is another version of transformers
