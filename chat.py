@@ -23,7 +23,7 @@ from dschat.config import UserError, parser
 from dschat.distributed import entrypoint, host_checks
 
 if TYPE_CHECKING:
-    from dschat.chat.session import Chat
+    from dschat.chat.model import Chat
 
 HELP = """\
 /reset        start a new conversation

@@ -24,12 +24,11 @@ import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import SFTConfig
 from dschat.data.tokenize import sft_dataset
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.tokenizer import load_tokenizer
 from dschat.runtime.deepspeed_engine import trained_engine, zero_settings
 from dschat.supervised import setup
-from dschat.supervised.loop import _micro_batches, train_step
-from dschat.supervised.tasks import SFTTask
+from dschat.supervised.loop import SFTTask, _micro_batches, train_step
 
 TEMPLATE = """{%- set ns = namespace(last=0) -%}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = loop.index0 * 2 %}{% endfor -%}

@@ -24,7 +24,7 @@ from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 
 FLAG = "--model_name_or_path"

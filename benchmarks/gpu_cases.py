@@ -9,7 +9,7 @@ from unittest.mock import patch
 from rollout_workloads import CASES as ROLLOUTS
 from rollout_workloads import FAMILIES, MODELS, Case
 
-from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE
+from dschat.config.rollout import STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
 # Engines of others, of gpu_others.py.

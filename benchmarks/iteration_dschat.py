@@ -23,12 +23,12 @@ from dschat.config.steps import SupervisedConfig
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.rollout_form import Refresh, RolloutForm
 from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
+from dschat.models.heads import ScoreModel
 from dschat.models.packing import pack
-from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
 from dschat.models.training_engine import evaluating
 from dschat.runtime.deepspeed_engine import sharded_loading, zero_settings
-from dschat.supervised import loop, preference, setup, tasks
+from dschat.supervised import loop, preference, setup
 
 Measured = dict[str, Any]
 
@@ -161,13 +161,13 @@ def make_task(case: Case, config: SupervisedConfig) -> tuple[Any, Any]:
         with sharded_loading(zero):
             model = base.checkpoint.score_model(zero.dtype, base.tokenizer.pad_token_id)
         engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
-        return engine, tasks.RewardTask()
+        return engine, loop.RewardTask()
 
     def load(zero: Any, dropout: float | None) -> Any:
         return setup.load_policy(config, base, zero, dropout)
 
     engine = setup.build_engine(load(zero, None), config, zero, num_steps)
     if case.task == "sft":
-        return engine, tasks.SFTTask()
+        return engine, loop.SFTTask()
     reference = preference.load_reference(config, zero, load)
     return engine, preference.PreferenceTask(config, reference)

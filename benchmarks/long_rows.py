@@ -25,10 +25,9 @@ import dschat.distributed as dist
 from dschat.config import SFTConfig
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.memory import peak_bytes, restart_peak
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.runtime.deepspeed_engine import trained_engine, zero_settings
-from dschat.supervised.loop import train_step
-from dschat.supervised.tasks import SFTTask
+from dschat.supervised.loop import SFTTask, train_step
 
 
 def measure(tokens: int, ranks: int, stage: int, steps: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
-from dschat.inference.partial import OpenPrompt, advance
+from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 PAGE = 32
 MODEL = "llama-384x6"

@@ -23,7 +23,7 @@ class _Trainer:
         data: data sets, as ``--data_path`` takes them: a file, folder or hub name, or a list;
             None: as ``args`` say.
         args: the step's config, of which keywords override fields.
-        callbacks: classes or objects with hooks; see `dschat.runtime.callbacks`.
+        callbacks: classes or objects with hooks; see `dschat.runtime.start`.
         flags: fields of the config.
 
     Attributes:

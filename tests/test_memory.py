@@ -64,7 +64,7 @@ def test_a_copy_of_the_actor_that_does_not_fit_the_container_is_refused(containe
     from families import build
 
     from dschat.config import UserError
-    from dschat.hybrid.module_copy import empty_copy
+    from dschat.hybrid.weight_stream import empty_copy
 
     container(2000, 1000, 0)
     with pytest.raises(UserError, match="a whole copy of the actor"):

@@ -8,8 +8,7 @@ from dschat.checkpoint import atomic_files
 from dschat.config import UserError
 from dschat.distributed import machine, process_registry
 from dschat.launch.summary import write_summary
-from dschat.observability.metrics_log import record_start
-from dschat.observability.row_file import RowFile
+from dschat.observability.metrics_log import RowFile, record_start
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.results import Results
 from dschat.runtime import output_dir

@@ -4,8 +4,8 @@ tiny_model   builtin/tiny: a random Llama of half a million weights and its toke
 world        the facts, phrases and questions that chat_rows and gold_scorer share
 chat_rows    builtin/chat: preference rows about that world
 gold_scorer  scores any answer to a question of that world by rule
-arithmetic   builtin/arithmetic: sums and differences with verifiable answers
-retry_game   its environment: another attempt after a wrong answer
+arithmetic   builtin/arithmetic: sums and differences with verifiable answers, and an environment
+             that allows another attempt after a wrong one
 calculator   builtin/calculator: products, and the tool that works them out
 guess_game   builtin/guess: games of guessing a number, and their environment
 """

@@ -1,4 +1,5 @@
-"""Generates ``builtin/arithmetic``: sums and differences with verifiable answers, from one seed.
+"""Generates ``builtin/arithmetic``: sums and differences with verifiable answers, from one seed;
+and an environment that says whether an answer is right, and allows another attempt.
 
 A prompt adds and subtracts four digits, ``7-3+5+8=``: the task is learned in a minute but has too
 many prompts to memorise. The reference is the result. A demonstration, which SFT imitates, lists
@@ -9,6 +10,7 @@ finish and to calculate without mistakes.
 
 import itertools
 import random
+import re
 
 NUM_ROWS = {"train": 24_000, "eval": 500}
 
@@ -45,3 +47,20 @@ def _row(rng: random.Random, prompt: str, steps: list[int]) -> dict[str, str]:
     (stop,) = rng.choices(tuple(_STOPS), tuple(_STOPS.values()))
     shown = ",".join(str(step) for step in steps[:stop])
     return {"prompt": prompt, "reference": str(steps[-1]), "demonstration": shown}
+
+
+_LATE = 0.2  # reward that every further attempt costs
+
+
+class RetryGame:
+    """Rewards the right result with 1, less 0.2 for each attempt before it."""
+
+    def reset(self, reference: str) -> None:
+        self._reference, self._attempts = reference, 0
+
+    def step(self, answer: str) -> tuple[str, float, bool]:
+        numbers = re.findall(r"\d+", answer)
+        if numbers and numbers[-1] == self._reference:
+            return "", 1.0 - _LATE * self._attempts, True
+        self._attempts += 1
+        return "no", 0.0, False

@@ -17,7 +17,7 @@ from dschat.config.fields import flag, place_flag, require_valid
 from dschat.inference.protocol import SamplingParams
 
 if TYPE_CHECKING:
-    from dschat.chat.session import Chat
+    from dschat.chat.model import Chat
 
 logger = logging.getLogger("dschat")
 
@@ -106,8 +106,7 @@ def load_chat(config: ChatConfig) -> "Chat":
     """
     present(config.path)  # before torch loads
 
-    from dschat.chat.model import Model
-    from dschat.chat.session import Chat, check_system
+    from dschat.chat.model import Chat, Model, check_system
 
     model = Model.find(config.path, config.dtype, config.trust_remote_code, **config.template_flags)
     # The bytes as typed: in an ASCII locale Python decodes other characters to lone surrogates.

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.checkpoint import atomic_files, deepspeed_state, manifest, snapshot
+from dschat.checkpoint import async_writer, atomic_files, deepspeed_state, manifest
 from dschat.checkpoint.async_writer import Failed, Writing
 from dschat.checkpoint.manifest import CheckpointInfo, Damaged
 from dschat.config import UserError
@@ -45,7 +45,7 @@ class RunState:
 
     ``engines``: DeepSpeed engines by name. ``tensors``: this rank's, by group and name.
     ``values``: JSON values, the same on all ranks. ``generators``: from
-    `snapshot.read_generators`; None: their states when it is saved. ``files``: files outside of
+    `async_writer.read_generators`; None: their states when it is saved. ``files``: files outside of
     the checkpoint that ``values`` refer to; they are synced to disk before it is complete.
     """
 
@@ -102,9 +102,9 @@ class CheckpointManager:
                 self._warn(problem)
             return
         contents = self._contents(atomic_files.staging_of(target), state)
-        in_background = snapshot.fits(snapshot.num_bytes(contents), self._processes_here)
+        in_background = async_writer.fits(async_writer.num_bytes(contents), self._processes_here)
         if in_background:
-            contents = snapshot.snapshot(contents)
+            contents = async_writer.snapshot(contents)
         else:
             logger.info("too little memory to write in the background: training waits")
         self._writing = Writing(
@@ -127,7 +127,9 @@ class CheckpointManager:
         contents: dict[str, Any] = {}
         for name, engine in state.engines.items():
             contents |= deepspeed_state.capture(engine, staging, name)
-        generators = snapshot.read_generators() if state.generators is None else state.generators
+        generators = (
+            async_writer.read_generators() if state.generators is None else state.generators
+        )
         groups = state.tensors | {_RANDOM: generators}
         contents[_rank_file(dist.rank())] = {
             f"{group}/{name}": tensor
@@ -238,9 +240,11 @@ class CheckpointManager:
                 rank = dist.rank() % checkpoint.world_size
                 tensors |= read_tensors(checkpoint, rank, group)
         if dist.rank() < checkpoint.world_size:
-            snapshot.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
+            async_writer.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:
-            snapshot.seed_generators(self._settings.get("seed", 0), dist.rank(), checkpoint.step)
+            async_writer.seed_generators(
+                self._settings.get("seed", 0), dist.rank(), checkpoint.step
+            )
         return json.loads((checkpoint.folder / manifest.VALUES).read_bytes())
 
     def remove_later(self, checkpoint: CheckpointInfo) -> None:

@@ -16,11 +16,10 @@ from dschat.memory import available_memory
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CONFIG
 from dschat.models.config_files import muted
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.packing.model import PackedModel
 from dschat.models.packing.rows import pack
 from dschat.models.packing.states import by_torch
-from dschat.models.score_model import ScoreModel
 from dschat.models.training_engine import ModelOrEngine, evaluating
 
 _NUM_TOKENS = 16

@@ -4,10 +4,11 @@ Part of `dschat.config.RLHFConfig`.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Optional
 
-from dschat.config.errors import require
+from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, speed_flag
 
 # Within these bounds logits / T and their gradients stay finite in fp32.
@@ -207,3 +208,29 @@ class RolloutConfig:
                 f"--rollout_backend vllm does not go with {flags}; drop it, or use "
                 "--rollout_backend engine",
             )
+
+
+VARIABLE = "DSCHAT_CUDA_KERNELS"
+# Of captured decode steps. state: reads, embeds and advances the rows; it needs attention.
+STEP_PARTS = ("attention", "norm", "product", "draw", "state")
+# liger: norms and gated MLPs of training and scoring.
+PARTS = (*STEP_PARTS, "liger")
+
+
+def cuda_kernels() -> frozenset[str]:
+    """The parts that are on: those listed, separated by commas; 0 or empty: none; 1 or unset: all,
+    since they are faster than torch (docs/lab/measured-gpu.md).
+
+    Raises:
+        UserError: a part that there is not.
+    """
+    value = os.environ.get(VARIABLE, "1")
+    if value in ("", "0"):
+        return frozenset()
+    if value == "1":
+        return frozenset(PARTS)
+    parts = frozenset(value.split(","))
+    if unknown := sorted(parts - set(PARTS)):
+        known = ", ".join(PARTS)
+        raise UserError(f"{VARIABLE}: unknown part {unknown[0]!r}; list some of {known}, or 1")
+    return parts

@@ -21,8 +21,7 @@ from typing import Any
 
 from dschat.config.reward import REFERENCE
 from dschat.data.sources.turns import storable
-from dschat.user_code.calls import Fault, called
-from dschat.user_code.threads import Pool
+from dschat.user_code.calls import Fault, Pool, called
 
 _RETURNS = "return (text, reward, done): a str or None, a number, a bool"
 

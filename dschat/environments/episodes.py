@@ -18,13 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config.reward import EnvironmentConfig
 from dschat.environments.contract import Environment, Observation, ToolResult
-from dschat.environments.observations import ObservationTokens
+from dschat.environments.template_text import ObservationTokens
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.inference.sequence import Event, Request
 from dschat.models.continued_text import continued_texts
-from dschat.user_code.calls import Fault
-from dschat.user_code.threads import Pool, within
+from dschat.user_code.calls import Fault, Pool, within
 
 _MAX_CHARS = 64  # of a token: a text of more is not tokenized to learn that it does not fit
 _WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes

@@ -29,12 +29,11 @@ from dschat.inference.model.module_decoder import module_spec
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.config_files import blamed_on, muted
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.load import set_dropout
 from dschat.models.lora import linear_layers, prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.packing.states import by_torch
-from dschat.models.score_model import ScoreModel
 from dschat.models.vocabulary import drop_pad
 from dschat.observability.flops import ModelShape, shape_of
 

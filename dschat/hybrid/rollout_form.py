@@ -16,11 +16,12 @@ from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.hybrid.module_copy import empty_copy, fill
 from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import (
     Buckets,
+    empty_copy,
     factor_stream,
+    fill,
     module_shards,
     place_adjacent,
     weight_stream,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 import dschat.distributed as dist
-from dschat.checkpoint.hub_format import hub_tensors
+from dschat.checkpoint.hf_export import hub_tensors
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed.env import complete_environment

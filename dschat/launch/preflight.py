@@ -19,7 +19,7 @@ from dschat.distributed import entrypoint
 from dschat.estimate import PlanRequest
 from dschat.estimate.report import log_lines
 from dschat.models.checkpoint import Checkpoint
-from dschat.rlhf.formulas import group_estimator, policy_loss
+from dschat.rlhf.advantages import group_estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.runtime.hub import check_hub
 

@@ -20,7 +20,6 @@ from dschat.config import UserError, parser
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.cluster import Cluster
-from dschat.launch.existing_steps import check_finished, resume
 from dschat.launch.recipe import (
     STEPS,
     Recipe,
@@ -35,7 +34,9 @@ from dschat.launch.step_runs import (
     BASE,
     Fields,
     StepRun,
+    check_finished,
     folder_of,
+    resume,
     select_steps,
     step_runs,
 )

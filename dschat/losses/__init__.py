@@ -14,6 +14,7 @@ sums on the inputs' device.
 from dschat.losses.advantages import (
     AdaptiveKL,
     clip_scores,
+    distillation_advantages,
     dr_grpo_advantages,
     gae,
     group_has_variance,
@@ -25,11 +26,16 @@ from dschat.losses.advantages import (
     returns_to_go,
     rloo_advantages,
     shape_rewards,
+    top_k_reverse_kl,
     whiten,
 )
-from dschat.losses.distillation import distillation_advantages, top_k_reverse_kl
-from dschat.losses.linear_logprobs import linear_logprobs, linear_top_ids
-from dschat.losses.logprobs import entropy_from_logits, token_entropy, token_logprobs
+from dschat.losses.logprobs import (
+    entropy_from_logits,
+    linear_logprobs,
+    linear_top_ids,
+    token_entropy,
+    token_logprobs,
+)
 from dschat.losses.policy import (
     POLICY_LOSSES,
     aggregation_count,

@@ -83,7 +83,7 @@ def sound_weights(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 # Finds the text model in a vision-language checkpoint: its configuration and its weights.
 #
 # Training reads the text model alone, a causal LM like any other. What else the checkpoint has
-# stays on disk, until a save copies it beside the trained weights (`dschat.checkpoint.hub_format`).
+# stays on disk, until a save copies it beside the trained weights (`dschat.checkpoint.hf_export`).
 
 logger = logging.getLogger("dschat")
 

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dschat.config.cuda_kernels import cuda_kernels
 from dschat.config.errors import first_line
+from dschat.config.rollout import cuda_kernels
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Product, Shape
 from dschat.models.recompute import run_in_pieces, runs_in_pieces
@@ -141,7 +141,7 @@ def _training_product(shape: Shape, linear: Any) -> Product:
 # Computes norms and gated MLPs of training and scoring with Liger's Triton kernels on CUDA.
 #
 # Liger's fused cross entropy stays off: it has no entropies, and its forward waits for a count from
-# the device. `dschat.losses.linear_logprobs` keeps no logits either. So do its experts, which
+# the device. `dschat.losses.logprobs` keeps no logits either. So do its experts, which
 # nobody has measured here.
 
 logger = logging.getLogger("dschat")

@@ -31,7 +31,7 @@ from dschat.chat.model import Model
 from dschat.config import UserError
 from dschat.config.errors import first_line, require
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.vocabulary import num_ids
 from dschat.offline.flags import OWN_TASKS, EvalConfig

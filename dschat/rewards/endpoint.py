@@ -16,8 +16,7 @@ from typing import Any
 from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import Values, values_of
 from dschat.rewards.samples import Samples
-from dschat.user_code.calls import Fault, shortened
-from dschat.user_code.threads import Pool, within
+from dschat.user_code.calls import Fault, Pool, shortened, within
 
 ENDPOINT = "http"  # the name of the source
 _FIRST_PAUSE_S = 0.5  # doubles with every retry

@@ -15,15 +15,21 @@ import torch
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import LONGEST_CALL_S, Functions, MissingColumn, Values, call, call_async
-from dschat.rewards.conventions import Logs
+from dschat.rewards.call import (
+    LONGEST_CALL_S,
+    Functions,
+    Logs,
+    MissingColumn,
+    Values,
+    call,
+    call_async,
+)
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
-from dschat.user_code.calls import Fault, raised
+from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, raised, within
 from dschat.user_code.processes import Workers
-from dschat.user_code.threads import Loop, Pool, at_once, background, within
 
 logger = logging.getLogger("dschat")
 

@@ -29,12 +29,11 @@ from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_tensors import announce_rest
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel, count_parameters
 from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.routing import replay_routing
-from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, without_adapters
 from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA

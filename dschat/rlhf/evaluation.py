@@ -22,9 +22,8 @@ from dschat.data.batches import PromptTable, prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
-from dschat.rewards.combine import any_applies, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL
-from dschat.rewards.scoring import SourceScores
+from dschat.rewards.scoring import SourceScores, any_applies, source_means
 from dschat.rlhf.batching import pieces
 from dschat.rlhf.collector import Collector
 from dschat.rlhf.engine import DeepSpeedRLHFEngine

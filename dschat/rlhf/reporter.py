@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.checkpoint.fingerprint import model_fingerprint
+from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress

@@ -10,9 +10,15 @@ import torch
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.rewards.combine import RunningScale, any_applies, combine, source_means
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
-from dschat.rewards.scoring import Scoring, SourceScores
+from dschat.rewards.scoring import (
+    RunningScale,
+    Scoring,
+    SourceScores,
+    any_applies,
+    combine,
+    source_means,
+)
 from dschat.rlhf.batching import Moves, micro_batches, plan_moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience

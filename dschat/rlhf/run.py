@@ -11,10 +11,10 @@ from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rlhf.advantages import group_estimator, policy_loss
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
-from dschat.rlhf.formulas import group_estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
@@ -38,7 +38,7 @@ def train(
     Args:
         reward_fns, environment, tools: Python objects beside those that ``args`` name; see
             `DeepSpeedPPOTrainer`.
-        callbacks: likewise; see `dschat.runtime.callbacks`.
+        callbacks: likewise; see `dschat.runtime.start`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.

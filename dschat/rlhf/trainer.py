@@ -22,12 +22,11 @@ from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
 from dschat.models.routing import add_router_loss, router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.advantages import fill_in_advantages
+from dschat.rlhf.advantages import fill_in_advantages, policy_loss
 from dschat.rlhf.batching import micro_batches, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
-from dschat.rlhf.formulas import policy_loss
 from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite
 from dschat.rlhf.metrics import (
     experience_metrics,

@@ -8,9 +8,9 @@ from typing import Any
 
 import dschat.distributed as dist
 from dschat.checkpoint import compatibility
+from dschat.checkpoint.async_writer import read_generators
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import step_name
-from dschat.checkpoint.snapshot import read_generators
 from dschat.config import CommonConfig, UserError
 from dschat.distributed import stop_signals
 from dschat.rewards.scoring import RewardError

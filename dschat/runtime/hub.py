@@ -20,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 
 import dschat.distributed as dist
 from dschat import __version__
-from dschat.checkpoint.fingerprint import OF_MODEL
+from dschat.checkpoint.compatibility import OF_MODEL
 from dschat.checkpoint.hf_export import written
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, UserError, parser
 from dschat.config.errors import first_line, require

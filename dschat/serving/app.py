@@ -16,15 +16,20 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
-from dschat.environments.tool_calls import CallParser
+from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
-from dschat.serving.errors import describe, handle_errors
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation, joined
 from dschat.serving.limits import Guard
 from dschat.serving.metrics import Counted, ServerMetrics
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
-from dschat.serving.responses import ChatFormat, CompletionFormat, server_sent
+from dschat.serving.responses import (
+    ChatFormat,
+    CompletionFormat,
+    describe,
+    handle_errors,
+    server_sent,
+)
 from dschat.serving.schema import ChatRequest, CompletionRequest, turns_of
 from dschat.serving.shaping import Shape, shape_of
 from dschat.serving.web_chat import ChatScorer, PreferenceFile, WebChat

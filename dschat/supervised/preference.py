@@ -23,7 +23,7 @@ from dschat.data.micro_batches import (
     row_tokens,
 )
 from dschat.losses import dpo_loss, ipo_loss, kto_loss
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.lora import adapters_off
 from dschat.models.packing import PackedRows
 from dschat.models.routing import add_router_loss

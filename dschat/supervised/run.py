@@ -9,21 +9,20 @@ from dschat.config import RewardConfig, SFTConfig
 from dschat.data.batches import StepBatches
 from dschat.data.preference_rows import most_answers
 from dschat.data.tokenize import preference_dataset, sft_dataset
-from dschat.models.score_model import ScoreModel
+from dschat.models.heads import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
 from dschat.models.vocabulary import num_ids
-from dschat.runtime.callbacks import Callbacks
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish
 from dschat.runtime.output_dir import mark_complete
-from dschat.runtime.start import start_step
-from dschat.supervised import loop, preference, setup, tasks
+from dschat.runtime.start import Callbacks, start_step
+from dschat.supervised import loop, preference, setup
 
 
 def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     """Collective. Fine-tune a language model on demonstrations as ``config`` says, and save it;
-    returns DeepSpeed's engine. ``callbacks``: see `dschat.runtime.callbacks`.
+    returns DeepSpeed's engine. ``callbacks``: see `dschat.runtime.start`.
 
     Raises:
         UserError: before weights load, for a mistake in settings, names or data.
@@ -42,7 +41,7 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
     is_whole = not zero.shards_parameters
-    return _trained(config, engine, tasks.SFTTask(), batches, files, call, is_whole)
+    return _trained(config, engine, loop.SFTTask(), batches, files, call, is_whole)
 
 
 def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) -> Any:
@@ -84,7 +83,7 @@ def _train_reward_model(
     ends = stop_ids(base.tokenizer)
     files = setup.HubFiles(model.config, base.tokenizer, ends)
     engine = setup.build_engine(model, config, zero, num_steps, wrap=ScoreModel)
-    task = tasks.RewardTask(most_answers(*tables))
+    task = loop.RewardTask(most_answers(*tables))
     return _trained(config, engine, task, batches, files, call)
 
 
@@ -110,7 +109,7 @@ def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call:
 def _trained(
     config: SFTConfig | RewardConfig,
     engine: Any,
-    task: tasks.Task,
+    task: loop.Task,
     batches: tuple[StepBatches, StepBatches],
     files: setup.HubFiles,
     call: Callbacks,

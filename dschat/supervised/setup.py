@@ -21,7 +21,7 @@ from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_tensors import announce_rest
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing.model import PackedModel, packed_model
 from dschat.models.tokenizer import stop_ids
 from dschat.models.training_engine import TrainingEngine
@@ -33,7 +33,7 @@ from dschat.runtime.hub import write_card
 from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
 from dschat.runtime.start import warn_of_few_steps
 from dschat.runtime.token_budget import measure_budget
-from dschat.supervised.tasks import Task
+from dschat.supervised.loop import Task
 
 logger = logging.getLogger("dschat")
 

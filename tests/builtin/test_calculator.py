@@ -11,8 +11,8 @@ from dschat.config import RLHFConfig, SFTConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.environments.contract import Observation, ToolResult
-from dschat.environments.observations import ObservationTokens
-from dschat.environments.sources import load_environment
+from dschat.environments.processes import load_environment
+from dschat.environments.template_text import ObservationTokens
 
 
 def test_rows():

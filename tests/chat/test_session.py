@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.chat.session import Chat, Conversation
+from dschat.chat.model import Chat, Conversation
 from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
 

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from dschat.checkpoint import fingerprint as contents
-from dschat.checkpoint.fingerprint import fingerprint
+from dschat.checkpoint import compatibility as contents
+from dschat.checkpoint.compatibility import fingerprint
 
 BLOCK = contents._BLOCK
 

@@ -30,7 +30,7 @@ from dschat.hybrid.weight_stream import adapter_stream, weight_stream
 from dschat.inference import InferenceEngine, SamplingParams
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.lora import add_lora
 
 CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import FakeEngine, state_at, step_loaded
 
-from dschat.checkpoint import atomic_files, snapshot
+from dschat.checkpoint import async_writer, atomic_files
 from dschat.checkpoint import manager as run_module
 from dschat.checkpoint.manager import CheckpointManager, RunState, read_tensors
 from dschat.checkpoint.manifest import CheckpointInfo
@@ -36,7 +36,7 @@ def test_training_continues_while_it_is_written(tmp_path, monkeypatch):
 
 def test_without_the_memory_for_a_copy_training_waits(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "dschat")
-    monkeypatch.setattr("dschat.checkpoint.snapshot.available_memory", lambda: 1000)
+    monkeypatch.setattr("dschat.checkpoint.async_writer.available_memory", lambda: 1000)
     checkpoints, state = CheckpointManager(tmp_path, {}), state_at(3)
     checkpoints.save(3, state)
     state.engines["actor"].weights.zero_()
@@ -79,16 +79,21 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
 
 
 def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(monkeypatch):
-    monkeypatch.setattr(snapshot, "available_memory", lambda: 100)  # a quarter stays free
-    assert [snapshot.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [1, 0, 1, 0]
+    monkeypatch.setattr(async_writer, "available_memory", lambda: 100)  # a quarter stays free
+    assert [async_writer.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_processes_that_a_checkpoint_does_not_know_draw_their_own_numbers():
-    before, drawn = snapshot.read_generators(), []
+    before, drawn = async_writer.read_generators(), []
     for seed, rank, step in ((1, 0, 5), (2, 0, 5), (1, 1, 5), (1, 0, 6), (1, 0, 5)):
-        snapshot.seed_generators(seed, rank, step)
+        async_writer.seed_generators(seed, rank, step)
         drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
-    snapshot.write_generators(before)
+    async_writer.write_generators(before)
     assert drawn[0] == drawn[4]
     for of_one_generator in zip(*drawn[:4], strict=True):
         assert len(set(of_one_generator)) == 4

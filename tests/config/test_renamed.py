@@ -11,7 +11,7 @@ from dschat.checkpoint.compatibility import changes, settings_of
 from dschat.checkpoint.manifest import manifest_bytes, read_manifest
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.renamed import ELSEWHERE, RENAMED, accepted
-from dschat.launch.existing_steps import finished_differences
+from dschat.launch.step_runs import finished_differences
 from dschat.observability.metrics_log import SETTINGS
 from dschat.trainers import SFTTrainer
 

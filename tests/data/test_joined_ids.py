@@ -17,7 +17,7 @@ from dschat.data.segments import (
     prompt_text_ids,
 )
 from dschat.environments.contract import Observation
-from dschat.environments.observations import ObservationTokens
+from dschat.environments.template_text import ObservationTokens
 from dschat.models.chat_template import default_template
 from dschat.models.continued_text import StreamDecoder, continued_texts
 

@@ -23,7 +23,7 @@ from dschat.hybrid.rollout_form import RolloutSettings, rollout_form
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.lora import add_lora
 from dschat.models.packing import pack
 from dschat.runtime.deepspeed_engine import (

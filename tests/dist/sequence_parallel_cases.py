@@ -11,7 +11,7 @@ from tiny_models import IDS, LATENT, SMALL, VOCAB, causal_lm, randomized
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dschat.distributed as dist
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import PackedRows, pack
 
 _GEMMA = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 4}

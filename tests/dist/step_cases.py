@@ -25,23 +25,21 @@ from transformers import set_seed
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
-from dschat.hybrid.module_copy import fill
-from dschat.hybrid.weight_stream import weight_stream
+from dschat.hybrid.weight_stream import fill, weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
-from dschat.models.score_model import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
 from dschat.models.vocabulary import num_ids
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
-from dschat.supervised import loop, setup, tasks
+from dschat.supervised import loop, setup
 
 MODELS = (
     *("llama", "opt", "opt_350m", "gpt2", "llama_padeos", "llama_reward", "opt_350m_reward"),
@@ -207,7 +205,7 @@ def build_supervised(case: Case, models: Path, out: Path):
                 dropout=config.dropout,
                 weight_bits=zero.weight_bits,
             )
-        wrap, task = ScoreModel, tasks.RewardTask()
+        wrap, task = ScoreModel, loop.RewardTask()
     else:
         with sharded_loading(zero):
             model = Checkpoint(path, flag).language_model(
@@ -216,7 +214,7 @@ def build_supervised(case: Case, models: Path, out: Path):
                 num_tokens=num_ids(tokenizer),
                 weight_bits=zero.weight_bits,
             )
-        wrap, task = LanguageModel, tasks.SFTTask()
+        wrap, task = LanguageModel, loop.SFTTask()
     stops = (EOS,) if case.step == "sft" else ()
     files = setup.HubFiles(model.config, tokenizer, stops)
     engine = setup.build_engine(model, config, zero, 5 * int(config.num_train_epochs), wrap)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat.distributed import shared_memory
-from dschat.distributed.shared_memory import AlternatingBuffers
+from dschat.distributed import collectives
+from dschat.distributed.collectives import AlternatingBuffers
 
 
 class Ranks:
@@ -44,7 +44,7 @@ class Ranks:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(collectives, "FOLDER", str(tmp_path))
     return tmp_path
 
 
@@ -89,7 +89,7 @@ def test_no_room_is_no_buffer_for_all(folder, monkeypatch):
     def full(handle, start, size):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(collectives.os, "posix_fallocate", full)
     assert Ranks(2).run(lambda rank, buffers: [buffers.next(10), buffers.next(10)]) == (
         [[None, None]] * 2
     )
@@ -98,7 +98,7 @@ def test_no_room_is_no_buffer_for_all(folder, monkeypatch):
 
 def test_a_rank_elsewhere_leaves_all_without(folder, monkeypatch):
     """As on two hosts: what rank 0 made is not to be found by the others."""
-    attached = shared_memory._attached
+    attached = collectives._attached
 
     def not_everywhere(path, size):
         here = threading.current_thread() is first
@@ -115,11 +115,11 @@ def test_a_rank_elsewhere_leaves_all_without(folder, monkeypatch):
         return buffers.next(10)
 
     first = None
-    monkeypatch.setattr(shared_memory, "_attached", not_everywhere)
+    monkeypatch.setattr(collectives, "_attached", not_everywhere)
     assert ranks.run(job) == [None, None]
     assert list(folder.iterdir()) == []
 
 
 def test_no_such_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "FOLDER", str(Path(tmp_path) / "none"))
+    monkeypatch.setattr(collectives, "FOLDER", str(Path(tmp_path) / "none"))
     assert Ranks(2).run(lambda rank, buffers: buffers.next(10)) == [None, None]

@@ -10,7 +10,7 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.contract import Observation
-from dschat.environments.observations import ObservationTokens
+from dschat.environments.template_text import ObservationTokens
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

@@ -9,8 +9,7 @@ from dschat.config import UserError
 from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.contract import Observation, ToolResult
-from dschat.environments.observations import ObservationTokens
-from dschat.environments.tool_calls import Call, CallParser
+from dschat.environments.template_text import Call, CallParser, ObservationTokens
 
 ASKED = [{"role": "user", "content": "where?"}]
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=20)

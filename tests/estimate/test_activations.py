@@ -14,7 +14,7 @@ from torch import nn
 from dschat.config import UserError
 from dschat.estimate.activations import Batch, run_pass
 from dschat.estimate.models import Models, Use
-from dschat.losses.linear_logprobs import _CHUNK_ELEMENTS
+from dschat.losses.logprobs import _CHUNK_ELEMENTS
 
 BF16 = torch.bfloat16
 FP32 = torch.float32

@@ -8,9 +8,9 @@ from estimates import estimated, pairs_estimate
 
 from dschat.config import RewardConfig, SFTConfig, UserError
 from dschat.estimate import report
-from dschat.estimate.advice import _changes, advise
 from dschat.estimate.devices import GIB, Device
 from dschat.estimate.models import Models, Use
+from dschat.estimate.report import _changes, advise
 
 
 def not_fitting(fields: dict, number: int):

@@ -3,7 +3,7 @@
 import pytest
 from estimates import estimated
 
-from dschat.estimate.advice import _changes
+from dschat.estimate.report import _changes
 
 BY_STEP = {
     1: ("per_device_train_batch_size", {"max_seq_len": 64}),

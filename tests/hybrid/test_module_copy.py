@@ -5,7 +5,7 @@ import torch
 from tiny_models import VOCAB
 from transformers import AutoModelForCausalLM
 
-from dschat.hybrid.module_copy import empty_copy, fill
+from dschat.hybrid.weight_stream import empty_copy, fill
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "opt", "gpt2"])

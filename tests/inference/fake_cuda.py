@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM
 
-from dschat.config.cuda_kernels import VARIABLE
+from dschat.config.rollout import VARIABLE
 from dschat.distributed.machine import user_cache
 from dschat.inference import EngineConfig, InferenceEngine
 

@@ -9,7 +9,7 @@ from rank_threads import on_ranks
 from dschat.inference import SamplingParams
 from dschat.inference.core import Core
 from dschat.inference.hf_generator import HuggingFaceGenerator
-from dschat.inference.partial import OpenPrompt, advance
+from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 SAMPLING = SamplingParams(max_new_tokens=16, n=2, seed=3)
 LIMITS = [16, 3, 16, 5, 1, 9, 16, 2]

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from soft_graph import operators_only, soft_capture
 
 from dschat.inference import SamplingParams
-from dschat.inference.partial import OpenPrompt, advance
 from dschat.inference.protocol import Rollout
 from dschat.inference.sequence import Request
+from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 FAMILIES = ["llama", "opt", "bloom", "gpt2", "mistral"]
 SYSTEM = [(7 * i) % 50 + 3 for i in range(21)]  # prompts that begin alike

@@ -12,8 +12,8 @@ from rank_threads import on_ranks
 
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.hf_generator import module_engine
-from dschat.inference.partial import OpenPrompt, advance
 from dschat.models.routing import routers_of
+from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 SAMPLING = SamplingParams(max_new_tokens=10, n=3, seed=7, stop_token_ids=(3, 5))
 LAYOUTS = {

@@ -10,7 +10,7 @@ from captures import graphs_of
 from families import CONFIGS, POSITIONS, build
 from test_module_decoder import STATES, random_module
 
-from dschat.config.cuda_kernels import VARIABLE
+from dschat.config.rollout import VARIABLE
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.cuda_graphs import CudaCapture
 

@@ -4,7 +4,7 @@ from families import PROMPTS, engine
 from rank_threads import on_ranks
 
 from dschat.inference import SamplingParams
-from dschat.inference.partial import OpenPrompt, advance
+from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 SAMPLING = SamplingParams(max_new_tokens=16, n=3, seed=3)
 NUMBERS = list(range(len(PROMPTS)))

@@ -7,9 +7,9 @@ from captures import captured_by, on_graphs
 from families import engine
 from soft_graph import operators_only, soft_capture
 
-from dschat.inference import SamplingParams, prompt_graphs
-from dschat.inference.prompt_graphs import PaddedShape, length_bucket
+from dschat.inference import SamplingParams, step_runner
 from dschat.inference.sequence import Request, StepSchedule
+from dschat.inference.step_runner import PaddedShape, length_bucket
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([15, 9, 30])]
 SAMPLING = SamplingParams(max_new_tokens=3, seed=4)
@@ -54,7 +54,7 @@ def test_what_is_captured(module_of, monkeypatch):
     assert shape_for(33) == PaddedShape(1, 48)
     assert shape_for(300, *[10] * 7) is None  # padding, for the most part
     assert shape_for(30, computed=10) is None  # its first tokens are cached
-    monkeypatch.setattr(prompt_graphs, "_MOST_WORK", 64.0)
+    monkeypatch.setattr(step_runner, "_MOST_WORK", 64.0)
     assert shape_for(30, 20) is None  # the device takes longer than the host
     assert [length_bucket(n) for n in (1, 16, 17, 257, 500, 1030)] == [16, 16, 32, 288, 512, 1152]
 

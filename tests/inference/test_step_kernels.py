@@ -13,8 +13,8 @@ from quick import some
 from test_module_steps import config_of
 from transformers import LlamaConfig, OPTConfig
 
-from dschat.config.cuda_kernels import STEP_PARTS
 from dschat.config.errors import UserError
+from dschat.config.rollout import STEP_PARTS
 from dschat.inference import SamplingParams, model_spec
 from dschat.inference.kernels.cuda import dispatch
 

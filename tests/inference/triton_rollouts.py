@@ -8,7 +8,7 @@ from test_borrowed import borrowing, lay_out
 from tiny_models import randomized
 from transformers import AutoModelForCausalLM
 
-from dschat.config.cuda_kernels import STEP_PARTS
+from dschat.config.rollout import STEP_PARTS
 from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 

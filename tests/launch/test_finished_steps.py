@@ -9,10 +9,9 @@ import yaml
 
 from dschat.checkpoint.compatibility import describe
 from dschat.config import RLHFConfig, SFTConfig, UserError
-from dschat.launch.existing_steps import SETTINGS, check_finished
-from dschat.launch.existing_steps import finished_differences as differences
 from dschat.launch.recipe import STEPS
-from dschat.launch.step_runs import StepRun
+from dschat.launch.step_runs import SETTINGS, StepRun, check_finished
+from dschat.launch.step_runs import finished_differences as differences
 from dschat.runtime.output_dir import COMPLETE, record_of
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dschat.losses import linear_logprobs, linear_top_ids, token_logprobs
 
 # The package's function of that name hides it.
-MODULE = importlib.import_module("dschat.losses.linear_logprobs")
+MODULE = importlib.import_module("dschat.losses.logprobs")
 M, D, V = 7, 5, 11
 
 

@@ -44,7 +44,7 @@ def losses(model):
 def gap(family):
     from family_configs import build
 
-    from dschat.models.language_model import LanguageModel
+    from dschat.models.heads import LanguageModel
     from dschat.models.linear import use_liger
 
     base = build(family).float().eval()

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from dschat.config import UserError
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.score_model import ScoreModel
+from dschat.models.heads import ScoreModel
 from dschat.models.tokenizer import load_tokenizer
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading
 

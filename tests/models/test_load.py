@@ -18,8 +18,8 @@ from dschat.config import UserError
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import SamplingParams
 from dschat.models.checkpoint import Checkpoint
+from dschat.models.heads import ScoreModel
 from dschat.models.load import set_dropout
-from dschat.models.score_model import ScoreModel
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
 FP32 = torch.float32

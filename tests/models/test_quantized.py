@@ -15,9 +15,9 @@ from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_bytes, weight_stream
 from dschat.models import quantized
 from dschat.models.checkpoint import Checkpoint
+from dschat.models.heads import ScoreModel, count_parameters
 from dschat.models.lora import add_lora
 from dschat.models.quantized import dequantized, finish_loading, is_quantized
-from dschat.models.score_model import ScoreModel, count_parameters
 from dschat.models.training_engine import full_shape
 from dschat.observability.flops import shape_of
 

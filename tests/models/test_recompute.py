@@ -7,7 +7,7 @@ from tiny_models import causal_lm
 from torch.testing import assert_close
 
 from dschat.models import recompute
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing import pack
 

@@ -10,11 +10,10 @@ from quick import each_once
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import RewardConfig
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.routing import MAX_LOAD, METRIC, router_metrics, routers_of, watch_routers
-from dschat.models.score_model import ScoreModel
+from dschat.supervised.loop import RewardTask, SFTTask
 from dschat.supervised.preference import PreferenceTask
-from dschat.supervised.tasks import RewardTask, SFTTask
 from tests.observability.test_flops_of_families import COUNTED, EXPERTS, config_of
 
 LATER = {

@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.routing import AGREEMENT, replay_routing, routers_of, routing_metrics
 from tests.models.test_router_loss import FAMILIES, ROWS, recorded

@@ -25,7 +25,7 @@ from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.row_length import fix_rotary, num_positions, probe_length, restore_rotary
 

@@ -151,7 +151,7 @@ def test_adapters_do_not_count():
 
 def test_metrics_without_flops_are_absent_and_say_so_once(monkeypatch, caplog):
     """No metric ends a run: a family of which the sizes are not known trains on."""
-    from dschat.models.language_model import LanguageModel
+    from dschat.models.heads import LanguageModel
     from dschat.rlhf.metrics import throughput
 
     model = LanguageModel(AutoModelForCausalLM.from_config(config_of("llama")))

@@ -12,8 +12,7 @@ import numpy
 import pytest
 
 from dschat.config import SFTConfig
-from dschat.observability.metrics_log import MetricsLog
-from dschat.observability.row_file import RowFile
+from dschat.observability.metrics_log import MetricsLog, RowFile
 
 
 def log_of(folder, resume=None, tensorboard=False):

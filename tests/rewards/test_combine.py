@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from dschat.config import RLHFConfig
-from dschat.rewards.combine import RunningScale, combine
-from dschat.rewards.scoring import SourceScores
+from dschat.rewards.scoring import RunningScale, SourceScores, combine
 
 
 def source(name, weight, scores, **more):

@@ -317,7 +317,7 @@ from dschat.config import RLHFConfig
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import RewardError
 from dschat.rewards.samples import Samples
-from dschat.rewards.combine import RunningScale, combine
+from dschat.rewards.scoring import RunningScale, combine
 import torch, logging
 logging.basicConfig(format="%(message)s")
 

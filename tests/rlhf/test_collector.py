@@ -11,9 +11,8 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rewards.combine import any_applies
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rewards.scoring import SourceScores
+from dschat.rewards.scoring import SourceScores, any_applies
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import DynamicSampling

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat.config import RLHFConfig
 from dschat.inference.protocol import Rollout
 from dschat.losses import AdaptiveKL
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.packing.varlen import VarlenKernel, _mapped
-from dschat.models.score_model import ScoreModel
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.optimizer_step import OptimizerStep

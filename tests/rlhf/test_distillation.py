@@ -10,7 +10,7 @@ from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import SamplingParams
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 from dschat.rlhf.evaluation import HeldOutPrompts, _metric_names, evaluate_policy
 from dschat.rlhf.prompts import prompt_table

@@ -11,7 +11,7 @@ from step_rows import PROMPTS
 from dschat.checkpoint.compatibility import contents_of
 from dschat.config import RLHFConfig, UserError
 from dschat.losses import group_stats
-from dschat.rlhf.formulas import group_estimator, policy_loss
+from dschat.rlhf.advantages import group_estimator, policy_loss
 
 FILE = """
 import torch

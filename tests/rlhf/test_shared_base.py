@@ -16,8 +16,8 @@ from transformers import (
 from dschat.checkpoint.manager import CheckpointManager
 from dschat.models import quantized, shared_base
 from dschat.models.checkpoint import Checkpoint
+from dschat.models.heads import ScoreModel
 from dschat.models.packing.model import PackedModel
-from dschat.models.score_model import ScoreModel
 from dschat.rlhf.engine import base_of
 from dschat.rlhf.initial_checkpoints import find_checkpoints
 from dschat.runtime.deepspeed_engine import initialize_frozen, unwrap, zero_settings

@@ -3,7 +3,7 @@
 import pytest
 
 from dschat.config import UserError
-from dschat.runtime.callbacks import EVENTS, Callbacks
+from dschat.runtime.start import EVENTS, Callbacks
 
 FILE = """
 calls = []

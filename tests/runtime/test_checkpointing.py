@@ -14,7 +14,7 @@ from quick import slow
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
-from dschat.checkpoint.fingerprint import model_fingerprint
+from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
 from dschat.data.batches import PromptTable

@@ -9,8 +9,8 @@ from step_rows import pair_rows, sft_rows
 
 from dschat.config import RewardConfig
 from dschat.runtime.optimizer_step import sum_parts
+from dschat.supervised.loop import RewardTask, SFTTask
 from dschat.supervised.preference import Pairs, PreferenceTask
-from dschat.supervised.tasks import RewardTask, SFTTask
 
 
 def test_sums_are_exact_for_every_dtype():

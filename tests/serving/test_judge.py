@@ -2,8 +2,7 @@
 
 import pytest
 
-from dschat.rewards.judge import Judge, JudgeGroup
-from dschat.rewards.verdict_cache import VerdictCache
+from dschat.rewards.judge import Judge, JudgeGroup, VerdictCache
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat.config import SFTConfig
 from dschat.data.tokenize import sft_dataset
-from dschat.models.language_model import LanguageModel
-from dschat.supervised.tasks import SFTTask
+from dschat.models.heads import LanguageModel
+from dschat.supervised.loop import SFTTask
 
 TOKENIZER = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
 

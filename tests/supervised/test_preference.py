@@ -15,7 +15,7 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RewardConfig, UserError
 from dschat.data.micro_batches import MicroBatchSize, collate_preferences
 from dschat.data.tokenize import preference_dataset
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.observability.console import format_line
 from dschat.supervised import loop
 from dschat.supervised.preference import Pairs, PreferenceTask, answer_logps

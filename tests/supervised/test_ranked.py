@@ -8,8 +8,8 @@ import torch
 from step_rows import pair_rows, ranked_rows
 from tiny_models import score_model
 
-from dschat.models.score_model import ScoreModel
-from dschat.supervised.tasks import RewardTask
+from dschat.models.heads import ScoreModel
+from dschat.supervised.loop import RewardTask
 
 TASK = RewardTask()
 

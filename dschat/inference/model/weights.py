@@ -17,8 +17,14 @@ from dschat.config import UserError
 from dschat.distributed import RankGroup
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
 from dschat.inference.model.linear import Linear, SideProduct, fastest_backends
-from dschat.inference.model.share import Share, is_expert, kind_of
-from dschat.inference.model.spec import ModelSpec, WeightSource, check_shares
+from dschat.inference.model.spec import (
+    ModelSpec,
+    Share,
+    WeightSource,
+    check_shares,
+    is_expert,
+    kind_of,
+)
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear

@@ -17,7 +17,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 
 # Prompts that two, three and no rows share; one token; a prompt without an answer; answers longer

@@ -34,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.models.packing.attention import WINDOW_IN_MASK
 from dschat.models.packing.model import packing_problem
 from dschat.models.packing.states import by_torch, mixers
@@ -216,7 +216,7 @@ import torch
 from tiny_models import causal_lm
 import dschat.distributed as dist
 from dschat.checkpoint.saved_check import check_saved, probe_values
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 model, folder = causal_lm("qwen3_5"), Path(sys.argv[1])
 model.save_pretrained(folder)
 packed = LanguageModel(model)

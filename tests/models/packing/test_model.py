@@ -31,9 +31,9 @@ from own_forward import (
 from quick import each_once, slow, some
 from torch import nn
 
+from dschat.models.heads import ScoreModel
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.packing import pack
-from dschat.models.score_model import ScoreModel
 
 CORE = (*families.CORE, *OTHERS)
 STATES = ("tiny_qwen3_5", "tiny_nemotron_h", "recurrent_gemma")

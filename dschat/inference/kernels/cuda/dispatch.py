@@ -1,6 +1,6 @@
 """Runs the operations of captured decode steps by Triton kernels on CUDA, where they apply.
 
-`dschat.config.cuda_kernels` says which parts do.
+`dschat.config.rollout` says which parts do.
 """
 
 import copy
@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from dschat.config.cuda_kernels import STEP_PARTS, VARIABLE, cuda_kernels
 from dschat.config.errors import UserError, first_line
+from dschat.config.rollout import STEP_PARTS, VARIABLE, cuda_kernels
 from dschat.inference.kernels.cuda import operators
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
 from dschat.inference.model.attention import Attention

@@ -1,10 +1,13 @@
-"""Predicts targets of packed rows: the module behind actor, reference, SFT and DPO.
+"""The modules behind all models: `LanguageModel` predicts targets of packed rows (actor, reference,
+SFT, DPO), `ScoreModel` scores their tokens (reward model, critic).
 
-Returns log-probs and entropies, never logits: the head runs in chunks inside the forward pass,
-where ZeRO-3 gathers its weight.
+A language model returns log-probs and entropies, never logits: its head runs in chunks inside the
+forward pass, where ZeRO-3 gathers its weight. A score model wraps a transformers
+``...ForSequenceClassification(num_labels=1)``, whose own forward pools to one score per sequence.
 """
 
 import re
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+import dschat.distributed as dist
 from dschat.losses import (
     entropy_from_logits,
     linear_logprobs,
@@ -19,9 +23,11 @@ from dschat.losses import (
     token_entropy,
     token_logprobs,
 )
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.linear import OneDnnLinear, product_of
 from dschat.models.packing.model import PackedModel, Packing, backbone, probe
-from dschat.models.packing.rows import PackedRows
+from dschat.models.packing.rows import PackedRows, pack
+from dschat.models.training_engine import full_shape
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -116,3 +122,54 @@ def _head_forward(
         target_ids = torch.cat([target_ids, top], dim=1)
     results = linear_logprobs(hidden, *weights, target_ids, temperature, with_entropy, product)
     return (*results, target_ids) if top_k else results
+
+
+_ROWS = 64  # of one forward of a `RewardModel`
+
+
+class ScoreModel(PackedModel):
+    """Scores at the columns that rows read."""
+
+    def compute(self, rows: PackedRows) -> Tensor:
+        """Scores (M,) fp32."""
+        return self.base.score(self.hidden_states(rows)).squeeze(-1).float()
+
+
+class RewardModel:
+    """A reward model outside training, on this process's device.
+
+    Args:
+        pad_id: where its config.json has none.
+        num_tokens: see `Checkpoint.score_model`.
+
+    Raises:
+        UserError: not a reward model, or its weights do not fit.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, pad_id: int, num_tokens: int = 0
+    ) -> None:
+        own_pad_id = checkpoint.config.pad_token_id
+        pad_id = pad_id if own_pad_id is None else own_pad_id
+        model = checkpoint.score_model(dtype, pad_id, num_tokens=num_tokens)
+        self._model = ScoreModel(model.to(dist.device()).eval())
+        self._model.check(dist.device())
+
+    @torch.no_grad()
+    def score(self, rows: list[list[int]], num_shared: Iterable[int] = ()) -> Tensor:
+        """The score of each row of ids at its last token: (S,) fp32 on the CPU.
+
+        ``num_shared``: ids at the start of each row that are computed once for adjacent rows that
+        have the same ones.
+        """
+        shared, scores = list(num_shared), [torch.zeros(0)]
+        for start in range(0, len(rows), _ROWS):
+            part = slice(start, start + _ROWS)
+            packed = pack(rows[part], [[len(row) - 1] for row in rows[part]], shared[part] or None)
+            scores.append(self._model(packed.to(dist.device())).float().cpu())
+        return torch.cat(scores)
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Number of parameters, unsharded (ZeRO-3 keeps the full count in ``ds_numel``)."""
+    return sum(full_shape(p).numel() for p in module.parameters())
