@@ -28,8 +28,8 @@ from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
-from dschat.launch.subprocesses import RunReport, preflight_lines
 from dschat.launch.summary import format_summary, write_summary
+from dschat.launch.supervisor import RunReport, preflight_lines
 from dschat.runtime.output_dir import COMPLETE
 
 ROOT = Path(__file__).resolve().parent

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 from dschat.config import RLHFConfig
 from dschat.environments.contract import Observation
 from dschat.environments.episodes import EpisodeRunner
-from dschat.environments.processes import load_environment
+from dschat.environments.sources import load_environment
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 
 PROMPT, ANSWER, REPLY = 64, 32, 16

@@ -29,7 +29,7 @@ from torch import Tensor
 from dschat.config.errors import first_line
 from dschat.inference.cuda_graphs import Capture, CudaCapture
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.observability.device_span import DeviceSpan
+from dschat.inference.stats import DeviceSpan
 
 Fields = dict[str, Any]
 SIDES = ("torch", "triton", "inductor")  # torch is first: its results are the reference

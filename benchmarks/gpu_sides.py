@@ -22,10 +22,10 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.inference import Rollout, SamplingParams
+from dschat.inference.stats import DeviceSpan
 from dschat.models.heads import LanguageModel
 from dschat.models.recompute import recompute_activations
 from dschat.models.training_engine import TrainingEngine, evaluating
-from dschat.observability.device_span import DeviceSpan
 from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
 from dschat.supervised.loop import SFTTask, train_step
 

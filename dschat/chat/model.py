@@ -25,8 +25,7 @@ from dschat.inference.protocol import SamplingParams
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.continued_text import StreamDecoder
 from dschat.models.row_length import num_positions
-from dschat.models.tokenizer import stop_ids
-from dschat.models.vocabulary import num_ids
+from dschat.models.tokenizer import num_ids, stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

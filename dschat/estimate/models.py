@@ -34,7 +34,7 @@ from dschat.models.load import set_dropout
 from dschat.models.lora import linear_layers, prepare_for_training
 from dschat.models.packing.model import PackedModel, Packing
 from dschat.models.packing.states import by_torch
-from dschat.models.vocabulary import drop_pad
+from dschat.models.tokenizer import drop_pad
 from dschat.observability.flops import ModelShape, shape_of
 
 _SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated

@@ -31,10 +31,10 @@ from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.protocol import Generator
 from dschat.inference.speculation import Speculation
+from dschat.inference.stats import DeviceSpan
 from dschat.models.checkpoint_tensors import normalized_names
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized
-from dschat.observability.device_span import DeviceSpan
 
 T = TypeVar("T")
 

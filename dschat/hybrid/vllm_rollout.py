@@ -30,10 +30,10 @@ from dschat.hybrid.rollout_form import Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.speculation import Speculation
+from dschat.inference.stats import DeviceSpan
 from dschat.memory import free_bytes
 from dschat.models.row_length import num_positions
 from dschat.models.training_engine import without_adapters
-from dschat.observability.device_span import DeviceSpan
 
 logger = logging.getLogger("dschat")
 

@@ -28,7 +28,7 @@ from dschat.inference.cuda_graphs import DecodeGraphs, Step
 from dschat.inference.decode_state import REJECTED, RING, WINDOW, DecodeState, RowDraft
 from dschat.inference.sampler import SamplingKind
 from dschat.inference.sequence import Event, Request, Sequence
-from dschat.observability.device_span import DeviceSpan
+from dschat.inference.stats import DeviceSpan
 
 
 class CapturedCore(Core):

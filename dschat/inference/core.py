@@ -15,8 +15,8 @@ from dschat.inference.sampler import Place, Sampler
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Event, Request, Sequence, StepSchedule
 from dschat.inference.speculation import Drafter
+from dschat.inference.stats import DeviceSpan
 from dschat.inference.step_runner import StepRunner
-from dschat.observability.device_span import DeviceSpan
 
 if TYPE_CHECKING:
     from dschat.inference.engine import InferenceEngine

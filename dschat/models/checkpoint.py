@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dschat.config import UserError
-from dschat.models import hub
+from dschat.models import checkpoint_files
 from dschat.models.checkpoint_files import ADAPTER_CONFIG, CONFIG, CheckpointFiles
 from dschat.models.config_files import blamed_on, read_config, read_generation_config
 from dschat.models.load import (
@@ -38,8 +38,13 @@ from dschat.models.lora import check_rank
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 from dschat.models.packing.sequence_parallel import check_ranks
 from dschat.models.quantized import check_quantizable
-from dschat.models.tokenizer import complete_tokenizer, read_tokenizer
-from dschat.models.vocabulary import drop_pad, embedding_rows, grow_embeddings
+from dschat.models.tokenizer import (
+    complete_tokenizer,
+    drop_pad,
+    embedding_rows,
+    grow_embeddings,
+    read_tokenizer,
+)
 
 # Families whose row of the pad id transformers zeroes at every load: saved without one.
 _ZEROES_PAD_ROW = ("youtu",)
@@ -87,7 +92,7 @@ class Checkpoint(CheckpointFiles):
             if os.path.isfile(path):
                 reason = " is a file; name the folder of a checkpoint"
             elif not os.path.isdir(path):
-                reason = hub.missing()
+                reason = checkpoint_files.why_missing()
             else:
                 reason = ": its config.json is missing; name a folder that save_pretrained wrote"
             raise self.error(reason) from error

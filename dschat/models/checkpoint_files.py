@@ -1,29 +1,68 @@
 """The files of a checkpoint: JSON files, weight files and their headers, each read once.
 
-No pickled code runs.
+No pickled code runs. The Hugging Face hub is turned off if it cannot be reached: its client repeats
+every request five times, which takes half a minute for each file of a model, even if the model was
+downloaded before.
 """
 
 import json
+import logging
 import os
 import pickle
 import re
+import socket
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
-from dschat.models import hub
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.startup.files import sha256_of
+
+logger = logging.getLogger("dschat")
+
+
+def prepare_hub(name_or_path: str) -> None:
+    """Call before ``name_or_path`` is looked up: turns the hub off if it cannot be reached."""
+    if not os.path.exists(name_or_path) and not constants.HF_HUB_OFFLINE and not _has_network():
+        constants.HF_HUB_OFFLINE = True
+        logger.warning("%s cannot be reached: only downloaded models are found", _host())
+
+
+def why_missing() -> str:
+    """Why a model was not found."""
+    reason = ": no such folder, and no such model on the hub; check the name"
+    if constants.HF_HUB_OFFLINE:
+        reason += " (only downloaded models are found: no network, or HF_HUB_OFFLINE)"
+    return reason
+
+
+def _host() -> str:
+    return urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
+
+
+@cache
+def _has_network() -> bool:
+    """False where the hub's name has no address. A proxy knows addresses that are unknown here."""
+    if {"https", "http", "all"} & {*getproxies()}:
+        return True
+    try:
+        return bool(socket.getaddrinfo(_host(), 443))
+    except OSError:
+        return False
+
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -77,7 +116,7 @@ class CheckpointFiles:
         Raises:
             OSError: neither a folder nor a model on the hub.
         """
-        hub.prepare(self.name)
+        prepare_hub(self.name)
         file = cached_file(self.name, filename, _raise_exceptions_for_missing_entries=False)
         return None if file is None else Path(file)
 
@@ -150,7 +189,7 @@ class CheckpointFiles:
             raise self.error(
                 " holds no weights; name another folder, or save the model with save_pretrained"
             )
-        raise self.error(hub.missing())
+        raise self.error(why_missing())
 
     def _located(self, filename: str) -> Path | None:
         if os.path.isfile(self.name):
@@ -158,7 +197,7 @@ class CheckpointFiles:
         try:
             return self.locate(filename)
         except OSError as error:
-            raise self.error(hub.missing()) from error
+            raise self.error(why_missing()) from error
 
     def _shards(self, file: Path) -> tuple[list[Path], dict[str, str]]:
         try:

@@ -33,7 +33,7 @@ from dschat.config.errors import first_line, require
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
-from dschat.models.vocabulary import num_ids
+from dschat.models.tokenizer import num_ids
 from dschat.offline.flags import OWN_TASKS, EvalConfig
 from dschat.offline.results import Metrics
 from dschat.offline.rows import Progress

@@ -34,8 +34,8 @@ from dschat.models.lora import adapters_off
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.routing import replay_routing
+from dschat.models.tokenizer import num_ids
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, without_adapters
-from dschat.models.vocabulary import num_ids
 from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_checkpoints

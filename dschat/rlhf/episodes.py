@@ -14,7 +14,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
 from dschat.environments.contract import Environment
 from dschat.environments.episodes import Episode, EpisodeRunner
-from dschat.environments.processes import EnvironmentSource, load_environment
+from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.environments.template_text import ObservationTokens
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams

@@ -5,8 +5,8 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
+from dschat.models.tokenizer import num_ids
 from dschat.models.training_engine import ModelOrEngine, evaluating
-from dschat.models.vocabulary import num_ids
 from dschat.rlhf.batching import pieces
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience

@@ -16,10 +16,16 @@ from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import check_tensor_parallel
 from dschat.hybrid.vllm_rollout import installed_release
 from dschat.models.checkpoint import Checkpoint
+from dschat.models.heads import SharedBase, check_shared
 from dschat.models.packing.model import Packing
-from dschat.models.shared_base import SharedBase, check_shared
-from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
-from dschat.models.vocabulary import embedding_rows, num_ids, same_ids, same_tokens
+from dschat.models.tokenizer import (
+    embedding_rows,
+    ensure_distinct_pad,
+    num_ids,
+    same_ids,
+    same_tokens,
+    stop_ids,
+)
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading
 
 ACTOR = "--actor_model_name_or_path"

@@ -10,8 +10,7 @@ from dschat.data.batches import StepBatches
 from dschat.data.preference_rows import most_answers
 from dschat.data.tokenize import preference_dataset, sft_dataset
 from dschat.models.heads import ScoreModel
-from dschat.models.tokenizer import ensure_distinct_pad, stop_ids
-from dschat.models.vocabulary import num_ids
+from dschat.models.tokenizer import ensure_distinct_pad, num_ids, stop_ids
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish

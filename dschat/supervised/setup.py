@@ -23,9 +23,8 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_tensors import announce_rest
 from dschat.models.heads import LanguageModel
 from dschat.models.packing.model import PackedModel, packed_model
-from dschat.models.tokenizer import stop_ids
+from dschat.models.tokenizer import match_vocabulary, num_ids, stop_ids
 from dschat.models.training_engine import TrainingEngine
-from dschat.models.vocabulary import match_vocabulary, num_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap

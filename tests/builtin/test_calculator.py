@@ -11,7 +11,7 @@ from dschat.config import RLHFConfig, SFTConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.environments.contract import Observation, ToolResult
-from dschat.environments.processes import load_environment
+from dschat.environments.sources import load_environment
 from dschat.environments.template_text import ObservationTokens
 
 

@@ -15,8 +15,7 @@ from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 from dschat.models.checkpoint_files import CheckpointFiles
-from dschat.models.tokenizer import complete_tokenizer
-from dschat.models.vocabulary import same_tokens
+from dschat.models.tokenizer import complete_tokenizer, same_tokens
 
 END = "<|im_end|>"
 SHOWS = CHATML.replace(

@@ -33,8 +33,7 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
-from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer
-from dschat.models.vocabulary import num_ids
+from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer, num_ids
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer

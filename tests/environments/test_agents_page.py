@@ -5,7 +5,7 @@ from documentation import PAGES, blocks
 from tool_templates import HERMES, tokenizer_of
 
 from dschat.environments.contract import Observation
-from dschat.environments.processes import load_environment
+from dschat.environments.sources import load_environment
 
 NAMES = ("calculator", "Store", "AgentInstance", "step")
 

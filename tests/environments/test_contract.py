@@ -5,7 +5,7 @@ import pytest
 
 from dschat.config import UserError
 from dschat.environments.contract import Environment, Observation
-from dschat.environments.processes import load_environment
+from dschat.environments.sources import load_environment
 from dschat.user_code.calls import Fault
 
 

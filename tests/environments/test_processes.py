@@ -10,7 +10,8 @@ from families import engine
 from dschat.builtin.arithmetic import RetryGame
 from dschat.config import UserError
 from dschat.environments.contract import Call
-from dschat.environments.processes import EnvironmentProcesses, Host, load_environment
+from dschat.environments.processes import EnvironmentProcesses, Host
+from dschat.environments.sources import load_environment
 from dschat.user_code.calls import Fault
 
 FILE = Path(__file__).parents[1] / "process_games.py"

@@ -12,7 +12,7 @@ from tool_templates import FORMS, SCHEMAS, search, tokenizer_of
 from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.episodes import EpisodeRunner
-from dschat.environments.processes import load_environment
+from dschat.environments.sources import load_environment
 from dschat.environments.template_text import ObservationTokens
 from dschat.inference import SamplingParams
 from dschat.inference.sequence import Event

@@ -14,7 +14,7 @@ from torch import nn
 from dschat.config import UserError
 from dschat.estimate.activations import Batch, run_pass
 from dschat.estimate.models import Models, Use
-from dschat.losses.logprobs import _CHUNK_ELEMENTS
+from dschat.losses.logprobs import _HEAD_CHUNK_ELEMENTS
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -95,7 +95,7 @@ def test_attention_memory_is_linear_in_the_length(opt, packing):
     )
     assert long.live - middle.live == pytest.approx(middle.live - short.live, rel=0.001)
     assert short.logits == middle.logits == long.logits
-    assert 0 < long.logits <= 4 * 4 * _CHUNK_ELEMENTS  # at most four fp32 copies of one chunk
+    assert 0 < long.logits <= 4 * 4 * _HEAD_CHUNK_ELEMENTS  # at most four fp32 copies of one chunk
 
 
 def test_columns_that_are_not_read_have_no_logits(opt):

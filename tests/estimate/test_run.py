@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from dschat.config import RLHFConfig, UserError
 from dschat.estimate import PlanRequest
 from dschat.estimate.report import log_lines, make_estimator, tables
-from dschat.launch.subprocesses import preflight_lines
+from dschat.launch.supervisor import preflight_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 from python_process import environment
 from stub_steps import QUIET, train
 
-from dschat.launch.subprocesses import RunReport
+from dschat.launch.supervisor import RunReport
 
 ENVIRONMENT = environment()
 

@@ -19,7 +19,7 @@ M, D, V = 7, 5, 11
 def chunks(monkeypatch):
     """``chunks(num_elements)``: of any number of rows, as many as have so many logits."""
     monkeypatch.setattr(MODULE, "_CHUNK_ROWS", 1)
-    return lambda num_elements: monkeypatch.setattr(MODULE, "_CHUNK_ELEMENTS", num_elements)
+    return lambda num_elements: monkeypatch.setattr(MODULE, "_HEAD_CHUNK_ELEMENTS", num_elements)
 
 
 def inputs(num_rows=M, dtype=torch.float32, seed=0):

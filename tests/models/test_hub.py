@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from dschat.config import UserError
-from dschat.models import hub
+from dschat.models import checkpoint_files
 from dschat.models.checkpoint import Checkpoint
 
 
@@ -19,7 +19,7 @@ def network(monkeypatch):
     for name in getproxies():
         monkeypatch.delenv(f"{name}_proxy", raising=False)
         monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
-    hub._has_network.cache_clear()
+    checkpoint_files._has_network.cache_clear()
 
     def fail(error):
         def look_up(*_):
@@ -28,7 +28,7 @@ def network(monkeypatch):
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
     yield fail
-    hub._has_network.cache_clear()
+    checkpoint_files._has_network.cache_clear()
 
 
 @pytest.mark.parametrize("part", ["config", "own_tokenizer"])
@@ -58,5 +58,5 @@ def test_a_folder_needs_no_network(network, tiny):
 def test_a_proxy_may_know_the_address(network, monkeypatch, variable, value, is_off):
     network(socket.gaierror("Name or service not known"))
     monkeypatch.setenv(variable, value)
-    hub.prepare("nobody/nothing")
+    checkpoint_files.prepare_hub("nobody/nothing")
     assert is_off == constants.HF_HUB_OFFLINE

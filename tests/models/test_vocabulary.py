@@ -18,8 +18,14 @@ from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.lora import add_lora
-from dschat.models.tokenizer import load_tokenizer, stop_ids
-from dschat.models.vocabulary import match_vocabulary, num_ids, same_ids, same_tokens
+from dschat.models.tokenizer import (
+    load_tokenizer,
+    match_vocabulary,
+    num_ids,
+    same_ids,
+    same_tokens,
+    stop_ids,
+)
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, sharded_loading, unwrap
 
 FLAG, FP32, CPU = "--model_name_or_path", torch.float32, torch.device("cpu")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dschat.inference.sequence import StepSchedule
-from dschat.inference.stats import GenerationStats
-from dschat.observability.device_span import DeviceSpan
+from dschat.inference.stats import DeviceSpan, GenerationStats
 
 
 @pytest.fixture

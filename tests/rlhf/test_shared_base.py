@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from dschat.checkpoint.manager import CheckpointManager
-from dschat.models import quantized, shared_base
+from dschat.models import heads, quantized
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import ScoreModel
 from dschat.models.packing.model import PackedModel
@@ -104,7 +104,7 @@ def test_ppo_is_that_of_four_models(zero, model, more, models_folder, monkeypatc
     assert all(p.requires_grad for p in critic - base)
     result = history(shared, case)
 
-    monkeypatch.setattr(shared_base, "sharing_copy", copy.deepcopy)
+    monkeypatch.setattr(heads, "sharing_copy", copy.deepcopy)
     apart, _ = trainer_of(models_folder, zero, model, SHARED)
     apart.engine.reward = merged_reward(apart)
     actor, critic, reward = map(set, parameters_of(apart.engine))
@@ -210,7 +210,7 @@ def test_a_quantized_base_is_shared_too(models_folder):
     model = AutoModelForCausalLM.from_pretrained(models_folder / "llama", **options)
     quantized.finish_loading(model, torch.float32)
     reward = Checkpoint(models_folder / "llama_adapted", "--x")
-    scores = shared_base.SharedBase(model).score_model(reward, 1)
+    scores = heads.SharedBase(model).score_model(reward, 1)
     layers = [
         m.get_submodule("model.layers.1.mlp.up_proj") for m in (model, scores.get_base_model())
     ]
