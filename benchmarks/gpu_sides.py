@@ -24,7 +24,7 @@ from dschat.data.micro_batches import MicroBatchSize
 from dschat.inference import Rollout, SamplingParams
 from dschat.inference.stats import DeviceSpan
 from dschat.models.heads import LanguageModel
-from dschat.models.recompute import recompute_activations
+from dschat.models.long_rows import recompute_activations
 from dschat.models.training_engine import TrainingEngine, evaluating
 from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
 from dschat.supervised.loop import SFTTask, train_step

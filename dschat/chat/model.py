@@ -24,7 +24,7 @@ from dschat.inference.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.inference.protocol import SamplingParams
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.continued_text import StreamDecoder
-from dschat.models.row_length import num_positions
+from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids, stop_ids
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from dschat.config import UserError
 from dschat.distributed.machine import is_full, needed_and_free
 from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD, Rest, whole_name
+from dschat.models.long_rows import restore_rotary
 from dschat.models.lora import unwrapped_name
-from dschat.models.row_length import restore_rotary
 from dschat.startup.files import sha256_of, sync_file
 
 _LAYER = re.compile(r"^.*?\.\d+\.")

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dschat.environments.contract import Call, Environment, Observation
-from dschat.environments.tools import Tool, ToolEnvironment
+from dschat.environments.contract import Call, Environment, Observation, Tool, ToolEnvironment
 from dschat.user_code.calls import Fault, Pool
 from dschat.user_code.imports import Recipe, rebuilt
 from dschat.user_code.processes import Worker

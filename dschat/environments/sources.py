@@ -8,10 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.environments.contract import Environment
+from dschat.environments.contract import (
+    Environment,
+    Tool,
+    ToolEnvironment,
+    load_tools,
+    methods_of,
+    require_unique,
+)
 from dschat.environments.processes import EnvironmentProcesses
 from dschat.environments.template_text import CallParser
-from dschat.environments.tools import Tool, ToolEnvironment, load_tools, methods_of, require_unique
 from dschat.user_code.imports import Recipe, load, portable
 
 

@@ -32,7 +32,7 @@ from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_
 from dschat.inference.speculation import Speculation
 from dschat.inference.stats import DeviceSpan
 from dschat.memory import free_bytes
-from dschat.models.row_length import num_positions
+from dschat.models.long_rows import num_positions
 from dschat.models.training_engine import without_adapters
 
 logger = logging.getLogger("dschat")

@@ -26,13 +26,13 @@ from dschat.inference.kernels.cuda import dispatch
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.layers import model_positions
 from dschat.inference.model.module_decoder import (
     AnyDecoder,
     ModuleDecoder,
     module_spec,
 )
 from dschat.inference.model.module_weights import ModuleWeights
-from dschat.inference.model.rotary import model_positions
 from dschat.inference.model.states import StatePool, num_slots, state_bytes
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem

@@ -28,7 +28,7 @@ from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_
 from dschat.inference.sampling import sample, uniforms
 from dschat.inference.stats import GenerationStats
 from dschat.losses import token_logprobs
-from dschat.models.row_length import num_positions
+from dschat.models.long_rows import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
 

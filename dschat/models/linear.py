@@ -23,7 +23,7 @@ from dschat.config.errors import first_line
 from dschat.config.rollout import cuda_kernels
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Product, Shape
-from dschat.models.recompute import run_in_pieces, runs_in_pieces
+from dschat.models.long_rows import run_in_pieces, runs_in_pieces
 from dschat.models.training_engine import full_shape
 
 _MAX_SIDE = 1024  # of the weight that is timed; beyond it the ratio of the libraries is constant

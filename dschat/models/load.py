@@ -45,8 +45,8 @@ from dschat.models.checkpoint_tensors import (
     text_prefix,
 )
 from dschat.models.config_files import muted
+from dschat.models.long_rows import fix_rotary
 from dschat.models.quantized import dequantized, finish_loading, loading_options
-from dschat.models.row_length import fix_rotary
 
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 

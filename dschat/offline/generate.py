@@ -26,13 +26,13 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.continued_text import whole_texts
 from dschat.models.heads import RewardModel
-from dschat.models.row_length import num_positions
+from dschat.models.long_rows import num_positions
 from dschat.observability import console
 from dschat.offline.answer_file import AnswerFile, AnswerLines
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import Progress, Prompts, Row, Rows
+from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
-from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import SourceScores, any_applies, combine
 from dschat.rlhf.initial_checkpoints import check_reward
 from dschat.rlhf.retokenize import Retokenizer

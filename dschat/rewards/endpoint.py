@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Values, values_of
-from dschat.rewards.samples import Samples
+from dschat.rewards.call import Samples, Values, values_of
 from dschat.user_code.calls import Fault, Pool, shortened, within
 
 ENDPOINT = "http"  # the name of the source

@@ -15,8 +15,7 @@ import yaml
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
-from dschat.rewards.call import adapted, is_async
-from dschat.rewards.samples import GIVEN
+from dschat.rewards.call import GIVEN, adapted, is_async
 from dschat.user_code.calls import raised
 from dschat.user_code.imports import Recipe, load, portable
 

@@ -20,13 +20,13 @@ from dschat.rewards.call import (
     Functions,
     Logs,
     MissingColumn,
+    Samples,
     Values,
     call,
     call_async,
 )
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
-from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
 from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, raised, within
 from dschat.user_code.processes import Workers

@@ -19,8 +19,7 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig, RewardTrainingConfig
-from dschat.rewards.call import MissingColumn, Value, Values
-from dschat.rewards.samples import Samples
+from dschat.rewards.call import MissingColumn, Samples, Value, Values
 from dschat.user_code.calls import Fault, shortened
 
 logger = logging.getLogger("dschat")

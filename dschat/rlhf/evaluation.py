@@ -25,11 +25,10 @@ from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.rewards.reward_functions import REWARD_MODEL
 from dschat.rewards.scoring import SourceScores, any_applies, source_means
 from dschat.rlhf.batching import pieces
-from dschat.rlhf.collector import Collector
+from dschat.rlhf.collector import Collector, prompt_table
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.forwards import action_logprobs
-from dschat.rlhf.prompts import prompt_table
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")

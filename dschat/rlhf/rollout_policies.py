@@ -21,9 +21,8 @@ from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Answered, FinishReason, Generator, Rollout, SamplingParams
 from dschat.inference.sequence import Request
 from dschat.losses import clip_scores, group_has_variance, group_stats
-from dschat.rlhf.collector import RolloutPolicy
+from dschat.rlhf.collector import PromptQueue, RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
-from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
 

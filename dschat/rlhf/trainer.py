@@ -24,6 +24,7 @@ from dschat.models.routing import add_router_loss, router_metrics, routing_metri
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.advantages import fill_in_advantages, policy_loss
 from dschat.rlhf.batching import micro_batches, settle_token_budget
+from dschat.rlhf.collector import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
@@ -35,7 +36,6 @@ from dschat.rlhf.metrics import (
     training_metrics,
     warn_of_gap,
 )
-from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
 from dschat.runtime import optimizer_step
 from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps

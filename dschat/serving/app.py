@@ -20,8 +20,7 @@ from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation, joined
-from dschat.serving.limits import Guard
-from dschat.serving.metrics import Counted, ServerMetrics
+from dschat.serving.limits import Counted, Guard, ServerMetrics
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.responses import (
     ChatFormat,

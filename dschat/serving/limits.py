@@ -1,17 +1,30 @@
-"""Guards the server: API keys, origins, size and time of requests, number of connections."""
+"""Guards the server: API keys, origins, size and time of requests, number of connections; and
+counts requests, tokens and seconds for Prometheus.
+"""
 
 import asyncio
 import resource
 import secrets
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dschat.serving.responses import error_body
+from dschat.serving.worker import EngineWorker, ServedModel
 
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")
@@ -123,3 +136,66 @@ async def _read(receive: Receive, max_bytes: int) -> bytes | None:
             parts.append(part)
         is_whole = not message.get("more_body", False)
     return b"".join(parts) if num_bytes <= max_bytes else None
+
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class ServerMetrics:
+    """The metrics of ``/metrics``, in a registry of its own."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        model = ["model"]
+
+        def counter(name: str, text: str, labels: list[str]) -> Counter:
+            return Counter(f"dschat_{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(
+                f"dschat_{name}_seconds", text, model, registry=self.registry, buckets=_SECONDS
+            )
+
+        self.requests = counter("requests", "Requests by path and status.", ["path", "status"])
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", model)
+        self.answer_tokens = counter("answer_tokens", "Tokens of answers.", model)
+        self.cancelled = counter("cancelled", "Requests whose client left.", model)
+        self.first_token_s = seconds("first_token", "Time to the first token.")
+        self.request_s = seconds("request", "Time of a request.")
+
+    def follow(self, models: list[ServedModel]) -> None:
+        """Show the state of the models' engines."""
+        for name, text, state in (
+            ("running", "Answers that decode.", attrgetter("num_running")),
+            ("waiting", "Answers that wait for their first token.", attrgetter("num_waiting")),
+            ("cache_use", "Share of KV cache pages in use.", _cache_use),
+        ):
+            gauge = Gauge(f"dschat_{name}", text, ["model"], registry=self.registry)
+            for model in models:
+                gauge.labels(model.name).set_function(partial(state, model.worker))
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def _cache_use(worker: EngineWorker) -> float:
+    cache = worker.engine.cache
+    return 1.0 - cache.num_free / cache.num_pages
+
+
+class Counted:
+    """ASGI middleware: counts requests by route and status."""
+
+    def __init__(self, app: ASGIApp, counter: Counter) -> None:
+        self._app, self._counter = app, counter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")
+                self._counter.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counting)

@@ -17,7 +17,7 @@ from dschat.data.segments import encode_examples
 from dschat.data.sources.adapters import Content, Example
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import RewardModel
-from dschat.models.row_length import num_positions
+from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids
 from dschat.serving.schema import Preference, ScoreRequest, turns_of
 from dschat.startup.files import no_link

@@ -8,9 +8,8 @@ import torch
 from tool_templates import HERMES, search, tokenizer_of
 
 from dschat.config import UserError
-from dschat.environments.contract import Observation
+from dschat.environments.contract import Observation, load_tools, result_text
 from dschat.environments.sources import load_environment
-from dschat.environments.tools import load_tools, result_text
 from dschat.user_code.calls import Fault
 
 

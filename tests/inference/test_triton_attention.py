@@ -11,7 +11,7 @@ from triton_tensors import assert_close, assert_written, drawn, exact, poisoned
 from dschat.inference.kernels.cuda.operands import workspace
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.rotary import Rotary, alibi_slopes
+from dschat.inference.model.layers import Rotary, alibi_slopes
 
 EPS = 1e-2
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dschat.inference.kernels.cuda.uniform import uniform
+from dschat.inference.kernels.cuda.launch import uniform
 
 
 @triton.jit

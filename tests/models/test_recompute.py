@@ -6,7 +6,7 @@ from quick import each_once
 from tiny_models import causal_lm
 from torch.testing import assert_close
 
-from dschat.models import recompute
+from dschat.models import long_rows
 from dschat.models.heads import LanguageModel
 from dschat.models.lora import prepare_for_training
 from dschat.models.packing import pack
@@ -35,10 +35,10 @@ def gradients(name, lora, checkpointing, on_host=False):
 def test_gradients_of_pieces(name, lora, monkeypatch):
     """Where an MLP runs in pieces of 8 tokens, and where it cannot: experts, two inputs."""
     expected = gradients(name, lora, checkpointing=False)
-    sizes, run = [], recompute.checkpoint
-    monkeypatch.setattr(recompute, "PIECE", 8)
+    sizes, run = [], long_rows.checkpoint
+    monkeypatch.setattr(long_rows, "PIECE", 8)
     monkeypatch.setattr(
-        recompute,
+        long_rows,
         "checkpoint",
         lambda forward, piece, **how: sizes.append(piece.shape[-2]) or run(forward, piece, **how),
     )
@@ -53,7 +53,7 @@ def test_gradients_of_pieces(name, lora, monkeypatch):
 
 def test_only_inputs_of_layers_go_to_host_memory(monkeypatch):
     sent = []
-    to_host = recompute._to_host
-    monkeypatch.setattr(recompute, "_to_host", lambda x: sent.append(x.shape) or to_host(x))
+    to_host = long_rows._to_host
+    monkeypatch.setattr(long_rows, "_to_host", lambda x: sent.append(x.shape) or to_host(x))
     gradients("llama", 0, True, on_host=True)
     assert [shape for shape in sent if shape.numel()] == [(1, 68, 32)] * 2

@@ -26,8 +26,8 @@ from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import LanguageModel
+from dschat.models.long_rows import fix_rotary, num_positions, probe_length, restore_rotary
 from dschat.models.packing import pack
-from dschat.models.row_length import fix_rotary, num_positions, probe_length, restore_rotary
 
 ORIGINAL = 16
 _ROPE = {

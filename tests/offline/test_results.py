@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dschat.config import parser
+from dschat.offline.evaluate import Results, interval
 from dschat.offline.flags import EvalConfig
-from dschat.offline.results import Results, interval
 from dschat.reporting.run_files import shortest_ends
 
 Z95 = 1.959964

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from dschat.config import UserError
-from dschat.rewards.call import rebuilt_function
+from dschat.rewards.call import Samples, rebuilt_function
 from dschat.rewards.library import ExactMatch, JsonSchema
 from dschat.rewards.loader import load_reward_functions
-from dschat.rewards.samples import Samples
 
 SCORES = """
 from dataclasses import dataclass

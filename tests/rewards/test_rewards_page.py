@@ -9,9 +9,9 @@ import pytest
 
 from dschat.config import RLHFConfig
 from dschat.config.reward import REFERENCE
+from dschat.rewards.call import GIVEN, Samples
 from dschat.rewards.endpoint import body_of, rewards_of
 from dschat.rewards.library import READY_MADE
-from dschat.rewards.samples import GIVEN, Samples
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat.rewards.samples import Samples
+from dschat.rewards.call import Samples
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import SourceScores, any_applies
+from dschat.rlhf.collector import PromptQueue
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import DynamicSampling
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer

@@ -12,8 +12,8 @@ from dschat.config import RLHFConfig, UserError
 from dschat.inference.protocol import SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
+from dschat.rlhf.collector import prompt_table
 from dschat.rlhf.evaluation import HeldOutPrompts, _metric_names, evaluate_policy
-from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.runtime.gold_eval import EVAL_SEED
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dschat.config import UserError
 from dschat.data.batches import PromptTable
+from dschat.rlhf.collector import prompt_table
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
-from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dschat.config import UserError
-from dschat.rlhf.prompts import prompt_lists
+from dschat.rlhf.collector import prompt_lists
 
 IDS, MASK = [[7, 7, 5], [8, 9, 7]], [[0, 0, 1], [1, 1, 0]]
 

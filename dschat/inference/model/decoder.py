@@ -23,8 +23,7 @@ from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import Layer, Norm
-from dschat.inference.model.rotary import Rotary, alibi_slopes, query_scales
+from dschat.inference.model.layers import Layer, Norm, Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores

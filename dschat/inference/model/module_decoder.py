@@ -32,12 +32,12 @@ from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
+from dschat.models.long_rows import num_positions
 from dschat.models.packing import attention as packing
 from dschat.models.packing.kernels import Scores
 from dschat.models.packing.model import selects_keys
 from dschat.models.packing.states import StatefulRows, reading, run_by_row
 from dschat.models.routing import routers_of
-from dschat.models.row_length import num_positions
 from dschat.models.training_engine import evaluating, without_adapters
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.models.long_rows import probe_length
 from dschat.models.packing import attention
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.packing.sequence_parallel import Share, share_of
 from dschat.models.packing.states import is_sharded, mixers, run_by_row
-from dschat.models.row_length import probe_length
 from dschat.models.training_engine import ModelOrEngine, evaluating, without_adapters
 
 # NOTE: PEFT imports DeepSpeed, which reads settings of `dschat.runtime.deepspeed_engine`.

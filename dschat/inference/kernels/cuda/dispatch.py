@@ -19,7 +19,7 @@ from dschat.inference.kernels.cuda import operators
 from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
 from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.rotary import Rotary
+from dschat.inference.model.layers import Rotary
 from dschat.inference.model.weights import AnyLinear
 from dschat.inference.protocol import SamplingParams
 from dschat.models.packing.kernels import Scores
