@@ -12,7 +12,7 @@ after the current optimizer step, save a checkpoint and exit with code 75; the s
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.startup.interrupts import exit_on_interrupt
+    from dschat.startup import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 
 from dschat.distributed import RankGroup
 from dschat.inference import EngineConfig, SamplingParams
+from dschat.inference.kernels.cuda import MAX_ROWS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.kernels.cuda.operands import MAX_ROWS
 from dschat.inference.model.architectures import ModelSpec, model_spec
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart, HeadLayout

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dschat import __version__
-from dschat.startup.interrupts import exit_on_interrupt
+from dschat.startup import exit_on_interrupt
 
 PACKAGE = Path(__file__).resolve().parent
 SHIPPED = PACKAGE / "scripts"

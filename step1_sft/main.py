@@ -5,7 +5,7 @@ python step1_sft/main.py --help
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.startup.interrupts import exit_on_interrupt
+    from dschat.startup import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -10,7 +10,7 @@ The loop is in dschat/rlhf/run.py, and is the one that the README shows for note
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.startup.interrupts import exit_on_interrupt
+    from dschat.startup import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -4,7 +4,7 @@ The report goes to standard output, at most 100 columns wide; see ``inspect.py``
 """
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.startup.interrupts import exit_on_interrupt
+    from dschat.startup import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -17,7 +17,7 @@ from dschat.config import UserError
 from dschat.distributed import host_checks, stop_signals
 from dschat.distributed.machine import is_full
 from dschat.distributed.stop_signals import LAUNCHED_BY
-from dschat.startup.interrupts import is_importing
+from dschat.startup import is_importing
 
 SAME_ERROR_S = 3.0  # within which rank 0 finds the same mistake
 FAILURE_NEWS_S = 1.0  # within which ranks learn of a failure

@@ -28,8 +28,7 @@ from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
 from dschat.data.sources.turns import storable
-from dschat.user_code.calls import Fault, Pool, awaited, called, fault_of
-from dschat.user_code.imports import load
+from dschat.user_code.calls import Fault, Pool, awaited, called, fault_of, load
 
 _RETURNS = "return (text, reward, done): a str or None, a number, a bool"
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dschat.environments.contract import Call, Environment, Observation, Tool, ToolEnvironment
-from dschat.user_code.calls import Fault, Pool
-from dschat.user_code.imports import Recipe, rebuilt
+from dschat.user_code.calls import Fault, Pool, Recipe, rebuilt
 from dschat.user_code.processes import Worker
 
 # Of the environment, of tools by name, and whether the model hears of tools that fail. A tool

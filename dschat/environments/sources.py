@@ -18,7 +18,7 @@ from dschat.environments.contract import (
 )
 from dschat.environments.processes import EnvironmentProcesses
 from dschat.environments.template_text import CallParser
-from dschat.user_code.imports import Recipe, load, portable
+from dschat.user_code.calls import Recipe, load, portable
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dschat.estimate.memory import (
     held_by,
 )
 from dschat.estimate.models import Sizes, Use
-from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_module
+from dschat.hybrid import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.model.architectures import ModelSpec, check_shares

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.hybrid.rollout_choice import RolloutChoice, rollout_choice, runs_module
+from dschat.hybrid import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import (
     Buckets,
     empty_copy,
@@ -43,7 +43,7 @@ RolloutBackend = Literal["auto", "engine", "vllm"]
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How the actor generates. ``auto``: see `dschat.hybrid.rollout_choice`."""
+    """How the actor generates. ``auto``: see `dschat.hybrid`."""
 
     dtype: torch.dtype
     engine: EngineConfig

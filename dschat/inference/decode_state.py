@@ -21,8 +21,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dschat.inference.kernels.cuda import Field
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.kernels.cuda.operands import Field
 from dschat.inference.sampler import SamplingKind, StepSampling
 from dschat.inference.sequence import Sequence
 

@@ -19,8 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dschat.config.data import look_up
-from dschat.user_code.calls import Fault, fault_of, shortened
-from dschat.user_code.imports import Recipe, rebuilt
+from dschat.user_code.calls import Fault, Recipe, fault_of, rebuilt, shortened
 
 # Parameter of a reward function -> attribute of `Samples`. TRL's names work too.
 GIVEN = {

@@ -16,8 +16,7 @@ from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
 from dschat.rewards.call import GIVEN, adapted, is_async
-from dschat.user_code.calls import raised
-from dschat.user_code.imports import Recipe, load, portable
+from dschat.user_code.calls import Recipe, load, portable, raised
 
 logger = logging.getLogger("dschat")
 

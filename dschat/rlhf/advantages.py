@@ -18,8 +18,7 @@ from dschat import losses
 from dschat.config import RLHFConfig, UserError
 from dschat.config.errors import require
 from dschat.rlhf.experience import Experience
-from dschat.user_code.calls import raised
-from dschat.user_code.imports import load
+from dschat.user_code.calls import load, raised
 
 _GROUP_ESTIMATORS = {
     "grpo": losses.grpo_advantages,

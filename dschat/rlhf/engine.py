@@ -24,7 +24,7 @@ from dschat.config.fields import fixed_or_zero
 from dschat.hybrid.optimizer_offload import training_states_away
 from dschat.hybrid.rollout_form import RolloutForm, RolloutSettings, rollout_form
 from dschat.hybrid.vllm_rollout import VLLMRollout
-from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
+from dschat.hybrid.weight_stream import ShardedEMA, adapter_stream, weight_bytes, weight_stream
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Generator
 from dschat.models.checkpoint import Checkpoint
@@ -36,7 +36,6 @@ from dschat.models.packing.model import PackedModel
 from dschat.models.routing import replay_routing
 from dschat.models.tokenizer import num_ids
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, without_adapters
-from dschat.rlhf.ema import ShardedEMA
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.initial_checkpoints import InitialCheckpoints, find_checkpoints
 from dschat.rlhf.retokenize import Retokenizer

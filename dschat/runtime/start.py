@@ -19,8 +19,7 @@ from dschat.observability import console
 from dschat.observability.metrics_log import check_sinks
 from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
-from dschat.user_code.calls import raised
-from dschat.user_code.imports import load
+from dschat.user_code.calls import load, raised
 
 # With the arguments after the trainer, in steps 1 and 2 DeepSpeed's engine. ``metrics`` may be
 # changed: they are logged after the call.

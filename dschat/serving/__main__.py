@@ -1,7 +1,7 @@
 """``dschat serve``: an OpenAI-compatible server on the inference engine."""
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from dschat.startup.interrupts import exit_on_interrupt
+    from dschat.startup import exit_on_interrupt
 
     exit_on_interrupt()
 

@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from dschat.config import UserError
-from dschat.user_code.calls import Fault, background, fault_of, raised, timed_out
-from dschat.user_code.imports import resolve
+from dschat.user_code.calls import Fault, background, fault_of, raised, resolve, timed_out
 
 START_S = 120.0  # for the interpreter and the imports of the user's files
 _GRACE_S = 5.0  # after a call's limit, before an orphaned process exits by itself

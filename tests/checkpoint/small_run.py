@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import dschat.distributed as dist
 from dschat.checkpoint.manager import CheckpointManager, RunState
+from dschat.hybrid.weight_stream import ShardedEMA
 from dschat.models.lora import prepare_for_training
 from dschat.models.quantized import finish_loading, loading_options
-from dschat.rlhf.ema import ShardedEMA
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, sharded_loading
 from dschat.runtime.optimizer_step import OptimizerStep
 

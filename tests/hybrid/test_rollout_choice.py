@@ -6,7 +6,7 @@ from rollout_cases import Actor
 
 from dschat.config import RLHFConfig
 from dschat.estimate.rlhf import planned_choice
-from dschat.hybrid.rollout_choice import rollout_choice
+from dschat.hybrid import rollout_choice
 
 
 def chosen(layout="auto", lora="auto", adapters="none", sharded=False, readable=True, on_cpu=False):

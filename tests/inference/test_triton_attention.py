@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton_tensors import assert_close, assert_written, drawn, exact, poisoned
 
-from dschat.inference.kernels.cuda.operands import workspace
+from dschat.inference.kernels.cuda import workspace
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.layers import Rotary, alibi_slopes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels.cuda.operands import Workspace
+from dschat.inference.kernels.cuda import Workspace
 
 SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of a multiprocessor
 

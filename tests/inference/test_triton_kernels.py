@@ -8,7 +8,7 @@ import torch
 from triton_tensors import POISON, assert_written, drawn, exact, poisoned
 
 from dschat.inference import SamplingParams
-from dschat.inference.kernels.cuda.operands import workspace
+from dschat.inference.kernels.cuda import workspace
 from dschat.inference.sampling import sample, uniforms
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,7 +8,7 @@ from triton_tensors import POISON, assert_written, drawn, exact, poisoned
 
 from dschat.inference import SamplingParams
 from dschat.inference.decode_state import RING, DecodeState
-from dschat.inference.kernels.cuda.operands import Field
+from dschat.inference.kernels.cuda import Field
 from dschat.inference.sampler import SamplingKind
 
 CPU = torch.device("cpu")

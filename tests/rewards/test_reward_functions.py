@@ -19,7 +19,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import RewardError, SourceScores
-from dschat.user_code.imports import resolve
+from dschat.user_code.calls import resolve
 
 SCORES = '''
 import asyncio

@@ -18,7 +18,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from dschat.startup.interrupts import exit_on_interrupt
+from dschat.startup import exit_on_interrupt
 
 ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
 STEP1 = "step1_sft/main.py --output_dir out --max_seq_len 64 --model_name_or_path {f}/llama"

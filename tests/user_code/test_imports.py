@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 
 from dschat.config import UserError
-from dschat.user_code import imports
-from dschat.user_code.calls import Fault, called, shortened
-from dschat.user_code.imports import load, portable, rebuilt
+from dschat.user_code import calls
+from dschat.user_code.calls import Fault, called, load, portable, rebuilt, shortened
 
 FILES = {
     "scores.py": "from beside import BONUS\n\ndef score(): return BONUS\n\nclass _Hidden: pass\n",
@@ -71,7 +70,7 @@ ENDLESS = {
 @pytest.mark.parametrize("spec", ["endless.py:f", "endless:f"])
 @pytest.mark.parametrize("text", ENDLESS, ids=["waits", "catches all"])
 def test_an_import_that_never_ends_is_one_line(folder, monkeypatch, text, spec):
-    monkeypatch.setattr(imports, "IMPORT_S", 0.05)
+    monkeypatch.setattr(calls, "IMPORT_S", 0.05)
     (folder / "endless.py").write_text(text)
     line = ENDLESS[text] if ".py" in spec else ""
     before = signal.getsignal(signal.SIGALRM)

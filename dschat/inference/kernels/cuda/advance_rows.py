@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dschat.inference.kernels.cuda import Field
 from dschat.inference.kernels.cuda.launch import Launch, follow
-from dschat.inference.kernels.cuda.operands import Field
 
 _TOKEN, _POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
 _ALIVE, _LAST = tl.constexpr(Field.ALIVE.value), tl.constexpr(Field.LAST.value)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dschat.config.errors import UserError, first_line
 from dschat.config.rollout import STEP_PARTS, VARIABLE, cuda_kernels
-from dschat.inference.kernels.cuda import operators
-from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace, workspace
+from dschat.inference.kernels.cuda import ACTIVATIONS, MAX_ROWS, Workspace, operators, workspace
 from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.layers import Rotary

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dschat.inference.kernels.cuda import DRAW_BLOCK
 from dschat.inference.kernels.cuda.launch import Launch, follow, release, uniform
-from dschat.inference.kernels.cuda.operands import DRAW_BLOCK
 
 # Low bits of an fp32 number that no number of the dtype has.
 _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}

@@ -7,7 +7,7 @@ it. Operands are checked by each kernel's `plan`.
 import torch
 from torch import Tensor
 
-from dschat.inference.kernels.cuda.operands import DRAW_BLOCK, Workspace
+from dschat.inference.kernels.cuda import DRAW_BLOCK, Workspace
 
 
 @torch.library.custom_op("dschat::read_rows", mutates_args=())

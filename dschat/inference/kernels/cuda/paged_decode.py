@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dschat.inference.kernels.cuda import Workspace
 from dschat.inference.kernels.cuda.launch import (
     Launch,
     arrives_last,
@@ -27,7 +28,6 @@ from dschat.inference.kernels.cuda.launch import (
     parts_to_fetch,
     release,
 )
-from dschat.inference.kernels.cuda.operands import Workspace
 
 _BLOCK = 32  # keys: a page of the default size
 _PROGRAMS = 528  # four per multiprocessor of an H200: fewer (sequence, head) pairs are split

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dschat.inference.kernels.cuda import Field
 from dschat.inference.kernels.cuda.launch import Launch, follow, release
-from dschat.inference.kernels.cuda.operands import Field
 
 _ALIVE, _POSITION, _ORIGIN = (
     tl.constexpr(f.value) for f in (Field.ALIVE, Field.POSITION, Field.ORIGIN)

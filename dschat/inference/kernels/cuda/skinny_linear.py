@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dschat.inference.kernels.cuda import ACTIVATIONS, MAX_ROWS, Workspace
 from dschat.inference.kernels.cuda.launch import (
     Launch,
     arrives_last,
@@ -21,7 +22,6 @@ from dschat.inference.kernels.cuda.launch import (
     prefetch,
     release,
 )
-from dschat.inference.kernels.cuda.operands import ACTIVATIONS, MAX_ROWS, Workspace
 
 _PROGRAMS = 96  # enough for the 132 multiprocessors of an H200 to read at its full rate
 
