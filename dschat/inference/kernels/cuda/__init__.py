@@ -1,5 +1,5 @@
-"""Triton kernels of the decoder for CUDA, and what they and their callers share: sizes, the fields of
-a row, and scratch memory.
+"""Triton kernels of the decoder for CUDA, and what they share with callers: sizes, the fields of a
+row, and scratch memory.
 
 `dispatch` is the only module that the engine imports. No Triton here: callers choose kernels before
 it loads.
