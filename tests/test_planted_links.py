@@ -9,8 +9,8 @@ from dschat.config import UserError
 from dschat.distributed import machine, process_registry
 from dschat.launch.summary import write_summary
 from dschat.observability.metrics_log import RowFile, record_start
-from dschat.offline.answer_file import AnswerFile
 from dschat.offline.evaluate import Results
+from dschat.offline.rows import AnswerFile
 from dschat.runtime import output_dir
 from dschat.serving.schema import Preference
 from dschat.serving.web_chat import PreferenceFile

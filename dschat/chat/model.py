@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dschat.inference import InferenceEngine
     from dschat.inference.hf_generator import HuggingFaceGenerator
 
+logger = logging.getLogger("dschat")
+
 MAX_SEQ_LEN = 32_768  # tokens of prompt and answer, even if the model has more positions
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -129,9 +131,6 @@ def resolve_dtype(name: str) -> torch.dtype:
     if name == "auto":
         name = "bf16" if dist.device().type == "cuda" else "fp32"
     return getattr(torch, _DTYPES[name])
-
-
-logger = logging.getLogger("dschat")
 
 
 def check_system(tokenizer: "PreTrainedTokenizerBase", system: Optional[str]) -> None:

@@ -31,6 +31,8 @@ from dschat.memory import available_memory
 from dschat.startup.files import replace_file
 from dschat.user_code.calls import settle
 
+logger = logging.getLogger("dschat")
+
 # Fraction of the free memory that a snapshot leaves unused.
 _LEFT_FREE = 0.25
 
@@ -118,8 +120,6 @@ def seed_generators(seed: int, rank: int, step: int) -> None:
     np.random.seed(second)
     torch.manual_seed(third)  # those of all devices too
 
-
-logger = logging.getLogger("dschat")
 
 SHOWS_UP_S = 90.0  # for a written file to become visible on another machine
 _POLL_S = 0.05

@@ -29,6 +29,8 @@ from dschat.inference.model.states import batches_alike, row_table
 from dschat.inference.sequence import Sequence, StepSchedule
 from dschat.models.packing.states import StatefulRows
 
+logger = logging.getLogger("dschat")
+
 # Tokens times hidden size squared, above which the device takes longer than the host.
 _MOST_WORK = 1e10
 
@@ -146,9 +148,6 @@ class PromptGraphs:
             with torch.inference_mode(False):
                 self._logits[shape.rows] = torch.empty_like(logits)
         self._logits[shape.rows].copy_(logits)
-
-
-logger = logging.getLogger("dschat")
 
 
 class StepRunner:

@@ -16,6 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dschat.config import UserError
 
+logger = logging.getLogger("dschat")
+
 # Constants that older versions of transformers saved among the weights: causal masks, rotary
 # tables and position numbers (GPT-2, GPT-Neo, GPT-J, CodeGen, Pythia, Llama 2, BERT's relatives).
 # `attn.c_attn.bias` and `attention.dense.bias` are weights: only `attention.bias` is a constant.
@@ -85,7 +87,6 @@ def sound_weights(stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 # Training reads the text model alone, a causal LM like any other. What else the checkpoint has
 # stays on disk, until a save copies it beside the trained weights (`dschat.checkpoint.hf_export`).
 
-logger = logging.getLogger("dschat")
 
 FIELD = "text_config"
 

@@ -26,6 +26,8 @@ from dschat.models.cpu_matmul import Product, Shape
 from dschat.models.long_rows import run_in_pieces, runs_in_pieces
 from dschat.models.training_engine import full_shape
 
+logger = logging.getLogger("dschat")
+
 _MAX_SIDE = 1024  # of the weight that is timed; beyond it the ratio of the libraries is constant
 _ROWS = 256
 
@@ -144,7 +146,6 @@ def _training_product(shape: Shape, linear: Any) -> Product:
 # the device. `dschat.losses.logprobs` keeps no logits either. So do its experts, which
 # nobody has measured here.
 
-logger = logging.getLogger("dschat")
 
 # Liger's rotary kernel would replace a function of transformers for all models.
 _OFF = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}

@@ -33,6 +33,8 @@ from dschat.models.chat_template import (
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.config_files import read_generation_config
 
+logger = logging.getLogger("dschat")
+
 PAD_TOKEN = "<|pad|>"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
@@ -209,8 +211,6 @@ def stop_ids(
         found |= {*ids} if isinstance(ids, (list, tuple)) else {ids}
     return tuple(sorted(found - {None}))
 
-
-logger = logging.getLogger("dschat")
 
 # Text on which tokenizers differ: spaces, digits, case, accents, scripts, punctuation, newlines.
 _PROBE = "The  quick brown fox's 12345 jumps;\n\nover Ångström's naïve café, 東京 и 3.14% <|x|> !"

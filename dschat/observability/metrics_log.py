@@ -26,6 +26,8 @@ from dschat import __version__
 from dschat.config import CommonConfig, UserError
 from dschat.startup.files import no_link, replace_file
 
+logger = logging.getLogger("dschat")
+
 
 class RowFile:
     """One JSON object per line of ``path``.
@@ -100,8 +102,6 @@ class RowFile:
         self._write_out()
         self._file.close()
 
-
-logger = logging.getLogger("dschat")
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"

@@ -35,8 +35,10 @@ from dschat.offline.generate import generate
 from dschat.reporting.run_files import shortest_ends
 from dschat.startup.files import replace_file
 
+logger = logging.getLogger("dschat")
+
 _WIDTH = 160  # characters of the table where standard output is not a terminal
-OUT_FLAG = "--out"
+OUT = "--out"
 
 # By name: the values of rows (R,), NaN where a row has none; or one number that is not their mean.
 Metrics = dict[str, np.ndarray | float]
@@ -136,21 +138,21 @@ class Results:
             out.parent.mkdir(parents=True, exist_ok=True)
             replace_file(out, json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
         except OSError as error:
-            raise UserError(f"{OUT_FLAG} {path}: {error.strerror}; name another file") from None
+            raise UserError(f"{OUT} {path}: {error.strerror}; name another file") from None
 
 
 def check_out(path: str | None) -> None:
     """Raise ``UserError`` where ``--out`` exists and is not the output of ``dschat eval``."""
     if path is None or not os.path.exists(os.path.expanduser(path)):
         return
-    require(os.path.isfile(os.path.expanduser(path)), f"{OUT_FLAG} {path} is a folder; name a file")
+    require(os.path.isfile(os.path.expanduser(path)), f"{OUT} {path} is a folder; name a file")
     try:
         content = json.loads(Path(os.path.expanduser(path)).read_bytes())
     except ValueError:
         content = None
     require(
         isinstance(content, dict) and {"settings", "metrics", "differences"} <= set(content),
-        f"{OUT_FLAG} {path} exists, and dschat eval did not write it; name another file",
+        f"{OUT} {path} exists, and dschat eval did not write it; name another file",
     )
 
 
@@ -165,8 +167,6 @@ def _bounds(row: dict[str, Any], sign: str = "") -> str:
         return ""
     return f"{_number(row['low'], sign)} to {_number(row['high'], sign)}"
 
-
-logger = logging.getLogger("dschat")
 
 FLAG = "--answers"
 _PREFIX = "dschat_eval_"  # of the columns of a model's answers, beside those of the data

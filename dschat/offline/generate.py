@@ -28,14 +28,15 @@ from dschat.models.continued_text import whole_texts
 from dschat.models.heads import RewardModel
 from dschat.models.long_rows import num_positions
 from dschat.observability import console
-from dschat.offline.answer_file import AnswerFile, AnswerLines
 from dschat.offline.flags import GenerateConfig
-from dschat.offline.rows import Progress, Prompts, Row, Rows
+from dschat.offline.rows import AnswerFile, AnswerLines, Progress, Prompts, Row, Rows
 from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
 from dschat.rewards.scoring import SourceScores, any_applies, combine
 from dschat.rlhf.initial_checkpoints import check_reward
 from dschat.rlhf.retokenize import Retokenizer
+
+logger = logging.getLogger("dschat")
 
 FLAG = "--reward_model"
 
@@ -134,8 +135,6 @@ class AnswerScorer:
             columns={name: [row.columns.get(name) for row in rows] for name in self._columns},
         )
 
-
-logger = logging.getLogger("dschat")
 
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")  # a model's weights
 

@@ -25,6 +25,8 @@ from dschat.rlhf.collector import PromptQueue, RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
+logger = logging.getLogger("dschat")
+
 
 @dataclass
 class OpenPrompt:
@@ -124,9 +126,6 @@ def advance(
                 report(event.sequence.request)
     for open_prompt, request in zip(prompts, mine, strict=True):
         open_prompt.follow(request)
-
-
-logger = logging.getLogger("dschat")
 
 
 def policy_of(args: RLHFConfig, scorer: RolloutScorer, more: PromptQueue) -> RolloutPolicy:

@@ -21,6 +21,8 @@ from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
 from dschat.user_code.calls import load, raised
 
+logger = logging.getLogger("dschat")
+
 # With the arguments after the trainer, in steps 1 and 2 DeepSpeed's engine. ``metrics`` may be
 # changed: they are logged after the call.
 EVENTS = {
@@ -85,8 +87,6 @@ def _made(item: Any, label: str) -> Any:
         raise UserError(f"{label} has none of the hooks {', '.join(EVENTS)}")
     return item
 
-
-logger = logging.getLogger("dschat")
 
 _FEW_STEPS = 20
 

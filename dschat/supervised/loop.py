@@ -32,6 +32,8 @@ from dschat.runtime import optimizer_step
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 
+logger = logging.getLogger("dschat")
+
 Rows = list[dict[str, Any]]
 
 
@@ -140,9 +142,6 @@ class RewardTask(Task):
 
 def _router_metrics(sums: dict[str, float], weight: float) -> dict[str, float]:
     return {METRIC: sums[METRIC] / max(weight, 1.0)} if METRIC in sums else {}
-
-
-logger = logging.getLogger("dschat")
 
 
 def _reduce(parts: list[DeviceSums]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from tiny_models import IDS, LINEAR, SMALL, randomized
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
-from dschat.inference.model.module_weights import DeviceModule
+from dschat.inference.model.device_module import DeviceModule
 from dschat.models.cpu_matmul import VARIABLE
 
 _SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dschat.config import UserError
-from dschat.offline.answer_file import AnswerFile
+from dschat.offline.rows import AnswerFile
 
 LINES = [json.dumps({"n": n, "text": "äö\n"}, ensure_ascii=False) for n in range(3)]
 

@@ -17,10 +17,9 @@ from dschat.config import RewardConfig, SFTConfig, UserError, parser
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
 from dschat.inference import InferenceEngine, SamplingParams
-from dschat.offline.answer_file import AnswerFile
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.generate import generate
-from dschat.offline.rows import Prompts, Row, Rows
+from dschat.offline.rows import AnswerFile, Prompts, Row, Rows
 
 
 def rows_of(path: str | Path) -> list[dict]:

@@ -10,9 +10,8 @@ from dschat.config import RLHFConfig
 from dschat.data.batches import PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.offline.answer_file import AnswerLines
 from dschat.offline.flags import GenerateConfig
-from dschat.offline.rows import Row
+from dschat.offline.rows import AnswerLines, Row
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.collector import Collector, Group
 from dschat.rlhf.episodes import EpisodeCollector

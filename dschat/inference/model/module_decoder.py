@@ -30,7 +30,7 @@ from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
-from dschat.inference.model.module_weights import DeviceModule
+from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
 from dschat.models.long_rows import num_positions
 from dschat.models.packing import attention as packing
