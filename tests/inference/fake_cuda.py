@@ -180,7 +180,7 @@ class _Event:
 
 
 @contextlib.contextmanager
-def fake_cuda():
+def fake_cuda(capability=(9, 0)):
     """A scope with a fake CUDA device; yields its `Watch`. Skips the test without a compiler."""
     if _guard() is None:
         pytest.skip("needs g++ for a CUDA device guard")
@@ -188,7 +188,7 @@ def fake_cuda():
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)  # a CUDA build would look for a GPU
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         # Torch's operators, unless a test asks for kernels: Triton may be missing here.
         patch.setenv(VARIABLE, os.environ.get(VARIABLE, "0"))
         watch = Watch()

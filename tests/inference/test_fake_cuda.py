@@ -13,6 +13,7 @@ from transformers import LlamaConfig, OPTConfig
 WAYS = {
     "eager": {"cuda_graphs": False},
     "graph": {},
+    "fp32": {"dtype": torch.float32},
     "pages": {"page_size": 16},
     "borrowed": {"borrowed": "parts"},
     "views": {"borrowed": "adjacent"},
@@ -26,7 +27,7 @@ def slow(*values):
 
 # -- every family ----------------------------------------------------------------------------------
 
-QUICK = {("llama", "chunks"), ("bloom", "eager")}
+QUICK = {("llama", "chunks"), ("bloom", "pages"), ("opt", "eager"), ("qwen3_moe", "graph")}
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,10 @@ def test_every_family_runs_on_one_device(name, way):
     "options",
     [
         {"top_p": 0.9, "n": 3},
-        slow({"min_new_tokens": 4, "stop_token_ids": (60,)}),
+        {"min_new_tokens": 4, "stop_token_ids": (60,)},
         slow({"temperature": 0.0}),
         slow({"top_k": 5}),
-        slow({"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)}),
+        {"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)},
     ],
     ids=str,
 )
