@@ -12,7 +12,6 @@ from test_weights import base_tensors, factors, with_adapters
 from dschat.config import UserError
 from dschat.inference import SamplingParams
 from dschat.inference.model import experts
-from dschat.inference.model.architectures import check_shares, model_spec
 
 pytestmark = pytest.mark.usefixtures("operators_of_torch")
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
@@ -88,13 +87,6 @@ def test_experts_apart_are_all_there_and_in_one_form(change, message, module_of)
     made = empty_engine(module_of("qwen3_moe").config)
     with pytest.raises(UserError, match=message):
         made.weights.load(tensors + change(list(by_expert(those)), those[-1:]))
-
-
-def test_ranks_share_each_experts_columns():
-    config = CONFIGS["qwen3_moe"]()
-    config.moe_intermediate_size = 17
-    with pytest.raises(UserError, match="does not divide the model's 17 expert columns"):
-        check_shares(model_spec(config), 2)
 
 
 def test_side_products_on_stacks():
