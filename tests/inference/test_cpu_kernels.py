@@ -1,6 +1,7 @@
 """The compiled kernels against NumPy in float64, and the fallback if they cannot be compiled."""
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
@@ -327,12 +328,13 @@ def test_switched_off(fresh_load, monkeypatch):
     assert fresh_load() is None
 
 
-def test_without_a_compiler(fresh_load, monkeypatch, module_of):
-    lines = []
-    monkeypatch.setattr(cpu.logger, "info", lines.append)
+def test_without_a_compiler(fresh_load, monkeypatch, module_of, caplog):
     monkeypatch.setenv("PATH", "")
-    assert fresh_load() is None
-    assert [line.split(":")[0] for line in lines] == ["no C compiler (gcc or clang)"]
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        assert fresh_load() is None
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "no C compiler (gcc or clang)"
+    ]
     rollout = engine(module_of("llama")).generate([[5, 6]], SamplingParams(max_new_tokens=3))
     assert len(rollout.token_ids) == 1
 
