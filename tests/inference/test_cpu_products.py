@@ -30,13 +30,6 @@ def weight_of(request):
     return make
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(shape, has_bias, weight_of):
