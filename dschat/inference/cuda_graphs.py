@@ -49,7 +49,7 @@ def batch_bucket(count: int, largest: int) -> int:
 
 
 @cache
-def _stream() -> torch.cuda.Stream:
+def capture_stream() -> torch.cuda.Stream:
     """The stream that all of a process's engines capture on, the short-lived ones that evaluate a
     moving average too: each has a cuBLAS workspace (32 MiB on Hopper) that is never freed.
     """
@@ -73,7 +73,7 @@ class CudaCapture:
 
     def __call__(self, step: Step) -> Step:
         """Record ``step``, after a warm-up run."""
-        current, stream = torch.cuda.current_stream(), _stream()
+        current, stream = torch.cuda.current_stream(), capture_stream()
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):

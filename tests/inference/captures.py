@@ -61,7 +61,7 @@ def use(monkeypatch, lag=1, queue=None, fewest_tokens=256):
 
 def captured_by(made, capture, kernels=None):
     """Let an engine decode as on CUDA: ``capture`` records its steps, which may use ``kernels``."""
-    made._capture, made._kernels, made._runner = capture, kernels, None
+    made.capture_with(capture, kernels)
     return made
 
 

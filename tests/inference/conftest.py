@@ -37,6 +37,16 @@ def _worker(interpret):
     worker.close()
 
 
+@pytest.fixture
+def threads():
+    """``threads(count)`` sets how many torch has, until the test ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def operators_of_torch():
     """Traced steps do not see our CPU kernels."""

@@ -102,13 +102,13 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if func is _aten._local_scalar_dense.default:
+        if func.name() == "aten::_local_scalar_dense":
             if args[0].is_cuda:
                 self.note(READ)
             return 1
         if func is _aten.scaled_dot_product_attention.default:
             return self._attention(*args, **kwargs)
-        if func is _aten._grouped_mm.default and not self._is_fast(*args[:2]):
+        if func.name() == "aten::_grouped_mm" and not self._is_fast(*args[:2]):
             self.note(READ)  # of the ends of the groups
             return args[0].new_empty(len(args[0]), args[1].shape[-1])
         if func is _aten.rms_norm.default:
@@ -180,7 +180,7 @@ class _Event:
 
 
 @contextlib.contextmanager
-def fake_cuda():
+def fake_cuda(capability=(9, 0)):
     """A scope with a fake CUDA device; yields its `Watch`. Skips the test without a compiler."""
     if _guard() is None:
         pytest.skip("needs g++ for a CUDA device guard")
@@ -188,7 +188,7 @@ def fake_cuda():
         patch.setattr(torch.cuda, "Event", _Event)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)  # a CUDA build would look for a GPU
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         # Torch's operators, unless a test asks for kernels: Triton may be missing here.
         patch.setenv(VARIABLE, os.environ.get(VARIABLE, "0"))
         watch = Watch()
@@ -228,7 +228,7 @@ def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", in_module=Fals
             module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     made = InferenceEngine(config, dtype, DEVICE, EngineConfig(**knobs), module=module)
     if made.captures:
-        made._capture = watch.capture
+        made.capture_with(watch.capture)
     if in_module:
         with warnings.catch_warnings(action="ignore"):  # fake tensors have no addresses
             made.weights.use()

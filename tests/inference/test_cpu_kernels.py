@@ -1,6 +1,7 @@
 """The compiled kernels against NumPy in float64, and the fallback if they cannot be compiled."""
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families import PROMPTS, engine
+from soft_graph import operators_only
 
 from dschat.inference import SamplingParams
 from dschat.inference.kernels import cpu
@@ -241,22 +243,18 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_pages(kernels):
         assert torch.equal(Case(80, 4, 2, LENGTHS, rows=[row]).attend(kernels)[0], whole[row])
 
 
-def test_rows_of_one_sequence_on_several_threads(kernels):
+def test_rows_of_one_sequence_on_several_threads(kernels, threads):
     """All of them are written before any thread reads."""
     rows, length = 40, 400
     heads, cache = drawn(rows, 12, 64), drawn(length, 8, 64, seed=1)
     lengths = torch.arange(length - rows + 1, length + 1)
     table = torch.zeros(rows, 1, dtype=torch.int64)
     results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            own = cache.clone()
-            attend = cpu.DecodeAttention(kernels, lengths, lengths - 1, table, length, None)
-            results.append((attend(heads, own, None, 0.3), own))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 3):
+        threads(count)
+        own = cache.clone()
+        attend = cpu.DecodeAttention(kernels, lengths, lengths - 1, table, length, None)
+        results.append((attend(heads, own, None, 0.3), own))
     for out, own in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(own, results[0][1])
@@ -300,15 +298,11 @@ def test_attention_lets_other_threads_run(kernels):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "bloom", "gpt_neox", "opt_350m"])
-def test_engine_answers_as_without(kernels, monkeypatch, module_of, name):
+def test_engine_answers_as_without(kernels, module_of, name):
     sampling = SamplingParams(max_new_tokens=20, n=2, seed=3)
     with_kernels = engine(module_of(name)).generate(PROMPTS, sampling)
-    monkeypatch.setenv("DSCHAT_CPU_KERNELS", "0")
-    cpu.load.cache_clear()
-    try:
+    with operators_only():
         without = engine(module_of(name)).generate(PROMPTS, sampling)
-    finally:
-        cpu.load.cache_clear()
     assert with_kernels.token_ids == without.token_ids
     assert with_kernels.logprobs != without.logprobs  # they did run
     for a, b in zip(with_kernels.logprobs, without.logprobs, strict=True):
@@ -327,12 +321,13 @@ def test_switched_off(fresh_load, monkeypatch):
     assert fresh_load() is None
 
 
-def test_without_a_compiler(fresh_load, monkeypatch, module_of):
-    lines = []
-    monkeypatch.setattr(cpu.logger, "info", lines.append)
+def test_without_a_compiler(fresh_load, monkeypatch, module_of, caplog):
     monkeypatch.setenv("PATH", "")
-    assert fresh_load() is None
-    assert [line.split(":")[0] for line in lines] == ["no C compiler (gcc or clang)"]
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        assert fresh_load() is None
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "no C compiler (gcc or clang)"
+    ]
     rollout = engine(module_of("llama")).generate([[5, 6]], SamplingParams(max_new_tokens=3))
     assert len(rollout.token_ids) == 1
 

@@ -30,13 +30,6 @@ def weight_of(request):
     return make
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products(shape, has_bias, weight_of):
@@ -97,7 +90,7 @@ def test_a_new_version_is_packed_in_place(weight_of):
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="finds OpenMP in /proc")
-def test_threads_are_those_of_torch(weight_of, threads, monkeypatch):
+def test_threads_are_those_of_torch(weight_of, threads):
     """One OpenMP runtime in the process; without one, the calling thread computes all."""
     threads(2)
     _, packed, scales = weight_of((512, 512))
@@ -106,9 +99,8 @@ def test_threads_are_those_of_torch(weight_of, threads, monkeypatch):
     with open("/proc/self/maps") as lines:
         runtimes = {line.split()[-1] for line in lines if re.search(r"lib([gi]?omp|iomp5)", line)}
     assert len([path for path in runtimes if "sentencepiece" not in path]) == 1  # has its own
-    monkeypatch.setattr(cpu, "_openmp_of_torch", lambda: None)
     compiler = shutil.which("cc") or shutil.which("gcc")
-    alone = cpu.Kernels(cpu._library(compiler))
+    alone = cpu.Kernels(cpu.compiled_library(compiler), openmp=None)
     assert torch.equal(alone.product(x, packed, 512, None, scales), y)
 
 

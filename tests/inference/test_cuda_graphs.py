@@ -12,26 +12,12 @@ from families import build, empty_engine, engine
 from quick import each_once
 
 from dschat.config.errors import UserError
-from dschat.inference import SamplingParams, step_runner
-from dschat.inference.cuda_graphs import DecodeGraphs, batch_bucket
+from dschat.inference import SamplingParams
+from dschat.inference.cuda_graphs import batch_bucket
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
 SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    """Lists the graphs that engines make."""
-    made = []
-
-    class Recorded(DecodeGraphs):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            made.append(self)
-
-    monkeypatch.setattr(step_runner, "DecodeGraphs", Recorded)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -60,41 +46,41 @@ def test_the_kernel_s_steps_are_captured_once(monkeypatch, module_of):
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
-def test_graphs_made_in_inference_mode_run_outside_it(page_size, captured, module_of):
+def test_graphs_made_in_inference_mode_run_outside_it(page_size, module_of):
     made = on_graphs(module_of("llama"), page_size=page_size)
     with torch.inference_mode():
         expected = made.generate(PROMPTS, SAMPLING)
+        graphs = graphs_of(made)
     assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
-    assert len(captured) == 1
+    assert graphs_of(made) is graphs
 
 
-def test_graphs_live_as_long_as_what_they_read(captured, module_of):
+def test_graphs_live_as_long_as_what_they_read(module_of):
     module = module_of("llama")
-    made = on_graphs(module)
-    made.generate(PROMPTS, SAMPLING)
-    made.weights.load(module.named_parameters())
-    made.generate(PROMPTS, SAMPLING)
-    assert len(captured) == 1  # refreshed in place
-    made.release_cache()
-    made.generate(PROMPTS, SAMPLING)
-    assert len(captured) == 2
-    made.release_weights()
-    made.weights.load(module.named_parameters())
-    made.generate(PROMPTS, SAMPLING)
-    assert len(captured) == 3
-
-
-def test_graphs_of_borrowed_weights_that_moved_are_not_replayed(captured):
-    module = build("llama")
-    made = captured_by(empty_engine(module.config), again)
-    for num_captures, num_moves in ((1, 0), (1, 0), (2, 1)):
-        for parameter in module.parameters() if num_moves else ():
-            parameter.data = parameter.data.clone()
-        assert made.borrow_weights(dict(module.named_parameters())) == (
-            num_moves > 0 or not captured
-        )
+    made, graphs = on_graphs(module), []
+    for release in (None, None, made.release_cache, made.release_weights):
+        if release is not None:
+            release()
+        made.weights.load(module.named_parameters())
         made.generate(PROMPTS, SAMPLING)
-        assert len(captured) == num_captures
+        graphs.append(graphs_of(made))
+    assert graphs[1] is graphs[0]  # refreshed in place
+    assert graphs[2] is not graphs[1]
+    assert graphs[3] is not graphs[2]
+
+
+def test_graphs_of_borrowed_weights_that_moved_are_not_replayed():
+    module = build("llama")
+    made, graphs = captured_by(empty_engine(module.config), again), []
+    for moves in (False, False, True):
+        for parameter in module.parameters() if moves else ():
+            parameter.data = parameter.data.clone()
+        is_borrowed = made.borrow_weights(dict(module.named_parameters()))
+        assert is_borrowed == (moves or not graphs)
+        made.generate(PROMPTS, SAMPLING)
+        graphs.append(graphs_of(made))
+    assert graphs[1] is graphs[0]
+    assert graphs[2] is not graphs[1]
 
 
 def test_where_capturing_fails_decoding_goes_on(module_of, caplog):
@@ -145,9 +131,7 @@ class CompilationError(Exception):
 
 
 @pytest.mark.parametrize("graphs_fail_too", [False, True])
-def test_where_kernels_fail_decoding_goes_on_without(
-    graphs_fail_too, captured, caplog, module_of, monkeypatch
-):
+def test_where_kernels_fail_decoding_goes_on_without(graphs_fail_too, caplog, module_of):
     def refuse(*args, **options):
         raise CompilationError("at 34:42: no attribute\nmore")
 
@@ -167,9 +151,8 @@ def test_where_kernels_fail_decoding_goes_on_without(
     messages = [r.getMessage() for r in caplog.records]
     assert "by Triton kernels failed, going on without them: at 34:42: no attribute" in messages[0]
     assert len(messages) == 1 + graphs_fail_too
-    (graphs,) = captured
-    assert graphs.failed == graphs_fail_too
-    assert (len(graphs._graphs) > 0) != graphs_fail_too
+    assert graphs_of(made).failed == graphs_fail_too
+    assert (len(steps_of(made)) > 0) != graphs_fail_too
 
 
 def test_required_graphs_need_no_kernels(module_of):

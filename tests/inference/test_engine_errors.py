@@ -1,10 +1,12 @@
 """User errors: one line that names the cause, before anything is computed."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
 from captures import assert_idle, on_graphs, use
+from fake_cuda import fake_cuda
 from families import CONFIGS, POSITIONS, VOCAB, cache_gib, empty_engine, engine
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
@@ -15,13 +17,18 @@ from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
 from dschat.inference.decode_state import DecodeState
 from dschat.inference.engine_config import require_current
 from dschat.inference.sampler import Sampler
+from dschat.inference.sequence import Request
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 
 
-def assert_one_line(error):
-    assert isinstance(error.value, UserError)
-    assert "\n" not in str(error.value)
+@contextmanager
+def refused(message, error=UserError):
+    """A scope that raises ``error``, a `UserError`, of one line that ``message`` matches."""
+    with pytest.raises(error, match=message) as raised:
+        yield raised
+    assert isinstance(raised.value, UserError)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +42,12 @@ def assert_one_line(error):
 )
 def test_prompts_that_cannot_be_answered(prompts, message, module_of):
     made = engine(module_of("llama"))
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message):
         made.generate(prompts, SAMPLING)
-    assert_one_line(error)
-    with pytest.raises(UserError, match=message.split(" ", 2)[2]):
+    with refused(message.split(" ", 2)[2]):
         next(made.stream(prompts[-1], SAMPLING))
+    with refused(message.split(" ", 2)[2]):
+        made.core().add(Request(prompts[-1], SAMPLING))
     assert made.cache.num_free == made.cache.num_pages
     assert len(made.generate([[1]], SAMPLING)) == 1  # the engine still works
 
@@ -50,45 +58,33 @@ def test_a_prompt_longer_than_the_cache_can_ever_hold(page_size, module_of):
     gib = cache_gib(engine(module), 48)
     made = engine(module, page_size=page_size, kv_cache_gib=gib)
     message = "prompt 1 has 39 tokens; with 10 new ones that exceeds the KV cache .* kv_cache_gib"
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message):
         made.generate([[1], [1] * 39], SAMPLING)
-    assert_one_line(error)
     assert len(made.generate([[1], [1] * 38], SAMPLING)) == 2  # 48 tokens fit exactly
 
 
 @pytest.mark.parametrize("gib", [0, -1, 1e-9])
 def test_a_cache_without_a_page(gib, module_of):
-    with pytest.raises(
-        UserError, match="is smaller than a page of 32 tokens .* raise kv_cache_gib"
-    ) as error:
+    with refused("is smaller than a page of 32 tokens .* raise kv_cache_gib"):
         engine(module_of("llama"), kv_cache_gib=gib)
-    assert_one_line(error)
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "what"),
+    ("name", "size", "what", "change"),
     [
-        ("llama", 3, "4 attention heads"),
-        ("llama", 4, "2 key-value heads"),
-        ("bloom", 4, "6 attention heads"),
-        ("gpt2_inverse_layer", 16, "4 attention heads"),
+        ("llama", 3, "4 attention heads", {}),
+        ("llama", 4, "2 key-value heads", {}),
+        ("bloom", 4, "6 attention heads", {}),
+        ("gpt2_inverse_layer", 16, "4 attention heads", {}),
+        ("llama", 2, "47 MLP columns", {"intermediate_size": 47}),
+        ("qwen3_moe", 2, "17 expert columns", {"moe_intermediate_size": 17}),
     ],
 )
-def test_tensor_parallel_sizes_that_do_not_divide(name, size, what):
-    group = RankGroup()
+def test_tensor_parallel_sizes_that_do_not_divide(name, size, what, change):
+    group, config = RankGroup(), CONFIGS[name]()
     group.size = size
-    message = f"--inference_tp_size {size} does not divide the model's {what}"
-    with pytest.raises(UserError, match=message) as error:
-        empty_engine(CONFIGS[name](), group=group)
-    assert_one_line(error)
-
-
-def test_mlp_columns_that_do_not_divide():
-    group = RankGroup()
-    group.size = 2
-    config = CONFIGS["llama"]()
-    config.intermediate_size = 47
-    with pytest.raises(UserError, match="does not divide the model's 47 MLP columns"):
+    config.update(change)
+    with refused(f"--inference_tp_size {size} does not divide the model's {what}"):
         empty_engine(config, group=group)
 
 
@@ -120,9 +116,8 @@ def test_checkpoints_of_another_model(change, message, module_of, tmp_path):
     state = load_file(tmp_path / "model.safetensors")
     change(state)
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message) as error:
         InferenceEngine.from_pretrained(tmp_path)
-    assert_one_line(error)
     assert str(tmp_path) in str(error.value)
 
 
@@ -130,30 +125,26 @@ def test_a_config_of_another_model(module_of, tmp_path):
     module_of("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(UserError, match=r"the weights lack model.layers.2.\S+ and 8 more"):
+    with refused(r"the weights lack model.layers.2.\S+ and 8 more"):
         InferenceEngine.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json is not JSON") as error:
+    with refused("config.json is not JSON"):
         InferenceEngine.from_pretrained(tmp_path)
-    assert_one_line(error)
 
 
 def test_paths_and_dtypes(module_of, tmp_path):
-    with pytest.raises(UserError, match="no_such") as error:
+    with refused("no_such"):
         InferenceEngine.from_pretrained(tmp_path / "no_such")
-    assert_one_line(error)
     module_of("llama").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="dtype fp8 is unknown; choose from float32") as error:
+    with refused("dtype fp8 is unknown; choose from float32"):
         InferenceEngine.from_pretrained(tmp_path, dtype="fp8")
-    assert_one_line(error)
 
 
 def test_families_outside_the_table(tmp_path):
     config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
     GPTJForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="gptj is not in the architecture table") as error:
+    with refused("gptj is not in the architecture table", UnsupportedModel):
         InferenceEngine.from_pretrained(tmp_path)
-    assert_one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +159,9 @@ def test_families_outside_the_table(tmp_path):
 )
 def test_variants_the_decoder_does_not_have(name, change, message):
     config = CONFIGS[name]()
-    for key, value in change.items():
-        setattr(config, key, value)
-    with pytest.raises(UnsupportedModel, match=message) as error:
+    config.update(change)
+    with refused(message, UnsupportedModel):
         empty_engine(config)
-    assert_one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +207,7 @@ def test_an_error_in_the_middle_leaves_the_cache_clean(make, owner, name, module
 )
 def test_lists_that_do_not_fit_the_prompts(arguments, words, module_of):
     made = engine(module_of("llama"))
-    with pytest.raises(UserError, match=words):
+    with refused(words):
         made.generate([[3, 4]], SamplingParams(max_new_tokens=4), **arguments)
 
 
@@ -233,12 +222,12 @@ def test_a_stop_token_outside_the_vocabulary_is_never_drawn(stop, module_of):
 def test_a_device_that_is_not_there(device, tmp_path):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(UserError, match=f"device {device}"):
+    with refused(f"device {device}"):
         InferenceEngine.from_pretrained(tmp_path, device=device)
 
 
 def test_a_stream_is_one_answer(module_of):
-    with pytest.raises(UserError, match="n 2: a stream is one answer"):
+    with refused("n 2: a stream is one answer"):
         next(engine(module_of("llama")).stream([3], SamplingParams(n=2)))
 
 
@@ -247,27 +236,21 @@ def test_a_checkpoint_with_code_of_its_own(tmp_path):
     config = CONFIGS["llama"]().to_dict() | {"model_type": "own_thing", "auto_map": auto}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise AssertionError('it ran')")
-    with pytest.raises(UnsupportedModel, match="needs its own Python code") as error:
+    with refused("needs its own Python code", UnsupportedModel):
         InferenceEngine.from_pretrained(tmp_path)
-    assert_one_line(error)
 
 
-def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
+def test_another_gpu_than_the_current_one_is_refused():
     """Its graphs would be captured on a stream of the current one: an empty graph, wrong tokens."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(UserError, match=r"^device cuda:1 .* torch.cuda.set_device\(1\) first"):
-        InferenceEngine(CONFIGS["llama"](), torch.float32, torch.device("cuda:1"))
-    for device in ("cuda", "cuda:0", "cpu"):
-        require_current(torch.device(device))
+    with fake_cuda():
+        with refused(r"^device cuda:1 .* torch.cuda.set_device\(1\) first"):
+            InferenceEngine(CONFIGS["llama"](), torch.float32, torch.device("cuda:1"))
+        for device in ("cuda", "cuda:0", "cpu"):
+            require_current(torch.device(device))
 
 
 def test_an_engine_on_a_cpu_asks_for_no_gpu(monkeypatch):
-    """A CUDA build of torch raises where there is none, as on most laptops."""
-
-    def raises():
-        raise RuntimeError("Found no NVIDIA driver on your system")
-
+    """A CUDA build of torch raises where there is none, as on most laptops; another one always."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "current_device", raises)
     require_current(torch.device("cpu"))
     InferenceEngine(CONFIGS["llama"](), torch.float32, torch.device("cpu"))

@@ -10,11 +10,10 @@ from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, answered
 from transformers import LlamaConfig, OPTConfig
 
-from dschat.inference.model import attention
-
 WAYS = {
     "eager": {"cuda_graphs": False},
     "graph": {},
+    "fp32": {"dtype": torch.float32},
     "pages": {"page_size": 16},
     "borrowed": {"borrowed": "parts"},
     "views": {"borrowed": "adjacent"},
@@ -28,7 +27,7 @@ def slow(*values):
 
 # -- every family ----------------------------------------------------------------------------------
 
-QUICK = {("llama", "chunks"), ("bloom", "eager")}
+QUICK = {("llama", "chunks"), ("bloom", "pages"), ("opt", "eager"), ("qwen3_moe", "graph")}
 
 
 @pytest.mark.parametrize(
@@ -49,10 +48,10 @@ def test_every_family_runs_on_one_device(name, way):
     "options",
     [
         {"top_p": 0.9, "n": 3},
-        slow({"min_new_tokens": 4, "stop_token_ids": (60,)}),
+        {"min_new_tokens": 4, "stop_token_ids": (60,)},
         slow({"temperature": 0.0}),
         slow({"top_k": 5}),
-        slow({"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)}),
+        {"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)},
     ],
     ids=str,
 )
@@ -142,13 +141,25 @@ def test_models_of_the_usual_sizes_keep_the_budget(config, per_layer):
     assert around == {}
 
 
-@pytest.mark.parametrize("in_place", [slow(True), False])
-def test_prefill_repeats_no_shared_heads(in_place, monkeypatch):
-    if not in_place:
-        monkeypatch.setattr(attention, "_reads_shared_heads", lambda q, bias: False)
+@pytest.mark.parametrize(("name", "in_place"), [("llama", True), ("mistral", False)])
+def test_prefill_repeats_no_shared_heads(name, in_place):
+    """But where a window takes a bias."""
     with fake_cuda() as watch:
-        fake_engine(watch, CONFIGS["llama"]()).generate([[5] * 9, [6] * 9], SAMPLED)
+        fake_engine(watch, CONFIGS[name]()).generate([[5] * 9, [6] * 9], SAMPLED)
     assert ((False, "clone") in watch.counts) == (not in_place)
+
+
+def test_copies_of_a_step_do_not_grow_with_its_layers():
+    """Chunks of prompts, with pages before them: what layers share is made once."""
+    waiting = []
+    for num_layers in (2, 4):
+        config = CONFIGS["llama"]()
+        config.num_hidden_layers = num_layers
+        with fake_cuda() as watch:
+            made = fake_engine(watch, config, cuda_graphs=False, **WAYS["chunks"])
+            made.generate(PROMPTS, SAMPLED)
+        waiting.append([watch.counts[False, name] for name in (READ, TO_DEVICE, TO_HOST)])
+    assert waiting[0] == waiting[1]
 
 
 # -- what is counted -------------------------------------------------------------------------------

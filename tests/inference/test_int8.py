@@ -6,11 +6,22 @@ import copy
 
 import pytest
 import torch
-from families import EOS, POSITIONS, PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
+from families import (
+    DEFAULT_SIZES,
+    POSITIONS,
+    PROMPTS,
+    build,
+    empty_engine,
+    engine,
+    logprob_gap,
+    on_stacks,
+    stream,
+)
 from rank_threads import on_ranks
+from soft_graph import operators_only
 from test_weights import base_tensors, factors, with_adapters
 
-from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel, hf_generator
+from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
 from dschat.inference.model.linear import (
@@ -19,7 +30,6 @@ from dschat.inference.model.linear import (
     fastest_backends,
     int8_backends_for,
 )
-from dschat.inference.model.module_decoder import ModuleDecoder
 from dschat.models.training_engine import evaluating
 
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
@@ -85,11 +95,11 @@ def test_sums_in_fp16_do_not_overflow():
     torch.testing.assert_close(y, torch.full_like(y, 4.096), rtol=5e-3, atol=0)
 
 
-def test_ways_to_multiply(monkeypatch):
+def test_ways_to_multiply():
     assert int8_backends_for(torch.bfloat16) == ["int8_torch"]
     assert int8_backends_for(torch.float16) == ["int8_widened"]
-    monkeypatch.setattr(cpu, "load", lambda: None)
-    assert int8_backends_for(torch.float32) == ["int8_torch"]
+    with operators_only():
+        assert int8_backends_for(torch.float32) == ["int8_torch"]
     found = fastest_backends([(4, 4)], torch.bfloat16, torch.device("cuda"), True)
     assert found == {(4, 4): "int8_widened"}
 
@@ -147,8 +157,7 @@ def test_ranks_that_share_weights_round_their_own(module_of):
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_the_module_runs_with_rounded_weights(name, module_of):
     module = module_of(name)
-    sizes = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS}
-    made = module_engine(module, EngineConfig(quantization="int8", **sizes))
+    made = module_engine(module, EngineConfig(quantization="int8", **DEFAULT_SIZES))
     with made.weights.in_use():
         rollout = made.generate(PROMPTS, SAMPLING)
     assert logprob_gap(module, PROMPTS, rollout) > 1e-4
@@ -156,17 +165,18 @@ def test_the_module_runs_with_rounded_weights(name, module_of):
         assert logprob_gap(round_linears(module), PROMPTS, rollout) < 1e-4
 
 
-def test_wrong_decoding_is_found_all_the_same(module_of, monkeypatch):
+def test_wrong_decoding_is_found_all_the_same():
     """Plain forwards have the same weights: what is found is not their rounding."""
-    called = ModuleDecoder.step
-
-    def shifted(self, tokens, positions, *args, **options):
-        return called(self, tokens, positions + 1, *args, **options)
-
     sizes = EngineConfig(quantization="int8", max_num_seqs=8, max_seq_len=POSITIONS - 2)
-    module = module_of("gpt2")
-    monkeypatch.setattr(hf_generator, "_TOLERANCE", {torch.float32: 1e-4})
+    module = build("gpt2")
     module_engine(module, sizes)
-    monkeypatch.setattr(ModuleDecoder, "step", shifted)
+
+    def shift(module, args, inputs):
+        """The positions that a decoder gives, and a plain forward does not."""
+        if "position_ids" in inputs:
+            return args, inputs | {"position_ids": inputs["position_ids"] + 1}
+        return None
+
+    module.register_forward_pre_hook(shift, with_kwargs=True)
     with pytest.raises(UnsupportedModel, match="log-probs differ by"):
         module_engine(module, sizes)

@@ -1,12 +1,13 @@
 """Answers come with the experts that each of their tokens chose, whatever was scheduled."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from captures import LateQueue, on_graphs, use
 from episode_runs import run
-from families import EOS, POSITIONS, PROMPTS, cache_gib, engine, remember
+from families import DEFAULT_SIZES, PROMPTS, cache_gib, engine, remember
 from quick import each_once
 from rank_threads import on_ranks
 
@@ -48,15 +49,6 @@ def assert_plain(module, prompts, rollout):
         assert (experts[-1] == -1).all()
 
 
-def engine_of(module, decoder, **sizes):
-    if decoder == "table":
-        return engine(module, keeps_experts=True, **sizes)
-    sizes = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS} | sizes
-    made = module_engine(module, EngineConfig(keeps_experts=True, **sizes))
-    made.weights.use()
-    return made
-
-
 @pytest.mark.parametrize(
     ("family", "decoder", "layout"), each_once(FAMILIES, ["table", "module"], LAYOUTS)
 )
@@ -64,18 +56,17 @@ def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
     module, sizes = module_of(family), LAYOUTS[layout]
     if layout == "preempted":
         sizes = sizes | {"kv_cache_gib": cache_gib(engine(module, keeps_experts=True), 56)}
-    made = engine_of(module, decoder, **sizes)
+    if decoder == "table":
+        made, scope = engine(module, keeps_experts=True, **sizes), nullcontext
+    else:
+        sizes = EngineConfig(keeps_experts=True, **DEFAULT_SIZES | sizes)
+        made = module_engine(module, sizes)
+        scope = made.weights.in_use
     for _ in range(2):  # then with pages and drafts of the first call
-        rollout = made.generate(PROMPTS, SAMPLING)
-        if decoder == "module":
-            made.weights._use.close()
+        with scope():
+            rollout = made.generate(PROMPTS, SAMPLING)
         assert_plain(module, PROMPTS, rollout)
-        if decoder == "module":
-            made.weights.use()
         assert (made.stats.preemptions > 0) == (layout == "preempted")
-    made.weights.drop()
-    if decoder == "module":
-        made.weights._use.close()
 
 
 @pytest.mark.usefixtures("operators_of_torch")

@@ -67,12 +67,13 @@ class _Step(ctypes.Structure):
 
 
 class Kernels:
-    """The kernels of the compiled library at ``path``. Products and attention use torch's threads.
+    """The kernels of the compiled library at ``path``. Products and attention use the threads of
+    ``openmp``, see `_openmp_of_torch`; None: the calling one.
 
     Those that may take milliseconds release the GIL: the threads of a server work meanwhile.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, openmp: list[int | None] | None) -> None:
         holding, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
         for name, types in _SIGNATURES.items():
             for library in (holding, releasing):
@@ -86,7 +87,6 @@ class Kernels:
         self._products = releasing.dschat_products
         self._packed_size = holding.dschat_packed_size
         self._packed_size.restype = _INT
-        openmp = _openmp_of_torch()
         if openmp is not None:
             holding.dschat_use_openmp(*openmp)
         self._draw = releasing.dschat_draw
@@ -322,7 +322,7 @@ def load() -> Kernels | None:
         logger.info("no C compiler (gcc or clang): decoding on the CPU is slower without")
         return None
     try:
-        return Kernels(_library(compiler))
+        return Kernels(compiled_library(compiler), _openmp_of_torch())
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         logger.debug("CPU kernels cannot be used, decoding with torch's operations: %s", error)
         return None
@@ -345,7 +345,7 @@ def _openmp_of_torch() -> list[int | None] | None:
     return None
 
 
-def _library(compiler: str) -> Path:
+def compiled_library(compiler: str) -> Path:
     """Path of the compiled library, built if the cache folder lacks it.
 
     The file ends in the library's SHA-256: loading a damaged library would crash the process.

@@ -152,10 +152,10 @@ class Attention:
         pairs = rows.unflatten(1, (2, -1))
         stored = layout.keys_and_values(heads_THD)
         if stored is not None:
-            _copy_rows(pairs, self.slot_mapping, stored)
+            copy_rows(pairs, self.slot_mapping, stored)
             return
         for i, part in enumerate((layout.k, layout.v)):
-            _copy_rows(pairs[:, i], self.slot_mapping, heads_THD[:, part])
+            copy_rows(pairs[:, i], self.slot_mapping, heads_THD[:, part])
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ def _attended(
     return torch.matmul(scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype), v)
 
 
-def _copy_rows(rows: Tensor, index: Tensor, values: Tensor) -> None:
+def copy_rows(rows: Tensor, index: Tensor, values: Tensor) -> None:
     """``rows``[``index``] = ``values``. Four elements of 16 bits are copied as one, where they lie
     so: torch's kernel for GPUs computes an address for each.
     """
