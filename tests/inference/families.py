@@ -302,12 +302,12 @@ def rollout_of(prompts):
     return rollout
 
 
-def assert_same(got, expected):
+def assert_same(got, expected, gap=5e-5):
     """Two rollouts: the same tokens, and log-probs but for rounding."""
     assert got.token_ids == expected.token_ids
     assert got.finish_reasons == expected.finish_reasons
     for a, b in zip(got.logprobs, expected.logprobs, strict=True):
-        assert a == pytest.approx(b, abs=5e-5)
+        assert a == pytest.approx(b, abs=gap)
 
 
 def assert_same_but_for_ties(got, expected, gap):
