@@ -253,13 +253,14 @@ PAGES = {"page_size": 4}
 
 
 def check(interpreted, *args):
-    for got, expected in interpreted("rollouts", *args):
+    for got, expected in interpreted("triton_rollouts.rollouts", *args):
         assert_same(got, expected)
 
 
 def test_a_module_draws_the_same_tokens(interpreted):
     """With a window of six keys in its first layer."""
-    assert_same(*interpreted("module_rollouts", config_of("gemma3_text"), [[5, 6, 7] * 3], LONGER))
+    arguments = config_of("gemma3_text"), [[5, 6, 7] * 3], LONGER
+    assert_same(*interpreted("triton_rollouts.module_rollouts", *arguments))
 
 
 def test_tokens_are_those_of_the_plain_loop(interpreted):

@@ -270,7 +270,9 @@ def test_of_equal_logits_the_first_are_kept(interpreted, options, kept):
 @pytest.mark.parametrize("seed", [0, 17, -4, 2**31 * 1_000_003 + 5])
 def test_random_numbers_are_the_same(interpreted, seed):
     counters = torch.tensor([[0, 3, 10**9, 3], [0, 1, 2, 0], [0, 4, 77, 2**20]])
-    assert torch.equal(interpreted("uniforms", seed, counters), uniforms(seed, *counters))
+    assert torch.equal(
+        interpreted("triton_uniforms.uniforms", seed, counters), uniforms(seed, *counters)
+    )
 
 
 # -- operators -------------------------------------------------------------------------------------
