@@ -10,7 +10,7 @@ from fake_cuda import DEVICE, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, answered, assert_same
 from quick import some
-from test_module_steps import config_of
+from test_module_decoder import config_of
 from transformers import LlamaConfig, OPTConfig
 
 from dschat.config.cuda_kernels import STEP_PARTS
