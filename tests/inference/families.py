@@ -355,7 +355,8 @@ def cache_gib(made, num_tokens):
 @torch.no_grad()
 def reference_logprobs(module, prompt, answer, temperature=1.0):
     """Log-probs of ``answer`` by one full forward of transformers, without a cache."""
-    logits = module(torch.tensor([prompt + answer]), use_cache=False).logits[0]
+    ids = torch.tensor([prompt + answer], device=module.device)
+    logits = module(ids, use_cache=False).logits[0].cpu()
     logprobs = (logits[len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
 
