@@ -31,14 +31,26 @@ def kernels(monkeypatch):
 # -- the choice ------------------------------------------------------------------------------------
 
 
-def test_kernels_are_the_default_where_triton_compiles(monkeypatch, caplog):
-    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
-    monkeypatch.setattr(dispatch, "workspace", lambda device: None)
-    monkeypatch.setattr(dispatch, "_problem", lambda device: "")
-    assert all(map(dispatch.choose(DEVICE).runs, STEP_PARTS))
-    monkeypatch.setattr(dispatch, "_problem", lambda device: "no compiler")
-    assert dispatch.choose(DEVICE) is None
-    assert "without Triton kernels, several times slower: no compiler" in caplog.text
+def test_kernels_are_the_default_where_triton_compiles(kernels, monkeypatch, caplog):
+    """A machine on which it cannot is named; the errors of Triton are not RuntimeErrors."""
+
+    class CompilationError(Exception):
+        pass
+
+    def refuse(*args):
+        raise CompilationError("fatal error: Python.h\nmore")
+
+    with fake_cuda():
+        monkeypatch.delenv("DSCHAT_CUDA_KERNELS")
+        assert all(map(dispatch.choose(DEVICE).runs, STEP_PARTS))
+        monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
+        assert dispatch.choose(DEVICE) is None
+    problem = "Triton cannot compile a kernel here: fatal error: Python.h; install a C compiler"
+    assert f"without Triton kernels, several times slower: {problem}" in caplog.text
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
+    with pytest.raises(UserError, match=problem) as error:
+        decode_step(CONFIGS["llama"]())  # before weights load
+    assert "\n" not in str(error.value)
 
 
 def test_a_cpu_has_none(kernels):
@@ -130,21 +142,6 @@ def test_an_unknown_part_is_named(kernels, monkeypatch):
 def test_what_is_no_part_of_a_step_turns_no_kernel_on(value, kernels, monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", value)
     assert dispatch.choose(DEVICE) is None
-
-
-def test_a_machine_on_which_triton_cannot_compile_is_named(kernels, monkeypatch):
-    """Before weights load; the errors of Triton are not RuntimeErrors."""
-
-    class CompilationError(Exception):
-        pass
-
-    def refuse(*args):
-        raise CompilationError("fatal error: Python.h\nmore")
-
-    monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
-    with pytest.raises(UserError, match=r"fatal error: Python.h; install a C compiler") as error:
-        decode_step(CONFIGS["llama"]())
-    assert "\n" not in str(error.value)
 
 
 # -- operators -------------------------------------------------------------------------------------
