@@ -256,7 +256,7 @@ def check(interpreted, *args):
 
 def test_a_module_draws_the_same_tokens(interpreted):
     """With a window of six keys in its first layer."""
-    arguments = config_of("gemma3_text"), [[5, 6, 7] * 3], LONGER
+    arguments = "gemma3_text", [[5, 6, 7] * 3], LONGER
     assert_same(*interpreted("triton_rollouts.module_rollouts", *arguments))
 
 
