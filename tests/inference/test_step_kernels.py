@@ -3,13 +3,14 @@
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
+import quick
 import torch
 from fake_cuda import DEVICE, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, answered, assert_same
-from quick import some
 from test_module_decoder import config_of
 from transformers import LlamaConfig, OPTConfig
 
@@ -81,7 +82,7 @@ OF_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("part", some(OF_TORCH, ["product", "state"]))
+@pytest.mark.parametrize("part", quick.some(OF_TORCH, ["product", "state"]))
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=slow)])
 def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
     """One part by its kernel and the rest by torch, or the other way round. The state's kernels
@@ -169,12 +170,7 @@ def check_budget(captured, around, num_layers, budget):
 
 
 @pytest.mark.parametrize(
-    ("name", "borrowed"),
-    [
-        ("opt", "adjacent"),
-        *(pytest.param(name, "adjacent", marks=slow) for name in ("llama", "gpt_neox", "bloom")),
-        *(pytest.param(name, "", marks=slow) for name in ("llama", "opt", "gpt_neox", "bloom")),
-    ],
+    ("name", "borrowed"), quick.some(product(BUDGETS, ["adjacent", ""]), [("opt", "adjacent")])
 )
 def test_a_layer_takes_seven_operators(name, borrowed, kernels):
     config = CONFIGS[name]()
@@ -194,7 +190,7 @@ def test_models_of_the_usual_sizes_take_as_few(name, borrowed, kernels):
     check_budget(*counts, config.num_hidden_layers, BUDGETS[name])
 
 
-@pytest.mark.parametrize("name", some(CONFIGS, ["gemma3"]))
+@pytest.mark.parametrize("name", quick.some(CONFIGS, ["gemma3"]))
 def test_every_family_decodes_by_kernels(name, kernels):
     config = CONFIGS[name]()
     captured, _ = decode_step(config, page_size=16)
@@ -226,16 +222,11 @@ def test_parts_that_are_apart(kernels):
     assert captured["cat"] == 2 * 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"top_p": 0.9}, marks=slow),
-        pytest.param({"top_k": 3, "min_p": 0.1}, marks=slow),
-        pytest.param({"top_p": 0.9, "temperature": 0.0}, marks=slow),
-        {"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)},
-    ],
-    ids=str,
-)
+BOUND = {"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)}
+OTHERS = {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}, {"top_p": 0.9, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("options", [BOUND, *quick.slow(OTHERS)], ids=str)
 def test_every_sampling_is_drawn_by_kernels(options, kernels):
     captured, _ = decode_step(CONFIGS["llama"](), sampling=replace(SAMPLED, **options))
     assert captured["draw"] == 1
