@@ -109,19 +109,19 @@ class DecodeState:
             return fields.view(shapes[0]), table.view(shapes[1])
 
         self._packed = torch.zeros(size, dtype=torch.int64, device=device)
-        self._fields, self._table = split(self._packed)  # (9, S) and (S, W)
+        self.fields, self.table = split(self._packed)  # (9, S) and (S, W)
         self._written = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         self._host_fields, self._host_table = split(self._written)
         self._has_new_pages = False
-        self._sampling = StepSampling(num_rows, device)
+        self.sampling = StepSampling(num_rows, device)
         ring = RING, 2, width, num_rows
-        self._ring = torch.zeros(ring, dtype=torch.float64, device=device)
+        self.ring = torch.zeros(ring, dtype=torch.float64, device=device)
         self._host_ring = torch.zeros(ring, dtype=torch.float64, pin_memory=pinned)
         # Of each row: `RowDraft.room`, `RowDraft.first` and the tokens.
         self._drafts = torch.zeros(num_rows, 2 + WINDOW, dtype=torch.int64, device=device)
         self._ahead = torch.arange(width, device=device)
         self._pinned = pinned
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
         # Numbers of steps. A slot is free again when its step has been read.
         self._launched = self._fetched = self._read = 0
         self._fetches: deque[tuple[int, Wait]] = deque()
@@ -136,11 +136,11 @@ class DecodeState:
         self.owner = owner
         self._launched = self._fetched = self._read = 0
         self._fetches.clear()
-        self.queue.put(self._step.zero_)
+        self.queue.put(self.step.zero_)
 
     def prepare(self, kind: SamplingKind) -> None:
         """Make the memory that steps of ``kind`` read, before one is captured."""
-        self._sampling.prepare(kind)
+        self.sampling.prepare(kind)
 
     @torch.inference_mode(False)
     def enter(self, sequences: list[Sequence], kind: SamplingKind) -> None:
@@ -170,7 +170,7 @@ class DecodeState:
         table = [s.pages + [self._trash_page] * (width - len(s.pages)) for s in sequences]
         self._host_table[:count, :width] = torch.tensor(table)
         self._upload(0)
-        self._sampling.load(sequences, kind, self.queue.put)
+        self.sampling.load(sequences, kind, self.queue.put)
 
     def set_page(self, row: int, index: int, page: int) -> None:
         """The next `launch` reads and writes this page of a sequence."""
@@ -209,7 +209,7 @@ class DecodeState:
         """Queue a step, after the pages set since the last one."""
         assert self.num_unread < RING
         if self._has_new_pages:
-            self._upload(self._fields.numel())
+            self._upload(self.fields.numel())
         self.queue.put(replay)
         self._launched += 1
 
@@ -218,7 +218,7 @@ class DecodeState:
         first = self._fetched % RING
         end = min(RING, first + self._launched - self._fetched)
         copy = self._host_ring[first:end].copy_
-        self.queue.put(partial(copy, self._ring[first:end], non_blocking=True))
+        self.queue.put(partial(copy, self.ring[first:end], non_blocking=True))
         self._fetched += end - first
         self._fetches.append((self._fetched, self.queue.mark()))
 
@@ -243,15 +243,15 @@ class DecodeState:
         """Inputs of a step of ``size`` rows, of which it reads the first ``pages``, with ``width``
         positions each.
         """
-        f = self._fields[:, :size]
+        f = self.fields[:, :size]
         if kernels is not None and kernels.runs("state"):
             where = self._page_size, self._trash_page
-            numbers, too_short = kernels.read_rows(self._fields, self._table, size, *where)
-            table = self._table[:size, :pages]
+            numbers, too_short = kernels.read_rows(self.fields, self.table, size, *where)
+            table = self.table[:size, :pages]
             position, length, slot = numbers[:3].unbind()
             return StepRows(f[Field.TOKEN], position, length, slot, table, numbers[3:], too_short)
         alive = f[Field.ALIVE]
-        table = self._table[:size, :pages].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
+        table = self.table[:size, :pages].masked_fill(alive.unsqueeze(1) == 0, self._trash_page)
         tokens = f[Field.TOKEN].unsqueeze(1)
         positions = (f[Field.POSITION] * alive).unsqueeze(1)
         drafted = is_drafted = None
@@ -269,7 +269,7 @@ class DecodeState:
 
     def state_slots(self, size: int, trash: int) -> Tensor:
         """The slots (size,) int64 of the first rows' recurrent states; ``trash`` of dead rows."""
-        f = self._fields[:, :size]
+        f = self.fields[:, :size]
         return f[Field.STATES].masked_fill(f[Field.ALIVE] == 0, trash)
 
     def _drafts_at(self, positions: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +301,7 @@ class DecodeState:
     ) -> tuple[Tensor, Tensor]:
         """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V)."""
         draws, width = (rows.key, rows.too_short), len(logits) // len(rows.table)
-        return self._sampling.draw(logits, kind, *draws, num_tokens, kernels, width)
+        return self.sampling.draw(logits, kind, *draws, num_tokens, kernels, width)
 
     def advance(
         self,
@@ -315,8 +315,8 @@ class DecodeState:
         ``tokens`` (B Q,) as follow accepted drafts, and one.
         """
         if kernels is not None and kernels.runs("state"):
-            memory = self._fields, self._ring, self._step
-            kernels.advance_rows(tokens, logprobs, *memory, self._sampling.stops(kind))
+            memory = self.fields, self.ring, self.step
+            kernels.advance_rows(tokens, logprobs, *memory, self.sampling.stops(kind))
             return
         size = len(rows.table)
         shown = tokens.view(size, -1)
@@ -324,34 +324,34 @@ class DecodeState:
             first, later = shown[:, :1], shown[:, 1:]
             is_right = (shown[:, :-1] == rows.drafted) & rows.is_drafted
             if kind.num_stops:
-                is_right &= ~self._sampling.is_stop(shown[:, :-1], kind)
+                is_right &= ~self.sampling.is_stop(shown[:, :-1], kind)
             kept = is_right.long().cumprod(1)
             count = kept.sum(1)
             tokens = shown.gather(1, count.unsqueeze(1)).squeeze(1)
             instead = torch.where(rows.is_drafted, REJECTED, NO_DRAFT)
             shown = torch.cat([first, torch.where(kept > 0, later, instead)], 1)
-            self._fields[Field.POSITION, :size] += count
+            self.fields[Field.POSITION, :size] += count
         drawn = torch.stack([shown.double().T, logprobs.view(size, -1).double().T])
-        ring = self._ring[:, :, : shown.shape[1], :size]
-        ring.index_copy_(0, self._step % RING, drawn.unsqueeze(0))
-        self._step += 1
+        ring = self.ring[:, :, : shown.shape[1], :size]
+        ring.index_copy_(0, self.step % RING, drawn.unsqueeze(0))
+        self.step += 1
         self._move(tokens, kind)
 
     def _move(self, tokens: Tensor, kind: SamplingKind) -> None:
         """Move the rows to ``tokens`` (B,), which were drawn at their positions."""
-        f = self._fields[:, : len(tokens)]
+        f = self.fields[:, : len(tokens)]
         alive = f[Field.ALIVE]
         alive *= f[Field.POSITION] < f[Field.LAST]
         if kind.num_stops:
-            alive *= ~self._sampling.is_stop(tokens, kind)
+            alive *= ~self.sampling.is_stop(tokens, kind)
         f[Field.TOKEN].copy_(tokens)
         f[Field.POSITION] += alive
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
         """Context in which steps count for nothing; all rows are dead until the next `enter`."""
-        self._fields[Field.ALIVE].zero_()
+        self.fields[Field.ALIVE].zero_()
         try:
             yield
         finally:
-            self._step.fill_(self._launched)
+            self.step.fill_(self._launched)

@@ -172,16 +172,16 @@ class StepRunner:
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._capture, self._kernels, self._drafts = capture, kernels, drafts
         self._graphs: DecodeGraphs | None = None
-        self._prompts: PromptGraphs | None = None
+        self.prompts: PromptGraphs | None = None
         if capture is not None and isinstance(decoder, Decoder):
-            self._prompts = PromptGraphs(decoder, cache, max_num_seqs, capture, kernels)
+            self.prompts = PromptGraphs(decoder, cache, max_num_seqs, capture, kernels)
 
     def logits(self, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
         for each token of the draft.
         """
-        if self._prompts is not None and (shape := self._prompts.shape_for(schedule)) is not None:
-            return self._prompts.logits(shape, schedule)
+        if self.prompts is not None and (shape := self.prompts.shape_for(schedule)) is not None:
+            return self.prompts.logits(shape, schedule)
         decoder = self._decoder
         if isinstance(decoder, Decoder) or not decoder.spec.states or decoder.reads_rows:
             return self._logits(schedule)

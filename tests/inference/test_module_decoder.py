@@ -5,7 +5,6 @@ computes what a plain forward of each sequence computes.
 import copy
 from contextlib import closing
 from itertools import cycle, product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
-from dschat.inference.model.module_decoder import ModuleDecoder, module_spec, paged
+from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import batches_alike, num_slots
 from dschat.inference.sequence import Request
 from dschat.models.cpu_matmul import VARIABLE
@@ -30,8 +29,8 @@ from dschat.models.packing.states import mixers
 
 GAP = 5e-5
 GAPS = {"qwen3_5_text": 2e-4}  # a decode sums in another order than a prefill
-_SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _LAYERS = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "rotary_dim": 8},
@@ -42,8 +41,8 @@ FAMILIES = {
         "attn_implementation": "eager",  # older releases' sdpa bounds no scores
     },
     "gemma3_text": {"sliding_window": 6, "layer_types": _LAYERS, "query_pre_attn_scalar": 16},
-    "gpt_oss": {"sliding_window": 6, "layer_types": _LAYERS, **_MOE},
-    "qwen3_moe": {"moe_intermediate_size": 16, **_MOE},
+    "gpt_oss": {"sliding_window": 6, "layer_types": _LAYERS, **MOE},
+    "qwen3_moe": {"moe_intermediate_size": 16, **MOE},
     "olmo2": {},
     "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "cohere2": {"sliding_window": 6, "layer_types": _LAYERS, "logit_scale": 0.25},
@@ -85,13 +84,18 @@ every_family = pytest.mark.parametrize("name", some(FAMILIES, QUICK))
 LAYOUTS = {
     "whole": {},
     "paged": {"page_size": 4, "max_num_batched_tokens": 11, "max_num_seqs": 5},
-    "preempted": {"page_size": 4, "max_num_seqs": 6, "kv_cache_gib": 0.0},  # filled in
+    # Filled in: room for about two of six sequences.
+    "preempted": {"page_size": 4, "max_num_seqs": 6, "kv_cache_gib": 0.0},
 }
 
 
-def random_module(name):
-    """A family's tiny module in eval mode, the same in each call."""
-    config = CONFIG_MAPPING[name](**_SIZES | FAMILIES[name])
+def config_of(name, **options):
+    return CONFIG_MAPPING[name](**SIZES | FAMILIES[name] | options)
+
+
+def random_module(config):
+    """A family, or a configuration: its tiny module in eval mode, the same in each call."""
+    config = config_of(config) if isinstance(config, str) else config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -117,18 +121,26 @@ def engine_on(module, **sizes):
     return module_engine(module, EngineConfig(**sizes))
 
 
+def answers(made, sampling, prompts=PROMPTS):
+    with made.weights.in_use():
+        return made.generate(prompts, sampling)
+
+
+def sizes_of(layout, module):
+    sizes = LAYOUTS[layout]
+    if "kv_cache_gib" not in sizes:
+        return sizes
+    return sizes | {"kv_cache_gib": 34 * 4 * module_spec(module).token_bytes(1, 4) / 2**30}
+
+
 @pytest.mark.parametrize(
     ("name", "layout"), some(product(FAMILIES, LAYOUTS), zip(QUICK, cycle(LAYOUTS)))
 )
 def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
-    module, sizes = module_of(name), LAYOUTS[layout]
-    if layout == "preempted":  # room for about two of six sequences
-        spec = module_spec(module)
-        sizes = sizes | {"kv_cache_gib": 34 * 4 * spec.token_bytes(1, 4) / 2**30}
+    module = module_of(name)
     sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True, temperature=0.8)
-    made = engine_on(module, **sizes)
-    with made.weights.in_use():
-        rollout = made.generate(PROMPTS, sampling)
+    made = engine_on(module, **sizes_of(layout, module))
+    rollout = answers(made, sampling)
     assert [len(ids) for ids in rollout.token_ids] == [16] * 2 * len(PROMPTS)
     assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAPS.get(name, GAP)
     if name in STATES:
@@ -144,17 +156,12 @@ def test_captured_steps_carry_the_states_of_their_rows(name, layout, module_of, 
     A prompt of one token starts a state.
     """
     use(monkeypatch, lag=2, queue=LateQueue())
-    module, sizes = module_of(name), LAYOUTS[layout]
-    if layout == "preempted":
-        sizes = sizes | {"kv_cache_gib": 34 * 4 * module_spec(module).token_bytes(1, 4) / 2**30}
+    module = module_of(name)
+    sizes = sizes_of(layout, module)
     plain, graphs = engine_on(module, **sizes), captured_by(engine_on(module, **sizes), again)
     for options in ({}, {"ignore_eos": True}, {"temperature": 0}):
         sampling = SamplingParams(max_new_tokens=16, n=3, seed=3, **options)
-        rollouts = []
-        for made in (plain, graphs):
-            with made.weights.in_use():
-                rollouts.append(made.generate([[5], *PROMPTS], sampling))
-        assert_same(*rollouts)
+        assert_same(*(answers(made, sampling, [[5], *PROMPTS]) for made in (plain, graphs)))
     assert steps_of(graphs)
     assert graphs.cache.states.num_free == num_slots(graphs.max_num_seqs)
 
@@ -166,8 +173,7 @@ def test_greedy_answers_with_shared_prefixes_drafts_and_streams(name, module_of)
     prompts = [PROMPTS[-1] + [7], PROMPTS[-1] + [9], PROMPTS[-1] + [7]]
     plain = engine_on(module)
     drafting = engine_on(module, page_size=4, speculate="history")
-    with plain.weights.in_use():
-        expected = plain.generate(prompts, greedy).token_ids
+    expected = answers(plain, greedy, prompts).token_ids
     with drafting.weights.in_use():
         for _ in range(2):  # then with pages of the first call
             assert drafting.generate(prompts, greedy).token_ids == expected
@@ -223,17 +229,14 @@ def test_adapters_of_experts_act_in_their_forward(module_of, monkeypatch):
     lora = LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
     module = get_peft_model(copy.deepcopy(module_of("qwen3_moe")), lora)
     made = engine_on(module)
-    with made.weights.in_use():
-        rollout = made.generate(PROMPTS, SamplingParams(max_new_tokens=8, seed=3))
+    rollout = answers(made, SamplingParams(max_new_tokens=8, seed=3))
     assert logprob_gap(module, PROMPTS, rollout) < GAP
 
 
 def test_the_module_trains_on_as_it_was(module_of):
     module = module_of("gemma2").train()
     name = module.config._attn_implementation
-    made = engine_on(module)
-    with made.weights.in_use():
-        made.generate(PROMPTS[:2], SamplingParams(max_new_tokens=4))
+    answers(engine_on(module), SamplingParams(max_new_tokens=4), PROMPTS[:2])
     assert module.training
     assert module.config._attn_implementation == name
     module(input_ids=torch.tensor([[2, 3, 4]])).logits.sum().backward()
@@ -253,11 +256,11 @@ def test_what_cannot_be_followed_is_refused_by_name(name, reason):
         engine_on(module)
 
 
-def test_wrong_log_probs_are_found_before_the_first_rollout(module_of, monkeypatch):
+def test_wrong_log_probs_are_found_before_the_first_rollout():
     """A layer's window that attention is not told."""
-    module = module_of("gemma3_text")
+    module = random_module("gemma3_text")
     for layer in module.model.layers:
-        monkeypatch.setattr(layer.self_attn, "sliding_window", None)
+        layer.self_attn.sliding_window = None
     with pytest.raises(UnsupportedModel, match="log-probs differ by"):
         engine_on(module)
 
@@ -302,25 +305,40 @@ def test_forced_tokens_move_the_states_on(module_of):
         assert logprob_gap(module, [prompt], rollout) < GAP
 
 
+def num_forwards(module, watched, prompts, **sizes):
+    """Calls of ``watched``, a part of the module, for ``prompts``, whose log-probs are right."""
+    made, forwards = engine_on(module, **sizes), []
+    with made.weights.in_use():
+        made.step_runner()  # finds out how the module reads rows
+        handle = watched.register_forward_pre_hook(lambda *args: forwards.append(args))
+        rollout = made.generate(prompts, SamplingParams(max_new_tokens=1, seed=2, ignore_eos=True))
+        handle.remove()
+    assert logprob_gap(module, prompts, rollout) < GAPS.get(module.config.model_type, GAP)
+    return len(forwards)
+
+
 @pytest.mark.parametrize("name", some(STATES, ["lfm2", "jamba"]))
-def test_layers_with_states_read_prompts_of_a_step_together(name, module_of, monkeypatch):
-    """One forward computes them all, unless padding changes what such a layer computes."""
-    module, step, steps = module_of(name), ModuleDecoder.step, []
+@pytest.mark.parametrize("knows_padding", [True, False])
+def test_layers_with_states_read_prompts_of_a_step_together(name, knows_padding):
+    """One forward computes them all, unless padding changes the state of a layer, which does not
+    know which tokens it is.
+    """
+    module = random_module(name)
+    for _, mixer in mixers(module) if not knows_padding else ():
+        own = mixer.forward
+        mixer.forward = lambda attention_mask=None, own=own, **given: own(**given)
+    lengths = {len(prompt) for prompt in PROMPTS}
+    assert num_forwards(module, module, PROMPTS) == (1 if knows_padding else len(lengths))
 
-    def counted(*args, **options):
-        steps.append(args)
-        return step(*args, **options)
 
-    monkeypatch.setattr(ModuleDecoder, "step", counted)
-    sampling = SamplingParams(max_new_tokens=1, seed=2, ignore_eos=True)
-    for number in (1, len({len(prompt) for prompt in PROMPTS})):
-        made = engine_on(module)  # which tries it
-        steps.clear()
-        with made.weights.in_use():
-            rollout = made.generate(PROMPTS, sampling)
-        assert logprob_gap(module, PROMPTS, rollout) < GAPS.get(name, GAP)
-        assert len(steps) == number
-        monkeypatch.setattr(ModuleDecoder, "reads_rows", False)
+@pytest.mark.parametrize("name", some(STATES, ["lfm2", "jamba"]))
+def test_a_state_is_continued_with_several_tokens(name, module_of):
+    """In the second step of two. But Jamba's with one."""
+    module, prompt = module_of(name), list(range(2, 32))
+    _, mixer = mixers(module)[0]
+    linear = next(part for part in mixer.children() if isinstance(part, torch.nn.Linear))
+    calls = num_forwards(module, linear, [prompt], page_size=4, max_num_batched_tokens=16)
+    assert calls == (1 + 14 if name == "jamba" else 2)
 
 
 def test_rows_that_layers_with_states_read_together():
@@ -332,30 +350,9 @@ def test_rows_that_layers_with_states_read_together():
     assert batches_alike([5000, 4000], [True] * 2) == [[0], [1]]
 
 
-@pytest.mark.parametrize("name", some(STATES, ["lfm2", "jamba"]))
-def test_how_layers_with_states_read_rows_is_found_out(name, module_of, monkeypatch):
-    """Padding changes the state of one that does not know which tokens it is."""
-    module = module_of(name)
-    weights = SimpleNamespace(device=torch.device("cpu"))
-
-    def made():
-        return ModuleDecoder(module, module_spec(module), weights)
-
-    with paged(module):
-        assert made().reads_rows
-        assert made().continues_states == (name != "jamba")
-        _, mixer = mixers(module)[0]
-        own = type(mixer).forward
-        monkeypatch.setattr(
-            type(mixer), "forward", lambda self, attention_mask=None, **x: own(self, **x)
-        )
-        assert not made().reads_rows
-
-
 def test_an_engine_may_be_made_and_used_in_inference_mode(module_of):
     module = module_of("olmo2")
     with torch.inference_mode():
-        made = engine_on(module)
-        with made.weights.in_use():
-            rollout = made.generate(PROMPTS[:3], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        rollout = answers(engine_on(module), sampling, PROMPTS[:3])
     assert logprob_gap(module, PROMPTS[:3], rollout) < GAP

@@ -8,28 +8,17 @@ import transformers
 from captures import captured_by, steps_of, use
 from fake_cuda import fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
-from families import EOS, POSITIONS, assert_same
+from families import POSITIONS, assert_same
 from packaging import version
 from quick import slow, some
 from soft_graph import operators_only, soft_capture
-from tiny_models import IDS, LINEAR, SMALL, randomized
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_module_decoder import MOE, SIZES, answers, config_of, engine_on, random_module
+from transformers import AutoConfig
 
-from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
+from dschat.inference import SamplingParams, UnsupportedModel
 from dschat.inference.model.device_module import DeviceModule
 from dschat.models.cpu_matmul import VARIABLE
 
-_SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
-_SIZES |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES = {
-    "gemma3_text": {"query_pre_attn_scalar": 16},
-    "qwen3_moe": {"moe_intermediate_size": 16, "layer_types": None, **_MOE},
-    "gpt_oss": _MOE,
-    # Layers with states, which a step finds by the slots of its rows.
-    "qwen3_5_text": LINEAR,
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-}
 # Operators of a layer in 16 bits, with casts and products that training's module does not fuse;
 # and around the layers, 107 of them for positions, draws and rows as with the table's decoder.
 # gpt-oss's four biases are an operator each where DeepSpeed has replaced torch's linear product.
@@ -43,10 +32,10 @@ BUDGETS |= {"qwen3_5_text": (82, 140), "lfm2": (42, 141)}
 _SCALED = {"rope_theta": 1e4, "factor": 2.0}
 _LONG = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, **_SCALED}
 WAITING = {
-    "mixtral": _MOE,
-    "gpt_oss": _MOE,  # transposed, interleaved and biased
+    "mixtral": MOE,
+    "gpt_oss": MOE,  # transposed, interleaved and biased
     "gemma3n_text": {"activation_sparsity_pattern": [0.95, 0.0], "num_kv_shared_layers": 0},
-    "phimoe": _MOE,
+    "phimoe": MOE,
     "phi3": {
         "rope_parameters": {"rope_type": "longrope", **_LONG},
         "original_max_position_embeddings": POSITIONS,
@@ -55,16 +44,12 @@ WAITING = {
 }
 
 
-def config_of(name):
-    return AutoConfig.for_model(name, **_SIZES | FAMILIES[name])
-
-
 def waiting(name, dtype):
-    sizes = _SIZES | {"layer_types": None, "pad_token_id": 0} | WAITING[name]
+    sizes = SIZES | {"sliding_window": 6, "pad_token_id": 0} | WAITING[name]
     return AutoConfig.for_model(name, **sizes, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, ["gpt_oss"]))
+@pytest.mark.parametrize("name", some(BUDGETS, ["gpt_oss"]))
 def test_a_captured_step_waits_for_nothing(name):
     """Experts too, as grouped products: transformers' loop over them reads which were chosen."""
     config = config_of(name)
@@ -95,10 +80,7 @@ def test_code_that_would_wait_does_not(name, dtype, gpu, monkeypatch):
 
 @pytest.mark.parametrize("name", WAITING)
 def test_code_that_does_not_wait_computes_the_same(name):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(waiting(name, torch.float32))
-    module, ids = randomized(module).eval(), torch.arange(2, 22).view(2, -1)
+    module, ids = random_module(waiting(name, torch.float32)), torch.arange(2, 22).view(2, -1)
     in_scope = DeviceModule(module)
     with torch.no_grad():
         expected = module(ids).logits
@@ -108,35 +90,23 @@ def test_code_that_does_not_wait_computes_the_same(name):
 
 
 def test_the_experts_loop_would_read_on_the_host():
-    config = config_of("qwen3_moe")
-    config._experts_implementation = "eager"
+    config = config_of("qwen3_moe", experts_implementation="eager")
     with fake_cuda() as watch, pytest.raises(UnsupportedModel, match="nonzero"):
         fake_engine(watch, config, in_module=True)
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, ["gemma3_text"]))
+@pytest.mark.parametrize("name", some(BUDGETS, ["gemma3_text"]))
 def test_a_frozen_step_computes_the_same(name, monkeypatch):
     """A trace of operators, which holds no number of the host's. Products as on a device: packed
     experts would read which were chosen.
     """
     use(monkeypatch)
     monkeypatch.setenv(VARIABLE, "plain")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
-    module = randomized(module).requires_grad_(False)  # a trace would look for gradients
-    sizes = EngineConfig(stop_ids=(EOS,), max_num_seqs=4, max_seq_len=POSITIONS, page_size=4)
+    module = random_module(name).requires_grad_(False)  # a trace would look for gradients
     with operators_only():
-        plain, graphs = (
-            InferenceEngine(module.config, torch.float32, torch.device("cpu"), sizes, module=module)
-            for _ in range(2)
-        )
+        plain, graphs = (engine_on(module, max_num_seqs=4, page_size=4) for _ in range(2))
         captured_by(graphs, soft_capture)
         for seed in range(2):
             sampling = SamplingParams(max_new_tokens=9, seed=seed, n=2)
-            rollouts = []
-            for made in (plain, graphs):
-                with made.weights.in_use():
-                    rollouts.append(made.generate(PROMPTS, sampling))
-            assert_same(*rollouts)
+            assert_same(*(answers(made, sampling, PROMPTS) for made in (plain, graphs)))
     assert steps_of(graphs)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from captures import graphs_of
-from families import CONFIGS, POSITIONS, build
+from captures import graphs_of, steps_of
+from families import CONFIGS, POSITIONS, assert_same, build, reference_logprobs
 from test_module_decoder import STATES, random_module
 
 from dschat.config.rollout import VARIABLE
@@ -37,11 +37,9 @@ def test_graph_is_eager_is_cpu(name, page_size):
     for graphs in (True, False):
         made = on("cuda", module, page_size=page_size, cuda_graphs=graphs)
         answers = made.generate(PROMPTS, GREEDY)
-        assert answers.token_ids == expected.token_ids
-        for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-3)
+        assert_same(answers, expected, 1e-3)
         assert made.captures == graphs
-        assert not graphs or len(graphs_of(made)._graphs) > 0
+        assert not graphs or len(steps_of(made)) > 0
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe", "gpt_oss", *STATES])
@@ -58,10 +56,7 @@ def test_captured_steps_of_modules_are_those_of_a_cpu(name):
         with made.weights.in_use():
             rollouts.append(made.generate(PROMPTS, GREEDY))
     assert not graphs_of(made).failed
-    expected, answers = rollouts
-    assert answers.token_ids == expected.token_ids
-    for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-3)
+    assert_same(*rollouts, 1e-3)
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -93,9 +88,7 @@ def check_kernels(name, page_size, use):
     assert made._kernels is not None
     for sampling in (GREEDY, SAMPLED):
         expected, answers = plain.generate(PROMPTS, sampling), made.generate(PROMPTS, sampling)
-        assert answers.token_ids == expected.token_ids
-        for mine, theirs in zip(answers.logprobs, expected.logprobs, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-3)
+        assert_same(answers, expected, 1e-3)
     return made
 
 
@@ -220,13 +213,13 @@ def test_graphs_survive_a_refresh_in_place():
     module = build("llama").cuda()
     made = on("cuda", module)
     made.generate(PROMPTS, SAMPLED)
-    captured = len(graphs_of(made)._graphs)
+    captured = len(steps_of(made))
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.05 * torch.randn_like(p))
     made.weights.load((n, p.detach()) for n, p in module.named_parameters())
     answers = made.generate(PROMPTS, SAMPLED)
-    assert len(graphs_of(made)._graphs) == captured
+    assert len(steps_of(made)) == captured
     assert answers.token_ids == on("cuda", module).generate(PROMPTS, SAMPLED).token_ids
 
 
@@ -234,12 +227,8 @@ def mean_gap(module, answers):
     """Mean difference of the answers' log-probs from those that ``module`` computes."""
     gaps = []
     for i, (ids, logprobs) in enumerate(zip(answers.token_ids, answers.logprobs, strict=True)):
-        prompt = PROMPTS[i // 2]
-        with torch.no_grad():
-            logits = module(torch.tensor([prompt + ids], device="cuda")).logits[0].float()
-        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        expected = expected.gather(1, torch.tensor(ids, device="cuda").unsqueeze(1)).squeeze(1)
-        gaps.append((expected - torch.tensor(logprobs, device="cuda")).abs())
+        expected = reference_logprobs(module, PROMPTS[i // 2], ids)
+        gaps.append((expected - torch.tensor(logprobs)).abs())
     return torch.cat(gaps).mean().item()
 
 

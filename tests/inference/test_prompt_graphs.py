@@ -1,13 +1,16 @@
 """Prompts by captured steps: here frozen operators, which keep the numbers that the host had."""
 
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from captures import captured_by, on_graphs
-from families import engine
+from captures import again, captured_by, on_graphs
+from families import assert_same, engine
 from soft_graph import operators_only, soft_capture
 
-from dschat.inference import SamplingParams, step_runner
+from dschat.inference import SamplingParams
+from dschat.inference.prompt_graphs import PaddedShape, PromptGraphs, length_bucket
 from dschat.inference.sequence import Request, StepSchedule
 from dschat.inference.step_runner import PaddedShape, length_bucket
 
@@ -17,7 +20,7 @@ SAMPLING = SamplingParams(max_new_tokens=3, seed=4)
 
 def shapes(made):
     """Those that were captured."""
-    return list(made.step_runner()._prompts._steps)
+    return list(made.step_runner().prompts.steps)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom", "mistral", "gpt_oss", "gemma2"])
@@ -29,20 +32,17 @@ def test_prompts_of_one_shape_share_a_graph(name, module_of):
         made = on_graphs(module, soft_capture, page_size=4)
         for prompts in (PROMPTS, [p[1:] for p in PROMPTS], PROMPTS[::-1]):
             expected = plain.generate(prompts, SAMPLING)
-            got = made.generate(prompts, SAMPLING)
-            assert got.token_ids == expected.token_ids
-            for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-4)
+            assert_same(made.generate(prompts, SAMPLING), expected, 1e-4)
     if module.config.model_type != "gpt_oss":  # counts each expert's rows on the host
         assert shapes(made) == [PaddedShape(4, 32)]
 
 
-def test_what_is_captured(module_of, monkeypatch):
+def test_what_is_captured(module_of):
     made = on_graphs(module_of("llama"), page_size=4)
-    made.generate(PROMPTS[:1], SAMPLING)
-    graphs = made.step_runner()._prompts
+    wide = SimpleNamespace(spec=replace(made.spec, hidden_size=1 << 14), weights=made.weights)
+    graphs = made.step_runner().prompts
 
-    def shape_for(*sizes, computed=0):
+    def shape_for(*sizes, computed=0, graphs=graphs):
         chunks = []
         for size in sizes:
             (sequence,) = Request(list(range(3, size + 3)), SAMPLING).sequences
@@ -54,8 +54,8 @@ def test_what_is_captured(module_of, monkeypatch):
     assert shape_for(33) == PaddedShape(1, 48)
     assert shape_for(300, *[10] * 7) is None  # padding, for the most part
     assert shape_for(30, computed=10) is None  # its first tokens are cached
-    monkeypatch.setattr(step_runner, "_MOST_WORK", 64.0)
-    assert shape_for(30, 20) is None  # the device takes longer than the host
+    of_wide = PromptGraphs(wide, made.cache, 8, again, None)
+    assert shape_for(30, 20, graphs=of_wide) is None  # the device takes longer than the host
     assert [length_bucket(n) for n in (1, 16, 17, 257, 500, 1030)] == [16, 16, 32, 288, 512, 1152]
 
 

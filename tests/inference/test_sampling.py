@@ -1,10 +1,13 @@
-"""Drawing tokens against exact distributions worked out in float64."""
+"""Drawing tokens against exact distributions worked out in float64, and what is asked for."""
+
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import some
 from sampling_oracle import (
     ALMOST_ONE,
     DRAWS,
@@ -18,18 +21,9 @@ from sampling_oracle import (
     rows_of,
 )
 
-from dschat.inference import sampling
+from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sampling import inverse_cdf, sample, uniforms
-
-
-@pytest.fixture(params=["one level", "two levels"])
-def levels(request, monkeypatch):
-    """Small vocabularies through either walk; blocks of 8 leave a shorter last one."""
-    if request.param == "two levels":
-        monkeypatch.setattr(sampling, "_ONE_LEVEL", 0)
-        monkeypatch.setattr(sampling, "_BLOCK", 8)
-
+from dschat.inference.sampling import inverse_cdf, sample, truncate, uniforms
 
 KNOBS = [
     {},
@@ -49,27 +43,20 @@ MORE_KNOBS = [
 ]
 
 
+LOGITS = {"few": FEW, "many": MANY}
 OVER_MANY = ({}, KNOBS[-1])  # in the quick suite
 
 
-def is_slow(logits, options):
-    return options in MORE_KNOBS or (logits is MANY) != (options in OVER_MANY)
-
-
 @pytest.mark.parametrize(
-    ("logits", "options"),
-    [
-        pytest.param(
-            *(logits, options),
-            marks=[pytest.mark.slow] * is_slow(logits, options),
-            id=f"{name}-{options}",
-        )
-        for name, logits in (("few", FEW), ("many", MANY))
-        for options in (*KNOBS, *MORE_KNOBS)
-    ],
+    ("name", "options"),
+    some(
+        product(LOGITS, (*KNOBS, *MORE_KNOBS)),
+        [("many" if options in OVER_MANY else "few", options) for options in KNOBS],
+    ),
+    ids=str,
 )
-def test_draws_follow_the_exact_distribution(logits, options, levels):
-    uniform = uniforms(1, *counters(DRAWS))
+def test_draws_follow_the_exact_distribution(name, options):
+    logits, uniform = LOGITS[name], uniforms(1, *counters(DRAWS))
     ids, logprobs = sample(rows_of(logits), SamplingParams(**options), uniform)
     assert_drawn_from(ids, exact(logits, **options))
     raw = log_softmax(logits, options.get("temperature", 1.0))
@@ -77,7 +64,7 @@ def test_draws_follow_the_exact_distribution(logits, options, levels):
 
 
 @pytest.mark.parametrize("options", [{}, *KNOBS[2:], *MORE_KNOBS], ids=str)
-def test_forbidden_ids_leave_the_rest_renormalized(options, levels):
+def test_forbidden_ids_leave_the_rest_renormalized(options):
     """In the rows named, and before any truncation; log-probs stay those of the raw logits."""
     without = [0, 2, 8]  # the best one, too
     rows = torch.arange(DRAWS) % 2 == 0
@@ -137,11 +124,12 @@ def test_a_large_vocabulary_follows_the_distribution_too():
     assert_drawn_from(torch.cat(ids), exact(logits.astype(np.float32)))
 
 
-SIZES = [1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1000, 4096, 4097, 4224, 5000, 50_257]
+# From 4,097 on in two levels, of blocks of 128: the last one may be whole, or shorter.
+SIZES = [1, 2, 7, 1000, 4096, 4097, 4223, 4224, 4225, 5000, 50_257]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_inverse_cdf_is_the_token_where_the_mass_passes_the_uniform(size, levels):
+def test_inverse_cdf_is_the_token_where_the_mass_passes_the_uniform(size):
     generator = torch.Generator().manual_seed(size)
     probs = torch.randn(24, size, generator=generator).mul(3).exp()
     probs[torch.rand(24, size, generator=generator) < 0.3] = 0
@@ -275,13 +263,84 @@ def test_one_token_is_drawn_with_certainty():
         assert logprobs.tolist() == [0.0, 0.0]
 
 
-def test_a_vocabulary_of_fifty_thousand_with_most_of_it_excluded():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 50_000, generator=generator)
-    params = SamplingParams(top_k=5)
-    for uniform in (0.0, 0.5, ALMOST_ONE):
-        ids, _ = sample(logits, params, torch.full((64,), uniform, dtype=torch.float64))
-        assert (logits.topk(5).indices == ids.unsqueeze(1)).any(1).all()
+# Truncation
+
+
+def test_truncation_is_its_definition_however_wide_the_nucleus():
+    """Narrow, middling and wide rows side by side: all three looks of top-p, and top-k's."""
+    scales = [8.0, 0.01, 3.0, 1.0, 5.0, 0.3]
+    logits = np.random.default_rng(7).normal(size=(6, 6000)).astype(np.float32)
+    logits *= np.array(scales, dtype=np.float32)[:, None]
+    probs = torch.from_numpy(logits).softmax(-1)
+    sizes = set()
+    for options in (
+        {"top_p": 0.9},
+        {"top_p": 0.5, "min_p": 0.01},
+        {"top_k": 700},
+        {"top_k": 700, "top_p": 0.6, "min_p": 0.002},
+    ):
+        for scale in (1.0, 37.0):  # need not be normalized
+            kept = truncate(probs * scale, SamplingParams(**options))
+            for row in range(6):
+                expected = exact(logits[row], **options) > 0
+                assert np.array_equal(kept[row].numpy() > 0, expected)
+                sizes.add(int(expected.sum()))
+            assert torch.equal(kept[kept > 0], (probs * scale)[kept > 0])
+    assert min(sizes) < 128 < 1000 < max(sizes)
+    assert max(sizes) > 4096
+
+
+def test_ties_keep_no_more_than_the_definition_counts():
+    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_k=3))
+    assert (kept > 0).sum(1).tolist() == [3, 3]
+    kept = truncate(torch.full((2, 8), 0.125), SamplingParams(top_p=0.5))
+    assert (kept > 0).sum(1).tolist() == [4, 4]
+    for size in (200, 3000, 8192, 12_000):  # the 128 likeliest are any 128
+        kept = truncate(torch.ones(2, size), SamplingParams(top_p=0.625))
+        assert (kept > 0).sum(1).tolist() == [size * 5 // 8] * 2
+    assert truncate(torch.ones(1, 8), SamplingParams(min_p=0.99)).sum() == 8
+    kept = truncate(torch.tensor([[4.0, 1.0, 2.0]]), SamplingParams(min_p=0.5))
+    assert kept.tolist() == [[4, 0, 2]]  # what is at the bound stays
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])
+def test_ties_are_not_kept_twice_by_a_second_look(share):
+    """Which of many equals are among the 128 likeliest is chance; a wider look may see others."""
+    probs = torch.randint(1, 4, (8, 9000), generator=torch.Generator().manual_seed(0)).float()
+    probs[:4] = 1.0
+    kept = truncate(probs, SamplingParams(top_p=share))
+    for row in range(8):
+        order = np.sort(probs[row].numpy().astype(np.float64))[::-1]
+        needed = np.searchsorted(np.cumsum(order), share * order.sum()) + 1  # whole numbers: exact
+        assert (kept[row] > 0).sum() == needed
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 1},
+        {"n": 0},
+        {"min_new_tokens": -1},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+    ],
+)
+def test_bad_parameters_are_named(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        SamplingParams(**options)
+
+
+def test_what_ends_an_answer():
+    assert SamplingParams().end_ids((2, 3)) == {2, 3}
+    assert SamplingParams(stop_token_ids=(7, 2)).end_ids((2,)) == {2, 7}
+    assert SamplingParams(stop_token_ids=(7,), ignore_eos=True).end_ids((2,)) == {7}
 
 
 @pytest.mark.gpu

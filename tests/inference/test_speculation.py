@@ -1,6 +1,8 @@
 """Drafted tokens are kept exactly where they are what would have been drawn."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +18,12 @@ from families import (
 )
 from quick import each_once, slow
 from soft_graph import soft_capture
-from test_tensor_parallel import SAMPLING, cut, shared_rollout
+from test_tensor_parallel import SAMPLING, share_answers
 
-from dschat.inference import SamplingParams, speculation
+from dschat.inference import SamplingParams
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.sequence import Request
-from dschat.inference.speculation import Acceptance, AnswerHistory, Drafter
-from dschat.rlhf.rollout_policies import OpenPrompt, advance
+from dschat.inference.speculation import MAX_DRAFTED, Acceptance, AnswerHistory
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
@@ -174,24 +175,29 @@ def test_what_samples_have_in_common_is_learned_from_once(module_of, monkeypatch
     assert len(learned) <= stats.decoded_rows + len(PROMPTS) + stats.accepted_tokens
 
 
-def test_limits_of_a_prompt_and_of_a_step(module_of, monkeypatch):
-    """A limit of a prompt above the sampling's; and few rows for drafts."""
+def test_the_limit_of_a_prompt_may_be_above_the_samplings(module_of):
     made, plain = engine(module_of("llama"), speculate="history"), engine(module_of("llama"))
     short, limits = SamplingParams(max_new_tokens=2, seed=3, ignore_eos=True), [20] * len(PROMPTS)
     expected = plain.generate(PROMPTS, short, max_new_tokens=limits)
     remember(made, PROMPTS, expected, 0.0)
     assert_same(made.generate(PROMPTS, short, max_new_tokens=limits), expected)
     assert made.stats.accepted_tokens > 20
-    monkeypatch.setattr(speculation, "MAX_DRAFTED", 5)
-    drafted, draft = [], Drafter.draft
 
-    def watched(self, schedule):
-        draft(self, schedule)
-        drafted.append(sum(len(s.draft) for s in schedule.ready))
 
-    monkeypatch.setattr(Drafter, "draft", watched)
-    assert_same(made.generate(PROMPTS, short, max_new_tokens=limits), expected)
-    assert max(drafted) == 5
+def test_a_step_has_few_drafts(module_of):
+    """200 prompts want three tokens each, of which a step takes 512."""
+    sizes = {"speculate": "history", "max_num_seqs": 200, "max_num_batched_tokens": 2048}
+    made, prompts = engine(module_of("llama"), **sizes), []
+    for i in range(200):
+        prompts.append([3 + i % 50, 3 + i // 50])
+        made.speculation.history.add([answered(prompts[-1], [5] * 20)])
+    core, drafted = made.core(drafts=True), [0]
+    for number, ids in enumerate(prompts):
+        core.add(Request(ids, SamplingParams(max_new_tokens=8, ignore_eos=True), number))
+    while core.has_work:
+        core.step()
+        drafted.append(core.stats.drafted_tokens)
+    assert max(b - a for a, b in itertools.pairwise(drafted)) == MAX_DRAFTED == 512
 
 
 def test_auto_drafts_only_what_is_likely(module_of):
@@ -212,21 +218,16 @@ def test_auto_drafts_only_what_is_likely(module_of):
 def test_tensor_parallel_ranks_draft_alike(mode, capture, module_of, monkeypatch):
     """Both have the answers of one engine that drafts nothing."""
     use(monkeypatch)
-    module = module_of("llama")
 
     def prepare(made):
         captured_by(made, capture)
         for _ in range(3):  # until earlier answers are known to be right
             made.generate(TP_PROMPTS if made.group.rank == 0 else [], SAMPLING)
 
-    expected = engine(module).generate(TP_PROMPTS, SAMPLING)
     shares = [range(3), range(3, len(TP_PROMPTS))]
-    ranks = shared_rollout(module, 2, shares, prepare, speculate=mode)
-    for (rollout, made), share in zip(ranks, shares, strict=True):
-        assert rollout.token_ids == cut(expected, share)
-        assert made.stats.accepted_tokens > 50
-    first, second = (made.stats.drafted_tokens for _, made in ranks)
-    assert first == second
+    _, engines = share_answers(module_of("llama"), shares, prepare, speculate=mode)
+    assert all(made.stats.accepted_tokens > 50 for made in engines)
+    assert engines[0].stats.drafted_tokens == engines[1].stats.drafted_tokens
 
 
 # Captured steps of several positions
@@ -261,10 +262,13 @@ def test_another_call_takes_the_rows_in_the_middle_of_a_stream(monkeypatch, modu
 def test_widths_have_room_for_what_is_worth_it(monkeypatch, module_of):
     """The smallest step that takes the tokens worth a draft, on average over the rows."""
     use(monkeypatch)
-    made, worth = on_graphs(module_of("llama"), speculate="history"), [0]
-    monkeypatch.setattr(Drafter, "_length", lambda self, chances: worth[0])
+    made = on_graphs(module_of("llama"), speculate="history")
     expected = made.generate(TP_PROMPTS[:2], GREEDY)
-    for worth[0], width in ((0, 1), (1, 4), (3, 4), (4, 8), (16, 8)):
+    for worth, width in ((0, 1), (1, 4), (3, 4), (4, 8), (16, 8)):
+        chances = [1.0] * worth
+        made.speculation.acceptance = SimpleNamespace(
+            add=lambda *place: None, chances=lambda *place, found=chances: found
+        )
         made.release_cache()
         widths, step = set(), DecodeGraphs.step
 

@@ -3,14 +3,15 @@
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
+import quick
 import torch
 from fake_cuda import DEVICE, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, answered, assert_same
-from quick import some
-from test_module_steps import config_of
+from test_module_decoder import config_of
 from transformers import LlamaConfig, OPTConfig
 
 from dschat.config.errors import UserError
@@ -31,14 +32,26 @@ def kernels(monkeypatch):
 # -- the choice ------------------------------------------------------------------------------------
 
 
-def test_kernels_are_the_default_where_triton_compiles(monkeypatch, caplog):
-    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
-    monkeypatch.setattr(dispatch, "workspace", lambda device: None)
-    monkeypatch.setattr(dispatch, "_problem", lambda device: "")
-    assert all(map(dispatch.choose(DEVICE).runs, STEP_PARTS))
-    monkeypatch.setattr(dispatch, "_problem", lambda device: "no compiler")
-    assert dispatch.choose(DEVICE) is None
-    assert "without Triton kernels, several times slower: no compiler" in caplog.text
+def test_kernels_are_the_default_where_triton_compiles(kernels, monkeypatch, caplog):
+    """A machine on which it cannot is named; the errors of Triton are not RuntimeErrors."""
+
+    class CompilationError(Exception):
+        pass
+
+    def refuse(*args):
+        raise CompilationError("fatal error: Python.h\nmore")
+
+    with fake_cuda():
+        monkeypatch.delenv("DSCHAT_CUDA_KERNELS")
+        assert all(map(dispatch.choose(DEVICE).runs, STEP_PARTS))
+        monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
+        assert dispatch.choose(DEVICE) is None
+    problem = "Triton cannot compile a kernel here: fatal error: Python.h; install a C compiler"
+    assert f"without Triton kernels, several times slower: {problem}" in caplog.text
+    monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
+    with pytest.raises(UserError, match=problem) as error:
+        decode_step(CONFIGS["llama"]())  # before weights load
+    assert "\n" not in str(error.value)
 
 
 def test_a_cpu_has_none(kernels):
@@ -69,7 +82,7 @@ OF_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("part", some(OF_TORCH, ["product", "state"]))
+@pytest.mark.parametrize("part", quick.some(OF_TORCH, ["product", "state"]))
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=slow)])
 def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
     """One part by its kernel and the rest by torch, or the other way round. The state's kernels
@@ -132,21 +145,6 @@ def test_what_is_no_part_of_a_step_turns_no_kernel_on(value, kernels, monkeypatc
     assert dispatch.choose(DEVICE) is None
 
 
-def test_a_machine_on_which_triton_cannot_compile_is_named(kernels, monkeypatch):
-    """Before weights load; the errors of Triton are not RuntimeErrors."""
-
-    class CompilationError(Exception):
-        pass
-
-    def refuse(*args):
-        raise CompilationError("fatal error: Python.h\nmore")
-
-    monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
-    with pytest.raises(UserError, match=r"fatal error: Python.h; install a C compiler") as error:
-        decode_step(CONFIGS["llama"]())
-    assert "\n" not in str(error.value)
-
-
 # -- operators -------------------------------------------------------------------------------------
 
 # Norms 2, products 4, attention.
@@ -172,12 +170,7 @@ def check_budget(captured, around, num_layers, budget):
 
 
 @pytest.mark.parametrize(
-    ("name", "borrowed"),
-    [
-        ("opt", "adjacent"),
-        *(pytest.param(name, "adjacent", marks=slow) for name in ("llama", "gpt_neox", "bloom")),
-        *(pytest.param(name, "", marks=slow) for name in ("llama", "opt", "gpt_neox", "bloom")),
-    ],
+    ("name", "borrowed"), quick.some(product(BUDGETS, ["adjacent", ""]), [("opt", "adjacent")])
 )
 def test_a_layer_takes_seven_operators(name, borrowed, kernels):
     config = CONFIGS[name]()
@@ -197,7 +190,7 @@ def test_models_of_the_usual_sizes_take_as_few(name, borrowed, kernels):
     check_budget(*counts, config.num_hidden_layers, BUDGETS[name])
 
 
-@pytest.mark.parametrize("name", some(CONFIGS, ["gemma3"]))
+@pytest.mark.parametrize("name", quick.some(CONFIGS, ["gemma3"]))
 def test_every_family_decodes_by_kernels(name, kernels):
     config = CONFIGS[name]()
     captured, _ = decode_step(config, page_size=16)
@@ -229,16 +222,11 @@ def test_parts_that_are_apart(kernels):
     assert captured["cat"] == 2 * 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"top_p": 0.9}, marks=slow),
-        pytest.param({"top_k": 3, "min_p": 0.1}, marks=slow),
-        pytest.param({"top_p": 0.9, "temperature": 0.0}, marks=slow),
-        {"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)},
-    ],
-    ids=str,
-)
+BOUND = {"temperature": 0.5, "min_new_tokens": 4, "stop_token_ids": (60,)}
+OTHERS = {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}, {"top_p": 0.9, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("options", [BOUND, *quick.slow(OTHERS)], ids=str)
 def test_every_sampling_is_drawn_by_kernels(options, kernels):
     captured, _ = decode_step(CONFIGS["llama"](), sampling=replace(SAMPLED, **options))
     assert captured["draw"] == 1
@@ -253,13 +241,14 @@ PAGES = {"page_size": 4}
 
 
 def check(interpreted, *args):
-    for got, expected in interpreted("rollouts", *args):
+    for got, expected in interpreted("triton_rollouts.rollouts", *args):
         assert_same(got, expected)
 
 
 def test_a_module_draws_the_same_tokens(interpreted):
     """With a window of six keys in its first layer."""
-    assert_same(*interpreted("module_rollouts", config_of("gemma3_text"), [[5, 6, 7] * 3], LONGER))
+    arguments = "gemma3_text", [[5, 6, 7] * 3], LONGER
+    assert_same(*interpreted("triton_rollouts.module_rollouts", *arguments))
 
 
 def test_tokens_are_those_of_the_plain_loop(interpreted):

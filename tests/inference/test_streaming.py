@@ -5,14 +5,19 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
 from captures import LateQueue, assert_idle, graphs_of, on_graphs, use
-from families import EOS, POSITIONS, PROMPTS, VOCAB, assert_same, cache_gib, engine, logprob_gap
+from families import EOS, PROMPTS, VOCAB, assert_same, cache_gib, engine, logprob_gap
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import Rollout
 
-FREE = SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True)
+
+def with_options(**options):
+    return SamplingParams(**{"max_new_tokens": 20, "n": 2, "seed": 6, "ignore_eos": True} | options)
+
+
+FREE = with_options()
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +38,15 @@ def free(made):
     return made.generate(PROMPTS, FREE)
 
 
-def with_options(**options):
-    return SamplingParams(**{"max_new_tokens": 20, "n": 2, "seed": 6, "ignore_eos": True} | options)
-
-
 # Streaming
 
 
 def test_a_stream_is_the_answer_of_generate(either):
     sampling = with_options(n=1, ignore_eos=False)
-    for prompt in PROMPTS:
-        assert [list(either.stream(prompt, sampling))] == either.generate(
-            [prompt], sampling
-        ).token_ids
-
-
-def test_prompts_may_be_tuples(made):
-    sampling = with_options(n=1)
-    assert made.generate(list(map(tuple, PROMPTS)), sampling) == made.generate(PROMPTS, sampling)
+    for prompt in (*PROMPTS, tuple(PROMPTS[1])):
+        (answer,) = either.generate([list(prompt)], sampling).token_ids
+        assert list(either.stream(prompt, sampling)) == answer
+        assert either.generate([prompt], sampling).token_ids == [answer]
 
 
 def test_each_token_comes_with_a_step_of_its_own(made):
@@ -99,7 +95,7 @@ def test_streams_and_rollouts_take_turns(make, module_of, free, monkeypatch):
 def test_a_stream_is_a_rollout_read_late(lag, monkeypatch, engines):
     use(monkeypatch, lag=lag)
     plain, graphs = engines("llama", page_size=4)
-    sampling = SamplingParams(max_new_tokens=20, seed=8, ignore_eos=True)
+    sampling = with_options(n=1)
     (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
     stream = graphs.stream(PROMPTS[1], sampling)
     for count, token in enumerate(stream):
@@ -115,7 +111,7 @@ def test_a_stream_beside_a_closed_one(count, monkeypatch, engines):
     """The steps that nobody read run before the first one has its rows back."""
     use(monkeypatch, lag=2, queue=LateQueue())
     plain, graphs = engines("llama", page_size=4)
-    sampling = SamplingParams(max_new_tokens=20, seed=8, ignore_eos=True)
+    sampling = with_options(n=1)
     (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
     stream = graphs.stream(PROMPTS[1], sampling)
     got = [next(stream) for _ in range(4)]
@@ -132,7 +128,7 @@ def test_weights_that_move_under_a_stream(monkeypatch, module_of):
     use(monkeypatch)
     module = module_of("llama")
     made, plain = on_graphs(module), engine(module)
-    sampling = SamplingParams(max_new_tokens=12, seed=8, ignore_eos=True)
+    sampling = with_options(n=1)
     (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
     stream = made.stream(PROMPTS[1], sampling)
     got = [next(stream) for _ in range(4)]
@@ -249,29 +245,17 @@ def test_one_token_is_an_answer(made, free):
 
 
 def test_each_prompt_may_have_a_limit_of_its_own(made, free):
+    """Also above the common one: random numbers continue after its last."""
     limits = [1, 20, 3, 7, 12, 2, 19, 5]
-    got = made.generate(PROMPTS, FREE, max_new_tokens=limits)
+    got = made.generate(PROMPTS, with_options(max_new_tokens=2), max_new_tokens=limits)
     expected = [ids[: limits[i // 2]] for i, ids in enumerate(free.token_ids)]
     assert got.token_ids == expected
-
-
-def test_a_limit_may_exceed_the_common_one(made):
-    """Random numbers continue after the first batch of them is used up."""
-    long = with_options(max_new_tokens=30, n=1)
-    (expected,) = made.generate([PROMPTS[0]], long).token_ids
-    got = made.generate([PROMPTS[0]], with_options(max_new_tokens=2, n=1), max_new_tokens=[30])
-    assert got.token_ids == [expected]
 
 
 def test_no_prompts_no_answers(either, made):
     assert either.generate([], FREE) == Rollout()
     assert made.generate([], FREE, indices=[], max_new_tokens=[]) == Rollout()
     assert made.stats.prompts == 0
-
-
-def test_the_longest_sequence_the_engine_takes(made):
-    prompt = [3] * (POSITIONS - 20)
-    assert [len(ids) for ids in made.generate([prompt], FREE).token_ids] == [20, 20]
 
 
 def test_a_prompt_may_be_extended_while_its_answer_streams(module_of):

@@ -1,17 +1,15 @@
 """Triton's attention over the paged cache, interpreted, against NumPy in float64."""
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from triton_tensors import assert_close, assert_written, drawn, exact, poisoned
 
-from dschat.inference.kernels.cuda import workspace
-from dschat.inference.model.attention import Attention, Decodes
+from dschat.inference.kernels.cuda.operands import workspace
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.layers import Rotary, alibi_slopes
+from dschat.inference.model.rotary import alibi_slopes
 
 EPS = 1e-2
 
@@ -144,36 +142,6 @@ QUICK = {
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
 def test_decode_attention(interpreted, case):
     check(interpreted, case)
-
-
-@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
-def test_decode_attention_by_torch(case):
-    """What the kernel stands for: torch's norm, rotation and the engine's own attention."""
-    heads, _, rows, _, lengths, slots, table, size, slopes, window, *_ = args = inputs(case)
-    q_norm, k_norm, _, cos, sin, _, _ = args[11:]
-    outputs, cache = expected(case, args)
-    pairs = rows.view(1, -1, size, 2, case.kv_heads, case.size)
-    layer = (rows, pairs[0, :, :, 0], pairs[0, :, :, 1])
-    step = Attention(
-        SimpleNamespace(window=lambda _: window, attention_scale=lambda _: case.size**-0.5),
-        SimpleNamespace(page_size=size, layers=[layer], pairs=pairs),
-        slots,
-        Decodes(len(lengths), lengths, max(case.lengths), table, ragged=True),
-        [],
-        slopes,
-    )
-    for part, norm in ((case.layout.q, q_norm), (case.layout.k, k_norm)):
-        if norm is not None:
-            heads[:, part] = torch.rms_norm(heads[:, part], norm.shape, norm, EPS)
-    if cos is not None:
-        rotary = Rotary.__new__(Rotary)
-        rotary.dim, rotary.cos, rotary.sin = case.rotary_dim, cos, sin
-        rotary.interleaved = False
-        for part in case.layout.rotated:
-            rotary.rotate_(heads[:, part], rotary.rows(lengths - 1))
-    out = step(0, heads, case.layout)
-    assert_close(out, outputs)
-    assert_close(rows, cache)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from quick import slow, some
 
 from dschat.inference import SamplingParams
 from dschat.inference.kernels.cuda import Workspace
@@ -112,11 +113,10 @@ FOLLOWING = {
     "advance": (*advance(16), {}),
     "embed": (*embedding(2048), {}),
 }
-QUICK = {
+QUICK = ("product-opt-out", "attention-opt")
+WANTED = {
     "product-opt-out": Wanted(product(8, 2048, 2048), 2, 8, True),
     "attention-opt": Wanted(attention(8, 32, 32, 64), 5, 16, True),
-}
-REST = {
     "norm-2048": Wanted(norm(2048, True), 8),
     "draw-opt": Wanted(drawing(50272), 4),
     "attention-llama3": Wanted(attention(64, 32, 8, 128, rotary=128), 4, 24, True),
@@ -162,7 +162,7 @@ def programs_at_once(report, capability):
 def check(compiling, wanted, capability):
     name, args = wanted.launch
     programs = wanted.programs * SHARED[capability] // SHARED[90]
-    for report in compiling("cubin", name, args, capability):
+    for report in compiling("triton_cubins.cubin", name, args, capability):
         problems = {
             "spills": report["stack"] or report["local"],
             "too few at once": programs_at_once(report, capability) < programs,
@@ -174,15 +174,10 @@ def check(compiling, wanted, capability):
         assert not found, f"{', '.join(found)}: {report}"
 
 
-@pytest.mark.parametrize("wanted", QUICK.values(), ids=QUICK)
-def test_machine_code(compiling, wanted):
-    check(compiling, wanted, 90)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", REST.values(), ids=REST)
-def test_machine_code_of_the_rest(compiling, wanted):
-    check(compiling, wanted, 90)
+@pytest.mark.parametrize("name", some(WANTED, QUICK))
+@pytest.mark.parametrize("capability", [90, *slow([80])])
+def test_machine_code(compiling, name, capability):
+    check(compiling, WANTED[name], capability)
 
 
 FREE = SamplingParams(ignore_eos=True)
@@ -199,15 +194,9 @@ ALWAYS |= {"_mass", "_choose", "_advance_rows"}
 @pytest.mark.parametrize("name", ["llama", "opt", "bloom", "qwen3", "mistral"])
 def test_whole_steps_compile(name, rows, sampling, compiling):
     dtype = torch.float32 if name in ("opt", "qwen3") else torch.bfloat16
-    reports = compiling("step_reports", name, dtype, sampling, rows, 90)
+    reports = compiling("triton_cubins.step_reports", name, dtype, sampling, rows, 90)
     kernels = {kernel for kernel, _ in reports}
     assert kernels == ALWAYS | ({"_threshold"} if sampling is BOUND else set())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", (QUICK | REST).values(), ids=QUICK | REST)
-def test_machine_code_for_an_a100(compiling, wanted):
-    check(compiling, wanted, 80)
 
 
 @pytest.mark.slow
@@ -215,7 +204,7 @@ def test_machine_code_for_an_a100(compiling, wanted):
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_attention_in_fp32_fits(size, capability, compiling):
     launch = attention(1, 32, 1, size, rotary=size, dtype=torch.float32)
-    (report,) = compiling("cubin", *launch, capability)
+    (report,) = compiling("triton_cubins.cubin", *launch, capability)
     assert programs_at_once(report, capability) >= 1
 
 
@@ -225,14 +214,14 @@ def test_on_hopper_every_kernel_waits_for_the_one_before(launch, compiling):
     """Once, and before it stores anything; weights are fetched without waiting."""
     name, args, options = launch
     wanted = (1, True, "next_weight" in options, name == "skinny_linear")
-    for found in compiling("following", name, args, options):
+    for found in compiling("triton_cubins.following", name, args, options):
         assert found == wanted
 
 
 def test_a_weight_that_begins_anywhere_is_not_fetched(compiling):
     name, args = norm(2048, True)
     weight = torch.empty(6144 * 2048 + 1, dtype=torch.bfloat16)[1:].view(6144, 2048)
-    for *_, fetches, _ in compiling("following", name, args, {"next_weight": weight}):
+    for *_, fetches, _ in compiling("triton_cubins.following", name, args, {"next_weight": weight}):
         assert not fetches
 
 
@@ -247,5 +236,5 @@ PARTS = {"product": product(8, 2048, 2048), "attention": attention(1, 12, 12, 64
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", PARTS.values(), ids=PARTS)
 def test_partial_results_are_stored_before_a_program_counts_itself(compiling, launch):
-    (report,) = compiling("cubin", *launch, 90)
+    (report,) = compiling("triton_cubins.cubin", *launch, 90)
     assert report["synchronizes"]

@@ -109,44 +109,43 @@ def test_every_multiprocessor_has_work(interpreted, shape):
 # -- draws -----------------------------------------------------------------------------------------
 
 
-def draw(interpreted, logits, params, forbidden, num_tokens):
-    """Ids and log-probs, and those of `sample`."""
+def draw(interpreted, logits, samplings, forbidden, num_tokens):
+    """Ids and log-probs of rows of ``samplings``, and those of `sample` for each row alone.
+
+    ``forbidden``: rows (R,), and ids of each (R, K).
+    """
     rows, vocab = logits.shape
     index = torch.arange(rows)
     counters = torch.stack([7 * index, index % 2, index + 3])
-    greedy = params.temperature == 0
-    short, stops = forbidden or (None, None)
-    numbers = torch.tensor([params.temperature or 1.0, params.top_p, params.min_p]).double()
-    integers = torch.tensor([params.seed, greedy, params.top_k or 1 << 30])
-    columns = (column.unsqueeze(1).repeat(1, rows) for column in (numbers, integers))
+    numbers = [
+        (s.logprob_temperature, s.top_p if s.top_p < 1 else np.inf, s.min_p) for s in samplings
+    ]
+    integers = [(s.seed, s.temperature == 0, s.top_k or 1 << 30) for s in samplings]
+    columns = torch.tensor(numbers, dtype=torch.float64), torch.tensor(integers)
     args = (
-        *(logits, *columns, counters, greedy, not greedy),
-        *(params.top_k > 0, params.top_p < 1, params.min_p > 0),
-        *(short, None if stops is None else stops.repeat(rows, 1), num_tokens),
+        *(logits, *(column.T.contiguous() for column in columns), counters),
+        *(any(s.temperature == 0 for s in samplings), any(s.temperature > 0 for s in samplings)),
+        *(any(s.top_k > 0 for s in samplings), any(s.top_p < 1 for s in samplings)),
+        *(any(s.min_p > 0 for s in samplings), *(forbidden or (None, None)), num_tokens),
         torch.full((rows, 4, -(-vocab // 2048)), POISON),
         poisoned(rows, 2, dtype=torch.int64),
         *(poisoned(rows, dtype=torch.int64), poisoned(rows)),
     )
     *_, ids, logprobs = interpreted("run", "draw", args)
-    uniform = uniforms(params.seed, *counters)
-    return ids, logprobs, *sample(logits, params, uniform, forbidden, num_tokens)
+    expected = []
+    for row, sampling in enumerate(samplings):
+        uniform = uniforms(sampling.seed, *counters[:, row : row + 1])
+        banned = forbidden and (forbidden[0][row : row + 1], forbidden[1][row])
+        expected.append(sample(logits[row : row + 1], sampling, uniform, banned, num_tokens))
+    return ids, logprobs, *map(torch.cat, zip(*expected, strict=True))
 
 
-def check_draw(interpreted, vocab, num_tokens, temperature, forbids, dtype):
-    logits = 3 * drawn(6, vocab)
-    logits[:, num_tokens:] += 30  # padding of the head would win
-    forbidden = None
-    if forbids:
-        logits[:, 5] += 30
-        forbidden = torch.arange(6) % 2 == 0, torch.tensor([5, 9, -1])
-    params = SamplingParams(temperature=temperature, seed=-(1 << 40) - 17)
-    results = draw(interpreted, logits.to(dtype), params, forbidden, num_tokens)
-    ids, logprobs, expected_ids, expected_logprobs = results
+def check_draw(*args):
+    ids, logprobs, expected_ids, expected = draw(*args)
     assert_written(ids, exact(expected_ids), torch.float32)
     assert torch.equal(ids, expected_ids)
-    assert_written(logprobs, exact(expected_logprobs), torch.float32)
-    if temperature:
-        assert len(set(ids.tolist())) > 2
+    assert_written(logprobs, exact(expected), torch.float32)
+    return ids
 
 
 DRAWS = [
@@ -157,9 +156,17 @@ DRAWS = [
 ]
 
 
-@pytest.mark.parametrize("case", DRAWS)
-def test_draws(interpreted, case):
-    check_draw(interpreted, *case)
+@pytest.mark.parametrize(("vocab", "num_tokens", "temperature", "forbids", "dtype"), DRAWS)
+def test_draws(interpreted, vocab, num_tokens, temperature, forbids, dtype):
+    logits = 3 * drawn(6, vocab)
+    logits[:, num_tokens:] += 30  # padding of the head would win
+    forbidden = None
+    if forbids:
+        logits[:, 5] += 30
+        forbidden = torch.arange(6) % 2 == 0, torch.tensor([[5, 9, -1]] * 6)
+    params = SamplingParams(temperature=temperature, seed=-(1 << 40) - 17)
+    ids = check_draw(interpreted, logits.to(dtype), [params] * 6, forbidden, num_tokens)
+    assert not temperature or len(set(ids.tolist())) > 2
 
 
 @pytest.mark.slow
@@ -167,9 +174,7 @@ def test_draws(interpreted, case):
 @pytest.mark.parametrize("vocab", [50257, 152064])
 def test_draws_from_whole_vocabularies(interpreted, vocab, seed):
     logits = 3 * drawn(4, vocab, seed=seed)
-    results = draw(interpreted, logits, SamplingParams(seed=seed), None, vocab - 7)
-    assert torch.equal(results[0], results[2])
-    assert_written(results[1], exact(results[3]))
+    check_draw(interpreted, logits, [SamplingParams(seed=seed)] * 4, None, vocab - 7)
 
 
 SAMPLINGS = [
@@ -188,24 +193,7 @@ def test_rows_of_different_sampling(interpreted):
     logits = (order.expand(12, 2100) / 250 - 4).clone()
     samplings = [SamplingParams(seed=10 + i, **SAMPLINGS[i % 6]) for i in range(12)]
     stops = logits.topk(12).indices[torch.arange(12), torch.arange(12)].unsqueeze(1)
-    short = torch.arange(12) % 4 > 0
-    counters = torch.stack([torch.arange(12), torch.arange(12) % 2, torch.arange(12) + 3])
-    numbers = [(s.logprob_temperature, s.top_p, s.min_p) for s in samplings]
-    numbers = torch.tensor(numbers, dtype=torch.float64).T.contiguous()
-    numbers[1][numbers[1] == 1] = torch.inf
-    integers = torch.tensor([(s.seed, s.temperature == 0, s.top_k or 1 << 30) for s in samplings])
-    args = (
-        *(logits, numbers, integers.T.contiguous(), counters, True, True, True, True, True),
-        *(short, stops, 2098, torch.full((12, 4, 2), POISON)),
-        *(poisoned(12, 2, dtype=torch.int64), poisoned(12, dtype=torch.int64), poisoned(12)),
-    )
-    *_, ids, logprobs = interpreted("run", "draw", args)
-    for i, sampling in enumerate(samplings):
-        uniform = uniforms(sampling.seed, *counters[:, i : i + 1])
-        forbidden = short[i : i + 1], stops[i]
-        expected = sample(logits[i : i + 1], sampling, uniform, forbidden, 2098)
-        assert ids[i] == expected[0].item(), f"equal tokens of row {i}"
-        assert logprobs[i].item() == pytest.approx(expected[1].item(), abs=1e-5)
+    check_draw(interpreted, logits, samplings, (torch.arange(12) % 4 > 0, stops), 2098)
 
 
 def test_ties_and_rows_without_choice(interpreted):
@@ -214,12 +202,12 @@ def test_ties_and_rows_without_choice(interpreted):
     logits[1, [7, 2100]] = 4.0  # equal
     logits[2] = 0.5
     for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature)
+        params = [SamplingParams(temperature=temperature)] * 3
         ids, logprobs, expected, _ = draw(interpreted, logits, params, None, 3000)
         assert torch.equal(ids, expected)
         assert ids[0] == 2500
         np.testing.assert_allclose(logprobs, -np.log([1, 2, 3000]), rtol=1e-6, atol=1e-7)
-    assert draw(interpreted, logits, SamplingParams(temperature=0), None, 3000)[0][1] == 7
+        assert temperature or ids[1] == 7
 
 
 ALL = {"top_k": 700, "top_p": 0.6, "min_p": 0.1, "temperature": 1.5}
@@ -241,11 +229,8 @@ def test_draws_with_truncation(interpreted, vocab, dtype, options):
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(vocab))
     logits = (order.expand(4, vocab) / (vocab / 8) - 4).to(dtype)
     assert len(logits[0].unique()) == vocab
-    forbidden = torch.arange(4) % 2 == 0, logits[0].topk(3).indices
-    params = SamplingParams(seed=5, **options)
-    ids, logprobs, expected_ids, expected = draw(interpreted, logits, params, forbidden, vocab - 2)
-    assert torch.equal(ids, expected_ids)
-    assert_written(logprobs, exact(expected), torch.float32)
+    forbidden = torch.arange(4) % 2 == 0, logits.topk(3).indices
+    check_draw(interpreted, logits, [SamplingParams(seed=5, **options)] * 4, forbidden, vocab - 2)
 
 
 @pytest.mark.parametrize(
@@ -263,14 +248,16 @@ def test_of_equal_logits_the_first_are_kept(interpreted, options, kept):
     """Two weights of 1 and four of a third; the last token is padding."""
     logits = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 3.0]) * np.log(3)
     logits = logits.expand(32, 7).bfloat16().contiguous()
-    ids = draw(interpreted, logits, SamplingParams(seed=2, **options), None, 6)[0]
+    ids = draw(interpreted, logits, [SamplingParams(seed=2, **options)] * 32, None, 6)[0]
     assert set(ids.tolist()) == kept
 
 
 @pytest.mark.parametrize("seed", [0, 17, -4, 2**31 * 1_000_003 + 5])
 def test_random_numbers_are_the_same(interpreted, seed):
     counters = torch.tensor([[0, 3, 10**9, 3], [0, 1, 2, 0], [0, 4, 77, 2**20]])
-    assert torch.equal(interpreted("uniforms", seed, counters), uniforms(seed, *counters))
+    assert torch.equal(
+        interpreted("triton_uniforms.uniforms", seed, counters), uniforms(seed, *counters)
+    )
 
 
 # -- operators -------------------------------------------------------------------------------------

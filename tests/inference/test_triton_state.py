@@ -24,8 +24,8 @@ def state_of(num_rows, seed=0):
     def random(low, high, *shape):
         return torch.randint(low, high, shape, generator=generator)
 
-    f = state._fields
-    state._table.copy_(random(0, TRASH, num_rows, 9))
+    f = state.fields
+    state.table.copy_(random(0, TRASH, num_rows, 9))
     f[Field.TOKEN], f[Field.POSITION] = random(0, 50, num_rows), random(3, 36, num_rows)
     f[Field.ALIVE] = random(0, 4, num_rows) > 0
     f[Field.ORIGIN] = f[Field.POSITION] - random(0, 3, num_rows)
@@ -38,7 +38,7 @@ def state_of(num_rows, seed=0):
 
 def parts_of(state):
     """What a step changes."""
-    return state._fields, state._ring, state._step
+    return state.fields, state.ring, state.step
 
 
 @pytest.mark.parametrize(("size", "num_rows"), SIZES)
@@ -46,7 +46,7 @@ def test_rows_are_read(interpreted, size, num_rows):
     state = state_of(num_rows)
     rows = state.rows(size, 9)
     out = poisoned(6, size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
-    args = state._fields, state._table, PAGE, TRASH, *out
+    args = state.fields, state.table, PAGE, TRASH, *out
     *_, numbers, short = interpreted("run", "read_rows", args)
     assert torch.equal(numbers[:3], torch.stack([rows.positions, rows.lengths, rows.slots]))
     assert torch.equal(numbers[3:], torch.stack(rows.key))
@@ -62,16 +62,14 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
     ring.fill_(POISON)
     steps.fill_(step)
     kind = SamplingKind(SamplingParams(), False, 16 * bool(stops), False)
-    if stops:  # other rows have others of them
-        of_rows = torch.full((num_rows, 16), -1)
-        for row in range(num_rows):
-            own = [t for t in stops if row % 2 == 0 or t != row]
-            of_rows[row, : len(own)] = torch.tensor(own)
-        state._sampling._stops[16] = of_rows
+    state.prepare(kind)
+    for row in range(num_rows if stops else 0):  # other rows have others of them
+        own = [t for t in stops if row % 2 == 0 or t != row]
+        state.sampling.stops(kind)[row, : len(own)] = torch.tensor(own)
     tokens, logprobs = torch.arange(size) % 50, drawn(size)
     twin = copy.deepcopy(parts_of(state))
     state.advance(tokens, logprobs, kind, state.rows(size, 9))
-    args = tokens, logprobs, *twin, state._sampling.stops(kind)
+    args = tokens, logprobs, *twin, state.sampling.stops(kind)
     got = interpreted("run", "advance_rows", args)[2:5]
     for mine, expected in zip(got, parts_of(state), strict=True):
         assert torch.equal(mine, expected)

@@ -1,20 +1,31 @@
-"""Compiles planned Triton launches for devices that this machine lacks, and reads the machine code.
+"""Compiles planned Triton launches, also of whole steps, for devices that this machine lacks, and
+reads the machine code.
 
 NOTE: Triton must not be in interpreter mode here. Its release decides which of its two assemblers
 it uses, and a parser of the wrong one's output reports no spills: only the cubin itself is read,
 with the tools of Triton's wheel, whose exit codes are checked.
 """
 
+import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
+from captures import again, captured_by, graphs_of
+from families import build, engine
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_worker import launches_of, module
+
+from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.kernels.cuda.launch import Launch
+from dschat.inference.sampler import Sampler, SamplingKind
+from dschat.inference.sequence import Request
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {
@@ -69,6 +80,13 @@ def run_tool(name, *words):
     ).stdout
 
 
+def following(name, args, options):
+    """`ordering` of the launches that a module plans on Hopper."""
+    with patch.object(module("launch"), "has_dependent_launch", lambda device: True):
+        launches = launches_of(name, *args, **options)
+    return [ordering(launch) for launch in launches]
+
+
 def ordering(launch):
     """How often a launch waits for the kernel before it, whether before its first store and before
     it lets the next one start, whether it fetches the next weight, and its own before it waits.
@@ -84,7 +102,34 @@ def ordering(launch):
     return len(waits), last < min(stores), "cp.async.bulk.prefetch" in code, own
 
 
+def cubin(name, args, capability):
+    """What the machine code of a module's launches says: a list of reports."""
+    return [report(launch, capability) for launch in launches_of(name, *args)]
+
+
+def step_reports(name, dtype, sampling, rows, capability):
+    """The kernel's name and the report of each launch of a step of ``rows`` sequences, once."""
+    knobs = {"stop_ids": (), "max_num_seqs": rows, "page_size": 16}
+    with patch.dict(os.environ, {"DSCHAT_CPU_MATMUL": "plain"}):  # as on CUDA
+        made = engine(build(name), dtype=dtype, **knobs)
+    kernels = StepKernels(torch.device("cpu"))
+    graphs = graphs_of(captured_by(made, again, kernels))
+    request = Request([1], sampling)
+    Sampler(made.num_tokens, made.device, made.group).prepare(request, made.stop_ids)
+    kind = SamplingKind.of(request.sequences)
+    graphs.state.prepare(kind)
+    launches = []
+    with patch.object(Launch, "run", lambda launch: launches.append(launch)):
+        graphs.step(rows, graphs.pages_for(1), kind)()
+    different = {}
+    for launch in launches:
+        kinds = [(x.dtype, x.ndim) if isinstance(x, torch.Tensor) else x for x in launch.args]
+        different[launch.kernel.__name__, str(launch.constants), str(kinds)] = launch
+    return [(key[0], report(launch, capability)) for key, launch in different.items()]
+
+
 def report(launch, capability):
+    """A `Report` as a dict."""
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source(launch), target=target, options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -99,7 +144,7 @@ def report(launch, capability):
     ahead = [int(wait.split()[0], 16) for wait in waits if re.search(products, wait)]
     numbers = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", usage))
     count = lambda pattern: len(re.findall(pattern, code))  # noqa: E731
-    return Report(
+    found = Report(
         registers=int(numbers["REG"]),
         stack=int(numbers["STACK"]),
         local=count(r"\b(?:LDL|STL)\b"),
@@ -111,3 +156,4 @@ def report(launch, capability):
         synchronizes=count(r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b")
         > 0,
     )
+    return asdict(found)

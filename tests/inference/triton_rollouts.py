@@ -1,31 +1,26 @@
 """Rollouts whose decode steps run by interpreted Triton kernels, beside those of the plain loop."""
 
 import torch
-from captures import again, captured_by, graphs_of
+from captures import again, captured_by, steps_of
 from families import build, engine
 from soft_graph import operators_only, soft_capture
 from test_borrowed import borrowing, lay_out
-from tiny_models import randomized
-from transformers import AutoModelForCausalLM
+from test_module_decoder import answers, engine_on, random_module
 
-from dschat.config.rollout import STEP_PARTS
-from dschat.inference import EngineConfig, InferenceEngine
+from dschat.config.cuda_kernels import STEP_PARTS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 
 
-def module_rollouts(config, prompts, sampling):
-    """Two rollouts of a random module of ``config``, as those of `rollouts`."""
-    torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    module = randomized(module).requires_grad_(False)
-    sizes = EngineConfig(max_num_seqs=4, max_seq_len=32, page_size=4)
+def module_rollouts(name, prompts, sampling):
+    """Two rollouts of a random module, as those of `rollouts`."""
+    module = random_module(name).requires_grad_(False)
     got = []
     for kernels in (StepKernels(torch.device("cpu")), None):
-        made = InferenceEngine(config, torch.float32, torch.device("cpu"), sizes, module=module)
+        made = engine_on(module, max_num_seqs=4, max_seq_len=32, page_size=4)
         captured_by(made, again, kernels)
-        with operators_only(), made.weights.in_use():
-            got.append(made.generate(prompts, sampling))
-        assert len(graphs_of(made)._graphs) > 0
+        with operators_only():
+            got.append(answers(made, sampling, prompts))
+        assert len(steps_of(made)) > 0
     return got
 
 
@@ -46,6 +41,6 @@ def rollouts(name, order, freezes, requests, knobs, parts=STEP_PARTS):
         captured_by(made, soft_capture if freezes else again, kernels)
         expected = [plain.generate(*request) for request in requests]
         got = [made.generate(*request) for request in requests]
-    assert len(graphs_of(made)._graphs) > 0
+    assert len(steps_of(made)) > 0
     assert made.speculation is None or made.stats.accepted_tokens > 0
     return list(zip(got, expected, strict=True))

@@ -1,5 +1,6 @@
 """Triton kernels of the tests: random numbers of `kernels.cuda.uniform`, a loop."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -12,6 +13,13 @@ def fill(seed_ptr, counters_ptr, out_ptr):
     where = counters_ptr + i
     value = uniform(tl.load(seed_ptr), tl.load(where), tl.load(where + n), tl.load(where + 2 * n))
     tl.store(out_ptr + i, value)
+
+
+def uniforms(seed, counters):
+    """The random numbers (R,) of ``counters`` (3, R), by a kernel that does nothing else."""
+    out = torch.empty(counters.shape[1], dtype=torch.float64)
+    fill[(counters.shape[1],)](torch.tensor([seed]), counters, out)
+    return out
 
 
 @triton.jit

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 
 PACKAGE = "dschat.inference.kernels.cuda"
@@ -22,7 +21,9 @@ REASON = "needs Triton: pip install 'dschat[kernels]'"
 
 
 class Worker:
-    """``worker("function", *args)`` calls a function of this module there."""
+    """``worker("function", *args)`` calls a function of this module there, ``"module.function"``
+    one of another module.
+    """
 
     def __init__(self, interpret):
         self._folder = tempfile.TemporaryDirectory()
@@ -67,10 +68,15 @@ def module(name, fault=None):
     return faulty
 
 
+def launches_of(name, *args, **options):
+    """What ``plan`` of a module returns, as a list."""
+    planned = module(name).plan(*args, **options)
+    return list(planned) if isinstance(planned, tuple) else [planned]
+
+
 def run(name, args):
     """Run ``plan(*args)`` of a module; returns the arguments, as the launches left them."""
-    launches = module(name).plan(*args)
-    for launch in launches if isinstance(launches, tuple) else (launches,):
+    for launch in launches_of(name, *args):
         launch.run()
     return args
 
@@ -99,65 +105,11 @@ def counts_to(end):
     return out.item()
 
 
-def uniforms(seed, counters):
-    """The random numbers (R,) of ``counters`` (3, R), by a kernel that does nothing else."""
-    import torch
-    from triton_uniforms import fill
-
-    out = torch.empty(counters.shape[1], dtype=torch.float64)
-    fill[(counters.shape[1],)](torch.tensor([seed]), counters, out)
-    return out
-
-
-def rollouts(*args):
-    """Those of `triton_rollouts`."""
-    from triton_rollouts import rollouts
-
-    return rollouts(*args)
-
-
-def module_rollouts(*args):
-    """Those of `triton_rollouts`."""
-    from triton_rollouts import module_rollouts
-
-    return module_rollouts(*args)
-
-
 def benchmark(*args):
     """Those of `triton_benchmark`."""
     from triton_benchmark import lines
 
     return lines(*args)
-
-
-def cubin(name, args, capability):
-    """What the machine code of a module's launches says: a list of reports."""
-    from triton_cubins import report
-
-    launches = module(name).plan(*args)
-    launches = launches if isinstance(launches, tuple) else (launches,)
-    return [asdict(report(launch, capability)) for launch in launches]
-
-
-def following(name, args, options):
-    """`triton_cubins.ordering` of a module's launches, planned as on Hopper."""
-    from triton_cubins import ordering
-
-    shared = module("launch")
-    found, shared.has_dependent_launch = shared.has_dependent_launch, lambda device: True
-    try:
-        launches = module(name).plan(*args, **options)
-    finally:
-        shared.has_dependent_launch = found
-    launches = launches if isinstance(launches, tuple) else (launches,)
-    return [ordering(launch) for launch in launches]
-
-
-def step_reports(*args):
-    """Those of `triton_steps`."""
-    from triton_steps import step_reports
-
-    return [(name, asdict(found)) for name, found in step_reports(*args)]
 
 
 def main():
@@ -169,7 +121,8 @@ def main():
         except EOFError:
             os._exit(0)  # freeing torch takes seconds
         try:
-            answer = (None, globals()[function](*args))
+            home, _, name = function.rpartition(".")
+            answer = (None, getattr(importlib.import_module(home or __name__), name)(*args))
         except Exception:
             answer = (traceback.format_exc(), None)
         pickle.dump(answer, answers)
