@@ -250,11 +250,6 @@ def test_two_tensors_of_one_name_are_an_error(tmp_path):
 # What a user can get wrong: one line, with the file in it, and no traceback into the library
 
 
-class RunsCode:
-    def __reduce__(self):
-        return os.system, ("exit 1",)
-
-
 def saved(folder, **options):
     """The weights' files of a tiny Llama."""
     causal_lm("llama").save_pretrained(folder, **options)
@@ -270,7 +265,6 @@ def shorten(file, count=1):
     file.write_bytes(file.read_bytes()[:-count])
 
 
-CODE = {"a": torch.ones(1), "b": RunsCode()}
 INDEX, ADAPTER = "model.safetensors.index.json", '{"base_model_name_or_path": "some/base"}'
 SHARDS, OLD = {"max_shard_size": "20KB"}, {"_use_new_zipfile_serialization": False}
 POINTER = b"version https://git-lfs.github.com/spec/v1\n"
@@ -322,10 +316,6 @@ WHILE_WALKING = {
     "truncated legacy bin": (
         lambda f: shorten(binary(f, causal_lm("llama").state_dict(), **OLD), 100),
         UNREADABLE,
-    ),
-    "code": (
-        lambda f: binary(f, CODE),
-        r"pytorch_model.bin .* would run code .\w+.system., which is refused",
     ),
     "training state": (
         lambda f: binary(f, {"epoch": 3, "model": {}}),

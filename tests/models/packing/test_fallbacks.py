@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import families
 import pytest
@@ -25,10 +24,7 @@ from own_forward import (
     runs_head_alone,
 )
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations import hub_kernels
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
@@ -184,12 +180,13 @@ def test_layers_with_states_read_rows(name, by_row):
     assert not checked(build(name), "off").by_row
 
 
-def test_kernels_of_other_packages_run_on_gpus_alone(monkeypatch):
+def test_kernels_of_other_packages_run_on_gpus_alone(monkeypatch, tmp_path):
     """Also where they are installed: they read no CPU's memory, and the meta device has none."""
     decorate = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
     if decorate is None:
         pytest.skip("this transformers does not call them")
-    monkeypatch.setitem(sys.modules, "some_kernels", SimpleNamespace(scan=lambda x: "kernel"))
+    (tmp_path / "some_kernels.py").write_text("def scan(x): return 'kernel'\n")
+    monkeypatch.syspath_prepend(tmp_path)
     scan = decorate("scan", "some_kernels")(lambda x: "torch")
     assert scan(0) == "torch"
     monkeypatch.setattr(dist, "has_gpu", lambda: True)
