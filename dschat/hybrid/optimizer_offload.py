@@ -34,7 +34,7 @@ def training_states_away(engines: list[TrainingEngine], enabled: bool) -> Iterat
     Moves Adam's moments, and under ZeRO the fp32 master weights. Does nothing for engines whose
     states ``--offload`` already keeps in CPU memory, nor without a GPU.
     """
-    offloaded = [e for e in engines if enabled and _is_on_gpu(e)]
+    offloaded = [e for e in engines if enabled and is_on_gpu(e)]
     for engine in offloaded:
         _offload(engine)
     try:
@@ -44,17 +44,18 @@ def training_states_away(engines: list[TrainingEngine], enabled: bool) -> Iterat
             _reload(engine)
 
 
-def _is_on_gpu(engine: TrainingEngine) -> bool:
+def is_on_gpu(engine: TrainingEngine) -> bool:
+    """Whether the optimizer states of ``engine`` are in device memory."""
     return dist.device().type == "cuda" and engine.zero_offload_optimizer() is None
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     name: str
     tensor: Tensor
     replace: Callable[[Tensor], None]  # by another tensor
 
 
-def _states(engine: TrainingEngine) -> list[_State]:
+def optimizer_states(engine: TrainingEngine) -> list[State]:
     """This rank's fp32 weights in ZeRO's flat buffers, which ZeRO 0 has not, and Adam's moments.
     Numbers of steps stay where they are.
     """
@@ -63,11 +64,11 @@ def _states(engine: TrainingEngine) -> list[_State]:
         name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
         for number, master in enumerate(getattr(engine.optimizer, name)):
             replace = partial(setattr, master, "data")
-            found.append(_State(f"master {number}", master.data, replace))
+            found.append(State(f"master {number}", master.data, replace))
     for number, state in enumerate(_adam(engine).state.values()):
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                found.append(_State(f"{key} {number}", value, partial(state.__setitem__, key)))
+                found.append(State(f"{key} {number}", value, partial(state.__setitem__, key)))
     return found
 
 
@@ -76,7 +77,7 @@ def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _buffers_for(engine: TrainingEngine, states: list[_State]) -> list[Tensor]:
+def _buffers_for(engine: TrainingEngine, states: list[State]) -> list[Tensor]:
     """The host memory of ``states``, allocated together where it is new."""
     buffers = _buffers.setdefault(_adam(engine), {})
     new = [s for s in states if s.name not in buffers and s.tensor.numel()]
@@ -115,7 +116,7 @@ def _offload(engine: TrainingEngine) -> None:
     wait_for_copies()
     if clear_views := getattr(engine.optimizer, "_clear_hp_buffer_references", None):
         clear_views()
-    states = _states(engine)
+    states = optimizer_states(engine)
     for state, buffer in zip(states, _buffers_for(engine, states), strict=True):
         buffer.copy_(state.tensor, non_blocking=True)
         state.replace(buffer)
@@ -123,7 +124,7 @@ def _offload(engine: TrainingEngine) -> None:
 
 @torch.no_grad()
 def _reload(engine: TrainingEngine) -> None:
-    states = _states(engine)
+    states = optimizer_states(engine)
     tensors = [torch.empty_like(s.tensor, device=dist.device()) for s in states]
     _wait_in_steps(engine)
     with on_copy_stream():

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from dschat.config import UserError
-from dschat.models import checkpoint_files
+from dschat.memory import available_memory
+from dschat.models import hub
 from dschat.models.checkpoint_files import ADAPTER_CONFIG, CONFIG, CheckpointFiles
 from dschat.models.config_files import blamed_on, read_config, read_generation_config
 from dschat.models.load import (
@@ -194,7 +195,7 @@ class Checkpoint(CheckpointFiles):
         if (packing == "on" or parallel > 1) and (problem := packing_problem(model)):
             raise cannot_pack(model, problem, parallel)
         if lora_dim:
-            check_rank(model, lora_dim, lora_modules, lora_flag)
+            check_rank(model, lora_dim, lora_modules, lora_flag, available_memory())
         if weight_bits:
             check_quantizable(model, weight_bits)
 

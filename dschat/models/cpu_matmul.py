@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -42,6 +43,7 @@ def choose(
     shapes: Iterable[Shape],
     dtype: torch.dtype,
     makers: Mapping[Backend, Callable[[Shape], Product]],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Shape, Backend]:
     """The fastest backend for every shape. Takes up to 0.1 s per shape, once per machine.
 
@@ -49,6 +51,7 @@ def choose(
         use: what the products are for; choices of different uses are independent.
         makers: the candidates, the default first. A maker allocates the operands of a shape and
             returns the product to time.
+        clock: returns seconds.
 
     Raises:
         UserError: DSCHAT_CPU_MATMUL names no backend.
@@ -61,7 +64,8 @@ def choose(
     for shape in sorted(set(shapes)):
         key = _key(use, shape, dtype, makers)
         if key not in _chosen:
-            _chosen[key] = _recorded(key, lambda: _time(shape, makers))  # noqa: B023 called at once
+            timed = partial(_time, shape, makers, clock)
+            _chosen[key] = _recorded(key, timed)
         choices[shape] = _chosen[key]
     if len(_chosen) > before:
         summary = ", ".join(f"{k} -> {n} {name}" for (n, k), name in choices.items())
@@ -87,8 +91,12 @@ def fastest(products: Mapping[Backend, Product], clock: Callable[[], float]) -> 
     return min((n for n in best if n == default or best[n] < limit), key=best.__getitem__)
 
 
-def _time(shape: Shape, makers: Mapping[Backend, Callable[[Shape], Product]]) -> Backend:
-    return fastest({name: make(shape) for name, make in makers.items()}, time.perf_counter)
+def _time(
+    shape: Shape,
+    makers: Mapping[Backend, Callable[[Shape], Product]],
+    clock: Callable[[], float],
+) -> Backend:
+    return fastest({name: make(shape) for name, make in makers.items()}, clock)
 
 
 def _forced() -> Backend | None:

@@ -24,8 +24,7 @@ from transformers.pytorch_utils import Conv1D
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.memory import available_memory
-from dschat.models.long_rows import recompute_activations
+from dschat.models.recompute import recompute_activations
 from dschat.models.training_engine import full_shape
 
 logger = logging.getLogger("dschat")
@@ -195,8 +194,9 @@ def expert_names(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name in expert_parameters(model)}
 
 
-def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -> None:
-    """Raise ``UserError``, with the figures, if adapters of ``rank`` exceed the host memory.
+def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str, free: int) -> None:
+    """Raise ``UserError``, with the figures, if adapters of ``rank`` exceed the ``free`` bytes of
+    host memory.
 
     ``model`` may be on the meta device. PEFT creates adapters unsharded in fp32 in host memory. On
     a CPU their gradients and Adam's two moments are there as well, sharded at best.
@@ -209,7 +209,7 @@ def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str) -
         shapes = [parameter.shape for parameter in expert_parameters(model).values()]
         elements += rank * sum(experts * (rows + cols) for experts, rows, cols in shapes)
     copies = max(1, 4 // dist.world_size()) if dist.device().type == "cpu" else 1
-    needed, free = 4 * elements * copies, available_memory()
+    needed = 4 * elements * copies
     if needed > free:
         raise UserError(
             f"{flag} {rank}: adapters of this rank take {needed / 2**30:,.1f} GiB and "

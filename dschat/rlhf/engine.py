@@ -232,12 +232,13 @@ class DeepSpeedRLHFEngine:
             logger.warning("%s", note)
 
     def _rollout_form(self) -> RolloutForm:
-        module, config, settings = unwrap(self.actor), self.actor_config, self._rollout_settings()
+        module, config, settings = unwrap(self.actor), self.actor_config, self.rollout_settings()
         if self.args.rollout_backend == "vllm":
             return VLLMRollout(module, config, settings)
         return rollout_form(module, config, settings, self.args.enable_hybrid_engine)
 
-    def _rollout_settings(self) -> RolloutSettings:
+    def rollout_settings(self) -> RolloutSettings:
+        """How the actor generates, by this run's flags."""
         args = self.args
         return RolloutSettings(
             dtype=self._actor_zero.dtype,

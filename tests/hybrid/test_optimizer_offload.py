@@ -12,6 +12,7 @@ import pytest
 import torch
 from rollout_cases import Actor, build
 from step_cases import Case, build_trainer, my_prompts, ppo_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dschat.distributed as dist
 from dschat.checkpoint import deepspeed_state
@@ -21,60 +22,57 @@ from dschat.models import training_engine
 
 
 @pytest.fixture
-def everything_moves(monkeypatch):
-    """As if the states lay on a device; counts the engines put away."""
-    away = []
-    put_away = optimizer_offload._offload
-    monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)
-    monkeypatch.setattr(optimizer_offload, "_offload", lambda e: (away.append(e), put_away(e)))
-    return away
+def on_device(monkeypatch):
+    """As if the states lay on a device."""
+    monkeypatch.setattr(optimizer_offload, "is_on_gpu", lambda engine: True)
 
 
 def weights(actor):
     return {name: t.clone() for name, t in weight_stream(actor.module, dist.device())}
 
 
-def in_buffers(actor):
-    """Whether each of ZeRO's masters and Adam's moments lies in the memory of its host buffer."""
-    buffers = optimizer_offload._buffers.get(optimizer_offload._adam(actor.engine), {})
-    addresses = {buffer.data_ptr() for buffer in buffers.values()}
-    states = optimizer_offload._states(actor.engine)
-    has_masters = any(state.name.startswith("master") for state in states)
-    assert has_masters == (actor.engine.zero_optimization_stage() > 0)
-    return [state.tensor.data_ptr() in addresses for state in states]
+def states(engine):
+    """ZeRO's masters and Adam's moments."""
+    found = optimizer_offload.optimizer_states(engine)
+    has_masters = any(state.name.startswith("master") for state in found)
+    assert has_masters == (engine.zero_optimization_stage() > 0)
+    return [state.tensor for state in found]
 
 
-def moments(actor):
-    states = optimizer_offload._adam(actor.engine).state.values()
-    return [value.clone() for state in states for value in state.values() if value.dim()]
+def places(*engines):
+    return {tensor.data_ptr() for engine in engines for tensor in states(engine)}
 
 
 @pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.slow) for z in (0, 1)), 2, 3])
-def test_steps_afterwards_are_bit_identical(zero, everything_moves):
+def test_steps_afterwards_are_bit_identical(zero, on_device):
     plain, moved = Actor(build("llama"), zero), Actor(build("llama"), zero)
-    start = weights(plain)
+    start, buffers = weights(plain), set()
     for scopes in range(3):
         plain.step()
         for _ in range(scopes):  # none, one, two in a row
+            before = places(moved.engine)
             with optimizer_offload.training_states_away([moved.engine], enabled=True):
-                assert all(in_buffers(moved))
+                buffers = buffers or places(moved.engine)
+                assert places(moved.engine) == buffers  # pinned once
                 assert len(weights(moved)) == len(start)  # the weights stay, to be read
-            assert not any(in_buffers(moved))
+            assert buffers.isdisjoint(before | places(moved.engine))
         moved.step()
-    assert everything_moves == [moved.engine] * 3
     ours, expected = weights(moved), weights(plain)
     assert all(torch.equal(ours[name], expected[name]) for name in start)
     assert any(not torch.equal(ours[name], start[name]) for name in start)
-    assert len(moments(plain)) > 0
-    assert all(map(torch.equal, moments(moved), moments(plain)))
+    assert len(states(plain.engine)) > 1
+    assert all(map(torch.equal, states(moved.engine), states(plain.engine)))
 
 
-class FakeRuntime:
-    """Stands for CUDA's, where the device is a CPU: what is page-locked, which stream waits."""
+class FakeRuntime(TorchDispatchMode):
+    """Stands for CUDA's, where the device is a CPU: what is page-locked, which stream waits, and in
+    its scope which one copies.
+    """
 
     def __init__(self, monkeypatch):
-        self.locked, self.events = {}, []
-        runtime, stack = self, ["main"]
+        super().__init__()
+        self.locked, self.events, self.stack = {}, [], ["main"]
+        runtime = self
 
         class Stream:
             name = "side"
@@ -86,10 +84,10 @@ class FakeRuntime:
                 runtime.events.append(f"host waits for {self.name}")
 
             def __enter__(self):
-                stack.append(self.name)
+                runtime.stack.append(self.name)
 
             def __exit__(self, *_):
-                stack.pop()
+                runtime.stack.pop()
 
         main = Stream()
         main.name = "main"
@@ -102,17 +100,14 @@ class FakeRuntime:
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr("dschat.distributed.has_gpu", lambda: True)
+        monkeypatch.setattr(dist, "has_gpu", lambda: True)
+        monkeypatch.setattr(dist, "device", lambda: torch.device("cpu"))
         monkeypatch.setattr(training_engine, "_stream", None)
-        monkeypatch.setattr(optimizer_offload.dist, "device", lambda: torch.device("cpu"))
-        monkeypatch.setattr(optimizer_offload, "_is_on_gpu", lambda engine: True)
-        copy = torch.Tensor.copy_
 
-        def copied(target, source, non_blocking=False):
-            self.events.append(f"copy on {stack[-1]}")
-            return copy(target, source)
-
-        monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.events.append(f"copy on {self.stack[-1]}")
+        return func(*args, **(kwargs or {}))
 
     def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
         self.locked[address] = num_bytes
@@ -134,7 +129,9 @@ def optimizer_alone(sizes):
     )
 
 
-def test_no_more_memory_is_pinned_than_needed_and_none_outlives_the_optimizer(monkeypatch):
+def test_no_more_memory_is_pinned_than_needed_and_none_outlives_the_optimizer(
+    monkeypatch, on_device
+):
     engine, runtime = optimizer_alone([1000, 7]), FakeRuntime(monkeypatch)
     for _ in range(2):
         with optimizer_offload.training_states_away([engine], enabled=True):
@@ -148,30 +145,28 @@ def test_no_more_memory_is_pinned_than_needed_and_none_outlives_the_optimizer(mo
     assert runtime.events == ["host waits for side"]
 
 
-def test_states_come_back_on_a_stream_of_their_own(monkeypatch):
+def test_states_come_back_on_a_stream_of_their_own(monkeypatch, on_device):
     """Steps wait for them, and so does whatever moves them away again."""
     engine, runtime = optimizer_alone([5]), FakeRuntime(monkeypatch)
-    with optimizer_offload.training_states_away([engine], enabled=True):
-        pass
     away, back = ["copy on main"] * 2, ["side waits for main"] + ["copy on side"] * 2
-    assert runtime.events == away + back
-    runtime.events.clear()
-    engine.optimizer.step()
-    assert runtime.events == ["main waits for side"]
-    runtime.events.clear()
-    with optimizer_offload.training_states_away([engine], enabled=True):
-        pass
-    assert runtime.events == ["main waits for side", *away, *back]
+    for waits in ([], ["main waits for side"]):
+        runtime.events.clear()
+        with runtime, optimizer_offload.training_states_away([engine], enabled=True):
+            pass
+        assert runtime.events == [*waits, *away, *back]
+        runtime.events.clear()
+        engine.optimizer.step()
+        assert runtime.events == ["main waits for side"]
 
 
 def test_a_checkpoint_waits_for_the_states(monkeypatch, tmp_path):
     """A reward function may fail before the next optimizer step, and the run then saves."""
-    actor, waits = Actor(build("llama"), 2), []
-    actor.step()
-    monkeypatch.setattr(deepspeed_state, "wait_for_copies", lambda: waits.append(1))
-    monkeypatch.setattr(actor.engine, "save_checkpoint", lambda *_, **__: waits.append(2))
-    deepspeed_state.capture(actor.engine, tmp_path, "x")
-    assert waits == [1, 2]
+    engine, runtime = Actor(build("llama"), 2).engine, FakeRuntime(monkeypatch)
+    with training_engine.on_copy_stream():
+        pass
+    engine.save_checkpoint = lambda *_, **__: runtime.events.append("saved")
+    deepspeed_state.capture(engine, tmp_path, "x")
+    assert runtime.events == ["side waits for main", "main waits for side", "saved"]
 
 
 @pytest.mark.gpu
@@ -182,44 +177,47 @@ def test_steps_on_a_gpu_are_bit_identical_and_memory_is_free_meanwhile(zero):
     for _ in range(3):
         for actor in (plain, moved):
             actor.step()
-        states = sum(t.nbytes for t in moments(moved))
+        num_bytes = sum(tensor.nbytes for tensor in states(moved.engine))
         before = torch.cuda.memory_allocated()
         with optimizer_offload.training_states_away([moved.engine], enabled=True):
-            assert before - torch.cuda.memory_allocated() >= states > 0
-            buffers = optimizer_offload._buffers[optimizer_offload._adam(moved.engine)]
-            assert all(buffer.is_pinned() for buffer in buffers.values())
+            assert before - torch.cuda.memory_allocated() >= num_bytes > 0
+            assert all(tensor.is_pinned() for tensor in states(moved.engine))
     ours, expected = weights(moved), weights(plain)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def test_what_a_rollout_raises_brings_them_back(everything_moves):
+def test_what_a_rollout_raises_brings_them_back(on_device):
     plain, moved = Actor(build("llama"), 2), Actor(build("llama"), 2)
     for actor in (plain, moved):
         actor.step()
-    with (
-        pytest.raises(ZeroDivisionError),
-        optimizer_offload.training_states_away([moved.engine], enabled=True),
-    ):
-        raise ZeroDivisionError
-    assert not any(in_buffers(moved))
+    buffers = set()
+
+    def rollout():
+        with optimizer_offload.training_states_away([moved.engine], enabled=True):
+            buffers.update(places(moved.engine))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        rollout()
+    assert buffers.isdisjoint(places(moved.engine))
     for actor in (plain, moved):
         actor.step()
     expected = weights(plain)
     assert all(torch.equal(t, expected[name]) for name, t in weights(moved).items())
 
 
-def test_nothing_moves_unless_asked(everything_moves):
+@pytest.mark.parametrize("enabled", [False, True])
+def test_nothing_moves_unless_asked_or_if_it_is_on_the_cpu(enabled, request):
+    if not enabled:
+        request.getfixturevalue("on_device")
     actor = Actor(build("llama"), 2)
-    with optimizer_offload.training_states_away([actor.engine], enabled=False):
-        pass
-    assert everything_moves == []
+    actor.step()
+    before = places(actor.engine)
+    with optimizer_offload.training_states_away([actor.engine], enabled=enabled):
+        assert places(actor.engine) == before
 
 
-def test_states_on_the_cpu_stay_there():
-    assert not optimizer_offload._is_on_gpu(Actor(build("llama"), 0).engine)
-
-
-def test_the_flag_reaches_actor_and_critic(everything_moves, models_folder):
+def test_the_flag_reaches_actor_and_critic(on_device, models_folder):
     """Step 3 under ZeRO-2 trains on, and the next rollout has the weights of then."""
     case = Case("ppo", 2, options=(("offload", ("rollout",)),))
     trainer = build_trainer(ppo_config(case, models_folder))
@@ -227,4 +225,7 @@ def test_the_flag_reaches_actor_and_critic(everything_moves, models_folder):
         experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
         assert trainer.metrics["rollout/logprob_gap"] < 1e-5
         trainer.train_rlhf(experience)
-    assert everything_moves == [trainer.engine.actor, trainer.engine.critic] * 2
+    both = trainer.engine.actor, trainer.engine.critic
+    before = places(*both)
+    with trainer.engine.rollout_mode():
+        assert before.isdisjoint(places(*both))

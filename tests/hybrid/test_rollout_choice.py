@@ -92,4 +92,7 @@ def test_the_plan_is_what_the_run_does(zero, has_adapters):
     knobs |= {"only_optimize_lora": has_adapters}
     for layout in ("auto", "copy", "zero_copy"):
         form = actor.form(layout=layout)
-        assert (form._layout, form._lora) == planned(False, rollout_layout=layout, **knobs)
+        layout, lora = planned(False, rollout_layout=layout, **knobs)
+        said = {"copy": "its own copy", "zero_copy": "training's own weights"}[layout]
+        assert said in form.describe()
+        assert (f"LoRA {lora}" in form.describe()) == has_adapters

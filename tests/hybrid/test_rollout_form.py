@@ -79,9 +79,12 @@ def test_flags_that_cannot_be_together(knobs, message, tiny):
         (3, True, {"frozen_base": False}, ["its own copy", "LoRA merge"]),
     ],
 )
-def test_one_line_says_what_was_chosen(zero, lora, settings, said):
-    form = Actor(build("llama"), zero, lora).form(**settings)
+def test_one_line_says_what_was_chosen(zero, lora, settings, said, caplog):
+    actor = Actor(build("llama"), zero, lora)
+    with caplog.at_level(logging.INFO, logger="dschat"):
+        form = actor.form(**settings)
     assert isinstance(form, EngineRollout)
+    assert caplog.records == []  # families of the table need no warning
     line = form.describe()
     assert "\n" not in line
     assert [words for words in said if words not in line] == []
@@ -93,6 +96,11 @@ def test_one_line_says_what_was_chosen(zero, lora, settings, said):
 IN_PLACE = "the Hugging Face module on training's own weights"
 
 
+def quantized_actor(path, bits=4):
+    checkpoint = Checkpoint(path, "--actor_model_name_or_path")
+    return Actor(checkpoint.language_model(torch.float32, weight_bits=bits), 0, lora=True)
+
+
 @pytest.mark.parametrize("bits", [4, *slow([8])])
 @pytest.mark.parametrize(
     ("settings", "said", "copies"),
@@ -101,19 +109,14 @@ IN_PLACE = "the Hugging Face module on training's own weights"
         ({"layout": "copy"}, "its own copy (", True),
         *slow(
             [
-                (
-                    {"layout": "zero_copy"},
-                    IN_PLACE,
-                    False,
-                ),
+                ({"layout": "zero_copy"}, IN_PLACE, False),
                 ({"lora": "side"}, "its own copy (", True),
             ]
         ),
     ],
 )
 def test_quantized_weights_are_read_in_place_or_copied_whole(bits, settings, said, copies, tiny):
-    checkpoint = Checkpoint(tiny("llama"), "--actor_model_name_or_path")
-    actor = Actor(checkpoint.language_model(torch.float32, weight_bits=bits), 0, lora=True)
+    actor = quantized_actor(tiny("llama"), bits)
     form = actor.form(**settings)
     assert said in form.describe()
     assert isinstance(form, EngineRollout) == copies
@@ -126,8 +129,7 @@ def test_quantized_weights_are_read_in_place_or_copied_whole(bits, settings, sai
 
 
 def test_quantized_weights_are_not_borrowed_by_the_table_s_decoder(tiny):
-    checkpoint = Checkpoint(tiny("llama"), "--actor_model_name_or_path")
-    actor = Actor(checkpoint.language_model(torch.float32, weight_bits=4), 0, lora=True)
+    actor = quantized_actor(tiny("llama"))
     with pytest.raises(UserError, match=r"--rollout_layout zero_copy .*auto, if quantized"):
         actor.form(layout="zero_copy", lora="side")
 
@@ -184,12 +186,6 @@ def test_a_family_that_no_decoder_runs_is_checked_and_named_once(zero, caplog, m
     assert [type(given[0]) for given in checks] == [InferenceEngine, HuggingFaceGenerator]
 
 
-def test_families_of_the_table_need_no_warning(caplog):
-    with caplog.at_level(logging.INFO, logger="dschat"):
-        Actor(build("llama"), 0).form()
-    assert caplog.records == []
-
-
 def test_without_the_hybrid_engine_the_module_generates():
     form = Actor(build("llama"), 0).form(enabled=False)
     assert isinstance(form.enter(0), HuggingFaceGenerator)
@@ -225,8 +221,7 @@ def test_weights_of_8_bits_follow_those_in_training(name, zero, lora, settings):
 
 
 def test_weights_of_4_bits_may_be_copied_in_8(tiny):
-    checkpoint = Checkpoint(tiny("llama"), "--actor_model_name_or_path")
-    actor = Actor(checkpoint.language_model(torch.float32, weight_bits=4), 0, lora=True)
+    actor = quantized_actor(tiny("llama"))
     form = actor.form(layout="copy", quantization="int8")
     assert "int8" in form.describe()
     gaps = []
@@ -265,8 +260,11 @@ def test_what_is_let_go_comes_back(zero, lora, settings, weights_too):
     borrowed = settings.get("layout") == "zero_copy"
     for _ in range(2):
         actor.step()
-        expected = keeping.enter(actor.version).generate(PROMPTS, SAMPLED)
+        keeper = keeping.enter(actor.version)
+        expected, kept = keeper.generate(PROMPTS, SAMPLED), keeper.cache
+        size = keeper.weights.nbytes
         keeping.leave()
+        assert (keeper.cache, keeper.weights.nbytes) == (kept, size)
         for _ in range(2):  # the second time of one version, too
             generator = letting.enter(actor.version)
             assert generator.generate(PROMPTS, SAMPLED) == expected
@@ -279,16 +277,6 @@ def test_what_is_let_go_comes_back(zero, lora, settings, weights_too):
     letting.enter(actor.version)
     again = 0 if borrowed or not weights_too else whole  # the frozen base too: it was let go
     assert letting.last_refresh.num_bytes == again
-
-
-def test_the_cache_stays_unless_asked():
-    form = Actor(build("llama"), 0).form()
-    generator = form.enter(0)
-    generator.generate(PROMPTS, GREEDY)
-    cache = generator.cache
-    form.leave()
-    assert generator.cache is cache
-    assert generator.weights.nbytes > 0
 
 
 def test_weights_are_let_go_for_real():
@@ -315,7 +303,7 @@ def test_the_flags_reach_the_rollout(models_folder):
         tp_gather_partition_size=3,
     )
     trainer = build_trainer(config)
-    assert trainer.engine._rollout_settings().layers_per_bucket == 3
+    assert trainer.engine.rollout_settings().layers_per_bucket == 3
     trainer.train_rlhf(trainer.generate_experience(my_prompts(case, 0, config)))
     trainer.generate_experience(my_prompts(case, 1, config))
     assert trainer.metrics["rollout/logprob_gap"] < 1e-5

@@ -9,7 +9,7 @@ import torch
 import vllm_stand_in
 from families import EOS, PROMPTS, VOCAB, build, logprob_gap
 from quick import slow
-from rank_threads import on_ranks
+from rank_threads import on_ranks, this_rank
 from rollout_cases import GREEDY, SAMPLED, Actor, settings_of
 
 from dschat.config import UserError
@@ -103,38 +103,30 @@ def test_answers_depend_on_seed_prompt_and_sample_alone(vllm):
 
 
 def test_sampling_is_handed_on(vllm):
+    """A cooler rollout has its own log-probs."""
     actor = Actor(build("llama"), 0)
-    generator = rollout_of(actor, num_tokens=40, temperature=0.5).enter(0)
     sampling = SamplingParams(12, temperature=0.5, n=8, stop_token_ids=(5, 6), min_new_tokens=4)
+    generator = rollout_of(actor, num_tokens=40, temperature=0.5).enter(0)
     rollout = generator.generate(PROMPTS[:2], sampling)
     assert max(map(max, rollout.token_ids)) < 40 < VOCAB
     for ids, _, reason in rollout:
         assert not {5, 6, EOS} & set(ids[:4])
         assert reason == ("stop" if ids[-1] in (5, 6, EOS) else "length")
-
-
-def test_a_cooler_rollout_has_its_own_log_probs(vllm):
-    actor = Actor(build("llama"), 0)
-    sampling = SamplingParams(12, temperature=0.5, n=2)
-    rollout = rollout_of(actor, temperature=0.5).enter(0).generate(PROMPTS, sampling)
+    generator = rollout_of(actor, temperature=0.5).enter(0)
+    rollout = generator.generate(PROMPTS, SamplingParams(12, temperature=0.5, n=2))
     assert logprob_gap(build("llama"), PROMPTS, rollout, temperature=0.5) < GAP
 
 
 def test_ranks_of_a_group_answer_the_prompts_of_all(vllm, monkeypatch):
     actor = Actor(build("llama"), 0)
     expected = rollout_of(actor).enter(0).generate(PROMPTS, SAMPLED).token_ids
+    monkeypatch.setattr(vllm_rollout.dist, "RankGroup", lambda size: this_rank())
 
     def on_rank(member):
-        monkeypatch.setattr(vllm_rollout.dist, "RankGroup", lambda size: member)
-        form = rollout_of(actor, tp_size=2)
-        form._generator._group = member
-        generator = form._generator
-        generator.load(iter(list(vllm_rollout.weight_stream(actor.module, torch.device("cpu")))))
+        generator = rollout_of(actor, tp_size=2).enter(0)
         rows = [i for i in range(len(PROMPTS)) if (i > 4) == member.rank]
-        seen = {}
-        rollout = generator.generate(
-            [PROMPTS[i] for i in rows], SAMPLED, rows, answered=seen.__setitem__
-        )
+        mine, seen = [PROMPTS[i] for i in rows], {}
+        rollout = generator.generate(mine, SAMPLED, rows, answered=seen.__setitem__)
         assert sorted(seen) == list(range(len(rows)))
         return rollout.token_ids
 
@@ -156,7 +148,7 @@ def test_prompts_that_cannot_be_answered(vllm, prompts, message):
         generator.generate(prompts, SAMPLED)
 
 
-def test_what_it_reads_from_the_environment_is_restored(vllm, monkeypatch):
+def test_what_it_reads_from_the_environment_is_restored(vllm):
     before, threads = dict(os.environ), torch.get_num_threads()
 
     class Failing:
@@ -165,7 +157,7 @@ def test_what_it_reads_from_the_environment_is_restored(vllm, monkeypatch):
             torch.set_num_threads(threads + 3)
             raise ValueError("Model architectures ['Fancy'] are not supported\nfor now")
 
-    monkeypatch.setattr(vllm, "LLM", Failing)
+    vllm.LLM = Failing
     with pytest.raises(UserError, match=r"vllm: vLLM 0.32.1 cannot run this model \(Model") as one:
         rollout_of(Actor(build("llama"), 0))
     assert "\n" not in str(one.value)

@@ -1,9 +1,12 @@
 """Which library multiplies: by a clock that the tests advance, never by real time."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from dschat.config import UserError
+from dschat.distributed.machine import writable_cache
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import VARIABLE, choose, fastest
 
@@ -68,50 +71,55 @@ def test_neither_warm_up_nor_noise_counts():
 # -- overriding and recording ----------------------------------------------------------------------
 
 
-def forbidden(shape):
-    raise AssertionError("timed")
-
-
 @pytest.fixture(autouse=True)
 def new_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(VARIABLE, "auto")
-    new_process(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
 def new_process(monkeypatch):
-    monkeypatch.setattr(cpu_matmul, "_chosen", {})
+    """Called, it forgets what this process has chosen, too."""
+
+    def forget():
+        monkeypatch.setattr(cpu_matmul, "_chosen", {})
+
+    forget()
+    return forget
 
 
-def chosen(use="decoding", shapes=(SHAPE,), names=("plain", "mkl", "onednn"), dtype=torch.float32):
-    return choose(use, shapes, dtype, dict.fromkeys(names, forbidden))
+def chosen(
+    winners=(),
+    during=lambda: None,
+    use="decoding",
+    shapes=(SHAPE,),
+    names=("plain", "mkl", "onednn"),
+    dtype=torch.float32,
+):
+    """Where ``winners``, by shape, are the fastest; other shapes must not be timed. ``during`` is
+    called while products are made.
+    """
+    clock = Clock()
+
+    def make(name, shape):
+        assert shape in winners, "timed"
+        during()
+        return clock.product(name, 0.5 if winners[shape] == name else 1.0)
+
+    return choose(use, shapes, dtype, {name: partial(make, name) for name in names}, clock)
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """``plant(*winners)``: the results of the next timings, or what gives one; more fail."""
-
-    def plant(*winners):
-        left = iter(winners)
-
-        def time(shape, makers):
-            winner = next(left)
-            return winner() if callable(winner) else winner
-
-        monkeypatch.setattr(cpu_matmul, "_time", time)
-
-    return plant
-
-
-@pytest.mark.parametrize("name", ["plain", "mkl", "onednn"])
-def test_the_variable_overrides_without_timing(name, monkeypatch):
-    monkeypatch.setenv(VARIABLE, name)
-    assert chosen() == {SHAPE: name}
-
-
-def test_an_override_that_is_no_candidate_is_the_default(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "mkl")
-    assert chosen(names=("plain", "onednn")) == {SHAPE: "plain"}
+@pytest.mark.parametrize(
+    ("forced", "names", "expected"),
+    [
+        *((name, ("plain", "mkl", "onednn"), name) for name in ("plain", "mkl", "onednn")),
+        ("mkl", ("plain", "onednn"), "plain"),  # which is no candidate
+        ("auto", ("plain",), "plain"),  # a single one
+    ],
+)
+def test_what_needs_no_timing(forced, names, expected, monkeypatch):
+    monkeypatch.setenv(VARIABLE, forced)
+    assert chosen(names=names) == {SHAPE: expected}
 
 
 def test_an_unknown_override_is_refused(monkeypatch):
@@ -120,55 +128,48 @@ def test_an_unknown_override_is_refused(monkeypatch):
         chosen()
 
 
-def test_a_single_candidate_is_not_timed():
-    assert chosen(names=("plain",)) == {SHAPE: "plain"}
-
-
-def test_each_shape_is_timed_once_per_machine(monkeypatch, plant):
+def test_each_shape_is_timed_once_per_machine(new_process):
     """A later process gets the same choice, whatever it would measure."""
-    plant("onednn", "mkl")
     shapes = [SHAPE, (64, 32), SHAPE]
-    first = chosen(shapes=shapes)
-    assert first == {SHAPE: "onednn", (64, 32): "mkl"}
+    first = {SHAPE: "onednn", (64, 32): "mkl"}
+    assert chosen(first, shapes=shapes) == first
     assert chosen(shapes=shapes) == first
-    new_process(monkeypatch)
+    new_process()
     assert chosen(shapes=shapes) == first
 
 
-def test_what_a_choice_depends_on_is_timed_again(monkeypatch, plant):
-    plant(*["onednn"] * 4)
-    chosen()
-    chosen(use="training")
-    chosen(dtype=torch.bfloat16)
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    chosen()
-    with pytest.raises(StopIteration):
+def test_what_a_choice_depends_on_is_timed_again():
+    threads, other = torch.get_num_threads(), {SHAPE: "mkl"}
+    assert chosen({SHAPE: "onednn"}) == {SHAPE: "onednn"}
+    assert chosen(other, use="training") == other
+    assert chosen(other, dtype=torch.bfloat16) == other
+    torch.set_num_threads(threads + 1)
+    try:
+        assert chosen(other) == other
+    finally:
+        torch.set_num_threads(threads)
+    with pytest.raises(AssertionError, match="timed"):
         chosen(shapes=[(1, 1)])
 
 
-def test_ranks_that_time_at_once_agree(monkeypatch, plant):
+def test_ranks_that_time_at_once_agree(new_process):
     """Another rank writes its choice while this one is timing."""
 
-    def slower():
-        assert chosen() == {SHAPE: "mkl"}
-        new_process(monkeypatch)
-        return "onednn"
+    def another_rank():
+        assert chosen({SHAPE: "mkl"}) == {SHAPE: "mkl"}
+        new_process()
 
-    plant(slower, "mkl")
-    assert chosen() == {SHAPE: "mkl"}
+    assert chosen({SHAPE: "onednn"}, another_rank) == {SHAPE: "mkl"}
 
 
-def test_without_a_writable_cache_the_choice_holds_for_the_process(monkeypatch, plant):
-    monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
-    plant("onednn")
-    assert chosen() == chosen() == {SHAPE: "onednn"}
+def test_without_a_writable_cache_the_choice_holds_for_the_process():
+    (writable_cache() / "matmul").symlink_to("/proc")  # which takes no new folder
+    assert chosen({SHAPE: "onednn"}) == chosen() == {SHAPE: "onednn"}
 
 
-def test_one_line_says_what_was_chosen(plant, caplog):
+def test_one_line_says_what_was_chosen(caplog):
     caplog.set_level("DEBUG", "dschat")
-    plant("onednn", "plain")
     for _ in range(2):
-        chosen(shapes=[SHAPE, (64, 32)])
+        chosen({SHAPE: "onednn", (64, 32): "plain"}, shapes=[SHAPE, (64, 32)])
     (line,) = caplog.messages
     assert "decoding: 32 -> 48 onednn, 32 -> 64 plain" in line

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,30 +12,41 @@ import torch
 from tiny_models import causal_lm
 from transformers.models.llama import modeling_llama
 
-from dschat.models.linear import _with_own_forward, use_liger
-from dschat.models.long_rows import recompute_activations, runs_in_pieces
+from dschat.models.linear import use_liger
+from dschat.models.recompute import recompute_activations, runs_in_pieces
 
 HERE = Path(__file__).parent
 REASON = "needs Liger: pip install 'dschat[kernels]'"
 
 
+@pytest.fixture
+def liger(monkeypatch, tmp_path):
+    """``liger(apply)``: it is installed, and this is what it does to a model."""
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
+    return partial(monkeypatch.setattr, "transformers.integrations.liger.apply_liger_kernel")
+
+
 @pytest.mark.parametrize(
-    ("asked", "device", "looked_for"),
+    ("asked", "device", "applied"),
     [(None, "cpu", 0), ("0", "cuda", 0), ("norm", "cuda", 0), ("1", "cuda", 1), (None, "cuda", 1)],
 )
-def test_by_default_on_cuda_where_liger_is(asked, device, looked_for, monkeypatch):
-    found = []
-    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
+@pytest.mark.parametrize("installed", [True, False])
+def test_by_default_on_cuda_where_liger_is(asked, device, applied, installed, liger, monkeypatch):
+    models = []
+    liger(lambda model, _: models.append(model))
     if asked is not None:
         monkeypatch.setenv("DSCHAT_CUDA_KERNELS", asked)
-    monkeypatch.setattr("dschat.models.linear.find_spec", found.append)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "liger_kernel", None)
     model = causal_lm("llama")
     use_liger(model, torch.device(device))
-    assert not _with_own_forward(model)
-    assert len(found) == looked_for
+    assert models == [model] * applied * installed
 
 
-def test_recomputed_layers_still_run_in_pieces(monkeypatch):
+def test_recomputed_layers_still_run_in_pieces(liger):
     """Liger gives each MLP a forward of its own. Models made later have none of its classes."""
     model, norm = causal_lm("llama"), modeling_llama.LlamaRMSNorm
     recompute_activations(model)
@@ -44,9 +56,7 @@ def test_recomputed_layers_still_run_in_pieces(monkeypatch):
         for layer in model.model.layers:
             layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(mlp.up_proj(x))
 
-    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
-    monkeypatch.setattr("dschat.models.linear.find_spec", lambda _: True)
-    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", apply)
+    liger(apply)
     use_liger(model, torch.device("cuda"))
     assert modeling_llama.LlamaRMSNorm is norm
     for layer in model.model.layers:
@@ -57,7 +67,7 @@ def test_recomputed_layers_still_run_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_experts_and_models_on_which_liger_fails_stay(fails, monkeypatch, caplog):
+def test_experts_and_models_on_which_liger_fails_stay(fails, liger, caplog):
     model = causal_lm("mixtral")
 
     def apply(model, _):
@@ -66,14 +76,12 @@ def test_experts_and_models_on_which_liger_fails_stay(fails, monkeypatch, caplog
         if fails:
             raise AttributeError("no gate_proj\nmore")
 
-    monkeypatch.delenv("DSCHAT_CUDA_KERNELS", raising=False)
-    monkeypatch.setattr("dschat.models.linear.find_spec", lambda _: True)
-    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", apply)
+    liger(apply)
     with caplog.at_level("WARNING", "dschat"):
         use_liger(model, torch.device("cuda"))
-    replaced = {type(module).__name__ for module in _with_own_forward(model)}
-    assert replaced == (set() if fails else {"MixtralRMSNorm"})
-    assert [r.getMessage() for r in caplog.records] == fails * [
+    own = {type(m).__name__ for m in model.modules() if "forward" in vars(m)}
+    assert own == (set() if fails else {"MixtralRMSNorm"})
+    assert caplog.messages == fails * [
         "without Liger's kernels, which fail on this model: no gate_proj"
     ]
 

@@ -11,8 +11,23 @@ from quick import each_once
 from safetensors.torch import load_file, save_file
 from step_cases import probe_logprobs, probe_scores
 from step_rows import PROBES, padded_probes
-from tiny_models import EOS, IDS, PAD, SMALL, VOCAB, causal_lm, score_model, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from tiny_models import (
+    CONFIGS,
+    EOS,
+    IDS,
+    PAD,
+    SMALL,
+    VOCAB,
+    causal_lm,
+    score_model,
+    tokenizer,
+)
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 from dschat.config import UserError
 from dschat.inference import InferenceEngine
@@ -43,6 +58,15 @@ def load_score(path, stage=0, from_base=False, pad_token_id=PAD, num_tokens=0):
         )
 
 
+def frozen(model, stage):
+    return initialize_frozen(model, ZeroSettings(stage, FP32))
+
+
+def assert_alike(model, plain):
+    for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+
+
 def edited(tiny, tmp_path, name, edit):
     """A copy of a checkpoint with ``edit`` applied to its state dict."""
     folder = tmp_path / f"{name}_edited"
@@ -58,11 +82,9 @@ def edited(tiny, tmp_path, name, edit):
     each_once(["llama", "llama_tied", "opt", "opt_350m", "gpt2", "bloom"], [0, 3]),
 )
 def test_a_whole_checkpoint_loads(name, stage, tiny):
-    zero = ZeroSettings(stage, FP32)
-    model = initialize_frozen(load_actor(tiny(name), stage), zero)
+    model = frozen(load_actor(tiny(name), stage), stage)
     plain = AutoModelForCausalLM.from_pretrained(tiny(name)).eval()
-    for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
-        assert row == pytest.approx(expected, abs=1e-5)
+    assert_alike(model, plain)
 
 
 @STAGES
@@ -77,9 +99,7 @@ def test_a_stored_head_that_differs_from_the_embedding_is_not_tied(name, stage, 
     assert not torch.equal(plain.lm_head.weight, plain.get_input_embeddings().weight)
     model = load_actor(folder, stage)
     assert not model.config.tie_word_embeddings
-    model = initialize_frozen(model, ZeroSettings(stage, FP32))
-    for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
-        assert row == pytest.approx(expected, abs=1e-5)
+    assert_alike(frozen(model, stage), plain)
     engine = InferenceEngine.from_pretrained(folder, max_num_seqs=1, max_seq_len=32)
     (out,) = engine.generate([PROBES[0]], SamplingParams(max_new_tokens=6, ignore_eos=True))
     ids = torch.tensor([[*PROBES[0], *out.token_ids]])
@@ -121,9 +141,7 @@ def test_constants_of_old_checkpoints_are_ignored(name, shards, stage, tmp_path)
         text = json.dumps({"metadata": {}, "weight_map": index})
         (tmp_path / "pytorch_model.bin.index.json").write_text(text)
     Checkpoint(tmp_path, FLAG).check("lm")
-    model = initialize_frozen(load_actor(tmp_path, stage), ZeroSettings(stage, FP32))
-    for row, expected in zip(probe_logprobs(model), probe_logprobs(plain), strict=True):
-        assert row == pytest.approx(expected, abs=1e-5)
+    assert_alike(frozen(load_actor(tmp_path, stage), stage), plain)
     engine = InferenceEngine.from_pretrained(tmp_path)
     rollout = engine.generate([PROBES[0][:2]], SamplingParams(max_new_tokens=1, temperature=0))
     assert rollout.logprobs[0][0] == pytest.approx(max_logprob(plain, PROBES[0][:2]), abs=1e-5)
@@ -219,9 +237,7 @@ def test_a_causal_lm_is_not_a_critic(stage, tiny):
 )
 def test_step_2_starts_from_a_causal_lm(name, stage, tiny):
     """Only the score head is new; all other weights are the causal LM's."""
-    model = initialize_frozen(
-        ScoreModel(load_score(tiny(name), stage, from_base=True)), ZeroSettings(stage, FP32)
-    )
+    model = frozen(ScoreModel(load_score(tiny(name), stage, from_base=True)), stage)
     base = AutoModelForSequenceClassification.from_pretrained(
         tiny(name), num_labels=1, pad_token_id=PAD
     ).eval()
@@ -249,7 +265,7 @@ def test_a_new_score_head_is_no_news(tiny):
 @STAGES
 @pytest.mark.parametrize("name", ["llama_reward", "opt_350m_reward"])
 def test_scores_are_those_that_transformers_pools(name, stage, tiny):
-    model = initialize_frozen(ScoreModel(load_score(tiny(name), stage)), ZeroSettings(stage, FP32))
+    model = frozen(ScoreModel(load_score(tiny(name), stage)), stage)
     plain = AutoModelForSequenceClassification.from_pretrained(tiny(name)).eval()
     ids, mask = padded_probes(PAD)
     with torch.no_grad():
@@ -284,11 +300,6 @@ def test_a_folder_that_is_not_a_checkpoint(content, reason, tmp_path):
         _ = Checkpoint(tmp_path, FLAG).config
 
 
-def test_no_such_model():
-    with pytest.raises(UserError, match="no such folder, and no such model on the hub"):
-        _ = Checkpoint("nobody/nothing", FLAG).config
-
-
 def test_dropout_is_set_everywhere(tiny):
     model = load_actor(tiny("opt"), dropout=0.25)
     assert model.config.dropout == model.config.attention_dropout == 0.25
@@ -311,3 +322,75 @@ def test_two_labels_are_not_a_score(tmp_path):
 def test_eos_is_not_dropped_from_the_padding_question(tiny):
     """A pad id equal to EOS is kept if the caller passes it: nothing compares ids with it."""
     assert load_score(tiny("llama_reward"), pad_token_id=EOS).config.pad_token_id == EOS
+
+
+# -- reward models of DeepSpeed-Chat ---------------------------------------------------------------
+
+
+def legacy_folder(folder, name, prefix="rwtransformer", extra=None):
+    """Writes a reward model as DeepSpeed-Chat's ``save_hf_format`` does; returns its parts."""
+    torch.manual_seed(3)
+    base = AutoModel.from_config(CONFIGS[name]()).eval()
+    width = getattr(base.config, "word_embed_proj_dim", base.config.hidden_size)
+    head = torch.nn.Linear(width, 1, bias=False)
+    state = {f"{prefix}.{k}": v for k, v in base.state_dict().items()}
+    folder.mkdir()
+    torch.save(
+        {"v_head.weight": head.weight.detach()} | state | (extra or {}),
+        folder / "pytorch_model.bin",
+    )
+    causal = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bloom": "BloomForCausalLM"}
+    base.config.architectures = [causal.get(name, "OPTForCausalLM")]
+    base.config.n_embd = width  # it adds such keys
+    base.config.to_json_file(folder / "config.json")
+    return base, head
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "stage"),
+    each_once(
+        ["opt", "opt_350m", "llama", "gpt2", "bloom"], ["rwtransformer", "rwtranrsformer"], [0, 3]
+    ),
+)
+def test_legacy_scores_are_hidden_states_times_the_head(name, prefix, stage, tmp_path):
+    folder = tmp_path / "reward"
+    base, head = legacy_folder(folder, name, prefix)
+    assert Checkpoint(folder, FLAG).reward_form == "v_head"
+    with torch.no_grad():
+        expected = [
+            float(head(base(torch.tensor([ids])).last_hidden_state)[0, -1]) for ids in PROBES
+        ]
+    assert len({round(score, 3) for score in expected}) == len(PROBES)
+    before = sorted(p.name for p in folder.iterdir())
+    assert probe_scores(frozen(ScoreModel(load_score(folder, stage)), stage)) == pytest.approx(
+        expected, abs=1e-5
+    )
+    assert sorted(p.name for p in folder.iterdir()) == before, "converted in memory"
+
+
+@STAGES
+def test_step_2_may_start_from_a_legacy_reward_model(stage, tmp_path):
+    legacy_folder(tmp_path / "reward", "opt")
+    once, again = (load_score(tmp_path / "reward", stage, from_base) for from_base in (False, True))
+    scores = [probe_scores(frozen(ScoreModel(model), stage)) for model in (once, again)]
+    assert scores[0] == scores[1]
+
+
+@STAGES
+def test_missing_and_unexpected_legacy_weights_are_named(stage, tmp_path):
+    legacy_folder(tmp_path / "more", "opt", extra={"rwtransformer.decoder.other": torch.ones(1)})
+    with pytest.raises(UserError, match="unexpected 1 weights.*model.decoder.other"):
+        load_score(tmp_path / "more", stage)
+    base, _ = legacy_folder(tmp_path / "less", "opt")
+    file = tmp_path / "less" / "pytorch_model.bin"
+    state = torch.load(file)
+    del state["rwtransformer.decoder.layers.1.fc1.weight"]
+    torch.save(state, file)
+    with pytest.raises(UserError, match="lacks 1 weights.*layers.1.fc1.weight"):
+        load_score(tmp_path / "less", stage)
+
+
+def test_a_legacy_reward_model_is_not_an_actor(tmp_path):
+    legacy_folder(tmp_path / "reward", "opt")
+    with pytest.raises(UserError, match="is a reward model, which scores"):
+        load_actor(tmp_path / "reward")

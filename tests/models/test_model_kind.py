@@ -9,15 +9,8 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from quick import each_once
 from tiny_models import PAD, causal_lm, score_model, tokenizer
-from transformers import (
-    CONFIG_MAPPING,
-    BertConfig,
-    GPT2Model,
-    LlamaModel,
-    T5Config,
-)
+from transformers import CONFIG_MAPPING, BertConfig, GPT2Model, LlamaModel, T5Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.config import UserError
@@ -119,12 +112,11 @@ def test_a_reward_model_is_not_an_actor(tmp_path):
 
 
 def test_quantized_checkpoints_are_refused(tmp_path):
-    path = only_config(
-        tmp_path,
-        causal_lm("llama").config,
-        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
-    )
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    path = only_config(tmp_path, causal_lm("llama").config, quantization_config=quantization)
     assert "is quantized (bitsandbytes)" in refusal(load_actor, path)
+    with pytest.raises(UserError, match="name the checkpoint it was made from.*--load_in_4bit"):
+        Checkpoint(path, FLAG).check("lm", weight_bits=4)
 
 
 def test_an_adapter_names_its_merged_model_or_the_way_to_it(tmp_path):
@@ -215,49 +207,6 @@ def test_code_of_a_tokenizer_runs_only_where_asked(tmp_path, monkeypatch):
         load_tokenizer(path, FLAG)
     assert "--trust_remote_code" in str(error.value)
     assert not mark.exists()
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("form", "stage"),
-    each_once(["safetensors", "bin", "bin_old", "sharded", "sharded_bin"], [0, 3]),
-)
-def test_the_same_weights_from_any_files(form, stage, tmp_path):
-    from step_cases import probe_logprobs
-
-    from dschat.runtime.deepspeed_engine import initialize_frozen
-
-    model = causal_lm("llama_tied")
-    folder = tmp_path / form
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(folder)
-    state = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert "lm_head.weight" not in state
-    halves = [dict(list(state.items())[i::2]) for i in range(2)]
-    if form == "safetensors":
-        model.save_pretrained(folder)
-    elif form == "sharded":
-        model.save_pretrained(folder, max_shard_size="20KB")
-    elif form == "sharded_bin":
-        names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-        for name, half in zip(names, halves, strict=True):
-            torch.save(half, folder / name)
-        weight_map = {k: n for n, half in zip(names, halves, strict=True) for k in half}
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    else:
-        old = form == "bin_old"
-        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
-    assert Checkpoint(folder, FLAG).keys == set(state)
-    zero = ZeroSettings(stage, FP32)
-    with sharded_loading(zero):
-        loaded = load_actor(str(folder))
-    loaded = initialize_frozen(loaded, zero)
-    assert sum(probe_logprobs(loaded), []) == pytest.approx(
-        sum(probe_logprobs(model), []), abs=1e-5
-    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from quick import each_once
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import RewardConfig
-from dschat.models.heads import LanguageModel, ScoreModel
+from dschat.models.language_model import LanguageModel
+from dschat.models.lora import prepare_for_training
 from dschat.models.routing import MAX_LOAD, METRIC, router_metrics, routers_of, watch_routers
 from dschat.supervised.loop import RewardTask, SFTTask
 from dschat.supervised.preference import PreferenceTask
@@ -112,8 +113,6 @@ def test_reward_models_add_it_too():
 
 
 def test_with_adapters_and_checkpointing():
-    from dschat.models.lora import prepare_for_training
-
     def gradients(coefficient: float) -> dict[str, torch.Tensor]:
         model = model_of("qwen3_moe", coefficient)
         args = (True, 4, 8.0, ["q_proj"], True, "--lora_dim")
@@ -145,43 +144,20 @@ def test_evaluation_has_none():
     assert total == sums["loss"]
 
 
-def test_policies_leave_it_out_and_say_so(caplog):
-    with caplog.at_level(logging.INFO, "dschat"):
-        packed = wrapped(model_of("mixtral"), is_policy=True)
-    assert packed.router_loss is None
-    assert "router_aux_loss_coef 0.5 is not applied to a policy" in caplog.text
-
-
-def preference_task():
-    return PreferenceTask(RewardConfig(loss="dpo", precompute_ref_logprobs=True))
-
-
 def test_policies_add_it_where_asked():
     """DPO: both answers of a pair are rows of one micro-batch, which counts half the answers."""
     model = model_of("mixtral", 0.0)
     ids, mask = padded(ROWS[:2])
     expected = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
     row = {"chosen_ids": ROWS[0], "rejected_ids": ROWS[1], "prompt_length": 1}
-    packed, task = wrapped(model, asked=0.25, is_policy=True), preference_task()
+    task = PreferenceTask(RewardConfig(loss="dpo", precompute_ref_logprobs=True))
+    packed = wrapped(model, asked=0.25, is_policy=True)
     batch = task.collate([row | {"ref_logps": [0.0, 0.0]}])
     total, sums = task.loss(packed, batch)
     assert task.weight(batch) == 1
     assert (total - sums["loss"]).item() == pytest.approx(0.25 * expected.item(), rel=1e-4)
     metrics = task.summarize({k: float(v) for k, v in sums.items()})
     assert metrics[METRIC] == pytest.approx(expected.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(("asked", "is_policy"), [(0.0, False), (0.0, True)])
-def test_zero_turns_it_off(asked, is_policy):
-    assert wrapped(model_of("mixtral"), asked=asked, is_policy=is_policy).router_loss is None
-
-
-def test_a_model_without_experts_cannot_be_balanced(caplog):
-    with caplog.at_level(logging.INFO, "dschat"):
-        watch_routers(
-            LanguageModel(AutoModelForCausalLM.from_config(config_of("llama"))), 0.1, True
-        )
-    assert "--router_aux_loss_coef: LlamaForCausalLM has no experts" in caplog.text
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -204,26 +180,36 @@ def test_the_load_of_the_busiest_expert(checkpointing):
         largest = max(largest, float(load.max() / load.mean()))
     assert router_metrics(packed) == {MAX_LOAD: pytest.approx(largest)}
     assert router_metrics(packed) == {}
-    assert router_metrics(LanguageModel(AutoModelForCausalLM.from_config(config_of("llama")))) == {}
+    assert router_metrics(LanguageModel(other_model("llama"))) == {}
 
 
-def test_a_family_without_the_loss_says_so(caplog):
-    config = config_of("llama4_text", **EXPERTS, intermediate_size_mlp=48)
-    model = AutoModelForCausalLM.from_config(config)
-    with caplog.at_level(logging.INFO, "dschat"):
-        watch_routers(LanguageModel(model), None, False)
-    assert "is not applied: its class has no such loss" in caplog.text
+def other_model(family: str, **sizes):
+    return AutoModelForCausalLM.from_config(config_of(family, **sizes))
 
 
-@pytest.mark.parametrize("change", ["dense", "zero"])
-def test_others_are_untouched(change, caplog):
-    model = model_of("mixtral", 0.0)
-    if change == "dense":
-        model = AutoModelForCausalLM.from_config(config_of("llama"))
-    packed = LanguageModel(model)
+@pytest.mark.parametrize(
+    ("made", "asked", "is_policy", "said"),
+    [
+        (lambda: model_of("mixtral"), None, True, "_coef 0.5 is not applied to a policy"),
+        (lambda: model_of("mixtral"), 0.0, False, ""),
+        (lambda: model_of("mixtral"), 0.0, True, ""),
+        (lambda: model_of("mixtral", 0.0), None, False, ""),
+        (lambda: other_model("llama"), None, False, ""),
+        (lambda: other_model("llama"), 0.1, True, "aux_loss_coef: LlamaForCausalLM has no experts"),
+        (
+            lambda: other_model("llama4_text", **EXPERTS, intermediate_size_mlp=48),
+            *(None, False, "is not applied: its class has no such loss"),
+        ),
+    ],
+)
+def test_without_a_coefficient_or_experts_there_is_none(made, asked, is_policy, said, caplog):
+    packed, task = LanguageModel(made()), SFTTask()
     caplog.clear()
     with caplog.at_level(logging.INFO, "dschat"):
-        watch_routers(packed, None, False)
+        watch_routers(packed, asked, is_policy)
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
     assert packed.router_loss is None
-    assert not caplog.text
-    assert not model.model._forward_hooks
+    total, sums = task.loss(packed, task.collate(sft_rows()))
+    assert METRIC not in sums
+    assert total == sums["loss"]

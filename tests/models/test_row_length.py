@@ -232,17 +232,6 @@ def test_routers_draw_no_noise_where_dropout_is_off(config, load):
             torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
 
 
-def test_a_rounding_tie_is_no_fault():
-    """A tie is in one probe; a fault is in every probe."""
-    wrapped = LanguageModel(AutoModelForCausalLM.from_config(rope_config("linear")))
-    expected = torch.ones(3 * 11, 4)
-    tie, fault = expected.clone(), expected.clone()
-    tie[5] += 1
-    fault[[5, 16, 27]] += 1
-    assert wrapped.gap(tie, expected) is None
-    assert wrapped.gap(fault, expected) == 1.0
-
-
 def test_no_row_is_longer_than_doges_window():
     """Beyond it, equal tokens tie in its top-k, and the row's length decides between them."""
     checkpoint = Checkpoint("m", "--model")

@@ -34,11 +34,19 @@ FAMILIES = ["llama", "llama_tied", "opt_350m", "gpt2", "bloom", "gpt_neox"]
 STAGES = pytest.mark.parametrize("stage", [0, 3])
 
 
+def scope(stage):
+    return sharded_loading(ZeroSettings(3, FP32)) if stage == 3 else nullcontext()
+
+
 def grown(path, stage, num_tokens=VOCAB + NEW):
-    zero = ZeroSettings(stage, FP32)
-    with sharded_loading(zero) if stage == 3 else nullcontext():
+    with scope(stage):
         model = Checkpoint(path, FLAG).language_model(FP32, num_tokens=num_tokens)
-    return initialize_frozen(model, zero)
+    return initialize_frozen(model, ZeroSettings(stage, FP32))
+
+
+def assert_alike(model, other, tolerance=1e-5):
+    flat = [sum(probe_logprobs(each), []) for each in (model, other)]
+    assert flat[0] == pytest.approx(flat[1], abs=tolerance)
 
 
 def weights_of(model):
@@ -73,9 +81,8 @@ def test_a_grown_model_is_saved_as_others_load_it(name, stage, tiny, tmp_path, c
     with caplog.at_level("WARNING", "dschat"):
         match_vocabulary(config, unwrap(model).config, frozen=True)
         match_vocabulary(config, unwrap(model).config, frozen=True)  # same size: no warning
-    assert [r.message for r in caplog.records if "NEW TOKENS ARE NOT TRAINED" in r.message] == [
-        caplog.records[-1].message
-    ]
+    warnings = [text for text in caplog.messages if "NEW TOKENS ARE NOT TRAINED" in text]
+    assert warnings == caplog.messages[-1:]
     stream = weight_stream(unwrap(model), CPU)
     export_hf(tmp_path / "out", stream, unwrap(model), config, tokenizer(), (EOS,))
     stored = load_file(tmp_path / "out/model.safetensors")
@@ -85,9 +92,7 @@ def test_a_grown_model_is_saved_as_others_load_it(name, stage, tiny, tmp_path, c
     assert not info["mismatched_keys"]
     assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == VOCAB + NEW
-    assert sum(probe_logprobs(loaded.eval()), []) == pytest.approx(
-        sum(probe_logprobs(model), []), abs=1e-5
-    )
+    assert_alike(loaded.eval(), model)
 
 
 def test_a_tie_survives_growing_lora_merge_and_reload(tiny, tmp_path):
@@ -101,9 +106,7 @@ def test_a_tie_survives_growing_lora_merge_and_reload(tiny, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
     loaded = Checkpoint(tmp_path / "out", FLAG).language_model(FP32).eval()
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert sum(probe_logprobs(loaded), []) == pytest.approx(
-        sum(probe_logprobs(wrapped), []), abs=1e-4
-    )
+    assert_alike(loaded, wrapped, 1e-4)
 
 
 def test_actor_and_reference_grow_alike(tiny):
@@ -149,15 +152,12 @@ def test_any_pad_id_loads(pad_id, stage, tiny, tmp_path):
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": pad_id}))
-    zero = ZeroSettings(stage, FP32)
-    with sharded_loading(zero) if stage == 3 else nullcontext():
-        loaded = Checkpoint(tmp_path, FLAG).language_model(FP32, num_tokens=VOCAB + 1)
+    loaded = grown(tmp_path, stage, VOCAB + 1)
     expected = pad_id if pad_id in (VOCAB, EOS) else None
-    assert loaded.config.pad_token_id == expected
-    loaded = initialize_frozen(loaded, zero)
+    assert unwrap(loaded).config.pad_token_id == expected
     with torch.no_grad():
         loaded(input_ids=torch.tensor([[VOCAB, 5]]))
-    with sharded_loading(zero) if stage == 3 else nullcontext():
+    with scope(stage):
         score = Checkpoint(tmp_path, FLAG).score_model(
             FP32, VOCAB, from_base=True, num_tokens=VOCAB + 1
         )
@@ -198,20 +198,35 @@ def saved_tokenizer(folder, **special):
     return str(folder)
 
 
+def rendered(loaded, role="user", **options):
+    chat = [{"role": role, "content": "w5"}]
+    return loaded.apply_chat_template(chat, tokenize=False, **options)
+
+
 def test_a_tokenizer_without_pad_uses_eos(tmp_path):
     loaded = load_tokenizer(saved_tokenizer(tmp_path, pad_token=None), FLAG)
     assert loaded.pad_token_id == EOS
     assert len(loaded) == VOCAB
 
 
+def test_a_bare_vocabulary_loads_the_base_models_tokenizer(tmp_path):
+    """DeepSpeed-Chat saved vocab files without special tokens; config.json names the base model."""
+    causal_lm("opt").config.save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    file, origin = tmp_path / "config.json", saved_tokenizer(tmp_path / "origin")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"_name_or_path": origin}))
+    assert load_tokenizer(str(tmp_path), FLAG).get_vocab() == tokenizer().get_vocab()
+    file.write_text(json.dumps(config | {"_name_or_path": "nobody/origin"}))
+    with pytest.raises(UserError, match="it has only a vocabulary.*nobody/origin.*copy that"):
+        load_tokenizer(str(tmp_path), FLAG)
+
+
 def test_an_end_of_turn_token_is_added_once_and_kept(tmp_path):
     path = saved_tokenizer(tmp_path / "a")
     loaded = load_tokenizer(path, FLAG, eot_token="<|endoftext|>")
-    assert (loaded.eos_token, loaded.eos_token_id, num_ids(loaded)) == (
-        "<|endoftext|>",
-        VOCAB,
-        VOCAB + 1,
-    )
+    assert loaded.eos_token == "<|endoftext|>"
+    assert (loaded.eos_token_id, num_ids(loaded)) == (VOCAB, VOCAB + 1)
     assert loaded("w5<|endoftext|>")["input_ids"] == [5, VOCAB]
     assert loaded.decode([5, VOCAB], skip_special_tokens=True) == "w5"
     assert stop_ids(loaded, None) == (VOCAB,)
@@ -229,13 +244,10 @@ def test_a_template_that_contains_eos_gets_the_new_one(tmp_path):
         chat_template="{% for m in messages %}{{ m['content'] + '<eos>' }}{% endfor %}",
     )
     loaded = load_tokenizer(path, FLAG, eot_token="<|im_end|>")
-    chat = [{"role": "assistant", "content": "w5"}]
-    assert loaded.apply_chat_template(chat, tokenize=False) == "w5<|im_end|>"
+    assert rendered(loaded, "assistant") == "w5<|im_end|>"
 
 
 def test_a_tokenizer_without_eos_needs_eot_token(tmp_path):
-    from dschat.config import UserError
-
     path = saved_tokenizer(tmp_path, eos_token=None)
     with pytest.raises(UserError, match=f"^{FLAG} .* has no EOS token; .*--eot_token"):
         load_tokenizer(path, FLAG)
@@ -247,8 +259,7 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path):
     loaded = load_tokenizer(path, FLAG)
     loaded.save_pretrained(tmp_path / "b")
     others = AutoTokenizer.from_pretrained(tmp_path / "b")
-    chat = [{"role": "user", "content": "w5"}]
-    text = others.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    text = rendered(others, add_generation_prompt=True)
     assert text == "\n\nHuman: w5\n\nAssistant:"
     assert load_tokenizer(str(tmp_path / "b"), FLAG).chat_template == loaded.chat_template
 
@@ -257,8 +268,7 @@ def test_a_template_from_a_file(tmp_path):
     path, file = saved_tokenizer(tmp_path / "a"), tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
     loaded = load_tokenizer(path, FLAG, chat_template=str(file))
-    chat = [{"role": "user", "content": "w5"}]
-    assert loaded.apply_chat_template(chat, tokenize=False) == "[w5]"
+    assert rendered(loaded) == "[w5]"
     file.write_text("{% for m in messages %}")
     with pytest.raises(UserError, match="^--chat_template .*own.jinja cannot render a chat"):
         load_tokenizer(path, FLAG, chat_template=str(file))

@@ -105,7 +105,7 @@ def attention(
     if dropout or how.chunk or (how.window and not _flash_takes(query, segments, how)):
         output = _sequence_by_sequence(query, key, value, segments, how)
     else:
-        heads = _same_sizes(query, key, value)
+        heads = padded_heads(query, key, value)
         output = PackedAttention.apply(*heads, segments, scale, softcap, s_aux, how.window)
     output = output[..., :size]
     if spread is not None:
@@ -174,7 +174,7 @@ class PackedAttention(torch.autograd.Function):
         sinks: Tensor | None = None,  # (H,)
         window: int | None = None,
     ) -> Tensor:
-        ctx.kernel, ctx.segments, ctx.scale = _kernel(query, softcap, window), segments, scale
+        ctx.kernel, ctx.segments, ctx.scale = kernel_for(query, softcap, window), segments, scale
         output, logsumexp = ctx.kernel.forward(query, key, value, segments, scale)
         if sinks is not None:
             sink = sinks.float().unsqueeze(1)
@@ -195,7 +195,7 @@ class PackedAttention(torch.autograd.Function):
         return (*grads, None, None, None, of_sinks, None)
 
 
-def _same_sizes(*tensors: Tensor) -> list[Tensor]:
+def padded_heads(*tensors: Tensor) -> list[Tensor]:
     """Heads padded with zeros to one size, on CUDA to a multiple of 8: the same attention.
 
     DeepSeek's values are smaller than its keys.
@@ -208,21 +208,18 @@ def _same_sizes(*tensors: Tensor) -> list[Tensor]:
 
 def _flash_takes(query: Tensor, segments: Segments, how: Scores) -> bool:
     """Whether FlashAttention knows the window of ``how``: within rows, not across a prefix."""
-    plain = how.softcap is None and not segments.table.shared
-    return plain and query.device.type == "cuda" and VarlenKernel.supports(query)
+    return how.softcap is None and not segments.table.shared and VarlenKernel.supports(query)
 
 
-def _kernel(query: Tensor, softcap: float | None = None, window: int | None = None) -> Kernel:
+def kernel_for(query: Tensor, softcap: float | None = None, window: int | None = None) -> Kernel:
     """The fastest kernel for the device and dtype of ``query``; with a softcap the plain one."""
     if query.is_meta:
         return META
     if softcap is not None:
         return plain(softcap)
-    if query.device.type == "cpu" and query.dtype in CPU_DTYPES:
-        return CPU
-    if query.device.type == "cuda" and VarlenKernel.supports(query):
+    if VarlenKernel.supports(query):
         return VarlenKernel(window)
-    return PLAIN
+    return CPU if query.device.type == "cpu" and query.dtype in CPU_DTYPES else PLAIN
 
 
 def _sequence_by_sequence(

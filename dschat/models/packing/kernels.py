@@ -99,7 +99,8 @@ class SegmentKernel:
     ) -> None:
         self._forward, self._backward, self._most = forward, backward, most
 
-    def _batches(self, q: Tensor, segments: Segments) -> list[Batch]:
+    def batches(self, q: Tensor, segments: Segments) -> list[Batch]:
+        """What is taken together of ``segments``, for queries (1, H, N, D)."""
         return segments.batches(self._most // (q.shape[1] * q.shape[3]))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
@@ -108,7 +109,7 @@ class SegmentKernel:
         output = output.transpose(1, 2)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
         k, v = per_query_head(k, q), per_query_head(v, q)
-        for batch in self._batches(q, segments):
+        for batch in self.batches(q, segments):
             keys = _take(k, batch.keys), _take(v, batch.keys)
             part = self._forward(_take(q, batch.queries), *keys, batch.is_causal, scale)
             if not batch.is_causal:
@@ -121,7 +122,7 @@ class SegmentKernel:
         num_groups = saved.k.shape[1]
         saved = saved._replace(k=per_query_head(saved.k, grad), v=per_query_head(saved.v, grad))
         grads = _empty_grads(saved)
-        for batch in self._batches(grad, segments):
+        for batch in self.batches(grad, segments):
             of_output = _take(grad, batch.queries)
             parts = self._backward(of_output, saved.part(batch), batch.is_causal, scale)
             places = batch.queries, batch.keys, batch.keys

@@ -28,11 +28,12 @@ class VarlenKernel:
 
     @staticmethod
     def supports(query: Tensor) -> bool:
-        """Whether FlashAttention takes heads of this dtype and size, on this GPU (Ampere or
-        later).
+        """Whether FlashAttention takes heads of this dtype and size, on this device: a GPU, Ampere
+        or later.
         """
         fits = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
-        return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        on_gpu = query.device.type == "cuda"
+        return on_gpu and fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)

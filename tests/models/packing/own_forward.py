@@ -122,6 +122,16 @@ def checked(model, packing="auto", wrap=LanguageModel):
     return wrapped
 
 
+def runs_head_alone(wrapped):
+    """Whether its head keeps no logits: the model that has it does not run as a whole."""
+    runs = []
+    hook = wrapped.base.register_forward_hook(lambda *_: runs.append("whole"))
+    with torch.no_grad():
+        wrapped(rows_of())
+    hook.remove()
+    return not runs
+
+
 def rows_of(ids=ROWS, prompts=PROMPTS):
     """Reading every column that has a next token."""
     return pack(ids, [range(len(row) - 1) for row in ids], prompts)

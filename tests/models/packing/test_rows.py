@@ -1,4 +1,6 @@
-"""Packed rows: every row can be rebuilt from the stream; columns, targets and positions by hand."""
+"""Packed rows: columns, targets and positions by hand; a batch moves to a device in one copy."""
+
+from dataclasses import dataclass, is_dataclass
 
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dschat.models.packing import Segments, pack
+from dschat.models.packing import PackedRows, Segments, pack, varlen
 
 # Three ids, so that prompts are often equal; 0 is also the padding.
 ROW = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -21,53 +23,48 @@ def packed_input(draw):
     return rows, reads, draw(st.sampled_from([None, prefixes]))
 
 
-def rebuilt(packed):
-    """Token ids and positions of every row of the stream, in the stream's order."""
-    ids, positions, start = packed.input_ids.tolist(), packed.position_ids.tolist(), 0
-    rows = []
-    for prefix, answers in packed.segments.groups:
-        end = start + prefix
-        for length in answers or [0]:
-            here = [*range(start, start + prefix), *range(end, end + length)]
-            rows.append((here, [ids[i] for i in here], [positions[i] for i in here]))
-            end += length
+def tokens_before(segments):
+    """Of each token of the stream, the places of its row before it: from the definition."""
+    before, end = [], 0
+    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
+        assert list(leaves) == sorted(leaves)
         start = end
-    assert start == len(ids)
-    return rows
+        for leave, length in ((0, prefix), *zip(leaves, answers, strict=True)):
+            shared = [*range(start, start + leave)]
+            before += [shared + [*range(end, end + i)] for i in range(length)]
+            end += length
+    return before
 
 
-@given(packed_input())
-def test_every_row_can_be_rebuilt(case):
-    rows, reads, prefixes = case
-    packed = pack(rows, reads, prefixes)
-    stream = rebuilt(packed)
-    for _, ids, positions in stream:
-        assert positions == list(range(len(ids)))
-    if rows:
-        assert sorted(ids for _, ids, _ in stream) == sorted(rows)
-    longest = max(map(len, rows), default=1)
-    assert packed.segments.longest == longest
-    assert packed.num_tokens == len(packed.input_ids) <= max(1, sum(map(len, rows)))
+def check_columns(rows, packed):
+    """``packed`` reads every column of ``rows``: after the tokens of its row, at its position,
+    whatever else is in the stream.
+    """
+    ids, positions = packed.input_ids, packed.position_ids
+    before, columns = tokens_before(packed.segments), iter(packed.columns.tolist())
+    assert len(before) == len(ids) == packed.num_tokens
+    assert len(packed.columns) == sum(map(len, rows))
+    for row in rows:
+        for i, column in zip(range(len(row)), columns, strict=False):
+            assert [*ids[before[column]].tolist(), int(ids[column])] == row[: i + 1]
+            assert positions[column] == i
+    assert packed.segments.longest == max(map(len, rows), default=1)
+    return before
 
 
 @given(packed_input())
 def test_columns_are_those_of_their_rows_and_keep_their_order(case):
     rows, reads, prefixes = case
     packed = pack(rows, reads, prefixes)
-    by_tokens = {}  # a column of the stream -> the rows' beginnings that end there
-    for here, ids, _ in rebuilt(packed):
-        for count, column in enumerate(here, 1):
-            by_tokens.setdefault(column, ids[:count])
-            assert by_tokens[column] == ids[:count]  # whatever row it is read for
-    expected = [
-        (i, row, c) for i, (row, cs) in enumerate(zip(rows, reads, strict=True)) for c in cs
-    ]
-    assert packed.row_of.tolist() == [i for i, _, _ in expected]
-    for column, target, (_, row, c) in zip(
-        packed.columns.tolist(), packed.targets.tolist(), expected, strict=True
-    ):
-        assert by_tokens[column] == row[: c + 1]
-        assert target == (row[c + 1] if c + 1 < len(row) else 0)
+    whole = pack(rows, [range(len(row)) for row in rows], prefixes)
+    check_columns(rows, whole)
+    assert torch.equal(packed.input_ids, whole.input_ids)
+    starts = np.cumsum([0, *map(len, rows)])
+    places = [starts[i] + c for i, columns in enumerate(reads) for c in columns]
+    assert packed.columns.tolist() == whole.columns[places].tolist()
+    assert packed.row_of.tolist() == [i for i, columns in enumerate(reads) for _ in columns]
+    after = [[*row[1:], 0][c] for row, columns in zip(rows, reads, strict=True) for c in columns]
+    assert packed.targets.tolist() == after
 
 
 @given(packed_input())
@@ -85,12 +82,11 @@ def test_padded_rows_are_the_same_rows(case):
 def test_prompts_are_shared_where_they_can_be(case):
     """As many tokens as there are distinct prompts and answers; nothing else is left out."""
     rows, reads, prefixes = case
-    tokens, seen = 0, {}
+    tokens, seen = 0, set()
     for row, prefix in zip(rows, prefixes or [0] * len(rows), strict=True):
-        shares = 0 < prefix < len(row)
-        tokens += len(row) - (prefix if shares and tuple(row[:prefix]) in seen else 0)
-        if shares:
-            seen[tuple(row[:prefix])] = True
+        prompt = tuple(row[:prefix]) if prefix < len(row) else ()
+        tokens += len(row) - (prefix if prompt in seen else 0)
+        seen |= {prompt} - {()}
     assert pack(rows, reads, prefixes).num_tokens == (tokens if rows else 1)
 
 
@@ -157,36 +153,16 @@ def check_row_table(segments, before):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), ROW, st.booleans()), max_size=7))
 def test_dialogues_are_read_as_their_rows_are(drawn):
-    """Each column reads the tokens of its row up to there, whatever else is in the stream."""
     trunks = [[i, *range(3, 11)] for i in range(3)]
     numbers = [number for number, *_ in drawn]
     ends = [end for _, end, *_ in drawn]
     rows = [trunks[n][:end] + (own if adds or not end else []) for n, end, own, adds in drawn]
     packed = pack(rows, [range(len(row)) for row in rows], ends, dialogues=numbers)
-    ids, positions = packed.input_ids, packed.position_ids
-    before, end = [], 0  # of each token of the stream, the places of its row before it
-    for (prefix, answers), leaves in zip(
-        packed.segments.groups, packed.segments.leaves, strict=True
-    ):
-        assert list(leaves) == sorted(leaves)
-        start = end
-        for leave, length in ((0, prefix), *zip(leaves, answers, strict=True)):
-            assert length > 0
-            shared = [*range(start, start + leave)]
-            before += [shared + [*range(end, end + i)] for i in range(length)]
-            end += length
-    assert end == len(ids)
-    columns = packed.columns.tolist()
-    for row in rows:
-        for i in range(len(row)):
-            column = columns.pop(0)
-            assert [*ids[before[column]].tolist(), int(ids[column])] == row[: i + 1]
-            assert positions[column] == i
+    before = check_columns(rows, packed)
     check_row_table(packed.segments, before)
-    assert packed.segments.longest == max(map(len, rows), default=1)
     shared = {n: e for n, e in sorted(zip(numbers, ends, strict=True))}  # the longest prefixes
     own = sum(len(row) - end for row, end in zip(rows, ends, strict=True))
-    assert len(ids) == max(1, own + sum(shared.values()))
+    assert packed.num_tokens == max(1, own + sum(shared.values()))
 
 
 @pytest.mark.parametrize("prefixes", [None, []])
@@ -209,15 +185,53 @@ def test_rows_of_any_kind(made):
     assert {tensor.dtype for tensor in tensors} == {torch.int64}
 
 
-def test_to_moves_every_tensor_and_keeps_the_lengths():
-    packed = pack([[1, 2]], [[0]])
-    moved = packed.to("meta")
-    tensors = {name for name, value in vars(packed).items() if isinstance(value, torch.Tensor)}
-    assert len(tensors) == 7
-    assert all(getattr(moved, name).is_meta for name in tensors)
-    assert moved.segments == packed.segments
-    assert moved.segments.table.pieces.queries.is_meta
-    assert not packed.input_ids.is_meta
+@dataclass
+class Batch:
+    rows: PackedRows
+    scores: torch.Tensor
+    mask: torch.Tensor
+    nothing: torch.Tensor | None = None
+    name: str = "batch"
+
+
+def batch():
+    rows = pack([[1, 2, 3], [1, 2], [4]], [[0, 1], [], [0]], [1, 1, 0])
+    return Batch(rows, torch.rand(3, 5)[:, 1:4], torch.tensor([True, False, True]))
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = (
+        value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else ()
+    )
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def test_a_batch_moves_in_one_copy(monkeypatch):
+    monkeypatch.setattr(varlen, "_is_on", lambda tensor, device: False)
+    original = batch()
+    expected = tensors_of(original)
+    moved = varlen.to_device(original, "cpu")
+    parts = tensors_of(moved)
+    assert len(parts) == 7 + 2 + 4 + 2  # rows, table of pieces and of shared prompts, the batch's
+    for part, tensor in zip(parts, expected, strict=True):
+        assert part.dtype == tensor.dtype
+        assert torch.equal(part, tensor)
+        assert part.data_ptr() % 16 == 0
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert (moved.nothing, moved.name) == (None, "batch")
+    assert moved.rows.segments == original.rows.segments
+    assert moved.rows.num_rows == 3
+
+
+def test_what_is_there_already_is_not_copied():
+    original = batch()
+    assert varlen.to_device(original, torch.device("cpu")) is original
+    on_meta = varlen.to_device(original, "meta")
+    assert all(tensor.is_meta for tensor in tensors_of(on_meta))
+    assert not any(tensor.is_meta for tensor in tensors_of(original))
+    assert varlen.to_device(on_meta, "meta") is on_meta
 
 
 @given(
