@@ -1,4 +1,4 @@
-"""Policy losses, and how a step averages them, against float64 NumPy loops.
+"""Policy losses, how a step averages them, and the value loss, against float64 NumPy loops.
 
 Written from the papers, action by action, with gradients by hand; whole sequences of GSPO against
 float64 autograd of the paper's own form.
@@ -123,15 +123,20 @@ def naive_update(naive, arrays, lens, sides):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_weighted", [True, False])
 @every_kind
-def test_loss_gradient_and_metrics(kind, seed):
+def test_loss_gradient_and_metrics(kind, is_weighted, seed):
+    """Without weights actions count one; a single number clips both sides."""
     ours, naive, sides = KINDS[kind]
     arrays, lens, mask, rng = an_update(seed)
+    if not is_weighted:
+        arrays, sides = (*arrays[:3], np.ones(mask.shape)), (0.1, 0.1)
     loss, grad, metrics = naive_update(naive, arrays, lens, sides)
     assert 0 < metrics["clipped"] < metrics["tokens"]  # both branches are exercised
 
     new, old, advantages, weights = (with_garbage(x, mask, rng).requires_grad_() for x in arrays)
-    actual, actual_metrics = ours(new, old, advantages, mask, sides, weights=weights)
+    given = (sides, {"weights": weights}) if is_weighted else (0.1, {})
+    actual, actual_metrics = ours(new, old, advantages, mask, given[0], **given[1])
     assert actual.ndim == 0
     assert_close(actual, loss)
     check_metrics(actual_metrics, metrics)
@@ -139,21 +144,6 @@ def test_loss_gradient_and_metrics(kind, seed):
     assert_close(new.grad, grad)
     for constant in (old, advantages, weights):
         assert constant.grad is None or (constant.grad == 0).all()
-
-
-@every_kind
-def test_without_weights_actions_count_one_and_a_number_clips_both_sides(kind):
-    ours, naive, _ = KINDS[kind]
-    arrays, lens, mask, rng = an_update(5)
-    ones = np.ones((NUM_ROWS, WIDTH))
-    loss, grad, metrics = naive_update(naive, (*arrays[:3], ones), lens, (0.1, 0.1))
-    new, old, advantages = (with_garbage(x, mask, rng) for x in arrays[:3])
-    new.requires_grad_()
-    actual, actual_metrics = ours(new, old, advantages, mask, 0.1)
-    actual.backward()
-    assert_close(actual, loss)
-    assert_close(new.grad, grad)
-    check_metrics(actual_metrics, metrics)
 
 
 @every_kind
@@ -172,14 +162,17 @@ def test_of_the_same_policy_the_gradient_is_reinforce(kind):
     check_metrics(metrics, expected)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [*KINDS, "value"])
 @pytest.mark.parametrize("shape", [(0, 4), (3, 4), (3, 0)])
 def test_without_actions_loss_and_gradient_are_zero(kind, shape):
-    ours, _, sides = KINDS[kind]
     mask = torch.zeros(shape, dtype=torch.bool)
     junk = torch.full(shape, math.nan)
     new = junk.clone().requires_grad_()
-    loss, metrics = ours(new, junk, junk, mask, sides, weights=junk)
+    if kind == "value":
+        loss, metrics = losses.value_loss(new, junk, junk, mask, 0.2)
+    else:
+        ours, _, sides = KINDS[kind]
+        loss, metrics = ours(new, junk, junk, mask, sides, weights=junk)
     loss.backward()  # still connected: ranks without rows run their backward pass too
     assert loss.item() == 0.0
     assert (new.grad == 0).all()
@@ -271,42 +264,6 @@ def test_cispo_of_a_ratio_beyond_fp32_is_the_clipped_weight():
     assert_close(new.grad, [[-5.0, 0.0]])
 
 
-# ---- GSPO's two forms
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("sides", [(3e-4, 4e-4), (0.1, 0.15)])
-def test_gspo_is_the_paper_objective_of_sequences(seed, sides):
-    """Eq. 5-7 in float64 autograd: min(s A, clip(s) A) summed over sequences, one A for each."""
-    (new, old, advantages, _), lens, mask, rng = an_update(seed)
-    if sides[0] < 1e-3:
-        new = in_fp32(old + (new - old) * 2e-3)
-    per_row = torch.tensor(advantages[:, :1])
-    exact_new = torch.tensor(new, requires_grad=True)
-    exact_old = torch.tensor(old)
-    objective = torch.zeros((), dtype=torch.float64)
-    for b, n in enumerate(lens):
-        if n:
-            s = (exact_new[b, :n].sum() - exact_old[b, :n].sum()).div(n).exp()
-            near = s.clamp(1 - sides[0], 1 + sides[1])
-            objective = objective + torch.minimum(s * per_row[b, 0], near * per_row[b, 0])
-    objective.backward()
-
-    dirty = with_garbage(new, mask, rng).requires_grad_()
-    by_row = np.broadcast_to(advantages[:, :1], new.shape)
-    loss, _ = losses.gspo_loss(
-        dirty,
-        with_garbage(old, mask, rng),
-        with_garbage(by_row, mask, rng),
-        mask,
-        sides,
-        weights=losses.aggregation_weights(mask, "sequence", WIDTH),
-    )
-    loss.backward()
-    assert_close(loss, -objective.item())
-    assert_close(dirty.grad, -exact_new.grad.numpy())
-
-
 def test_gspo_ratio_is_exact_beside_actions_far_off():
     """Actions 10 nats off, their mean 1e-4: digits lost beside the 10 would count in 3e-4."""
     new, mask = torch.tensor([[10.0, -9.999782]]), torch.ones(1, 2, dtype=torch.bool)
@@ -384,3 +341,41 @@ def test_the_step_does_not_depend_on_how_it_is_split(kind, how, seed):
         assert_close(mean, expected)
         mean.backward()
         assert_close(dirty.grad, shares * slopes)
+
+
+# ---- the value loss
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_value_loss(seed):
+    rng = np.random.default_rng(seed)
+    eps = 0.2
+    lens = answer_lens(rng, NUM_ROWS, WIDTH)
+    mask = mask_of(lens, WIDTH)
+    old = rng.normal(0, 1, mask.shape).astype(np.float32)
+    new = (old + rng.normal(0, 0.3, mask.shape)).astype(np.float32)
+    returns = rng.normal(0, 1, mask.shape).astype(np.float32)
+
+    def one(v: float, v_old: float, target: float) -> float:
+        near = min(max(v, v_old - eps), v_old + eps)
+        return 0.5 * max((v - target) ** 2, (near - target) ** 2)
+
+    loss, grad, metrics = 0.0, np.zeros(old.shape), {"value_clipped": 0.0, "tokens": 0.0}
+    for b, n in enumerate(lens):
+        for t in range(n):
+            v, v_old, target = float(new[b, t]), float(old[b, t]), float(returns[b, t])
+            loss += one(v, v_old, target)
+            h = 1e-7  # no seed puts a kink of the max within h
+            grad[b, t] = (one(v + h, v_old, target) - one(v - h, v_old, target)) / (2 * h)
+            metrics["value_clipped"] += one(v, v_old, target) > 0.5 * (v - target) ** 2
+            metrics["tokens"] += 1
+    assert 0 < metrics["value_clipped"] < metrics["tokens"]
+
+    values = with_garbage(new, mask, rng).requires_grad_()
+    actual, actual_metrics = losses.value_loss(
+        values, with_garbage(old, mask, rng), with_garbage(returns, mask, rng), mask, eps
+    )
+    assert_close(actual, loss)
+    actual.backward()
+    assert_close(values.grad, grad, atol=1e-5)
+    check_metrics(actual_metrics, metrics)
