@@ -209,12 +209,9 @@ def test_right_and_wrong_answers_have_variance(n, data):
     assert has_variance([1.0] * num_right + [0.0] * (n - num_right))
 
 
-def test_equal_scores_of_a_large_group_are_equal_though_their_squares_are_rounded():
+def test_rounded_squares_neither_part_equal_scores_nor_join_neighbours():
     scores = np.random.default_rng(0).uniform(-10, 10, size=40)
     assert not any(has_variance([score] * 1000) for score in scores)
-
-
-def test_neighbours_far_from_zero_have_variance():
     assert has_variance([1e4, 1e4, 1e4 + 1e-3, 1e4])
     assert not has_variance([1e4 + 1e-3] * 4)
 
@@ -230,16 +227,16 @@ def naive_returns(rewards, lens, gamma):
     return returns
 
 
-def test_returns_to_go_by_hand():
+@pytest.mark.parametrize(
+    ("gamma", "first"),
+    # 1 + 2 / 2 + 3 / 4; 2 + 3 / 2; 3
+    [(0.5, [2.75, 3.5, 3.0]), (1.0, [6.0, 5.0, 3.0]), (0.0, [1.0, 2.0, 3.0])],
+)
+def test_returns_to_go_by_hand(gamma, first):
     rewards = torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0, 7.0], [7.0, 7.0, 7.0]])
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    # 1 + 2 / 2 + 3 / 4; 2 + 3 / 2; 3
-    expected = [[2.75, 3.5, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert_close(losses.returns_to_go(rewards, mask, 0.5), expected)
-    expected = [[6.0, 5.0, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert_close(losses.returns_to_go(rewards, mask, 1.0), expected)
-    expected = [[1.0, 2.0, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert_close(losses.returns_to_go(rewards, mask, 0.0), expected)
+    expected = [first, [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert_close(losses.returns_to_go(rewards, mask, gamma), expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
