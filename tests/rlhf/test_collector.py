@@ -17,23 +17,12 @@ from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import DynamicSampling
-from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+from dschat.rlhf.rollout_scorer import Collected
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
 def rule(answers):
     return [0.0] * len(answers)
-
-
-def scorer_of(*functions, reward_model=False, **knobs):
-    engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None, num_iters=1)
-    args = RLHFConfig(**knobs)
-    return RolloutScorer(engine, args, RewardFunctions(args, functions))
-
-
-def sampling_of(*functions, reward_model=False, more=None):
-    scorer = scorer_of(*functions, reward_model=reward_model)
-    return DynamicSampling(scorer, RLHFConfig().max_sampling_rounds, PromptQueue(more))
 
 
 @pytest.mark.parametrize(
@@ -46,21 +35,25 @@ def sampling_of(*functions, reward_model=False, more=None):
         ([rule], False, 2.0, 2, "score: rule x 1, clipped to +-2"),
     ],
 )
-def test_what_bounds_the_score(functions, reward_model, clip_reward, bound, said, caplog):
+def test_what_bounds_the_score(
+    functions, reward_model, clip_reward, bound, said, collector_of, caplog
+):
+    reward = object() if reward_model else None
     with caplog.at_level(logging.INFO, "dschat"):
-        scorer = scorer_of(*functions, reward_model=reward_model, clip_reward=clip_reward)
+        scorer = collector_of(*functions, reward=reward, clip_reward=clip_reward).scorer
     assert scorer.clip == bound
     assert said in caplog.text
 
 
-def test_groups_that_the_clip_makes_equal_are_dropped():
+def test_groups_that_the_clip_makes_equal_are_dropped(collector_of):
     """Those with a score that is not finite are kept, for the trainer to see."""
     pairs = [[10, 40], [1, 2], [math.inf, math.inf], [math.nan, 1], [-9, 9], [1, 0], [0, 0]]
     scores = torch.tensor(pairs).float().flatten()
     scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
     rollout = Rollout([[5]] * 14, [[-1.0]] * 14, ["stop"] * 14)
-    for functions, reward_model, kept in (([], True, [1, 2, 3, 4]), ([rule], False, range(5))):
-        sampling = sampling_of(*functions, reward_model=reward_model)
+    for functions, reward, kept in (([], object(), [1, 2, 3, 4]), ([rule], None, range(5))):
+        scorer = collector_of(*functions, reward=reward).scorer
+        sampling = DynamicSampling(scorer, 10, PromptQueue())
         sampling.begin(PromptTable([[1]] * 7), 2)
         e = from_rollout([[i // 2] for i in range(14)], rollout, 0)
         e.scores, e.scored = scores, scored
@@ -69,22 +62,22 @@ def test_groups_that_the_clip_makes_equal_are_dropped():
         assert ids[::2, 0].tolist() == [*kept]
 
 
-def pending(scorer, num_answers, sources, monkeypatch):
-    rollout = Rollout([[5, 6]] * num_answers, [[-1.0, -1.0]] * num_answers, ["stop"] * num_answers)
-    experience = from_rollout([[1]] * num_answers, rollout, 0)
-    made = Collected(experience, num_answers, {}, scorer)
-    monkeypatch.setattr(made, "sources", lambda _: sources)
-    return made
+def scored(scorer, *sources):
+    """Answers that came with the scores of ``sources``, and the experience of those."""
+    count = len(sources[0].scores)
+    answers = Rollout([[5, 6]] * count, [[-1.0, -1.0]] * count, ["stop"] * count)
+    made = Collected(from_rollout([[1]] * count, answers, 0), count, {}, scorer, others=sources)
+    return made, made.score()
 
 
-def test_a_source_that_is_only_logged_decides_nothing(monkeypatch):
+def test_a_source_that_is_only_logged_decides_nothing(collector_of):
     scores = torch.tensor([1.0, 2.0, 3.0])
     logged = torch.tensor([math.nan, math.inf, 0.5])
     steps = [[math.nan] * 2] * 3
     sources = [SourceScores("rule", 1.0, scores), SourceScores("rule_2", 0.0, logged, steps)]
-    rollout = pending(scorer_of(rule, (rule, 0)), 3, sources, monkeypatch)
-    assert rollout.score().scores.tolist() == [1, 2, 3]
-    assert not rollout.experience.token_scores.any()
+    rollout, e = scored(collector_of(rule, (rule, 0)).scorer, *sources)
+    assert e.scores.tolist() == [1, 2, 3]
+    assert not e.token_scores.any()
     means = {"objective/scores/rule": 2, "objective/scores/rule_2": 0.5}
     spread = {"objective/scores/rule_std": (2 / 3) ** 0.5, "objective/scores/rule_2_std": 0}
     assert rollout.metrics == pytest.approx(means | spread)
@@ -96,19 +89,18 @@ def said(name, weight, *values):
     return SourceScores(name, weight, torch.tensor([v or 0.0 for v in values]), applies=applies)
 
 
-def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
+def test_an_answer_that_every_source_declines_has_no_score(collector_of, caplog):
     """Nor does it count in a source's mean. What failed is left out; what is only logged, and what
     scores 0, is something else.
     """
-    scorer = scorer_of(rule, (rule, 2.0), (rule, 0.0))
+    scorer = collector_of(rule, (rule, 2.0), (rule, 0.0)).scorer
     sources = [
         said("rule", 1.0, 1.0, None, None, 0.0, None, 2.0),
         said("rule_2", 2.0, None, None, 3.0, None, math.nan, -1.0),
         said("rule_3", 0.0, 5.0, 5.0, None, None, None, None),
     ]
     for _ in range(2):
-        rollout = pending(scorer, 6, sources, monkeypatch)
-        e = rollout.score()
+        rollout, e = scored(scorer, *sources)
         assert e.numbers.tolist() == [0, 1, 2, 3, 5]
         assert e.scores.tolist() == [1, 0, 6, 0, 0]
         assert e.scored.tolist() == [True, False, True, True, True]
@@ -126,7 +118,7 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
 COUNTS = ("time/generate_s", "rollout/unscored", "throughput/preemptions")
 
 
-def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
+def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(collector_of):
     """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
     differ = [[1, 2, 3, 4, 5, 6, 0, 0], [7, 0, 0], [8, 9]]  # one more than is missing
     asked = []
@@ -145,7 +137,8 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
         counts = dict.fromkeys(COUNTS, 1.0)
         return Collected(e, total, counts | {"throughput/occupancy": float(total)})
 
-    sampling = sampling_of(rule, more=([[i]] for i in range(100)))
+    more = PromptQueue([[i]] for i in range(100))
+    sampling = DynamicSampling(collector_of(rule).scorer, 10, more)
     sampling.begin(PromptTable([[i] for i in range(8)]), 2)
     while not sampling.enough():
         sampling.keep(answered(sampling.ask(), sum(asked)))
