@@ -4,19 +4,20 @@ import pytest
 import torch
 
 from dschat.config import UserError
-from dschat.rlhf.prompts import prompt_lists
+from dschat.rlhf.prompts import prompt_table
 
 IDS, MASK = [[7, 7, 5], [8, 9, 7]], [[0, 0, 1], [1, 1, 0]]
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor, lambda rows: list(map(torch.tensor, rows))])
 def test_padding_is_removed(form):
-    assert prompt_lists({"input_ids": form(IDS), "attention_mask": form(MASK)}) == [[5], [8, 9]]
-    assert prompt_lists({"input_ids": form(IDS)}) == prompt_lists(form(IDS)) == IDS
+    padded = {"input_ids": form(IDS), "attention_mask": form(MASK)}
+    assert prompt_table(padded).ids == [[5], [8, 9]]
+    assert prompt_table({"input_ids": form(IDS)}).ids == prompt_table(form(IDS)).ids == IDS
 
 
 def test_tuples_are_prompts():
-    assert prompt_lists([(5, 6), (7,)]) == [[5, 6], [7]]
+    assert prompt_table([(5, 6), (7,)]).ids == [[5, 6], [7]]
 
 
 @pytest.mark.parametrize(
@@ -31,4 +32,4 @@ def test_tuples_are_prompts():
 )
 def test_batches_that_are_none(batch, error):
     with pytest.raises(UserError, match=error):
-        prompt_lists(batch)
+        prompt_table(batch)
