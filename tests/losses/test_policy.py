@@ -18,7 +18,6 @@ from loss_rows import (
     check_metrics,
     in_fp32,
     mask_of,
-    some_cuts,
     with_garbage,
 )
 
@@ -278,16 +277,6 @@ def test_gspo_ratio_is_exact_beside_actions_far_off():
 # ---- how a step averages
 
 
-def naive_mean(values, lens, how: str, max_len: int) -> float:
-    """token: over all tokens; sequence: over sequences of their means; constant: of sum / max."""
-    rows = [[values[b, t] for t in range(n)] for b, n in enumerate(lens) if n]
-    if how == "token":
-        return sum(map(sum, rows)) / sum(map(len, rows))
-    if how == "sequence":
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
-    return sum(sum(row) / max_len for row in rows) / len(rows)
-
-
 def test_aggregation_by_hand():
     mask = mask_of([2, 0, 1, 4], 4)
     ones = mask.numpy().astype(float)
@@ -301,46 +290,6 @@ def test_aggregation_by_hand():
         actual = losses.aggregation_count(mask, how)
         assert actual.ndim == 0
         assert actual.item() == count
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
-@every_kind
-def test_the_step_does_not_depend_on_how_it_is_split(kind, how, seed):
-    """Ranks, micro-batches, each as wide as its longest answer: the whole's loss and gradient."""
-    ours, naive, sides = KINDS[kind]
-    (new, old, advantages, _), lens, mask, rng = an_update(seed)
-    values, slopes, shares = (np.zeros(new.shape) for _ in range(3))
-    for b, n in enumerate(lens):
-        terms = naive(new[b, :n], old[b, :n], advantages[b, :n], *sides)
-        values[b, :n] = [value for value, _, _ in terms]
-        slopes[b, :n] = [slope for _, slope, _ in terms]
-        for t in range(n):  # the mean is linear: what it makes of a one is the action's share
-            one = np.zeros(new.shape)
-            one[b, t] = 1.0
-            shares[b, t] = naive_mean(one, lens, how, max_len=10)
-    expected = naive_mean(values, lens, how, max_len=10)
-
-    for cut in some_cuts(rng, NUM_ROWS):
-        dirty = with_garbage(new, mask, rng).requires_grad_()
-        total, count = torch.zeros(()), 0
-        for part in cut:
-            width = max(lens[part], default=0)
-            here = mask[part, :width]
-            loss, _ = ours(
-                dirty[part, :width],
-                with_garbage(old, mask, rng)[part, :width],
-                with_garbage(advantages, mask, rng)[part, :width],
-                here,
-                sides,
-                weights=losses.aggregation_weights(here, how, 10),
-            )
-            total = total + loss
-            count = count + losses.aggregation_count(here, how)
-        mean = total / count
-        assert_close(mean, expected)
-        mean.backward()
-        assert_close(dirty.grad, shares * slopes)
 
 
 # ---- the value loss
