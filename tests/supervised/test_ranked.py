@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from step_rows import pair_rows, ranked_rows
+from step_rows import ranked_rows
 from tiny_models import score_model
 
 from dschat.models.score_model import ScoreModel
@@ -105,19 +105,6 @@ def test_a_ranking_is_its_pairs_each_by_one_over_their_number():
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_pairs_have_the_very_loss_and_gradients_of_two_blocks_of_scores():
-    """Bit by bit: the chosen scores are the first half of a batch, the rejected ones the second."""
-    batch = TASK.collate(pair_rows()[:5])
-    given = torch.randn(10, generator=torch.Generator().manual_seed(3))
-    ranked, halves = (given.clone().requires_grad_() for _ in range(2))
-    loss, _ = TASK.loss(lambda rows: ranked, batch)
-    expected = -torch.nn.functional.logsigmoid(halves[:5] - halves[5:]).sum()
-    loss.backward()
-    expected.backward()
-    assert torch.equal(loss, expected)
-    assert torch.equal(ranked.grad, halves.grad)
 
 
 def test_the_longest_row_has_as_many_answers_as_any():
