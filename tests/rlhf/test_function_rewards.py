@@ -34,19 +34,13 @@ def test_reward_functions_alone_need_no_other_model(models_folder):
     assert all(np.isfinite(value) for value in metrics.values())
 
 
-def test_no_reference_without_a_kl_coefficient(models_folder):
-    trainer = trainer_of(models_folder, kl_coef=0.0)
-    assert trainer.engine.ref is None
-    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
-    assert "objective/kl" not in trainer.metrics
-
-
 @pytest.mark.parametrize("name", ["grpo", "rloo"])  # with the KL in the loss, in the reward
 def test_a_kl_that_is_logged_alone_changes_nothing(models_folder, name):
     found = []
     for log_kl in (True, False):
         options = {"advantage_estimator": name, "kl_coef": 0.0, "log_kl": log_kl}
         trainer = trainer_of(models_folder, **options)
+        assert (trainer.engine.ref is not None) == log_kl
         for _ in range(2):
             trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
         found.append((trainer.metrics, list(trainer.engine.actor.parameters())))
