@@ -64,13 +64,19 @@ def joined(known, e: Experience, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("declined", [[], DECLINED], ids=["all scored", "some declined"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kl_estimator": "k2"}, {"kl_estimator": "k3", "missing_eos_penalty": 2.5}],
+    ids=str,
+)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimators_by_hand(estimator, declined):
+def test_estimators_by_hand(estimator, options, declined):
     """Answers without a score count in no statistics and have advantage 0."""
-    e = experience(declined=declined)
-    known = by_hand(e, config(estimator), 0.2)
-    rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS, CLIP)
+    e, args = experience(declined=declined), config(estimator, **options)
+    known = by_hand(e, args, 0.2)
+    rewards, _ = fill_in_advantages(e, args, 0.2, PROMPTS, CLIP)
     mask = e.answer_mask
+    assert not rewards[~mask].any()
     np.testing.assert_allclose(rewards[mask].numpy(), joined(known, e, "rewards"), atol=1e-5)
     scored = mask & e.scored[:, None]
     expected = joined(known, e, "advantages")
@@ -113,18 +119,6 @@ def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
 
     got = torch.cat(on_ranks(2, on_rank))
     torch.testing.assert_close(got, whole.advantages[whole.answer_mask], atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("penalty", [0.0, 2.5])
-def test_rewards(estimator, penalty):
-    e = experience(2)
-    e.scores[0], e.scores[1], e.scores[2] = -9.0, 7.0, 4.0
-    options = {"kl_estimator": estimator, "missing_eos_penalty": penalty}
-    rewards = token_rewards(e, config("gae", **options), 0.1, CLIP)
-    expected = joined(by_hand(e, config("gae", **options), 0.1), e, "rewards")
-    np.testing.assert_allclose(rewards[e.answer_mask].numpy(), expected, atol=1e-5)
-    assert not rewards[~e.answer_mask].any()
 
 
 def test_a_penalty_is_not_clipped_away():
