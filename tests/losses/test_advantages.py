@@ -3,7 +3,6 @@
 Written from the papers, sample by sample and token by token; no sums over groups, no tensors.
 """
 
-import itertools
 import math
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from loss_rows import (
     SEEDS,
     answer_lens,
-    as_np,
     assert_close,
     in_fp32,
     mask_of,
@@ -147,28 +145,6 @@ def test_advantages_are_constants_of_the_update(estimator):
     advantages = getattr(losses, f"{estimator}_advantages")(scores, group_ids, stats)
     assert not stats.requires_grad
     assert not advantages.requires_grad
-
-
-@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo"])
-def test_expected_gradient_over_all_groups(estimator):
-    """A bandit of three arms, all groups of three enumerated: E[mean of A * grad log p].
-
-    Leave-one-out is unbiased: exactly the gradient of the expected score. A mean that counts the
-    sample itself shrinks it to (n - 1) / n.
-    """
-    probs, reward, n = np.array([0.5, 0.3, 0.2]), np.array([1.0, -2.0, 4.0]), 3
-    value = float(probs @ reward)
-    true_gradient = [probs[a] * (reward[a] - value) for a in range(3)]  # of logits under softmax
-    gradient = np.zeros(3)
-    for arms in itertools.product(range(3), repeat=n):
-        chance = math.prod(probs[a] for a in arms)
-        advantages = as_np(group_advantages(estimator, reward[list(arms)], [0] * n, 1))
-        for arm, advantage in zip(arms, advantages, strict=True):
-            for logit in range(3):
-                grad_log_p = (1.0 if logit == arm else 0.0) - probs[logit]
-                gradient[logit] += chance * advantage * grad_log_p / n
-    factor = 1.0 if estimator == "rloo" else (n - 1) / n
-    np.testing.assert_allclose(gradient, [factor * g for g in true_gradient], rtol=1e-5)
 
 
 # ---- which groups teach something (DAPO, arXiv 2503.14476, eq. 11)

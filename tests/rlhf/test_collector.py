@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
@@ -152,26 +151,6 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(collector_of)
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
     assert rollout.metrics["throughput/occupancy"] == pytest.approx(weighed)
     assert [rollout.metrics[name] for name in COUNTS] == [3, 3, 3]
-
-
-def test_exhausted_prompts_are_sampled_again():
-    queue = PromptQueue(iter([[[3]], [[4], [5]]]))
-    again = PromptTable([[1], [2]])
-    rounds = [queue.take(2, again).ids for _ in range(4)]
-    assert rounds == [[[3], [4]], [[5], [1]], [[2], [1]], [[2], [1]]]
-
-
-def test_prompts_exhausted_on_one_rank_are_sampled_again_on_all(monkeypatch):
-    theirs = (
-        PromptTable([[9]]),
-        True,
-    )  # what the other rank brings: its own prompt, as it has no more
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
-    taken = []
-    queue = PromptQueue(taken.append(i) or [[i]] for i in range(9))
-    rounds = [queue.take(2, PromptTable([[7]])).ids for _ in range(3)]
-    assert rounds == [[[0], [9]], [[7], [9]], [[7], [9]]]
-    assert taken == [0]
 
 
 def test_every_iteration_samples_with_its_own_seed():

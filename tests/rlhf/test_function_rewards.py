@@ -110,22 +110,6 @@ def test_weights_and_a_reward_model_add_up(models_folder):
     assert 0 < share < 1
 
 
-def token_values(answer_ids):
-    return [[0.1 * j for j in range(len(ids))] for ids in answer_ids]
-
-
-def test_a_function_may_score_every_token(models_folder):
-    trainer = trainer_of(
-        models_folder, [token_values], kl_coef=0.0, advantage_estimator="reinforce"
-    )
-    trainer.args.missing_eos_penalty = 0.0
-    e = trainer.generate_experience(PROMPTS[:8])
-    for row, mask in zip(e.advantages, e.answer_mask, strict=True):
-        n = int(mask.sum())
-        expected = [sum(0.1 * k for k in range(j, n)) for j in range(n)]
-        assert row[:n].tolist() == pytest.approx(expected, abs=1e-5)
-
-
 def test_groups_of_equal_scores_are_replaced(models_folder):
     """Half of the prompts can differ; more come until 8 groups do, in order, and no more."""
     later = iter([PROMPTS[8:12], PROMPTS[4:12], PROMPTS[:8]] * 20)
@@ -198,22 +182,6 @@ def test_nothing_moves_where_nothing_has_a_score(models_folder, options, caplog)
     assert all(map(torch.equal, *weights[1:]))
     assert "iteration 1: a step without a scored answer is left out" in caplog.text
     assert trainer.metrics["loss/value_avg"] == trainer.metrics["val/grad_norm"] == 0
-
-
-def test_samples_that_failed_to_score_are_dropped(models_folder):
-    def moody(answer_ids):
-        if len(answer_ids) != 1:
-            raise ValueError("one at a time")
-        if sum(answer_ids[0]) % 2:
-            raise ValueError("odd")
-        return [1.0]
-
-    trainer = trainer_of(models_folder, [moody], on_reward_error="skip")
-    e = trainer.generate_experience(PROMPTS[:8])
-    assert 0 < e.num_sequences < 16
-    assert (sums_of(e) % 2 == 0).all()
-    assert trainer.metrics["rollout/unscored"] == 16 - e.num_sequences
-    trainer.train_rlhf(e)
 
 
 def undecided(answer_ids):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat.observability.metrics_log import MetricsLog
 from dschat.supervised import loop, setup
-from dschat.supervised.tasks import RewardTask, SFTTask
+from dschat.supervised.tasks import SFTTask
 
 SFT = Case("sft", micro=4)
 
@@ -118,27 +118,6 @@ def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
         _, lines = train(models_folder, tmp_path, case, rows, dropout=dropout, **options)
         losses += [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-
-
-def test_reward_metrics_by_hand():
-    scores = torch.tensor([2.0, 0.5, 1.0, 0.5])
-    rows = [
-        {"chosen_ids": [4, 5], "rejected_ids": [4]},
-        {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6]},
-    ]
-    task = RewardTask()
-    batch = task.collate(rows)
-    loss, sums = task.loss(lambda rows: scores, batch)
-    means = task.summarize(sums)
-    expected = math.log1p(math.exp(-1.0)) + math.log(2)
-    assert float(loss) == pytest.approx(expected, abs=1e-6)
-    assert means["loss"] == pytest.approx(expected / 2, abs=1e-6)
-    assert means["accuracy"] == 0.75  # a tie counts half
-    assert (means["margin"], means["chosen_score"], means["rejected_score"]) == (0.5, 1.25, 0.75)
-    loss, sums = task.loss(lambda rows: scores[:0], task.collate([]))
-    assert float(loss) == 0
-    assert sums["pairs"] == 0
-    assert task.weight(task.collate([])) == 0
 
 
 def test_sft_weighs_targets_that_are_predicted():
