@@ -1,6 +1,5 @@
-"""Advantages without a critic, and shaping of scores, against float64 NumPy loops.
-
-Written from the papers, sample by sample and token by token; no sums over groups, no tensors.
+"""Advantages without a critic, and shaping of scores, against `float64_step` and by hand: from the
+papers, sample by sample and token by token, no sums over groups.
 """
 
 import math
@@ -8,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from float64_step import compared, discounted
 from hypothesis import given
 from hypothesis import strategies as st
 from loss_rows import (
@@ -26,29 +26,9 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo")
 
 
 def naive_group_advantages(scores, group_ids, estimator: str) -> list[float]:
-    """Each score against those of its group: grpo, dr_grpo or rloo.
-
-    grpo: (r - mean) / std (arXiv 2402.03300, sec. 4.1.2; std with n - 1, plus 1e-6). dr_grpo:
-    r - mean (arXiv 2503.20783). rloo: r - mean of the others (arXiv 2402.14740). A group of one
-    has nothing to compare: 0.
-    """
-    advantages = []
-    for i, (score, group) in enumerate(zip(scores, group_ids, strict=True)):
-        others = [s for j, s in enumerate(scores) if group_ids[j] == group and j != i]
-        if not others:
-            advantages.append(0.0)
-            continue
-        everyone = [score, *others]
-        mean = math.fsum(everyone) / len(everyone)
-        if estimator == "rloo":
-            advantages.append(score - math.fsum(others) / len(others))
-        elif estimator == "dr_grpo":
-            advantages.append(score - mean)
-        else:
-            squares = math.fsum((s - mean) ** 2 for s in everyone)
-            std = math.sqrt(squares / (len(everyone) - 1))
-            advantages.append((score - mean) / (std + 1e-6))
-    return advantages
+    """Each score against those of its group."""
+    groups = [[s for s, g in zip(scores, group_ids, strict=True) if g == own] for own in group_ids]
+    return [compared(s, group, estimator) for s, group in zip(scores, groups, strict=True)]
 
 
 def group_advantages(estimator: str, scores, group_ids, num_groups: int) -> torch.Tensor:
@@ -195,14 +175,6 @@ def test_rounded_squares_neither_part_equal_scores_nor_join_neighbours():
 # ---- returns (Williams 1992)
 
 
-def naive_returns(rewards, lens, gamma):
-    returns = np.zeros(rewards.shape)
-    for b, n in enumerate(lens):
-        for t in range(n):
-            returns[b, t] = math.fsum(gamma ** (k - t) * rewards[b, k] for k in range(t, n))
-    return returns
-
-
 @pytest.mark.parametrize(
     ("gamma", "first"),
     # 1 + 2 / 2 + 3 / 4; 2 + 3 / 2; 3
@@ -226,7 +198,9 @@ def test_returns_to_go(seed, gamma):
     dirty = with_garbage(rewards, mask, rng).requires_grad_()
     returns = losses.returns_to_go(dirty, mask, gamma)
     assert not returns.requires_grad
-    assert_close(returns, naive_returns(rewards, lens, gamma), atol=3e-6)
+    for row, n in enumerate(lens):
+        assert_close(returns[row, :n], discounted(rewards[row, :n], gamma), atol=3e-6)
+        assert not returns[row, n:].any()
 
 
 # ---- overlong answers (DAPO, arXiv 2503.14476, eq. 13)
