@@ -108,12 +108,6 @@ def reported(models_folder, tmp_path):
     return run
 
 
-def test_the_last_step_leaves_its_evaluation_to_the_end(reported):
-    """Where --eval_steps would ask for it too, it would be the same again."""
-    rows = reported(eval_steps=2, sample_steps=0)
-    assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4]
-
-
 def test_samples_are_recorded_at_the_first_iteration_and_every_n(reported, tmp_path, caplog):
     caplog.set_level("INFO", "dschat")
     reported(sample_steps=3)
@@ -140,9 +134,12 @@ def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
 
 
 def test_with_evaluations_the_tables_are_of_the_same_prompts(reported, tmp_path, caplog):
-    """Of held-out ones; samples.jsonl has answers of rollouts as before."""
+    """Of held-out ones; samples.jsonl has answers of rollouts as before. The last step leaves its
+    evaluation to the end: it would be the same again.
+    """
     caplog.set_level("INFO", "dschat")
-    reported(sample_steps=3, eval_steps=2)
+    rows = reported(sample_steps=3, eval_steps=2)
+    assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4]
     rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows] == [1, 3, 6]
     tables = [text for text in caplog.messages if text.startswith("sample answers")]

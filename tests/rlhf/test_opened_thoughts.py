@@ -69,7 +69,7 @@ def test_a_reward_function_gets_the_thought_with_both_tags(end):
 
 
 def test_the_last_answer_of_an_episode_with_tools_begins_behind_the_last_prompt():
-    tokenizer = tokenizer_of("<think>\n")
+    tokenizer = tokenizer_of("")  # the thought is opened behind the tool's result alone
     rollout = answers_of(tokenizer, "call")
     rollout.drawn = [[True] * len(rollout.token_ids[0])]
     again = "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n<think>\n"

@@ -59,11 +59,7 @@ def test_the_first_ratio_is_one(zero, dtype, rounding, models_folder):
 
 @pytest.mark.parametrize(
     ("dtype", "old_logprobs"),
-    [
-        pytest.param("fp32", "recompute", marks=pytest.mark.slow),
-        pytest.param("bf16", "recompute", marks=pytest.mark.slow),
-        ("fp32", "rollout"),
-    ],
+    [("fp32", "rollout"), *slow([("fp32", "recompute"), ("bf16", "recompute")])],
 )
 def test_a_gap_beyond_rounding_is_warned_of_once(
     dtype, old_logprobs, models_folder, monkeypatch, caplog
