@@ -211,7 +211,7 @@ class Reporter:
         if held_out == bool(args.eval_steps and self._held_out.total):
             table = answer_table(row)
             self._log.write_answers(done, table)
-            logger.info("sample answers\n%s", format_answers(table))
+            logger.info("sample answers\n%s", format_answers(table, boxed=sys.stderr.isatty()))
 
     def _say_best(self) -> None:
         """Name the best evaluation where the last one has lost a fifth of its gain."""
@@ -308,9 +308,9 @@ def answer_table(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: sample[name] for name in columns} for sample in row["samples"]]
 
 
-def format_answers(table: list[dict[str, Any]]) -> str:
-    """``table`` for the log: boxed on a terminal, else one plain line per answer."""
-    if not sys.stderr.isatty():
+def format_answers(table: list[dict[str, Any]], boxed: bool) -> str:
+    """``table`` for the log: ``boxed`` for a terminal, or one plain line per answer."""
+    if not boxed:
         return "\n".join(
             f"  {_score(row)}  {row['prompt'][-_PROMPT_CHARS:]!r} -> "
             f"{row['answer'][:_ANSWER_CHARS]!r}"

@@ -113,7 +113,7 @@ class PreferenceTask:
     )
 
     def __init__(self, config: PreferenceConfig, reference: nn.Module | None = None) -> None:
-        self._config, self._reference = config, reference
+        self._config, self.reference = config, reference
         self._blocks: tuple[str, ...] = _SIDES
         self._uses_kl = config.loss == "kto"
         if self._uses_kl:
@@ -191,8 +191,8 @@ class PreferenceTask:
 
     @contextmanager
     def _reference_of(self, model: ModelOrEngine) -> Iterator[ModelOrEngine]:
-        if self._reference is not None:
-            yield self._reference
+        if self.reference is not None:
+            yield self.reference
             return
         with adapters_off(unwrap(model)):
             yield model

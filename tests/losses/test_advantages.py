@@ -1,20 +1,18 @@
-"""Advantages without a critic, and shaping of scores, against float64 NumPy loops.
-
-Written from the papers, sample by sample and token by token; no sums over groups, no tensors.
+"""Advantages without a critic, and shaping of scores, against `float64_step` and by hand: from the
+papers, sample by sample and token by token, no sums over groups.
 """
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from float64_step import compared, discounted
 from hypothesis import given
 from hypothesis import strategies as st
 from loss_rows import (
     SEEDS,
     answer_lens,
-    as_np,
     assert_close,
     in_fp32,
     mask_of,
@@ -28,29 +26,9 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo")
 
 
 def naive_group_advantages(scores, group_ids, estimator: str) -> list[float]:
-    """Each score against those of its group: grpo, dr_grpo or rloo.
-
-    grpo: (r - mean) / std (arXiv 2402.03300, sec. 4.1.2; std with n - 1, plus 1e-6). dr_grpo:
-    r - mean (arXiv 2503.20783). rloo: r - mean of the others (arXiv 2402.14740). A group of one
-    has nothing to compare: 0.
-    """
-    advantages = []
-    for i, (score, group) in enumerate(zip(scores, group_ids, strict=True)):
-        others = [s for j, s in enumerate(scores) if group_ids[j] == group and j != i]
-        if not others:
-            advantages.append(0.0)
-            continue
-        everyone = [score, *others]
-        mean = math.fsum(everyone) / len(everyone)
-        if estimator == "rloo":
-            advantages.append(score - math.fsum(others) / len(others))
-        elif estimator == "dr_grpo":
-            advantages.append(score - mean)
-        else:
-            squares = math.fsum((s - mean) ** 2 for s in everyone)
-            std = math.sqrt(squares / (len(everyone) - 1))
-            advantages.append((score - mean) / (std + 1e-6))
-    return advantages
+    """Each score against those of its group."""
+    groups = [[s for s, g in zip(scores, group_ids, strict=True) if g == own] for own in group_ids]
+    return [compared(s, group, estimator) for s, group in zip(scores, groups, strict=True)]
 
 
 def group_advantages(estimator: str, scores, group_ids, num_groups: int) -> torch.Tensor:
@@ -149,28 +127,6 @@ def test_advantages_are_constants_of_the_update(estimator):
     assert not advantages.requires_grad
 
 
-@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo"])
-def test_expected_gradient_over_all_groups(estimator):
-    """A bandit of three arms, all groups of three enumerated: E[mean of A * grad log p].
-
-    Leave-one-out is unbiased: exactly the gradient of the expected score. A mean that counts the
-    sample itself shrinks it to (n - 1) / n.
-    """
-    probs, reward, n = np.array([0.5, 0.3, 0.2]), np.array([1.0, -2.0, 4.0]), 3
-    value = float(probs @ reward)
-    true_gradient = [probs[a] * (reward[a] - value) for a in range(3)]  # of logits under softmax
-    gradient = np.zeros(3)
-    for arms in itertools.product(range(3), repeat=n):
-        chance = math.prod(probs[a] for a in arms)
-        advantages = as_np(group_advantages(estimator, reward[list(arms)], [0] * n, 1))
-        for arm, advantage in zip(arms, advantages, strict=True):
-            for logit in range(3):
-                grad_log_p = (1.0 if logit == arm else 0.0) - probs[logit]
-                gradient[logit] += chance * advantage * grad_log_p / n
-    factor = 1.0 if estimator == "rloo" else (n - 1) / n
-    np.testing.assert_allclose(gradient, [factor * g for g in true_gradient], rtol=1e-5)
-
-
 # ---- which groups teach something (DAPO, arXiv 2503.14476, eq. 11)
 
 
@@ -209,12 +165,9 @@ def test_right_and_wrong_answers_have_variance(n, data):
     assert has_variance([1.0] * num_right + [0.0] * (n - num_right))
 
 
-def test_equal_scores_of_a_large_group_are_equal_though_their_squares_are_rounded():
+def test_rounded_squares_neither_part_equal_scores_nor_join_neighbours():
     scores = np.random.default_rng(0).uniform(-10, 10, size=40)
     assert not any(has_variance([score] * 1000) for score in scores)
-
-
-def test_neighbours_far_from_zero_have_variance():
     assert has_variance([1e4, 1e4, 1e4 + 1e-3, 1e4])
     assert not has_variance([1e4 + 1e-3] * 4)
 
@@ -222,24 +175,16 @@ def test_neighbours_far_from_zero_have_variance():
 # ---- returns (Williams 1992)
 
 
-def naive_returns(rewards, lens, gamma):
-    returns = np.zeros(rewards.shape)
-    for b, n in enumerate(lens):
-        for t in range(n):
-            returns[b, t] = math.fsum(gamma ** (k - t) * rewards[b, k] for k in range(t, n))
-    return returns
-
-
-def test_returns_to_go_by_hand():
+@pytest.mark.parametrize(
+    ("gamma", "first"),
+    # 1 + 2 / 2 + 3 / 4; 2 + 3 / 2; 3
+    [(0.5, [2.75, 3.5, 3.0]), (1.0, [6.0, 5.0, 3.0]), (0.0, [1.0, 2.0, 3.0])],
+)
+def test_returns_to_go_by_hand(gamma, first):
     rewards = torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0, 7.0], [7.0, 7.0, 7.0]])
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    # 1 + 2 / 2 + 3 / 4; 2 + 3 / 2; 3
-    expected = [[2.75, 3.5, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert_close(losses.returns_to_go(rewards, mask, 0.5), expected)
-    expected = [[6.0, 5.0, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert_close(losses.returns_to_go(rewards, mask, 1.0), expected)
-    expected = [[1.0, 2.0, 3.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert_close(losses.returns_to_go(rewards, mask, 0.0), expected)
+    expected = [first, [5.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert_close(losses.returns_to_go(rewards, mask, gamma), expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -253,7 +198,9 @@ def test_returns_to_go(seed, gamma):
     dirty = with_garbage(rewards, mask, rng).requires_grad_()
     returns = losses.returns_to_go(dirty, mask, gamma)
     assert not returns.requires_grad
-    assert_close(returns, naive_returns(rewards, lens, gamma), atol=3e-6)
+    for row, n in enumerate(lens):
+        assert_close(returns[row, :n], discounted(rewards[row, :n], gamma), atol=3e-6)
+        assert not returns[row, n:].any()
 
 
 # ---- overlong answers (DAPO, arXiv 2503.14476, eq. 13)

@@ -1,219 +1,371 @@
-"""Log-probs, entropy and the language-model loss against float64, and slopes of the KL estimators.
-
-References are NumPy loops over tokens, autograd of the plain formula, and sums over a whole small
-vocabulary.
+"""Log-probs and entropies, from logits and from hidden states, against plain float64: values,
+gradients, chunks and memory.
 """
 
+import importlib
 import math
 
 import numpy as np
 import pytest
 import torch
-from loss_rows import as_np, assert_close
+import torch.nn.functional as F
+from loss_rows import as_np
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from dschat import losses
+from dschat.losses import linear_logprobs, linear_top_ids
+
+# The package's function of that name hides it.
+MODULE = importlib.import_module("dschat.losses.linear_logprobs")
+M, D, V = 8, 5, 11
 
 
-def naive_log_softmax(row: np.ndarray, temperature: float) -> np.ndarray:
-    """float64 log-probs of one position."""
-    z = [float(v) / temperature for v in row]
-    top = max(z)
-    log_total = top + math.log(sum(math.exp(v - top) for v in z))
-    return np.array([v - log_total for v in z])
+def from_logits(hidden, weight, bias, targets, temperature=1.0, with_entropy=False):
+    """`linear_logprobs` by the functions that take logits, of a slice that has no flat view."""
+    logits = F.linear(hidden, weight, bias).view(2, -1, V)
+    logits = F.pad(logits, (0, 0, 0, 1), value=math.nan)[:, :-1]
+    ids = targets.view(2, -1, *targets.shape[1:])
+    logprobs = losses.token_logprobs(logits, ids, temperature).flatten(0, 1)
+    if not with_entropy:
+        return logprobs, None
+    return logprobs, losses.token_entropy(logits, temperature).flatten()
 
 
-# ---- log-probs and entropy
+either = pytest.mark.parametrize("function", [linear_logprobs, from_logits])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("chunk_elements", [1, 40, 150, 1 << 22])
-def test_token_logprobs_and_gradient(monkeypatch, dtype, temperature, chunk_elements):
-    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
-    rng = np.random.default_rng(0)
-    logits = torch.tensor(rng.normal(0, 4, (3, 5, 11))).to(dtype)
-    logits[1, 2] += 60  # exp overflows in fp16 and, unshifted, loses digits everywhere
-    targets = torch.tensor(rng.integers(0, 11, (3, 5)))
-    weights = torch.tensor(rng.normal(size=(3, 5)), dtype=torch.float32)
-    t = temperature or 1.0
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch):
+    """``chunks(num_elements)``: of any number of rows, as many as have so many logits."""
+    monkeypatch.setattr(MODULE, "_CHUNK_ROWS", 1)
 
-    expected, expected_grad = np.zeros((3, 5)), np.zeros((3, 5, 11))
-    for b in range(3):
-        for s in range(5):
-            log_p = naive_log_softmax(as_np(logits[b, s]), t)
-            expected[b, s] = log_p[targets[b, s]]
-            for v in range(11):
-                onehot = 1.0 if v == targets[b, s] else 0.0
-                expected_grad[b, s, v] = float(weights[b, s]) * (onehot - math.exp(log_p[v])) / t
+    def set_elements(number):
+        for module in (MODULE, losses.logprobs):
+            monkeypatch.setattr(module, "_CHUNK_ELEMENTS", number)
 
-    logits.requires_grad_()
-    logprobs = losses.token_logprobs(logits, targets, temperature)
-    assert_close(logprobs, expected, rtol=1e-5, atol=2e-5)
-    (logprobs * weights).sum().backward()
-    assert logits.grad.dtype == dtype
-    unit = torch.finfo(dtype).eps  # the gradient is rounded once, to the logits' dtype
-    np.testing.assert_allclose(as_np(logits.grad), expected_grad, rtol=2 * unit, atol=1e-5)
+    return set_elements
 
 
-def test_token_logprobs_takes_a_slice_and_keeps_minus_infinity():
-    logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    logits[:, :, 5] = float("-inf")  # a padded vocabulary
-    logits.requires_grad_()
-    targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
-    logprobs = losses.token_logprobs(logits[:, :-1], targets)
-    for b in range(2):
-        for s in range(3):
-            row = naive_log_softmax(as_np(logits[b, s, :5]), 1.0)
-            assert logprobs[b, s].item() == pytest.approx(row[targets[b, s]], abs=1e-6)
-    logprobs.sum().backward()
-    assert torch.isfinite(logits.grad).all()
-    assert (logits.grad[:, :, 5] == 0).all()
-    assert (logits.grad[:, -1] == 0).all()
+def inputs(num_rows=M, dtype=torch.float32):
+    """hidden (M, D), weight (V, D), bias (V,), targets (M,); logits of a few units."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_rows, D, generator=generator).to(dtype)
+    weight = torch.randn(V, D, generator=generator).to(dtype)
+    bias = torch.randn(V, generator=generator).to(dtype)
+    return hidden, weight, bias, torch.randint(0, V, (num_rows,), generator=generator)
 
 
-def test_token_logprobs_saves_no_fp32_copy_for_backward():
-    saved = []
-    logits = torch.randn(2, 8, 64).bfloat16().requires_grad_()
-    targets = torch.zeros(2, 8, dtype=torch.long)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        losses.token_logprobs(logits, targets)
-    large = [x for x in saved if x.numel() >= logits.numel()]
-    assert [x.data_ptr() for x in large] == [logits.data_ptr()]
+def exact(hidden, weight, bias, targets, temperature, with_entropy=True):
+    """The plain formulas in float64: log-probs and entropies, differentiable."""
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
+    picked = log_probs.gather(1, targets.view(len(targets), -1)).view_as(targets)
+    return picked, -(log_probs.exp() * log_probs).sum(-1) if with_entropy else None
 
 
-def test_garbage_logits_under_a_mask_do_not_reach_the_gradient():
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
-    logits[0, 1:] = float("nan")
-    logits[1, 2] = float("inf")
-    logits.requires_grad_()
-    mask = torch.tensor([[True, False, False], [True, True, False]])
-    logprobs = losses.token_logprobs(logits, torch.ones(2, 3, dtype=torch.long))
-    torch.where(mask, logprobs, 0.0).sum().backward()
-    assert torch.isfinite(logits.grad).all()
-    assert (logits.grad[~mask] == 0).all()
-    assert (logits.grad[mask] != 0).any(dim=-1).all()
+def trained(tensors):
+    return [None if x is None else x.requires_grad_() for x in tensors]
 
 
-# ---- entropy with a gradient
+def in_double(tensors):
+    """Copies that need a gradient where ``tensors`` do."""
+    return [
+        None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in tensors
+    ]
 
 
-def exact_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """-sum p log p over the tokens of float64 ``logits`` (B, T, V) that are possible at all."""
-    rows = []
-    for row in logits.flatten(0, 1):
-        z = row[row > -math.inf] / temperature
-        p = z.exp() / z.exp().sum()
-        rows.append(-(p * p.log()).sum())
-    return torch.stack(rows).reshape(logits.shape[:2])
+def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: float) -> None:
+    """Equal relative to the largest of ``expected``."""
+    if actual is None or expected is None:
+        assert actual is expected
+        return
+    assert actual.shape == expected.shape
+    gap = (actual.detach().double() - expected.detach()).abs().max()
+    scale = expected.detach().abs().max()
+    assert gap <= tolerance * max(1.0, float(scale)), (actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def assert_equal_gradients(results, tensors, references, doubles, tolerance=3e-6):
+    """Of a sum of both results with weights that all differ."""
+    for pair in (results, references):
+        used = [x for x in pair if x is not None]
+        upstream = [
+            torch.linspace(-1, 2, x.numel()).view_as(x).flip(0) + i for i, x in enumerate(used)
+        ]
+        sum((x * scale).sum() for x, scale in zip(used, upstream, strict=True)).backward()
+    for ours, exact_one in zip(tensors, doubles, strict=True):
+        if ours is not None:
+            assert_close(ours.grad, exact_one.grad, tolerance)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [0, 1, 2, 3, M, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5, 0.0])
-@pytest.mark.parametrize("chunk_elements", [1, 40, 1 << 22])
-def test_token_entropy_and_gradient(monkeypatch, dtype, temperature, chunk_elements):
-    monkeypatch.setattr(losses.logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@either
+def test_values_and_gradients(
+    function, chunks, rows_per_chunk, temperature, with_entropy, has_bias
+):
+    chunks(max(1, rows_per_chunk * V))
+    hidden, weight, bias, targets = inputs()
+    tensors = trained([hidden, weight, bias if has_bias else None])
+    doubles = in_double(tensors)
+    expected = exact(*doubles, targets, temperature, with_entropy)
+    actual = function(*tensors, targets, temperature, with_entropy)
+    for value, reference in zip(actual, expected, strict=True):
+        assert_close(value, reference, 2e-6)
+        assert value is None or value.dtype == torch.float32
+    assert_equal_gradients(actual, tensors, expected, doubles)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 100])
+@pytest.mark.parametrize("names", ["hidden", "weight", "bias", "hidden bias", "weight bias"])
+def test_what_is_frozen_gets_no_gradient(chunks, rows_per_chunk, names):
+    chunks(rows_per_chunk * V)
+    *tensors, targets = inputs()
+    for name, tensor in zip(("hidden", "weight", "bias"), tensors, strict=True):
+        tensor.requires_grad_(name in names.split())
+    doubles = in_double(tensors)
+    results = linear_logprobs(*tensors, targets, 0.7, True), exact(*doubles, targets, 0.7)
+    assert_equal_gradients(results[0], tensors, results[1], doubles)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_both_results_is_enough_for_a_gradient(used):
+    *tensors, targets = inputs()
+    doubles = in_double(trained(tensors))
+    linear_logprobs(*tensors, targets, 0.7, True)[used].sum().backward()
+    exact(*doubles, targets, 0.7)[used].sum().backward()
+    assert_close(tensors[0].grad, doubles[0].grad, 3e-6)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_results_are_fp32_and_gradients_16_bit(chunks, rows_per_chunk, dtype):
+    """Only logits and the gradients' last step round: to a few units of the dtype."""
+    chunks(rows_per_chunk * V)
+    *tensors, targets = inputs(dtype=dtype)
+    doubles = in_double(trained(tensors))
+    actual, expected = linear_logprobs(*tensors, targets, 1.0, True), exact(*doubles, targets, 1.0)
+    tolerance = 4 * torch.finfo(dtype).eps
+    for value, reference in zip(actual, expected, strict=True):
+        assert value.dtype == torch.float32
+        assert_close(value, reference, tolerance)
+    (actual[0].sum() + actual[1].sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    for value, reference in zip(tensors, doubles, strict=True):
+        assert value.grad.dtype == dtype
+        assert_close(value.grad, reference.grad, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_16_bit_logits_only_the_gradient_is_rounded(chunks, dtype):
+    chunks(40)
     rng = np.random.default_rng(0)
-    logits = torch.tensor(rng.normal(0, 3, (3, 4, 9))).to(dtype)
-    logits[0, 1, 2:5] = -math.inf  # a padded vocabulary, or a token ruled out
-    logits[1, 0, 1:] = -math.inf  # certain: entropy 0, gradient 0
-    upstream = torch.tensor(rng.normal(size=(3, 4)), dtype=torch.float32)
-
-    exact = logits.double().requires_grad_()
-    expected = exact_entropy(exact, temperature or 1.0)
-    (expected * upstream.double()).sum().backward()
-
-    logits.requires_grad_()
-    entropy = losses.token_entropy(logits, temperature)
-    assert_close(entropy, as_np(expected))
-    (entropy * upstream).sum().backward()
-    assert logits.grad.dtype == dtype
-    unit = torch.finfo(dtype).eps  # the gradient is rounded once, to the logits' dtype
-    np.testing.assert_allclose(as_np(logits.grad), as_np(exact.grad), rtol=2 * unit, atol=2e-6)
-
-
-def test_token_entropy_of_large_logits_does_not_overflow():
-    logits = torch.tensor([[[500.0, 500.0, -500.0, 0.0]]], requires_grad=True)
-    entropy = losses.token_entropy(logits)
-    entropy.sum().backward()
-    assert_close(entropy, [[math.log(2)]])
-    assert_close(logits.grad, [[[0.0] * 4]])
+    logits = torch.tensor(rng.normal(0, 4, (3, 5, V))).to(dtype)
+    logits[1, 2] += 60  # exp overflows in fp16 and, unshifted, loses digits everywhere
+    targets = torch.tensor(rng.integers(0, V, (3, 5)))
+    for function, number in ((losses.token_logprobs, 0), (losses.token_entropy, 1)):
+        given = logits.clone().requires_grad_()
+        double = logits.double().requires_grad_()
+        rows = double.flatten(0, 1)
+        expected = exact(rows, torch.eye(V).double(), None, targets.flatten(), 0.7)[number]
+        actual = function(*([given, targets] if number == 0 else [given]), 0.7)
+        assert actual.dtype == torch.float32
+        np.testing.assert_allclose(as_np(actual).flatten(), as_np(expected), rtol=1e-5, atol=2e-5)
+        (actual.flatten() * torch.arange(15)).sum().backward()
+        (expected * torch.arange(15)).sum().backward()
+        assert given.grad.dtype == dtype
+        unit = torch.finfo(dtype).eps
+        np.testing.assert_allclose(as_np(given.grad), as_np(double.grad), rtol=2 * unit, atol=1e-5)
 
 
-def test_token_entropy_by_hand():
-    """Probabilities 1/2, 1/4, 1/4: 1.5 bits. dH/dz_v = -p_v (log p_v + H), in bits times log 2."""
-    logits = torch.tensor([[[0.5, 0.25, 0.25]]]).log().requires_grad_()
-    entropy = losses.token_entropy(logits)
-    assert_close(entropy, [[1.5 * math.log(2)]])
-    entropy.sum().backward()
-    expected = [-p * math.log(2) * (bits + 1.5) for p, bits in [(0.5, -1), (0.25, -2), (0.25, -2)]]
-    assert_close(logits.grad, [[expected]])
-    hot = losses.token_entropy(2 * logits.detach(), temperature=2.0)
-    assert_close(hot, [[1.5 * math.log(2)]])
+def test_16_bit_sums_over_many_chunks_do_not_stall(chunks):
+    """1024 equal rows, one a chunk: a bf16 sum would stop growing near 256 of them."""
+    chunks(1)
+    hidden, weight, bias, targets = inputs(1, torch.bfloat16)
+    hidden, targets = hidden.repeat(1024, 1), targets.repeat(1024)
+    tensors = [hidden, *trained([weight, bias])]
+    doubles = in_double(tensors)
+    linear_logprobs(*tensors, targets)[0].sum().backward()
+    exact(*doubles, targets, 1.0)[0].sum().backward()
+    for value, reference in zip(tensors[1:], doubles[1:], strict=True):
+        gap = (value.grad.double() - reference.grad).abs().max() / reference.grad.abs().max()
+        assert gap < 0.02
 
 
-def test_garbage_logits_under_a_mask_do_not_reach_the_entropy_gradient():
+# ---- awkward logits
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 100])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_garbage_under_a_mask_does_not_reach_other_rows(
+    chunks, rows_per_chunk, with_entropy, garbage
+):
+    """A masked row's gradient is 0 in ``hidden``; it may not make the weight's NaN either."""
+    chunks(rows_per_chunk * V)
+    hidden, weight, bias, targets = inputs()
+    masked = torch.tensor([False, True, False, False, True, True, False, True])
+    hidden[masked] = garbage
+    tensors = trained([hidden, weight, bias])
+    doubles = in_double(trained([hidden.detach()[~masked], weight, bias]))
+    results = linear_logprobs(*tensors, targets, 1.0, with_entropy)
+    expected = exact(*doubles, targets[~masked], 1.0, with_entropy)
+    for values in (results, expected):
+        kept = [v for v in values if v is not None]
+        sum(torch.where(masked, 0.0, v).sum() if len(v) == M else v.sum() for v in kept).backward()
+    assert (hidden.grad[masked] == 0).all()
+    assert_close(hidden.grad[~masked], doubles[0].grad, 3e-6)
+    assert_close(weight.grad, doubles[1].grad, 3e-6)
+    assert_close(bias.grad, doubles[2].grad, 3e-6)
+
+
+@pytest.mark.parametrize(
+    "function", [losses.token_entropy, lambda x: losses.token_logprobs(x, torch.ones(2, 3).long())]
+)
+def test_garbage_logits_under_a_mask_do_not_reach_the_gradient(function):
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     logits[0, 1] = math.nan
     logits[0, 2, 0] = math.inf
     logits[1, 2] = -math.inf
     logits.requires_grad_()
     mask = torch.tensor([[True, False, False], [True, True, False]])
-    torch.where(mask, losses.token_entropy(logits), 0.0).sum().backward()
+    torch.where(mask, function(logits), 0.0).sum().backward()
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[~mask] == 0).all()
     assert (logits.grad[mask] != 0).any(dim=-1).all()
 
 
-def test_token_entropy_takes_a_slice_of_the_logits():
-    logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    entropy = losses.token_entropy(logits[:, :-1])
-    assert_close(entropy, as_np(exact_entropy(logits.detach()[:, :-1].double(), 1.0)))
+@either
+def test_a_ruled_out_token_adds_nothing(function):
+    """A bias of -inf: probability 0, entropy's p log p is 0 and no gradient is NaN."""
+    hidden, weight, bias, targets = inputs()
+    bias[10], targets[targets == 10] = -math.inf, 0
+    tensors = trained([hidden, weight, bias])
+    doubles = in_double(trained([hidden.detach(), weight.detach()[:10], bias.detach()[:10]]))
+    actual, expected = function(*tensors, targets, 1.0, True), exact(*doubles, targets, 1.0)
+    for value, reference in zip(actual, expected, strict=True):
+        assert_close(value, reference, 2e-6)
+    (actual[0].sum() + actual[1].sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    assert_close(hidden.grad, doubles[0].grad, 3e-6)
+    assert_close(weight.grad[:10], doubles[1].grad, 3e-6)
+    assert (weight.grad[10] == 0).all()
+    assert bias.grad[10] == 0
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@either
+def test_no_rows_give_gradients_of_zero(function, with_entropy):
+    """A rank without rows takes part in every backward pass: each weight needs a gradient."""
+    *tensors, targets = inputs(0)
+    trained(tensors)
+    logprobs, entropy = function(*tensors, targets, 1.0, with_entropy)
+    assert logprobs.shape == (0,)
+    (logprobs.sum() + (entropy.sum() if entropy is not None else 0.0)).backward()
+    assert tensors[0].grad.shape == (0, D)
+    assert (tensors[1].grad == 0).all()
+    assert (tensors[2].grad == 0).all()
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight = torch.tensor([[1000.0], [-1000.0]]), torch.tensor([[1.0], [1.0], [-1.0]])
+    logprobs, entropy = linear_logprobs(hidden, weight, None, torch.tensor([0, 2]), 1.0, True)
+    # fp32 logits of 1000 have steps of 6e-5.
+    assert logprobs.tolist() == pytest.approx([-math.log(2), 0.0], abs=1e-4)
+    assert entropy.tolist() == pytest.approx([math.log(2), 0.0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("logits", "bits", "slopes"),
+    [
+        # Probabilities 1/2, 1/4, 1/4. dH/dz_v = -p_v (log p_v + H), in bits times log 2.
+        ([-1.0, -2.0, -2.0], 1.5, [-0.5 * 0.5, 0.25 * 0.5, 0.25 * 0.5]),
+        ([500.0, 500.0, -500.0, 0.0], 1.0, [0.0] * 4),
+        ([0.0, -math.inf, -math.inf], 0.0, [0.0] * 3),  # certain
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_token_entropy_by_hand(logits, bits, slopes, temperature):
+    in_nats = torch.tensor([[logits]]) * math.log(2) * temperature
+    entropy = losses.token_entropy(in_nats.requires_grad_(), temperature)
+    assert entropy.item() == pytest.approx(bits * math.log(2), rel=1e-5, abs=1e-6)
     entropy.sum().backward()
-    assert (logits.grad[:, -1] == 0).all()
-    assert (logits.grad[:, :-1] != 0).all()
+    expected = [slope * math.log(2) / temperature for slope in slopes]
+    assert in_nats.grad.flatten().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_entropy_from_logits_is_token_entropy_without_a_gradient():
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).requires_grad_()
     seen = losses.entropy_from_logits(logits, 0.7)
     assert not seen.requires_grad
-    assert_close(seen, as_np(losses.token_entropy(logits, 0.7)))
+    assert_close(seen, losses.token_entropy(logits, 0.7), 1e-6)
 
 
-# ---- KL as a term of the loss
+@either
+def test_a_negative_temperature_is_refused(function):
+    with pytest.raises(AssertionError, match="negative"):
+        function(*inputs(), temperature=-1.0)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "slope"),
-    [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1 - math.exp(-d))],
-)
-def test_slope_of_the_kl_estimators(estimator, slope):
-    differences = [-3.0, -0.5, -1e-3, 0.0, 1e-3, 0.5, 3.0]
-    ref = torch.full((7,), -2.0)
-    logprobs = (ref + torch.tensor(differences)).requires_grad_()
-    losses.kl_penalty(logprobs, ref, estimator).sum().backward()
-    exact = [slope(float(d)) for d in (logprobs.detach() - ref).double()]
-    assert_close(logprobs.grad, exact)
+# ---- memory
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_expected_slope_of_the_kl_estimators(estimator):
-    """E over the policy's own samples, by the logits of a softmax: k1's vanishes, k2's is that of
-    KL(policy || reference), k3's that of KL(reference || policy). Both KLs by autograd in float64.
-    """
-    policy = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
-    log_ref = torch.tensor([-0.2, 0.4, 0.0, 1.0], dtype=torch.float64).log_softmax(0)
-    log_policy = policy.log_softmax(0)
-    samples = losses.kl_penalty(log_policy, log_ref, estimator)
-    (actual,) = torch.autograd.grad(
-        (log_policy.exp().detach() * samples).sum(), policy, retain_graph=True
-    )
-    divergence = {
-        "k1": torch.zeros((), dtype=torch.float64) * policy.sum(),
-        "k2": (log_policy.exp() * (log_policy - log_ref)).sum(),
-        "k3": (log_ref.exp() * (log_ref - log_policy)).sum(),
-    }[estimator]
-    (expected,) = torch.autograd.grad(divergence, policy)
-    np.testing.assert_allclose(as_np(actual), as_np(expected), rtol=1e-5, atol=1e-7)
-    if estimator != "k1":
-        assert (actual.abs() > 1e-3).all()
+def saved_for_backward(saved):
+    """A scope that appends to ``saved`` what is kept for the backward pass."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_tensor_of_positions_times_vocabulary(chunks, with_entropy):
+    """Forward and backward: 4 rows a chunk of 400, where the weight is smaller than 8 rows."""
+    rows, width, vocabulary = 400, 4, 1000
+    chunks(4 * vocabulary)
+    hidden = torch.randn(rows, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    saved = []
+    made = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with made, saved_for_backward(saved):
+        logprobs, entropy = linear_logprobs(hidden, weight, None, targets, 1.0, with_entropy)
+        (logprobs.sum() + (entropy.sum() if entropy is not None else 0.0)).backward()
+    assert max(event.self_cpu_memory_usage for event in made.events()) == 4 * vocabulary * 4
+    assert max(x.numel() for x in saved) == weight.numel()
+
+
+def test_token_logprobs_saves_no_fp32_copy_for_backward():
+    saved = []
+    logits = torch.randn(2, 8, 64).bfloat16().requires_grad_()
+    with saved_for_backward(saved):
+        losses.token_logprobs(logits, torch.zeros(2, 8, dtype=torch.long))
+    large = [x for x in saved if x.numel() >= logits.numel()]
+    assert [x.data_ptr() for x in large] == [logits.data_ptr()]
+
+
+# ---- several targets
+
+
+@pytest.mark.parametrize("rows_per_chunk", [2, 100])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@either
+def test_several_targets_a_position(function, chunks, rows_per_chunk, with_entropy):
+    """Equal ones too."""
+    chunks(rows_per_chunk * V)
+    *tensors, first = inputs()
+    targets = torch.stack([first, torch.arange(M) % V, first], dim=1)
+    doubles = in_double(trained(tensors))
+    actual = function(*tensors, targets, 0.7, with_entropy)
+    expected = exact(*doubles, targets, 0.7, with_entropy)
+    assert_close(actual[0], expected[0], 2e-6)
+    assert_equal_gradients(actual, tensors, expected, doubles)
+
+
+def test_likeliest_ids(chunks):
+    chunks(3 * V)
+    hidden, weight, bias, _ = inputs()
+    logits = (hidden.double() @ weight.double().T + bias).numpy()
+    expected = [sorted(range(9), key=lambda i, row=row: -row[i])[:4] for row in logits]
+    assert linear_top_ids(hidden, weight, bias, 4, 9).tolist() == expected
+    assert linear_top_ids(hidden, weight, bias, 40, 9).shape == (M, 9)

@@ -1,15 +1,15 @@
-"""Policy losses, and how a step averages them, against float64 NumPy loops.
-
-Written from the papers, action by action, with gradients by hand; whole sequences of GSPO against
-float64 autograd of the paper's own form.
+"""Policy losses, how a step averages them, the value loss, and weights against the rollout, by
+hand and by `float64_step`, which is written from the papers, sequence by sequence.
 """
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from float64_step import token_losses, value_losses, weigh
 from loss_rows import (
     SEEDS,
     answer_lens,
@@ -18,71 +18,26 @@ from loss_rows import (
     check_metrics,
     in_fp32,
     mask_of,
-    some_cuts,
     with_garbage,
 )
 
 from dschat import losses
 
 NUM_ROWS, WIDTH = 8, 6
-
-
-def side(clipped, ratio):
-    """-1 where an action is clipped below 1, 1 above, 0 where it is not."""
-    return int(clipped) * (1 if ratio > 1 else -1)
-
-
-def naive_ppo(new, old, advantages, low, high, dual_clip=None):
-    """One row: values, gradients, clipped or not (arXiv 1707.06347, eq. 7; 1912.09729, eq. 5)."""
-    out = []
-    for t, advantage in enumerate(advantages):
-        ratio = math.exp(new[t] - old[t])
-        near = min(max(ratio, 1 - low), 1 + high)
-        objective = min(ratio * advantage, near * advantage)
-        clipped = objective < ratio * advantage
-        if dual_clip is not None and advantage < 0 and dual_clip * advantage > objective:
-            objective, clipped = dual_clip * advantage, True
-        out.append((-objective, 0.0 if clipped else -ratio * advantage, side(clipped, ratio)))
-    return out
-
-
-def naive_dual(new, old, advantages, low, high):
-    return naive_ppo(new, old, advantages, low, high, dual_clip=1.5)
-
-
-def naive_gspo(new, old, advantages, low, high):
-    """One row (arXiv 2507.18071, eq. 7, 13, 14): every action has the ratio of the sequence."""
-    mean_log_ratio = math.fsum(n - o for n, o in zip(new, old, strict=True)) / max(1, len(new))
-    ratio = math.exp(mean_log_ratio)
-    near = min(max(ratio, 1 - low), 1 + high)
-    out = []
-    for advantage in advantages:
-        clipped = near * advantage < ratio * advantage
-        objective = near * advantage if clipped else ratio * advantage
-        out.append((-objective, 0.0 if clipped else -ratio * advantage, side(clipped, ratio)))
-    return out
-
-
-def naive_cispo(new, old, advantages, low, high):
-    """One row (arXiv 2506.13585, eq. 4-5): the clipped ratio is a constant beside log pi."""
-    out = []
-    for t, advantage in enumerate(advantages):
-        ratio = math.exp(new[t] - old[t])
-        near = min(max(ratio, 1 - low), 1 + high)
-        out.append((-near * advantage * new[t], -near * advantage, side(near != ratio, ratio)))
-    return out
+SUMS = ("clipped", "approxkl", "ratio", "ratio_abs_dev", "tokens")
 
 
 def dual_loss(*args, **kwargs):
     return losses.policy_loss(*args, **kwargs, dual_clip=1.5)
 
 
-# Name: ours, the loop, a range that clips some sequences or actions of `an_update` and not others.
-KINDS: dict[str, tuple[Callable, Callable, tuple[float, float]]] = {
-    "ppo": (losses.policy_loss, naive_ppo, (0.2, 0.28)),
-    "dual": (dual_loss, naive_dual, (0.2, 0.28)),
-    "gspo": (losses.gspo_loss, naive_gspo, (0.1, 0.15)),
-    "cispo": (losses.cispo_loss, naive_cispo, (0.3, 0.2)),
+# Name: ours, options of `float64_step`, a range that clips some sequences or actions of `an_update`
+# and not others.
+KINDS: dict[str, tuple[Callable, dict, tuple[float, float]]] = {
+    "ppo": (losses.policy_loss, {"policy_loss": "ppo"}, (0.2, 0.28)),
+    "dual": (dual_loss, {"policy_loss": "ppo", "dual_clip": 1.5}, (0.2, 0.28)),
+    "gspo": (losses.gspo_loss, {"policy_loss": "gspo"}, (0.1, 0.15)),
+    "cispo": (losses.cispo_loss, {"policy_loss": "cispo"}, (0.3, 0.2)),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -100,60 +55,50 @@ def an_update(seed: int):
     return (new, old, advantages, weights), lens, mask_of(lens, WIDTH), rng
 
 
-def naive_update(naive, arrays, lens, sides):
-    """Loss, gradient and metrics of the whole update, row by row."""
-    new, old, advantages, weights = arrays
-    loss, grad = 0.0, np.zeros(new.shape)
-    names = ("clipped", "clipped_low", "approxkl", "ratio", "ratio_abs_dev", "tokens")
-    metrics = dict.fromkeys(names, 0.0)
+def in_float64(kind, sides, arrays, lens):
+    """Loss, gradient and metrics of the whole update; ``clipped_low`` is left out."""
+    args = SimpleNamespace(**{"dual_clip": None, "cliprange_sides": sides} | KINDS[kind][1])
+    new, old, advantages, weights = map(torch.tensor, arrays)
+    loss, metrics = torch.zeros((), dtype=torch.float64), dict.fromkeys(SUMS, 0.0)
+    new.requires_grad_()
     for b, n in enumerate(lens):
-        for t, (value, slope, clipped) in enumerate(
-            naive(new[b, :n], old[b, :n], advantages[b, :n], *sides)
-        ):
-            loss += weights[b, t] * value
-            grad[b, t] = weights[b, t] * slope
-            metrics["clipped"] += abs(clipped)
-            metrics["clipped_low"] += clipped < 0
-            difference = new[b, t] - old[b, t]
-            metrics["approxkl"] += 0.5 * difference**2
-            metrics["ratio"] += math.exp(difference)
-            metrics["ratio_abs_dev"] += abs(math.exp(difference) - 1)
-            metrics["tokens"] += 1
-    return loss, grad, metrics
+        if n == 0:
+            continue
+        answer = SimpleNamespace(new=new[b, :n], old=old[b, :n], advantages=advantages[b, :n])
+        values, num_clipped = token_losses(answer, args)
+        loss = loss + (values * weights[b, :n]).sum()
+        difference = (answer.new - answer.old).detach()
+        parts = (num_clipped, difference**2 / 2, difference.exp(), (difference.exp() - 1).abs(), n)
+        for name, part in zip(SUMS, parts, strict=True):
+            metrics[name] += float(part.sum()) if torch.is_tensor(part) else part
+    loss.backward()
+    return loss.item(), as_np(new.grad), metrics
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_weighted", [True, False])
 @every_kind
-def test_loss_gradient_and_metrics(kind, seed):
-    ours, naive, sides = KINDS[kind]
+def test_loss_gradient_and_metrics(kind, is_weighted, seed):
+    """Without weights actions count one; a single number clips both sides."""
+    ours, _, sides = KINDS[kind]
     arrays, lens, mask, rng = an_update(seed)
-    loss, grad, metrics = naive_update(naive, arrays, lens, sides)
+    if not is_weighted:
+        arrays, sides = (*arrays[:3], np.ones(mask.shape)), (0.1, 0.1)
+    loss, grad, metrics = in_float64(kind, sides, arrays, lens)
     assert 0 < metrics["clipped"] < metrics["tokens"]  # both branches are exercised
 
     new, old, advantages, weights = (with_garbage(x, mask, rng).requires_grad_() for x in arrays)
-    actual, actual_metrics = ours(new, old, advantages, mask, sides, weights=weights)
+    given = (sides, {"weights": weights}) if is_weighted else (0.1, {})
+    actual, actual_metrics = ours(new, old, advantages, mask, given[0], **given[1])
     assert actual.ndim == 0
     assert_close(actual, loss)
+    low = actual_metrics.pop("clipped_low")  # see the tests by hand
+    assert 0 <= low <= metrics["clipped"]
     check_metrics(actual_metrics, metrics)
     actual.backward()
     assert_close(new.grad, grad)
     for constant in (old, advantages, weights):
         assert constant.grad is None or (constant.grad == 0).all()
-
-
-@every_kind
-def test_without_weights_actions_count_one_and_a_number_clips_both_sides(kind):
-    ours, naive, _ = KINDS[kind]
-    arrays, lens, mask, rng = an_update(5)
-    ones = np.ones((NUM_ROWS, WIDTH))
-    loss, grad, metrics = naive_update(naive, (*arrays[:3], ones), lens, (0.1, 0.1))
-    new, old, advantages = (with_garbage(x, mask, rng) for x in arrays[:3])
-    new.requires_grad_()
-    actual, actual_metrics = ours(new, old, advantages, mask, 0.1)
-    actual.backward()
-    assert_close(actual, loss)
-    assert_close(new.grad, grad)
-    check_metrics(actual_metrics, metrics)
 
 
 @every_kind
@@ -172,14 +117,17 @@ def test_of_the_same_policy_the_gradient_is_reinforce(kind):
     check_metrics(metrics, expected)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [*KINDS, "value"])
 @pytest.mark.parametrize("shape", [(0, 4), (3, 4), (3, 0)])
 def test_without_actions_loss_and_gradient_are_zero(kind, shape):
-    ours, _, sides = KINDS[kind]
     mask = torch.zeros(shape, dtype=torch.bool)
     junk = torch.full(shape, math.nan)
     new = junk.clone().requires_grad_()
-    loss, metrics = ours(new, junk, junk, mask, sides, weights=junk)
+    if kind == "value":
+        loss, metrics = losses.value_loss(new, junk, junk, mask, 0.2)
+    else:
+        ours, _, sides = KINDS[kind]
+        loss, metrics = ours(new, junk, junk, mask, sides, weights=junk)
     loss.backward()  # still connected: ranks without rows run their backward pass too
     assert loss.item() == 0.0
     assert (new.grad == 0).all()
@@ -188,11 +136,11 @@ def test_without_actions_loss_and_gradient_are_zero(kind, shape):
 
 @every_kind
 def test_bf16_is_computed_in_fp32(kind):
-    ours, naive, sides = KINDS[kind]
-    new, old, advantage = [-1.0078125, -2.015625], [-1.0, -2.0], [1.0, 1.0]  # exact in bf16
+    ours, _, sides = KINDS[kind]
+    exact = ([-1.0078125, -2.015625], [-1.0, -2.0], [1.0, 1.0])  # new, old, advantages; in bf16
     mask = torch.ones(1, 2, dtype=torch.bool)
-    inputs = (torch.tensor([x]).bfloat16() for x in (new, old, advantage))
-    expected = sum(value for value, _, _ in naive(new, old, advantage, *sides))
+    inputs = (torch.tensor([x]).bfloat16() for x in exact)
+    expected, *_ = in_float64(kind, sides, np.array([[x] for x in (*exact, [1.0, 1.0])]), [2])
     assert_close(ours(*inputs, mask, sides)[0], expected)
 
 
@@ -223,7 +171,9 @@ def test_dual_clip_of_three_by_hand(advantage, ratio, objective, slope):
     loss.backward()
     assert_close(loss, -objective)
     assert_close(new.grad, [[-slope]])
-    assert metrics["clipped"].item() == float(advantage != 0 and slope == 0)
+    clipped = float(advantage != 0 and slope == 0)
+    assert metrics["clipped"].item() == clipped
+    assert metrics["clipped_low"].item() == clipped * (ratio < 1)
     without, _ = losses.policy_loss(
         new, torch.zeros(1, 1), torch.tensor([[advantage]]), mask, (0.2, 0.28)
     )
@@ -235,19 +185,16 @@ def test_gspo_of_the_paper_range_by_hand():
     sequence ratio of exp(3.5e-4), which is kept; 1e-3 and -1e-4 make exp(4.5e-4), clipped.
     """
     new = torch.tensor([[1e-3, -3e-4], [1e-3, -1e-4]], requires_grad=True)
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    loss, metrics = losses.gspo_loss(
-        new,
-        torch.zeros(2, 2),
-        torch.ones(2, 2),
-        mask,
-        (3e-4, 4e-4),
-        weights=torch.full((2, 2), 0.5),
-    )
+    old, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    sides, weights = (3e-4, 4e-4), torch.full((2, 2), 0.5)
+    loss, metrics = losses.gspo_loss(new, old, ones, ones.bool(), sides, weights=weights)
     loss.backward()
     assert_close(loss, -math.exp(3.5e-4) - 1.0004, rtol=2e-7)
     assert_close(new.grad, [[-0.5 * math.exp(3.5e-4)] * 2, [0.0, 0.0]], rtol=2e-7)
-    assert metrics["clipped"].item() == 2.0
+    assert (metrics["clipped"].item(), metrics["clipped_low"].item()) == (2.0, 0.0)
+    # All actions of a sequence are below the range, also those that became likelier.
+    _, metrics = losses.gspo_loss(-new, old, -ones, ones.bool(), sides)
+    assert (metrics["clipped"].item(), metrics["clipped_low"].item()) == (4.0, 4.0)
 
 
 def test_cispo_keeps_a_gradient_beyond_the_range():
@@ -259,7 +206,9 @@ def test_cispo_keeps_a_gradient_beyond_the_range():
     # Weights 5, 0.01 (nothing is clipped below with a range of 1), 1.
     assert_close(new.grad, [[-5.0, 0.02, -3.0]])
     assert_close(loss, -5 * math.log(10) + 0.02 * math.log(0.01) + 1.5)
-    assert metrics["clipped"].item() == 1.0
+    assert (metrics["clipped"].item(), metrics["clipped_low"].item()) == (1.0, 0.0)
+    _, metrics = losses.cispo_loss(new, old, torch.ones(1, 3), mask, (0.5, 4.0))
+    assert (metrics["clipped"].item(), metrics["clipped_low"].item()) == (2.0, 1.0)
 
 
 def test_cispo_of_a_ratio_beyond_fp32_is_the_clipped_weight():
@@ -269,42 +218,6 @@ def test_cispo_of_a_ratio_beyond_fp32_is_the_clipped_weight():
     loss.backward()
     assert_close(loss, -500.0)
     assert_close(new.grad, [[-5.0, 0.0]])
-
-
-# ---- GSPO's two forms
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("sides", [(3e-4, 4e-4), (0.1, 0.15)])
-def test_gspo_is_the_paper_objective_of_sequences(seed, sides):
-    """Eq. 5-7 in float64 autograd: min(s A, clip(s) A) summed over sequences, one A for each."""
-    (new, old, advantages, _), lens, mask, rng = an_update(seed)
-    if sides[0] < 1e-3:
-        new = in_fp32(old + (new - old) * 2e-3)
-    per_row = torch.tensor(advantages[:, :1])
-    exact_new = torch.tensor(new, requires_grad=True)
-    exact_old = torch.tensor(old)
-    objective = torch.zeros((), dtype=torch.float64)
-    for b, n in enumerate(lens):
-        if n:
-            s = (exact_new[b, :n].sum() - exact_old[b, :n].sum()).div(n).exp()
-            near = s.clamp(1 - sides[0], 1 + sides[1])
-            objective = objective + torch.minimum(s * per_row[b, 0], near * per_row[b, 0])
-    objective.backward()
-
-    dirty = with_garbage(new, mask, rng).requires_grad_()
-    by_row = np.broadcast_to(advantages[:, :1], new.shape)
-    loss, _ = losses.gspo_loss(
-        dirty,
-        with_garbage(old, mask, rng),
-        with_garbage(by_row, mask, rng),
-        mask,
-        sides,
-        weights=losses.aggregation_weights(mask, "sequence", WIDTH),
-    )
-    loss.backward()
-    assert_close(loss, -objective.item())
-    assert_close(dirty.grad, -exact_new.grad.numpy())
 
 
 def test_gspo_ratio_is_exact_beside_actions_far_off():
@@ -319,16 +232,6 @@ def test_gspo_ratio_is_exact_beside_actions_far_off():
 
 
 # ---- how a step averages
-
-
-def naive_mean(values, lens, how: str, max_len: int) -> float:
-    """token: over all tokens; sequence: over sequences of their means; constant: of sum / max."""
-    rows = [[values[b, t] for t in range(n)] for b, n in enumerate(lens) if n]
-    if how == "token":
-        return sum(map(sum, rows)) / sum(map(len, rows))
-    if how == "sequence":
-        return sum(sum(row) / len(row) for row in rows) / len(rows)
-    return sum(sum(row) / max_len for row in rows) / len(rows)
 
 
 def test_aggregation_by_hand():
@@ -346,41 +249,90 @@ def test_aggregation_by_hand():
         assert actual.item() == count
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
-@every_kind
-def test_the_step_does_not_depend_on_how_it_is_split(kind, how, seed):
-    """Ranks, micro-batches, each as wide as its longest answer: the whole's loss and gradient."""
-    ours, naive, sides = KINDS[kind]
-    (new, old, advantages, _), lens, mask, rng = an_update(seed)
-    values, slopes, shares = (np.zeros(new.shape) for _ in range(3))
-    for b, n in enumerate(lens):
-        terms = naive(new[b, :n], old[b, :n], advantages[b, :n], *sides)
-        values[b, :n] = [value for value, _, _ in terms]
-        slopes[b, :n] = [slope for _, slope, _ in terms]
-        for t in range(n):  # the mean is linear: what it makes of a one is the action's share
-            one = np.zeros(new.shape)
-            one[b, t] = 1.0
-            shares[b, t] = naive_mean(one, lens, how, max_len=10)
-    expected = naive_mean(values, lens, how, max_len=10)
+# ---- the value loss
 
-    for cut in some_cuts(rng, NUM_ROWS):
-        dirty = with_garbage(new, mask, rng).requires_grad_()
-        total, count = torch.zeros(()), 0
-        for part in cut:
-            width = max(lens[part], default=0)
-            here = mask[part, :width]
-            loss, _ = ours(
-                dirty[part, :width],
-                with_garbage(old, mask, rng)[part, :width],
-                with_garbage(advantages, mask, rng)[part, :width],
-                here,
-                sides,
-                weights=losses.aggregation_weights(here, how, 10),
-            )
-            total = total + loss
-            count = count + losses.aggregation_count(here, how)
-        mean = total / count
-        assert_close(mean, expected)
-        mean.backward()
-        assert_close(dirty.grad, shares * slopes)
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_value_loss(seed):
+    rng = np.random.default_rng(seed)
+    eps = 0.2
+    lens = answer_lens(rng, NUM_ROWS, WIDTH)
+    mask = mask_of(lens, WIDTH)
+    old = rng.normal(0, 1, mask.shape).astype(np.float32)
+    new = (old + rng.normal(0, 0.3, mask.shape)).astype(np.float32)
+    returns = rng.normal(0, 1, mask.shape).astype(np.float32)
+
+    exact = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    loss, metrics = 0.0, {"value_clipped": 0.0, "tokens": float(sum(lens))}
+    for b, n in enumerate(lens):
+        known = {"values": torch.tensor(old[b, :n]), "returns": torch.tensor(returns[b, :n])}
+        of_tokens, num_clipped = value_losses(SimpleNamespace(**known), exact[b, :n], eps)
+        loss = loss + of_tokens.sum()
+        metrics["value_clipped"] += num_clipped
+    loss.backward()
+    assert 0 < metrics["value_clipped"] < metrics["tokens"]
+
+    values = with_garbage(new, mask, rng).requires_grad_()
+    actual, actual_metrics = losses.value_loss(
+        values, with_garbage(old, mask, rng), with_garbage(returns, mask, rng), mask, eps
+    )
+    assert_close(actual, loss.item())
+    actual.backward()
+    assert_close(values.grad, as_np(exact.grad))
+    check_metrics(actual_metrics, metrics)
+
+
+# ---- weights of what the rollout computed otherwise than training
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how", ["off", "tis", "icepop"])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (0.9, 1.1), (0.0, 5.0)])
+def test_rollout_weights(how, low, high, seed):
+    rng = np.random.default_rng(seed)
+    lens = answer_lens(rng, NUM_ROWS, WIDTH)
+    mask = mask_of(lens, WIDTH)
+    train = in_fp32(rng.normal(-2, 1, mask.shape))
+    rollout = in_fp32(train + rng.normal(0, 1, mask.shape))
+    expected, cut = np.zeros(mask.shape), 0
+    args = SimpleNamespace(rollout_is=how, importance_range=(low, high))
+    for b, n in enumerate(lens):
+        answer = {"old": torch.tensor(train[b, :n]), "drawn": torch.tensor(rollout[b, :n])}
+        weigh(answer := SimpleNamespace(**answer), args)
+        expected[b, :n] = answer.weights
+        cut += answer.cut
+    weights, metrics = losses.rollout_weights(
+        with_garbage(train, mask, rng).requires_grad_(),
+        with_garbage(rollout, mask, rng).requires_grad_(),
+        mask,
+        how,
+        low,
+        high,
+    )
+    assert not weights.requires_grad
+    assert_close(weights, expected)
+    check_metrics(metrics, {"is_weight": expected.sum(), "is_cut": cut})
+
+
+def test_rollout_weights_of_the_paper_by_hand():
+    """IcePop's 0.5 and 5; TIS truncated at 2. Both where probabilities are e^200 apart."""
+    log_ratios = torch.tensor([[math.log(x) for x in (0.49, 0.51, 1.0, 1.99, 2.01, 4.99, 5.01)]])
+    extreme = torch.tensor([[200.0, -200.0]])
+    train, mask = torch.cat([log_ratios, extreme], dim=1), torch.ones(1, 9, dtype=torch.bool)
+    rollout = torch.zeros(1, 9)
+    weights, metrics = losses.rollout_weights(train, rollout, mask, "icepop", 0.5, 5.0)
+    assert_close(weights, [[0.0, 0.51, 1.0, 1.99, 2.01, 4.99, 0.0, 0.0, 0.0]])
+    check_metrics(metrics, {"is_weight": 10.5, "is_cut": 4.0})
+    weights, metrics = losses.rollout_weights(train, rollout, mask, "tis", 0.0, 2.0)
+    assert_close(weights, [[0.49, 0.51, 1.0, 1.99, 2.0, 2.0, 2.0, 2.0, 0.0]])
+    check_metrics(metrics, {"is_weight": 11.99, "is_cut": 4.0})
+
+
+@pytest.mark.parametrize("how", ["off", "tis", "icepop"])
+def test_equal_probabilities_have_weight_one(how):
+    """The ends of icepop's range belong to it."""
+    logprobs = torch.tensor([[-0.3, -7.1, math.nan]])
+    mask = torch.tensor([[True, True, False]])
+    weights, metrics = losses.rollout_weights(logprobs, logprobs, mask, how, 1.0, 1.0)
+    assert weights.tolist() == [[1.0, 1.0, 0.0]]
+    check_metrics(metrics, {"is_weight": 2.0, "is_cut": 0.0})

@@ -17,6 +17,7 @@ from dschat.rlhf.experience import Experience, from_rollout
 
 WIDTH, PROMPTS, SAMPLES = 6, 4, 3
 CLIP = 3.0
+TEACHER = {"teacher_model_name_or_path": "t", "distill_coef": 0.3}
 DECLINED = [1, 6, 7, 8, 9, 11]  # one of prompt 0, all of prompt 2, all but one of prompt 3
 ESTIMATORS = get_args(Estimator)
 
@@ -39,6 +40,8 @@ def experience(seed: int = 0, declined: list[int] | None = None) -> Experience:
     e.scores[3:6] = 0.5
     e.scored[declined or []] = False
     e.scores[~e.scored] = 0.0
+    noise = rng.normal(-1, 0.5, e.answer_mask.shape)
+    e.teacher_logprobs = torch.tensor(noise, dtype=torch.float32)  # garbage outside the answers
     return e
 
 
@@ -49,11 +52,18 @@ def config(estimator: str, **options) -> RLHFConfig:
 
 
 def by_hand(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None = CLIP):
-    """Each answer in float64, one after the other: ``rewards``; ``advantages`` of scored ones."""
+    """Each answer in float64, one after the other: ``rewards``; ``advantages`` of scored ones. A
+    teacher's log-ratio is discounted on its own, after the estimator and its statistics.
+    """
     known = recorded(e, args)
     for answer in known:
         shape(answer, args, kl_coef, clip)
-    advantages([answer for answer, scored in zip(known, e.scored, strict=True) if scored], args)
+    scored = [row for row, is_scored in enumerate(e.scored) if is_scored]
+    advantages([known[row] for row in scored], args)
+    log_ratio = (e.teacher_logprobs - e.logprobs).double()
+    for row in scored if args.has_teacher else ():
+        of_teacher = discounted(log_ratio[row, : known[row].n], args.distill_gamma)
+        known[row].advantages = known[row].advantages + args.distill_coef * of_teacher
     return known
 
 
@@ -64,38 +74,31 @@ def joined(known, e: Experience, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("declined", [[], DECLINED], ids=["all scored", "some declined"])
+@pytest.mark.parametrize("clip", [CLIP, None])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kl_estimator": "k2"},
+        {"kl_estimator": "k3", "missing_eos_penalty": 2.5},
+        *(TEACHER | {"distill_gamma": gamma} for gamma in (0.0, 0.7, 1.0)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimators_by_hand(estimator, declined):
+def test_estimators_by_hand(estimator, options, clip, declined):
     """Answers without a score count in no statistics and have advantage 0."""
-    e = experience(declined=declined)
-    known = by_hand(e, config(estimator), 0.2)
-    rewards, _ = fill_in_advantages(e, config(estimator), 0.2, PROMPTS, CLIP)
+    e, args = experience(declined=declined), config(estimator, **options)
+    known = by_hand(e, args, 0.2, clip)
+    rewards, _ = fill_in_advantages(e, args, 0.2, PROMPTS, clip)
     mask = e.answer_mask
+    assert not rewards[~mask].any()
     np.testing.assert_allclose(rewards[mask].numpy(), joined(known, e, "rewards"), atol=1e-5)
     scored = mask & e.scored[:, None]
     expected = joined(known, e, "advantages")
     np.testing.assert_allclose(e.advantages[scored].numpy(), expected, atol=2e-5)
     assert not e.advantages[~scored].any()
     assert torch.equal(e.loss_mask, scored)
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_teacher_adds_its_log_ratio_per_action(estimator, gamma):
-    """With a discount of its own, after the estimator and its statistics."""
-    e = experience(declined=DECLINED)
-    noise = np.random.default_rng(9).normal(-1, 0.5, e.answer_mask.shape)
-    e.teacher_logprobs = torch.tensor(noise, dtype=torch.float32)  # garbage outside the answers
-    options = {"teacher_model_name_or_path": "t", "distill_coef": 0.3, "distill_gamma": gamma}
-    known = by_hand(e, config(estimator, **options), 0.2)
-    fill_in_advantages(e, config(estimator, **options), 0.2, PROMPTS, CLIP)
-    log_ratio = (e.teacher_logprobs - e.logprobs).double()
-    for a, row in zip(known, log_ratio, strict=True):
-        a.of_teacher = discounted(row[: a.n], gamma)
-    expected = joined(known, e, "advantages") + 0.3 * joined(known, e, "of_teacher")
-    scored = e.answer_mask & e.scored[:, None]
-    np.testing.assert_allclose(e.advantages[scored].numpy(), expected, atol=2e-5)
-    assert not e.advantages[~scored].any()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -115,31 +118,12 @@ def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
     torch.testing.assert_close(got, whole.advantages[whole.answer_mask], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("penalty", [0.0, 2.5])
-def test_rewards(estimator, penalty):
-    e = experience(2)
-    e.scores[0], e.scores[1], e.scores[2] = -9.0, 7.0, 4.0
-    options = {"kl_estimator": estimator, "missing_eos_penalty": penalty}
-    rewards = token_rewards(e, config("gae", **options), 0.1, CLIP)
-    expected = joined(by_hand(e, config("gae", **options), 0.1), e, "rewards")
-    np.testing.assert_allclose(rewards[e.answer_mask].numpy(), expected, atol=1e-5)
-    assert not rewards[~e.answer_mask].any()
-
-
 def test_a_penalty_is_not_clipped_away():
     e = experience(2)
     e.finished[:] = torch.arange(e.num_sequences) % 2 == 0
     e.scores[:] = 40.0
     totals = token_rewards(e, config("gae", missing_eos_penalty=2.5), 0.0, CLIP).sum(dim=1)
     assert totals.tolist() == pytest.approx([3.0, 0.5] * (e.num_sequences // 2))
-
-
-def test_without_a_bound_scores_are_not_clipped():
-    e = experience(2)
-    e.scores[:3] = torch.tensor([10.0, 40.0, 70.0])
-    fill_in_advantages(e, config("grpo"), 0.0, PROMPTS)
-    assert e.advantages[:3, 0].tolist() == pytest.approx([-1, 0, 1], abs=1e-5)
 
 
 def test_a_kl_that_has_no_weight_may_be_infinite():

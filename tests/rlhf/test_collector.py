@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
@@ -16,23 +15,12 @@ from dschat.rewards.scoring import SourceScores, any_applies
 from dschat.rlhf.collector import PromptQueue
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.rollout_policies import DynamicSampling
-from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+from dschat.rlhf.rollout_scorer import Collected
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
 def rule(answers):
     return [0.0] * len(answers)
-
-
-def scorer_of(*functions, reward_model=False, **knobs):
-    engine = SimpleNamespace(reward=object() if reward_model else None, teacher=None, num_iters=1)
-    args = RLHFConfig(**knobs)
-    return RolloutScorer(engine, args, RewardFunctions(args, functions))
-
-
-def sampling_of(*functions, reward_model=False, more=None):
-    scorer = scorer_of(*functions, reward_model=reward_model)
-    return DynamicSampling(scorer, RLHFConfig().max_sampling_rounds, PromptQueue(more))
 
 
 @pytest.mark.parametrize(
@@ -45,21 +33,25 @@ def sampling_of(*functions, reward_model=False, more=None):
         ([rule], False, 2.0, 2, "score: rule x 1, clipped to +-2"),
     ],
 )
-def test_what_bounds_the_score(functions, reward_model, clip_reward, bound, said, caplog):
+def test_what_bounds_the_score(
+    functions, reward_model, clip_reward, bound, said, collector_of, caplog
+):
+    reward = object() if reward_model else None
     with caplog.at_level(logging.INFO, "dschat"):
-        scorer = scorer_of(*functions, reward_model=reward_model, clip_reward=clip_reward)
+        scorer = collector_of(*functions, reward=reward, clip_reward=clip_reward).scorer
     assert scorer.clip == bound
     assert said in caplog.text
 
 
-def test_groups_that_the_clip_makes_equal_are_dropped():
+def test_groups_that_the_clip_makes_equal_are_dropped(collector_of):
     """Those with a score that is not finite are kept, for the trainer to see."""
     pairs = [[10, 40], [1, 2], [math.inf, math.inf], [math.nan, 1], [-9, 9], [1, 0], [0, 0]]
     scores = torch.tensor(pairs).float().flatten()
     scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
     rollout = Rollout([[5]] * 14, [[-1.0]] * 14, ["stop"] * 14)
-    for functions, reward_model, kept in (([], True, [1, 2, 3, 4]), ([rule], False, range(5))):
-        sampling = sampling_of(*functions, reward_model=reward_model)
+    for functions, reward, kept in (([], object(), [1, 2, 3, 4]), ([rule], None, range(5))):
+        scorer = collector_of(*functions, reward=reward).scorer
+        sampling = DynamicSampling(scorer, 10, PromptQueue())
         sampling.begin(PromptTable([[1]] * 7), 2)
         e = from_rollout([[i // 2] for i in range(14)], rollout, 0)
         e.scores, e.scored = scores, scored
@@ -68,22 +60,22 @@ def test_groups_that_the_clip_makes_equal_are_dropped():
         assert ids[::2, 0].tolist() == [*kept]
 
 
-def pending(scorer, num_answers, sources, monkeypatch):
-    rollout = Rollout([[5, 6]] * num_answers, [[-1.0, -1.0]] * num_answers, ["stop"] * num_answers)
-    experience = from_rollout([[1]] * num_answers, rollout, 0)
-    made = Collected(experience, num_answers, {}, scorer)
-    monkeypatch.setattr(made, "sources", lambda _: sources)
-    return made
+def scored(scorer, *sources):
+    """Answers that came with the scores of ``sources``, and the experience of those."""
+    count = len(sources[0].scores)
+    answers = Rollout([[5, 6]] * count, [[-1.0, -1.0]] * count, ["stop"] * count)
+    made = Collected(from_rollout([[1]] * count, answers, 0), count, {}, scorer, others=sources)
+    return made, made.score()
 
 
-def test_a_source_that_is_only_logged_decides_nothing(monkeypatch):
+def test_a_source_that_is_only_logged_decides_nothing(collector_of):
     scores = torch.tensor([1.0, 2.0, 3.0])
     logged = torch.tensor([math.nan, math.inf, 0.5])
     steps = [[math.nan] * 2] * 3
     sources = [SourceScores("rule", 1.0, scores), SourceScores("rule_2", 0.0, logged, steps)]
-    rollout = pending(scorer_of(rule, (rule, 0)), 3, sources, monkeypatch)
-    assert rollout.score().scores.tolist() == [1, 2, 3]
-    assert not rollout.experience.token_scores.any()
+    rollout, e = scored(collector_of(rule, (rule, 0)).scorer, *sources)
+    assert e.scores.tolist() == [1, 2, 3]
+    assert not e.token_scores.any()
     means = {"objective/scores/rule": 2, "objective/scores/rule_2": 0.5}
     spread = {"objective/scores/rule_std": (2 / 3) ** 0.5, "objective/scores/rule_2_std": 0}
     assert rollout.metrics == pytest.approx(means | spread)
@@ -95,19 +87,18 @@ def said(name, weight, *values):
     return SourceScores(name, weight, torch.tensor([v or 0.0 for v in values]), applies=applies)
 
 
-def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
+def test_an_answer_that_every_source_declines_has_no_score(collector_of, caplog):
     """Nor does it count in a source's mean. What failed is left out; what is only logged, and what
     scores 0, is something else.
     """
-    scorer = scorer_of(rule, (rule, 2.0), (rule, 0.0))
+    scorer = collector_of(rule, (rule, 2.0), (rule, 0.0)).scorer
     sources = [
         said("rule", 1.0, 1.0, None, None, 0.0, None, 2.0),
         said("rule_2", 2.0, None, None, 3.0, None, math.nan, -1.0),
         said("rule_3", 0.0, 5.0, 5.0, None, None, None, None),
     ]
     for _ in range(2):
-        rollout = pending(scorer, 6, sources, monkeypatch)
-        e = rollout.score()
+        rollout, e = scored(scorer, *sources)
         assert e.numbers.tolist() == [0, 1, 2, 3, 5]
         assert e.scores.tolist() == [1, 0, 6, 0, 0]
         assert e.scored.tolist() == [True, False, True, True, True]
@@ -125,7 +116,7 @@ def test_an_answer_that_every_source_declines_has_no_score(monkeypatch, caplog):
 COUNTS = ("time/generate_s", "rollout/unscored", "throughput/preemptions")
 
 
-def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
+def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(collector_of):
     """6 of 8 prompts differ: 2 are missing, and 2 x 8 / 6 are asked; 7 of 11: 11 / 7 of them."""
     differ = [[1, 2, 3, 4, 5, 6, 0, 0], [7, 0, 0], [8, 9]]  # one more than is missing
     asked = []
@@ -144,7 +135,8 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
         counts = dict.fromkeys(COUNTS, 1.0)
         return Collected(e, total, counts | {"throughput/occupancy": float(total)})
 
-    sampling = sampling_of(rule, more=([[i]] for i in range(100)))
+    more = PromptQueue([[i]] for i in range(100))
+    sampling = DynamicSampling(collector_of(rule).scorer, 10, more)
     sampling.begin(PromptTable([[i] for i in range(8)]), 2)
     while not sampling.enough():
         sampling.keep(answered(sampling.ask(), sum(asked)))
@@ -158,26 +150,6 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing():
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
     assert rollout.metrics["throughput/occupancy"] == pytest.approx(weighed)
     assert [rollout.metrics[name] for name in COUNTS] == [3, 3, 3]
-
-
-def test_exhausted_prompts_are_sampled_again():
-    queue = PromptQueue(iter([[[3]], [[4], [5]]]))
-    again = PromptTable([[1], [2]])
-    rounds = [queue.take(2, again).ids for _ in range(4)]
-    assert rounds == [[[3], [4]], [[5], [1]], [[2], [1]], [[2], [1]]]
-
-
-def test_prompts_exhausted_on_one_rank_are_sampled_again_on_all(monkeypatch):
-    theirs = (
-        PromptTable([[9]]),
-        True,
-    )  # what the other rank brings: its own prompt, as it has no more
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, theirs])
-    taken = []
-    queue = PromptQueue(taken.append(i) or [[i]] for i in range(9))
-    rounds = [queue.take(2, PromptTable([[7]])).ids for _ in range(3)]
-    assert rounds == [[[0], [9]], [[7], [9]], [[7], [9]]]
-    assert taken == [0]
 
 
 def test_every_iteration_samples_with_its_own_seed():

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, fake_cuda
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import RLHFConfig
 from dschat.inference.protocol import Rollout
@@ -17,16 +18,8 @@ from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.optimizer_step import OptimizerStep
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_labels=1,
-    pad_token_id=0,
-)
+CONFIG = CONFIGS["llama"]()
+CONFIG.num_labels = 1
 PROMPTS = [[1, 2, 3], [1, 2, 3], [4]]
 ANSWERS = [[5, 6], [7], [8, 9, 10]]
 BEHIND = "_to_copy behind the host"

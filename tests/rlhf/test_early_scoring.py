@@ -3,24 +3,16 @@
 import math
 import random
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 from program_cases import trainer_of
 from quick import slow
 from step_cases import Case, my_prompts
-from step_rows import PROMPTS
 
-from dschat.config import RLHFConfig
 from dschat.data.batches import PromptTable
-from dschat.inference.core import Core
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.rewards.reward_functions import FunctionSource, RewardFunctions
 from dschat.rewards.scoring import RewardError
-from dschat.rlhf import collector as collecting
-from dschat.rlhf.collector import Collector
-from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N = 3
 WAIT_S = 60
@@ -50,35 +42,28 @@ async def whole(answers):
 
 
 class Scripted:
-    """A generator whose prompts complete in a given order; those not in it at the end."""
+    """A generator whose prompts complete in a given order; those not in it at the end. Before the
+    last one it calls ``wait``.
+    """
 
-    def __init__(self, rollout, order):
-        self.rollout, self.order = rollout, list(order)
+    def __init__(self, rollout, order, wait=lambda: None):
+        self.rollout, self.order, self.wait = rollout, list(order), wait
 
     def generate(self, prompts, sampling, indices, *, answered=None):
         rest = [row for row in indices if row not in self.order]
-        for row in [row for row in self.order if row in indices] + rest:
+        for row in (order := [row for row in self.order if row in indices] + rest):
+            if row == order[-1]:
+                self.wait()
             answers = self.rollout.part(row * sampling.n, (row + 1) * sampling.n)
             answered(indices.index(row), answers)
         return self.rollout
 
 
-@pytest.fixture(autouse=True)
-def texts_of_ids(monkeypatch):
-    """The text of an answer is its ids, whatever the tokenizer."""
-    monkeypatch.setattr(
-        collecting,
-        "whole_texts",
-        lambda tokenizer, prompts, rows: [" ".join(map(str, ids)) for ids in rows],
-    )
-
-
-def collector_of(*functions, **flags):
-    tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)))
-    engine = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer)
-    args = RLHFConfig(**flags)
-    functions = RewardFunctions(args, functions)
-    return Collector(engine, RolloutScorer(engine, args, functions))
+def pending(collector, rollout, order, prompts=None, calls=1, wait=lambda: None):
+    """What ``collector`` has of ``rollout``, whose prompts complete in that order."""
+    prompts = prompts or PromptTable([[2 + i] for i in range(len(rollout) // N)])
+    generator = Scripted(rollout, order, wait)
+    return collector.answers_of(generator, prompts, SamplingParams(n=N), 0, calls)
 
 
 def rollout_of(draw, count):
@@ -95,7 +80,7 @@ def plain(sources):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_scores_are_those_of_one_call(seed):
+def test_scores_are_those_of_one_call(seed, collector_of):
     """Prompts complete in any order, in one or several calls, and some stand twice."""
     draw = random.Random(seed)
     count = draw.choice([1, 2, 7, 16])
@@ -107,28 +92,28 @@ def test_scores_are_those_of_one_call(seed):
     calls = draw.choice([1, 1, 2, 3])
     for pool in ("none", "thread"):
         collector = collector_of(*functions, reward_pool=pool, reward_workers=3)
-        generator = Scripted(rollout, reported)
-        sampling = SamplingParams(n=N)
-        pending = collector.answers_of(generator, prompts, sampling, 0, calls)
-        seen.append(plain(pending.sources(8)))
-        collector.scorer.functions.close()
+        seen.append(plain(pending(collector, rollout, reported, prompts, calls).sources(8)))
     assert seen[0] == seen[1]
 
 
-def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
-    calls = []
+def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt(collector_of):
+    """The last answer waits for the first call to begin, which waits for the last answer."""
+    calls, began, generated = [], threading.Event(), threading.Event()
 
     def noted(prompts, prompt_ids):
-        calls.append([ids[0] for ids in prompt_ids])
+        calls.append([ids[0] - 2 for ids in prompt_ids])
+        began.set()
+        assert generated.wait(WAIT_S)
         return [0.0] * len(prompts)
+
+    def wait():
+        assert began.wait(WAIT_S)
+        generated.set()
 
     collector = collector_of(noted, reward_pool="thread", reward_workers=2)
     order = list(range(16))
     random.Random(1).shuffle(order)
-    prompts = PromptTable([[i] for i in range(16)])
-    generator = Scripted(rollout_of(random.Random(0), 16), order)
-    collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector.scorer.functions.close()
+    pending(collector, rollout_of(random.Random(0), 16), order, wait=wait).sources(8)
     assert sorted(len(call) // N for call in calls) == [1, 1, 1, 1, 2, 3, 3, 4]
     assert sorted(x for call in calls for x in call) == [i for i in range(16) for _ in range(N)]
     (largest,) = (call for call in calls if len(call) == 4 * N)
@@ -138,7 +123,7 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt():
 @pytest.mark.parametrize(
     "flags", [{}, {"reward_pool": "thread", "reward_workers": 1}], ids=["none", "one worker"]
 )
-def test_functions_that_see_all_samples_still_do(flags):
+def test_functions_that_see_all_samples_still_do(flags, collector_of):
     sizes = []
 
     def noted(answers):
@@ -146,16 +131,13 @@ def test_functions_that_see_all_samples_still_do(flags):
         return [0.0] * len(answers)
 
     collector = collector_of(noted, whole, **flags)
-    generator = Scripted(rollout_of(random.Random(0), 5), range(5))
-    prompts = PromptTable([[i] for i in range(5)])
-    sources = collector.answers_of(generator, prompts, SamplingParams(n=N), 0).sources(8)
-    collector.scorer.functions.close()
+    sources = pending(collector, rollout_of(random.Random(0), 5), range(5)).sources(8)
     assert sizes == [15]
     assert sources[1].scores.tolist() == [15.0] * 15
 
 
 @pytest.mark.parametrize("mode", ["skip", "error"])
-def test_samples_that_fail_are_those_that_fail_in_one_call(mode):
+def test_samples_that_fail_are_those_that_fail_in_one_call(mode, collector_of):
     def moody(answer_ids):
         if any(len(ids) > 6 for ids in answer_ids):
             raise ValueError("too long")
@@ -164,58 +146,16 @@ def test_samples_that_fail_are_those_that_fail_in_one_call(mode):
     flags = {"reward_pool": "thread", "reward_workers": 3, "on_reward_error": mode}
     collector = collector_of(moody, **flags)
     rollout = rollout_of(random.Random(2), 9)
-    generator = Scripted(rollout, [4, 1, 8, 0, 2])
-    prompts = PromptTable([[i] for i in range(9)])
-    pending = collector.answers_of(generator, prompts, SamplingParams(n=N), 0)
+    made = pending(collector, rollout, [4, 1, 8, 0, 2])
     if mode == "error":
-        with pytest.raises(RewardError, match="too long on 6 samples, the first on the prompt '0'"):
-            pending.sources(8)
+        with pytest.raises(
+            RewardError, match="too long on 6 samples, the first on the prompt 'w2'"
+        ):
+            made.sources(8)
     else:
-        (source,) = pending.sources(8)
+        (source,) = made.sources(8)
         failed = [math.isnan(x) for x in source.scores.tolist()]
         assert failed == [len(ids) > 6 for ids in rollout.token_ids]
-    collector.scorer.functions.close()
-
-
-@pytest.mark.parametrize("partial", [False, True])
-def test_the_first_prompts_are_scored_before_the_last_answer_is_complete(
-    partial, models_folder, monkeypatch
-):
-    """Generation waits for the first call to begin, and the call for the end of generation."""
-    began, generated, overlaps = threading.Event(), threading.Event(), []
-
-    def gated(answers):
-        overlaps.append((len(answers), generated.is_set()))
-        began.set()
-        assert generated.wait(WAIT_S)
-        return [float(len(answer)) for answer in answers]
-
-    options = {"max_answer_seq_len": 24, "reward_pool": "thread", "reward_workers": 2}
-    options |= {"partial_rollout": partial}
-    more = ([[i, j, 5] for i in range(4)] for j in range(9))
-    trainer = trainer_of(models_folder, [gated], more, **options)
-    steps, score = Core.events, FunctionSource.score
-    asked, waits = [], []
-
-    def noted(*args, **kwargs):
-        asked.append(score(*args, **kwargs))
-        return asked[-1]
-
-    def watched(self, *args, **kwargs):
-        for event in steps(self, *args, **kwargs):
-            if asked and not waits:  # there is another token
-                waits.append(began.wait(WAIT_S))
-            yield event
-        generated.set()
-
-    monkeypatch.setattr(FunctionSource, "score", noted)
-    monkeypatch.setattr(Core, "events", watched)
-    e = trainer.generate_experience(PROMPTS[:8])
-    assert waits == [True]
-    assert (overlaps[0][0] % 2, overlaps[0][1]) == (0, False)
-    assert sum(size for size, _ in overlaps) == e.num_sequences == 16
-    assert len(overlaps) > 1
-    trainer.reward_functions.close()
 
 
 def graded(prompt_ids, answer_ids):

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from program_cases import ppo_trainer
 from quick import slow
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
 from tiny_models import causal_lm
@@ -34,14 +35,8 @@ def reference_of(engine):
 
 @pytest.mark.parametrize(
     ("zero", "options"),
-    [
-        pytest.param(0, (), marks=pytest.mark.slow),
-        pytest.param(3, (), marks=pytest.mark.slow),
-        (0, LORA),
-        pytest.param(3, LORA, marks=pytest.mark.slow),
-        pytest.param(0, (*LORA, ("only_optimize_lora", False)), marks=pytest.mark.slow),
-    ],
-    ids=["full0", "full3", "lora0", "lora3", "lora_and_base"],
+    [(0, LORA), *slow([(0, ()), (3, ()), (3, LORA), (0, (*LORA, ("only_optimize_lora", False)))])],
+    ids=["lora0", "full0", "full3", "lora3", "lora_and_base"],
 )
 def test_the_reference_stays_the_initial_actor(zero, options, models_folder):
     case = Case("ppo", zero, options=options)
@@ -120,7 +115,7 @@ def resident(model):
     return sum(p.numel() for p in parameters), devices
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_frozen_models_lie_in_cpu_memory_between_uses(zero, models_folder):
     case = Case("ppo", zero, options=(*FROZEN, *PERSIST_NOTHING))
     trainer = build_trainer(ppo_config(case, models_folder))
@@ -157,16 +152,12 @@ def test_frozen_models_take_no_device_memory_between_uses(models_folder):
     assert allocated(()) - allocated(FROZEN) > 0.5 * whole
 
 
-@pytest.mark.parametrize(
-    ("zero", "aligned"),
-    [(0, False), (0, True), (3, True)],
-)
+@pytest.mark.parametrize(("zero", "aligned"), [(0, False), (0, True), (3, True)])
 @pytest.mark.slow  # tests/runtime aligns steps, tests/dist trains with the flag
 def test_align_overflow_holds_the_actor_back(zero, aligned, models_folder):
     """The critic's returns are not finite: its steps are skipped, and the actor's if aligned."""
-    case = Case("ppo", zero, options=(("align_overflow", aligned),))
-    trainer = build_trainer(ppo_config(case, models_folder))
-    experience = trainer.generate_experience(my_prompts(case, 0, trainer.args))
+    trainer = ppo_trainer(models_folder, Case("ppo", zero), align_overflow=aligned)
+    experience = trainer.generate_experience(my_prompts(Case("ppo"), 0, trainer.args))
     experience.returns[:] = float("inf")
     engine = trainer.engine
     engine.actor.eval()
@@ -191,9 +182,7 @@ def test_step_3_in_fp16(zero, hybrid, models_folder, tmp_path, monkeypatch):
     file.write_text('{"fp16": {"initial_scale_power": 17}}')
     options = {"dtype": "fp16", "enable_hybrid_engine": hybrid, "deepspeed_config": str(file)}
     options |= {"align_overflow": True, "max_bad_steps": 1}
-    trainer = build_trainer(
-        ppo_config(Case("ppo", zero, options=(*options.items(),)), models_folder)
-    )
+    trainer = ppo_trainer(models_folder, Case("ppo", zero), **options)
     skipped = 0.0
     for iteration in range(2):
         experience = trainer.generate_experience(my_prompts(Case("ppo"), iteration, trainer.args))

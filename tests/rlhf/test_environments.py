@@ -6,8 +6,9 @@ import threading
 import pytest
 import step_cases
 import torch
+from program_cases import ppo_trainer
 from quick import slow
-from step_cases import Case, build_trainer, ppo_config
+from step_cases import Case
 from tiny_models import EOS
 
 from dschat.config import UserError
@@ -15,7 +16,6 @@ from dschat.data.batches import PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
-CASE = Case("ppo", iterations=2)
 PROMPTS = [[3 + i, 5, 7] for i in range(8)]
 TEXTS = [" ".join(map("w{}".format, prompt)) for prompt in PROMPTS]
 REPLY = [11, 13, 17]
@@ -33,24 +33,12 @@ class Game:
         return "w11 w13 w17", float(self.turn), self.turn == 3
 
 
-def config_of(models_folder, **options):
-    config = ppo_config(CASE, models_folder)
-    defaults = {
-        "max_answer_seq_len": 40,
-        "max_turn_tokens": 8,
-        "kl_coef": 0.0,
-        "reward_model_weight": 0.0,
-    }
-    for name, value in (defaults | options).items():
-        setattr(config, name, value)
-    return config
-
-
 def trainer_of(models_folder, environment=Game, reward_fns=(), **options):
-    config = config_of(models_folder, **options)
-    first = build_trainer(config)
-    made = DeepSpeedPPOTrainer(first.engine, config, environment=environment, reward_fns=reward_fns)
-    made.collector._observations = dict.fromkeys((False, True), lambda said: list(REPLY))
+    defaults = {"max_answer_seq_len": 40, "max_turn_tokens": 8, "kl_coef": 0.0}
+    defaults |= {"reward_model_weight": 0.0}
+    engine = ppo_trainer(models_folder, Case("ppo", iterations=2), **defaults | options).engine
+    given = {"environment": environment, "reward_fns": reward_fns}
+    made = DeepSpeedPPOTrainer(engine, engine.args, **given)
     with made.engine.rollout_mode() as generator:
         generator.stop_ids = STOPS
     return made
@@ -68,7 +56,7 @@ def gaps(e):
 @pytest.mark.parametrize("estimator", ["gae", *slow(["grpo", "reinforce_pp"])])
 def test_no_loss_is_on_the_environments_tokens(estimator, models_folder):
     trainer = trainer_of(models_folder, advantage_estimator=estimator)
-    e = trainer.generate_experience(PROMPTS)
+    e = trainer.generate_experience(PromptTable(PROMPTS, sources=TEXTS))
     replies = 0
     for tokens, mask in gaps(e):
         place = 0
@@ -231,19 +219,3 @@ def test_a_process_needs_an_importable_environment(models_folder):
 
     with pytest.raises(UserError, match="--environment: Local cannot run in another process"):
         trainer_of(models_folder, Local, environment_pool="process")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_turns": 0}, "--max_turns 0 must be at least 1"),
-        ({"partial_rollout": True}, "--partial_rollout excludes --environment and --tools"),
-        ({"enable_hybrid_engine": False}, "--no_enable_hybrid_engine excludes --environment"),
-    ],
-)
-def test_flags(options, said, models_folder):
-    config = config_of(models_folder, max_turn_tokens=None, environment="a.py:B")
-    for name, value in options.items():
-        setattr(config, name, value)
-    with pytest.raises(UserError, match=said):
-        config.validate()

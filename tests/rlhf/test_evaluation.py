@@ -1,7 +1,10 @@
-"""pass@k, scores by source, and the best actor, on held-out prompts."""
+"""pass@k, scores by source, the best actor, on held-out prompts; the flags of evaluations."""
 
 import copy
 import json
+import logging
+import math
+import shutil
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -10,12 +13,16 @@ import torch
 from float64_step import answer_logprobs
 from program_cases import parity, sums_of, trainer_of
 from step_rows import PROMPTS
+from tiny_models import tokenizer
 from transformers import AutoModelForCausalLM
 
-from dschat.config import UserError
+from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
-from dschat.rlhf.collector import prompt_table
-from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, pass_at
+from dschat.inference.protocol import Rollout
+from dschat.rewards.scoring import SourceScores
+from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy, pass_at
+from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED
@@ -39,16 +46,20 @@ def half(answers):
     return [0.5] * len(answers)
 
 
+def evaluation_of(trainer):
+    """The metrics of an evaluation, and its answers."""
+    shown = []
+    with trainer.engine.rollout_mode() as generator:
+        metrics = evaluate_policy(
+            trainer.engine, generator, held_out(), trainer.collector, shown.append
+        )
+    return metrics, *shown
+
+
 def test_scores_by_source_and_passes(models_folder):
     trainer = trainer_of(models_folder, [parity, (half, 2.0)], eval_num_samples=5)
     trainer.args.eval_pass_score = 2.0
-    seen = []
-    with trainer.engine.rollout_mode() as generator:
-        answers_of = trainer.collector.answers_of
-        trainer.collector.answers_of = lambda *args: seen.append(answers_of(*args)) or seen[0]
-        metrics = evaluate_policy(trainer.engine, generator, held_out(), trainer.collector)
-    (collected,) = seen
-    e = collected.experience
+    metrics, e = evaluation_of(trainer)
     assert e.num_sequences == 30
     even = (sums_of(e) % 2 == 0).float().reshape(6, 5)
     assert metrics["eval/scores/parity"] == pytest.approx(float(even.mean()))
@@ -69,8 +80,7 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
         return [3.0] * len(answer_ids)
 
     trainer = trainer_of(models_folder, [moody], on_reward_error="skip", eval_num_samples=2)
-    with trainer.engine.rollout_mode() as generator:
-        metrics = evaluate_policy(trainer.engine, generator, held_out(), trainer.collector)
+    metrics, _ = evaluation_of(trainer)
     assert metrics["eval/score"] == 3
     assert 0 < metrics["eval/pass@1"] < 1  # some of them were odd
 
@@ -98,18 +108,14 @@ def reported(models_folder, tmp_path):
     return run
 
 
-def test_the_last_step_leaves_its_evaluation_to_the_end(reported):
-    """Where --eval_steps would ask for it too, it would be the same again."""
-    rows = reported(eval_steps=2, sample_steps=0)
-    assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4]
-
-
 def test_samples_are_recorded_at_the_first_iteration_and_every_n(reported, tmp_path, caplog):
     caplog.set_level("INFO", "dschat")
     reported(sample_steps=3)
     rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows] == [1, 3, 6]
     assert caplog.text.count("sample answers") == 3
+    line = next(text for text in caplog.messages if text.startswith("step 1/"))
+    assert [word for word in ("scores", "answer_length", "eos_share") if word not in line] == []
 
 
 def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
@@ -127,17 +133,13 @@ def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
     assert len(row["extra"]["known"]) == len(row["scores"])
 
 
-def test_a_line_shows_whether_answers_end(reported, caplog):
-    caplog.set_level("INFO", "dschat")
-    reported()
-    line = next(text for text in caplog.messages if text.startswith("step 1/"))
-    assert [word for word in ("scores", "answer_length", "eos_share") if word not in line] == []
-
-
 def test_with_evaluations_the_tables_are_of_the_same_prompts(reported, tmp_path, caplog):
-    """Of held-out ones; samples.jsonl has answers of rollouts as before."""
+    """Of held-out ones; samples.jsonl has answers of rollouts as before. The last step leaves its
+    evaluation to the end: it would be the same again.
+    """
     caplog.set_level("INFO", "dschat")
-    reported(sample_steps=3, eval_steps=2)
+    rows = reported(sample_steps=3, eval_steps=2)
+    assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4]
     rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows] == [1, 3, 6]
     tables = [text for text in caplog.messages if text.startswith("sample answers")]
@@ -155,11 +157,7 @@ def test_the_kl_is_that_of_the_policy_to_the_reference(models_folder):
     generator = torch.Generator().manual_seed(5)
     for p in reference.parameters():
         p.data += 0.1 * torch.randn(p.shape, generator=generator)
-    seen, answers_of = [], trainer.collector.answers_of
-    trainer.collector.answers_of = lambda *args: seen.append(answers_of(*args)) or seen[0]
-    with trainer.engine.rollout_mode() as generator:
-        metrics = evaluate_policy(trainer.engine, generator, held_out(), trainer.collector)
-    e = seen[0].experience
+    metrics, e = evaluation_of(trainer)
     actor = AutoModelForCausalLM.from_pretrained(models_folder / "llama").double()
     total = 0.0
     with torch.no_grad():
@@ -176,8 +174,7 @@ def test_the_same_draws_every_time(models_folder):
     trainer = trainer_of(models_folder)
     both = []
     for _ in range(2):
-        with trainer.engine.rollout_mode() as generator:
-            both.append(evaluate_policy(trainer.engine, generator, held_out(), trainer.collector))
+        both.append(evaluation_of(trainer)[0])
         trainer.iteration += 1
     assert both[0] == both[1]
     assert trainer.sampling().seed != EVAL_SEED
@@ -185,32 +182,35 @@ def test_the_same_draws_every_time(models_folder):
 
 @pytest.fixture
 def keeper(models_folder, monkeypatch, tmp_path):
-    """A trainer that keeps the best actor, what evaluations find, and the actors it has kept."""
+    """A trainer that keeps the best actor, what evaluations find, and where the actor is kept."""
     options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "report_to": ["none"]}
-    trainer, found, saved = trainer_of(models_folder, **options, sample_steps=0), {}, []
+    trainer, found = trainer_of(models_folder, **options, sample_steps=0), {}
     monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
-    monkeypatch.setattr(trainer.engine, "save_actor", saved.append)
-    return trainer, found, saved
+    return trainer, found, tmp_path / "actor_best"
 
 
-def test_the_best_actor_is_kept(keeper, tmp_path):
-    trainer, found, saved = keeper
+def test_the_best_actor_is_kept(keeper, models_folder):
+    trainer, found, folder = keeper
     report = Reporter(trainer, held_out(), 3)
-    for score in (0.2, 0.5, 0.4, float("nan"), 0.5):
+    expected = AutoModelForCausalLM.from_pretrained(models_folder / "llama")
+    for score, is_best in ((0.2, 1), (0.5, 1), (0.4, 0), (float("nan"), 0), (0.5, 0)):
         found["eval/score"] = score
         report.evaluate()
-    assert saved == [tmp_path / "actor_best"] * 2
+        assert folder.exists() == is_best
+        if is_best:
+            kept = AutoModelForCausalLM.from_pretrained(folder)
+            assert all(map(torch.equal, kept.parameters(), expected.parameters()))
+            shutil.rmtree(folder)
+    report.close()
     trainer.args.keep_best = "eval/gold"
     report = Reporter(trainer, held_out(), 3)
-    with pytest.raises(
-        UserError, match="--keep_best eval/gold is not measured; choose from eval/score"
-    ):
+    with pytest.raises(UserError, match="eval/gold is not measured; choose from eval/score"):
         report.evaluate()
     report.close()
 
 
 def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
-    (trainer, found, saved), states = keeper, []
+    (trainer, found, folder), states = keeper, []
     found |= {"eval/score": 0.5, "eval/kl": 0.1}
     first = Reporter(trainer, held_out(), 3)
     first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
@@ -222,17 +222,113 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
         trainer.args.keep_best = metric
         second = Reporter(trainer, held_out(), 3)
         second.begin(checkpoints(begin=lambda *_: values))
-        saved.clear()
+        before = (folder / "model.safetensors").stat().st_mtime_ns
         second.evaluate()
         second.close()
-        assert bool(saved) == is_better
+        assert ((folder / "model.safetensors").stat().st_mtime_ns > before) == is_better
 
 
-def test_the_actor_kept_is_a_model(models_folder, tmp_path):
-    trainer = trainer_of(models_folder)
-    trainer.engine.save_actor(tmp_path / "actor_best")
-    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:8]))
-    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "actor_best")
-    first = AutoModelForCausalLM.from_pretrained(models_folder / "llama")
-    for ours, theirs in zip(kept.parameters(), first.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+# -- without any model: which answers pass, which flags are refused before loading
+
+
+def evaluated(sources, **knobs):
+    """The metrics of 2 prompts x 2 answers that ``sources`` scored so."""
+    rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
+    scored = SimpleNamespace(
+        experience=from_rollout([[1]] * 4, rollout, 0), metrics={}, sources=lambda _: sources
+    )
+    functions = SimpleNamespace(logged=dict)
+    collector = SimpleNamespace(
+        answers_of=lambda *_: scored, scorer=SimpleNamespace(functions=functions)
+    )
+    args = RLHFConfig(eval_num_samples=2, **knobs)
+    engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=tokenizer())
+    held_out = HeldOutPrompts(PromptTable([[1], [1]]), ["", ""], 0, 2, gold=False)
+    return evaluate_policy(engine, None, held_out, collector)
+
+
+def source(name, weight, scores, **more):
+    return SourceScores(name, weight, torch.tensor(scores), **more)
+
+
+def test_rounding_fails_no_answer():
+    weights = (0.7, 0.2, 0.1)
+    assert sum(weights) < 1
+    parts = [source(str(weight), weight, [1.0] * 4) for weight in weights]
+    assert evaluated(parts)["eval/pass@1"] == 1
+    assert evaluated(parts, eval_pass_score=1.001)["eval/pass@1"] == 0
+
+
+def test_one_source_may_decide_what_passes():
+    """By what it gave, not by its weight, nor what shapes the sum; what it did not score fails."""
+    right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
+    parts = [right, source("length", 1.0, [0.5] * 4)]
+    assert evaluated(parts)["eval/pass@1"] == 0.5
+    own = evaluated(parts, eval_pass_source="right")
+    assert (own["eval/pass@1"], own["eval/pass@2"]) == (0.25, 0.5)
+    model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
+    assert "eval/pass@1" not in evaluated(model)
+    judged = evaluated(model, eval_pass_source="reward_model")
+    assert judged["eval/pass@1"] == 0.25
+    with pytest.raises(UserError, match="--eval_pass_source rigth does not score .* right, length"):
+        evaluated(parts, eval_pass_source="rigth")
+
+
+def test_declined_answers_are_in_no_mean_and_do_not_pass():
+    applies = torch.tensor([True, False, True, True])
+    parts = [source("right", 2.0, [1.0, 0.0, 0.5, 0.0], applies=applies)]
+    metrics = evaluated(parts, eval_pass_score=0.0)
+    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 0.75)
+    both = evaluated([*parts, source("length", 1.0, [3.0] * 4)], eval_pass_score=0.0)
+    assert (both["eval/score"], both["eval/pass@1"]) == (3.75, 1)
+
+
+def test_a_source_that_is_only_logged_fails_no_answer():
+    parts = [source("right", 1.0, [1.0] * 4), source("logged", 0.0, [math.nan] * 4)]
+    metrics = evaluated(parts)
+    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sources", "num_held_out", "words"),
+    [
+        ({"keep_best": "eval/score"}, ["reward_model"], 0, "--keep_best .* no prompt is held out"),
+        (
+            {"keep_best": "eval/pass@1"},
+            ["reward_model"],
+            9,
+            "--keep_best eval/pass@1 is not measured; .* eval/score, .*eval/kl, eval/rlhf_reward$",
+        ),
+        (
+            {"keep_best": "eval/kl", "kl_coef": 0.0},
+            ["length"],
+            9,
+            "--keep_best eval/kl is not measured; .* eval/score, .*eval/pass@1$",
+        ),
+        ({"eval_pass_source": "lenth"}, ["length"], 9, "--eval_pass_source lenth .* length$"),
+    ],
+)
+def test_refused_before_weights_load(knobs, sources, num_held_out, words):
+    with pytest.raises(UserError, match=words):
+        check_evaluation(RLHFConfig(data_path=["mine.jsonl"], **knobs), sources, num_held_out)
+
+
+@pytest.mark.parametrize("name", ["eval/score", "eval/pass@2", "eval/scores/length", "eval/gold"])
+def test_known_before_weights_load(name):
+    args = RLHFConfig(keep_best=name, eval_num_samples=2)
+    check_evaluation(args, ["reward_model", "length"], 1)
+
+
+def test_metric_names_are_known_before_an_evaluation():
+    parts = [source("a", 1.0, [1.0] * 4), source("b", 1.0, [1.0] * 4)]
+    for name in evaluated(parts):
+        args = RLHFConfig(keep_best=name, eval_num_samples=2)
+        check_evaluation(args, ["a", "b"], 1)
+
+
+def test_an_evaluation_without_prompts_is_warned_about(caplog):
+    with caplog.at_level(logging.WARNING, "dschat"):
+        check_evaluation(RLHFConfig(), ["length"], 0)
+        assert not caplog.text
+        check_evaluation(RLHFConfig(eval_steps=5), ["length"], 0)
+    assert "--eval_steps evaluates nothing: no prompt is held out" in caplog.text

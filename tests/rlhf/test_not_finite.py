@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from program_cases import around_fill_in, ppo_trainer, weights_of
+from quick import some
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
@@ -45,11 +46,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [
-        p if "critic" in p or "scores" in p else pytest.param(p, marks=pytest.mark.slow)
-        for p in PROBLEMS
-    ],
+    "problem", some(PROBLEMS, ["1 scores not finite", "1 values of the critic not finite"])
 )
 def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch, caplog):
     trainer = ppo_trainer(
@@ -83,29 +80,29 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
     assert trainer.kl.value != trainer.args.kl_coef
 
 
-def test_too_many_bad_experiences_end_the_run(models_folder, monkeypatch):
-    trainer = ppo_trainer(models_folder, max_bad_steps=2)
-    spoil_scores(monkeypatch)
-    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
-    e = trainer.generate_experience(PROMPTS[:4])
-    with pytest.raises(FloatingPointError, match="2 steps of the actor .* 1 scores not finite"):
-        trainer.train_rlhf(e)
+def test_bad_experiences_in_a_row_end_the_run_and_one_that_learned_nothing(
+    models_folder, monkeypatch
+):
+    """Fewer of them than --max_bad_steps, and no other update: an error at the end."""
+    trainer = ppo_trainer(models_folder, max_bad_steps=3)
 
+    def iteration():
+        trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
 
-def test_a_run_that_learned_nothing_is_not_finished(models_folder, monkeypatch):
-    """Fewer bad updates than --max_bad_steps, and no other: an error at the end."""
-    trainer = ppo_trainer(models_folder)
     trainer.require_learned()  # nothing was tried yet, or the critic alone was trained
     with monkeypatch.context() as patches:
         spoil_scores(patches)
-        for _ in range(2):
-            trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+        iteration()
+        iteration()
     with pytest.raises(FloatingPointError, match="no step of the actor was applied: all 2 "):
         trainer.require_learned()
-    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    iteration()
     spoil_scores(monkeypatch)
-    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    iteration()
     trainer.require_learned()  # the last one was skipped, not all
+    iteration()
+    with pytest.raises(FloatingPointError, match="3 steps of the actor .* 1 scores not finite"):
+        iteration()
 
 
 @pytest.mark.slow
@@ -141,37 +138,17 @@ def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):
     assert trainer.generate_experience(PROMPTS[:4]).problem.endswith("scores not finite")
 
 
-class PlainEngine:
-    """As much of an engine without ZeRO as a `OptimizerStep` asks for."""
-
-    def __init__(self):
-        self.module = torch.nn.Linear(2, 1, bias=False)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
-
-    def zero_optimization_stage(self):
-        return 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary):
-        pass
-
-    def backward(self, loss, scale_wrt_gas):
-        loss.backward()
-
-    def step(self):
-        self.optimizer.step()
-
-
 @pytest.mark.parametrize("place", [0, 1, "on another rank"])
-def test_an_infinite_loss_with_a_finite_gradient(place, monkeypatch):
+def test_an_infinite_loss_with_a_finite_gradient(place, models_folder, monkeypatch):
+    engine = ppo_trainer(models_folder).engine.actor
     if isinstance(place, str):
         monkeypatch.setattr(dist, "max_int", lambda value: max(value, 1))
-    engine = PlainEngine()
-    before = engine.module.weight.detach().clone()
+    before = weights_of(engine)
     step = OptimizerStep(engine, 2, 1.0)
     for i in range(2):
-        loss = engine.module(torch.ones(2)).sum()
+        loss = sum(p.sum() for p in engine.module.parameters())
         step.backward(loss + INF if i == place else loss)
-    assert torch.isfinite(engine.module.weight.grad).all()
+    assert all(torch.isfinite(p.grad).all() for p in engine.module.parameters())
     assert not step.finish()
     assert step.outcome == "bad"
-    assert torch.equal(engine.module.weight, before)
+    assert all(map(torch.equal, weights_of(engine), before))

@@ -6,24 +6,22 @@ from program_cases import around_fill_in, ppo_trainer
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
-from dschat.models.training_engine import attributes_replaced
-from dschat.rlhf import forwards
-from dschat.rlhf.collector import Collector
 
 ONE_STEP = {"ppo_epochs": 1, "gradient_accumulation_steps": 2}  # 16 sequences in one step
 
 
 @pytest.fixture
 def iteration(models_folder, monkeypatch):
-    """``iteration(gap, **options)``: an experience trained on, and its trainer; the generator's
-    log-probs are ``gap`` too low.
+    """``iteration(gap, change, **options)``: an experience trained on, and its trainer; the
+    generator's log-probs are ``gap`` too low, and the experience ``change``d.
     """
 
-    def run(gap=0.0, **options):
+    def run(gap=0.0, change=lambda e: None, **options):
         trainer = ppo_trainer(models_folder, **options)
 
         def before(e, args):
             e.rollout_logprobs = e.rollout_logprobs - gap * e.answer_mask
+            change(e)
 
         around_fill_in(monkeypatch, before)
         e = trainer.generate_experience(PROMPTS[:8])
@@ -70,42 +68,34 @@ def test_a_single_step_divides_by_its_own_log_probs(iteration):
     assert gradient == pytest.approx(exact.metrics["policy/grad_norm"], rel=1e-4)
 
 
-def test_all_are_recomputed_where_none_was_compared(iteration, monkeypatch):
-    """Numbers of a rollout may be missing, here every eighth."""
-    generated = Collector.collect
+def leave_out_every_eighth(e):
+    """Numbers of a rollout may be missing: 1 to 7, 9 to 15, ..."""
+    e.numbers = e.numbers + e.numbers // 7 + 1
 
-    def collect(self, *args):
-        collected = generated(self, *args)
-        e = collected.experience
-        e.numbers = e.numbers + e.numbers // 7 + 1  # 1 to 7, 9 to 15, ...
-        return collected
 
-    monkeypatch.setattr(Collector, "collect", collect)
-    e, _ = iteration(old_logprobs="auto", advantage_estimator="gae")
-    assert not (e.numbers % 8 == 0).any()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rollout_is": "tis"},  # a weight for every token
+        {"partial_rollout": True},  # tokens of older policies
+        {"advantage_estimator": "gae", "change": leave_out_every_eighth},  # none was compared
+        # Also in a single step without a KL in the reward: a teacher's advantages read them.
+        {"teacher_model_name_or_path": "gpt2", "gap": 0.3, "kl_coef": 0.0, **ONE_STEP},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_all_are_recomputed_where_a_few_are_not_enough(options, iteration, models_folder):
+    if "teacher_model_name_or_path" in options:
+        options = options | {"teacher_model_name_or_path": str(models_folder / "gpt2")}
+    e, _ = iteration(old_logprobs="auto", **options)
     assert e.recomputed.all()
 
 
 def test_all_are_recomputed_where_they_disagree_on_another_rank(iteration, monkeypatch):
-    filled = forwards.fill_in
+    def other_disagrees(e):
+        """By a gap of 1 over 8 actions; of other sums the first two change."""
+        others = lambda mine: [mine[0] + 1.0, mine[1] + 8.0, *mine[2:]]  # noqa: E731
+        monkeypatch.setattr(dist, "sum_floats", others)
 
-    def fill_in(*args):
-        with attributes_replaced(dist, sum_floats=lambda mine: [mine[0] + 1.0, mine[1] + 8.0]):
-            return filled(*args)
-
-    monkeypatch.setattr(forwards, "fill_in", fill_in)
-    e, _ = iteration(old_logprobs="auto")
-    assert e.recomputed.all()
-
-
-@pytest.mark.parametrize("option", [{"rollout_is": "tis"}, {"partial_rollout": True}], ids=str)
-def test_weights_and_tokens_of_older_policies_need_all(option, iteration):
-    e, _ = iteration(old_logprobs="auto", **option)
-    assert e.recomputed.all()
-
-
-def test_a_teacher_is_compared_with_the_actors_own(iteration, models_folder):
-    """Also in a single step without a KL in the reward: its advantages read the log-probs."""
-    teacher = {"teacher_model_name_or_path": str(models_folder / "gpt2")}
-    e, _ = iteration(gap=0.3, old_logprobs="auto", kl_coef=0.0, **ONE_STEP, **teacher)
+    e, _ = iteration(change=other_disagrees, old_logprobs="auto")
     assert e.recomputed.all()

@@ -13,7 +13,7 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import AnswerLines, Row
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.collector import Collector, Group
+from dschat.rlhf.collector import Group
 from dschat.rlhf.episodes import EpisodeCollector
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rollout_scorer import RolloutScorer
@@ -35,9 +35,17 @@ def answers_of(tokenizer, *texts):
     return Rollout(ids, [[-1.0] * len(row) for row in ids], ["stop"] * len(ids))
 
 
-@pytest.mark.parametrize("end", [*OPENED, *CLOSED])
-def test_a_reward_function_gets_the_thought_with_both_tags(end):
-    tokenizer, seen = tokenizer_of(end), []
+class Told(EpisodeCollector):
+    """Has the answers that it is told."""
+
+    def answers(self, generator, prompts, sampling, numbers, add):
+        add(Group(0, prompts.pick([0] * len(generator)), generator))
+        return {}
+
+
+def seen_of(tokenizer, rollout, tools):
+    """What a reward function gets of ``rollout``."""
+    seen = []
 
     def reward(completions, **_):
         seen.extend(completions)
@@ -45,29 +53,31 @@ def test_a_reward_function_gets_the_thought_with_both_tags(end):
 
     engine, args = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer), RLHFConfig()
     scorer = RolloutScorer(engine, args, RewardFunctions(args, [reward]))
-    rollout = answers_of(tokenizer, "hm</think>4", "5")
-    generator = SimpleNamespace(generate=lambda *_, answered: answered(0, rollout))
+    source = SimpleNamespace(tools=tools, rewards=False, maker=lambda *_: None)
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])
-    collector = Collector(engine, scorer)
-    collector.answers_of(generator, prompts, SamplingParams(n=2), 0).sources(8)
+    Told(engine, scorer, source).answers_of(rollout, prompts, SamplingParams(), 0).sources(8)
+    return seen
+
+
+@pytest.mark.parametrize("end", [*OPENED, *CLOSED])
+def test_a_reward_function_gets_the_thought_with_both_tags(end):
+    tokenizer = tokenizer_of(end)
     begun = end if end in OPENED else ""
-    assert seen == [begun + "hm</think>4", begun + "5"]
+    rollout = answers_of(tokenizer, "hm</think>4", "5")
+    assert seen_of(tokenizer, rollout, []) == [begun + "hm</think>4", begun + "5"]
 
 
 def test_the_last_answer_of_an_episode_with_tools_begins_behind_the_last_prompt():
-    tokenizer = tokenizer_of("<think>\n")
+    tokenizer = tokenizer_of("")  # the thought is opened behind the tool's result alone
     rollout = answers_of(tokenizer, "call")
+    rollout.drawn = [[True] * len(rollout.token_ids[0])]
     again = "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n<think>\n"
     for text, drawn in ((again, False), ("so</think>4", True)):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        rollout.drawn = rollout.drawn or [[True] * len(rollout.token_ids[0])]
         rollout.drawn[0] += [drawn] * len(ids)
+        rollout.logprobs[0] += [-1.0] * len(ids)
         rollout.token_ids[0] += ids
-    prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])
-    stub = SimpleNamespace(tokenizer=tokenizer)
-    collector = EpisodeCollector.__new__(EpisodeCollector)
-    collector._engine, collector._source = stub, SimpleNamespace(tools=["add"])
-    assert collector._samples(Group(0, prompts, rollout)).answers == ["<think>\nso</think>4"]
+    assert seen_of(tokenizer, rollout, ["add"]) == ["<think>\nso</think>4"]
 
 
 @pytest.mark.parametrize("end", ["<think>\n", ""])

@@ -1,6 +1,7 @@
 """Rollouts that carry unfinished prompts into the next iteration, with a real engine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,15 +145,30 @@ def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
     assert trainer.metrics["rollout/staleness_max"] == 2
 
 
-def test_flags_that_need_it(models_folder):
-    for options, said in (
-        ({"partial_rollout": False, "max_staleness": 1}, "--max_staleness 1 needs --partial_ro"),
-        ({"enable_hybrid_engine": False}, "--partial_rollout needs --enable_hybrid_engine"),
-        ({"dynamic_sampling": True}, "--partial_rollout and --dynamic_sampling exclude each other"),
-        ({"max_staleness": 0}, "--max_staleness 0 must be at least 1"),
-    ):
-        config = ppo_config(CASE, models_folder)
-        for name, value in ({"partial_rollout": True} | options).items():
-            setattr(config, name, value)
-        with pytest.raises(UserError, match=said):
-            config.validate()
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_staleness": 1}, "--max_staleness 1 needs --partial_ro"),
+        (
+            {"partial_rollout": True, "enable_hybrid_engine": False},
+            "--partial_rollout needs --enable_hybrid_engine",
+        ),
+        (
+            {"partial_rollout": True, "dynamic_sampling": True},
+            "--partial_rollout and --dynamic_sampling exclude each other",
+        ),
+        ({"partial_rollout": True, "max_staleness": 0}, "--max_staleness 0 must be at least 1"),
+        ({"environment": "a.py:B", "max_turns": 0}, "--max_turns 0 must be at least 1"),
+        (
+            {"environment": "a.py:B", "partial_rollout": True},
+            "--partial_rollout excludes --environment and --tools",
+        ),
+        (
+            {"environment": "a.py:B", "enable_hybrid_engine": False},
+            "--no_enable_hybrid_engine excludes --environment",
+        ),
+    ],
+)
+def test_flags_of_rollouts(options, said, models_folder):
+    with pytest.raises(UserError, match=said):
+        replace(ppo_config(CASE, models_folder), **options).validate()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import EOS, POSITIONS, VOCAB, build, cache_gib, empty_engine, stream
+from tiny_models import tokenizer
 
 from dschat.config import RLHFConfig
 from dschat.data.batches import PromptTable
@@ -20,8 +21,8 @@ from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf import collector as collecting
-from dschat.rlhf.collector import Collector, PromptQueue
+from dschat.rlhf.collector import Collector
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import PartialRollouts
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
@@ -37,12 +38,6 @@ def tight_engine(module):
     return made
 
 
-@pytest.fixture(autouse=True)
-def texts_of_ids(monkeypatch):
-    texts = lambda _, prompts, rows: [" ".join(map(str, ids)) for ids in rows]  # noqa: E731
-    monkeypatch.setattr(collecting, "whole_texts", texts)
-
-
 def stub_of(made):
     """What partial rollouts use of an RLHF engine."""
 
@@ -53,9 +48,7 @@ def stub_of(made):
     return SimpleNamespace(
         rollout_mode=rollout_mode,
         rollout=SimpleNamespace(last_refresh=Refresh()),
-        tokenizer=SimpleNamespace(
-            pad_token_id=EOS, decode=lambda ids, **_: " ".join(map(str, ids))
-        ),
+        tokenizer=tokenizer(pad_is_eos=True),
         reward=None,
         teacher=None,
     )

@@ -2,36 +2,24 @@
 transformers on the text, tokenized by the reward model's tokenizer.
 """
 
-import dataclasses
-
 import pytest
 import torch
+from byte_tokenizers import byte_tokenizer
+from program_cases import ppo_trainer
 from quick import slow
-from step_cases import Case, ppo_config
 from step_rows import PROMPTS
-from tiny_models import EOS, VOCAB
+from tiny_models import CONFIGS, EOS, VOCAB
 from tiny_models import tokenizer as word_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    OPTConfig,
-    OPTForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptBatches, PromptTable
 from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import prompt_dataset
-from dschat.models.tokenizer import load_tokenizer
-from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.inference.protocol import Rollout
+from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.retokenize import Retokenizer
-from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 
 CHATML = (
@@ -47,55 +35,18 @@ NO_SYSTEM = "{{ raise_exception('no chats here') }}"
 USER = {"role": "user", "content": "w3 w4"}
 
 
-def byte_tokenizer(bos=True, template=CHATML):
-    """Bytes with a few merges: `</s>` 0, `<s>` 1, `<pad>` 2, `<|im_start|>` 3."""
-    special = ["</s>", "<s>", "<pad>", "<|im_start|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*special, *alphabet, "Ġw", "Ġw1"])}
-    inner = Tokenizer(models.BPE(vocabulary, merges=[("Ġ", "w"), ("Ġw", "1")]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = ByteLevelDecoder()
-    if bos:
-        inner.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 1)]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="</s>",
-        bos_token="<s>" if bos else None,
-        pad_token="<pad>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=template,
-    )
+def reward_tokenizer(template=CHATML):
+    """Bytes with a few merges: `<pad>` 0, `<s>` 1, `</s>` 2."""
+    return byte_tokenizer("</s>", template, "<s> $A", bos_token="<s>", pad_token="<pad>")
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
-
-
-def reward_folder(folder, family="opt", positions=512, **options):
-    made = byte_tokenizer(**options)
+def reward_folder(folder, family="opt_350m"):
+    """OPT-350M's form has a projection, and norms behind the layers."""
+    made, config = reward_tokenizer(), CONFIGS[family]()
+    ids = {"vocab_size": len(made), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config.update(ids | {"num_labels": 1, "max_position_embeddings": 512})
     torch.manual_seed(5)
-    ids = {"vocab_size": 272, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 2}
-    if family == "opt":  # as OPT-350M: a projection, norms behind the layers
-        config = OPTConfig(
-            **SMALL,
-            **ids,
-            ffn_dim=48,
-            word_embed_proj_dim=16,
-            do_layer_norm_before=False,
-            max_position_embeddings=positions,
-            init_std=0.3,
-        )
-        model = OPTForSequenceClassification(config)
-    else:
-        config = LlamaConfig(
-            **SMALL,
-            **ids,
-            intermediate_size=48,
-            max_position_embeddings=positions,
-            initializer_range=0.3,
-        )
-        model = LlamaForSequenceClassification(config)
+    model = AutoModelForSequenceClassification.from_config(config)
     model.eval().save_pretrained(folder)
     made.save_pretrained(folder)
     return folder
@@ -109,13 +60,8 @@ def plain_score(folder, ids):
 
 
 def trainer_of(models_folder, reward, **options):
-    config = ppo_config(Case("ppo", iterations=1), models_folder)
-    changes = {"critic_model_name_or_path": "", "reward_model_name_or_path": str(reward)}
-    config = dataclasses.replace(config, **changes | {"temperature": 1.5} | options)
-    actor = config.actor_model_name_or_path
-    tokenizer = load_tokenizer(actor, "--actor_model_name_or_path")
-    engine = DeepSpeedRLHFEngine(actor, config.critic_model_name_or_path, tokenizer, 3, config)
-    return DeepSpeedPPOTrainer(engine, config)
+    models = {"critic_model_name_or_path": "", "reward_model_name_or_path": str(reward)}
+    return ppo_trainer(models_folder, **models | {"temperature": 1.5} | options)
 
 
 def words(ids):
@@ -130,10 +76,7 @@ def answers_of(e):
 
 @pytest.mark.parametrize(
     ("family", "zero"),
-    [
-        ("llama", 0),
-        *slow([("llama", 3), ("opt", 0), ("opt", 3)]),
-    ],
+    [("llama", 0), *slow([("llama", 3), ("opt_350m", 0), ("opt_350m", 3)])],
 )
 def test_scores_are_those_of_the_text(family, zero, models_folder, tmp_path):
     """Prompts known by ids, as text, and as messages; some answers end, some do not."""
@@ -152,17 +95,14 @@ def test_scores_are_those_of_the_text(family, zero, models_folder, tmp_path):
         for i, answer, finished in answers_of(e):
             p = e.input_ids[i, : e.prompt_lengths[i]].tolist()
             if sources is chats:
-                asked = own.apply_chat_template(
-                    [{"role": "user", "content": words(p)}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
+                chat = [{"role": "user", "content": words(p)}]
+                asked = own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
                 ids = own(asked + words(answer), add_special_tokens=False)["input_ids"]
             else:
                 mark = "" if sources is None else "!"
                 space = " " if answer and words(answer) else ""
                 ids = own(words(p) + mark + space + words(answer))["input_ids"]
-            ids += [0] if finished else []
+            ids += [own.eos_token_id] if finished else []
             assert float(e.scores[i]) == pytest.approx(plain_score(folder, ids), abs=1e-5)
     trainer.train_rlhf(e)
     assert trainer.metrics["train/bad_steps"] == 0
@@ -205,12 +145,6 @@ def test_a_critic_of_its_own(models_folder, tmp_path):
         trainer_of(models_folder, models_folder / "llama", critic_model_name_or_path=critic)
 
 
-def test_the_same_tokenizer_reads_ids_as_they_are(models_folder):
-    engine = trainer_of(models_folder, models_folder / "llama_reward").engine
-    assert engine.checkpoints.reward_tokenizer is None
-    assert engine.checkpoints.critic.reward_form != "base"
-
-
 # -- texts -----------------------------------------------------------------------------------------
 
 
@@ -242,7 +176,7 @@ def actors():
     ],
 )
 def test_texts(prompt, answer, finished, source, text):
-    own = byte_tokenizer()
+    own = reward_tokenizer()
     made = Retokenizer(actors(), own, (EOS,))
     assert own.decode(made.sequence(prompt, answer, finished, source)) == text
 
@@ -250,14 +184,14 @@ def test_texts(prompt, answer, finished, source, text):
 @pytest.mark.parametrize("end", [[EOS], []])
 @pytest.mark.parametrize("answer", [[5], [5, 6], [6], []])
 def test_an_answer_whose_words_stand_in_its_header_too(answer, end):
-    own = byte_tokenizer(template=HEADED)
+    own = reward_tokenizer(HEADED)
     ids = Retokenizer(actors(), own, (EOS,)).sequence([3], [*answer, *end], bool(end), [USER])
     text = f"<|im_start|>w3 w4</s>\n<|im_start|>w5 w6: {words(answer)}"
     assert own.decode(ids) == text + "</s>" * len(end)
 
 
 def test_a_template_that_refuses_gives_way_to_the_default(caplog):
-    own = byte_tokenizer(template=NO_SYSTEM)
+    own = reward_tokenizer(NO_SYSTEM)
     made = Retokenizer(actors(), own, (EOS,))
     for _ in range(2):
         ids = made.sequence([3], [5, EOS], True, [USER])
@@ -266,16 +200,13 @@ def test_a_template_that_refuses_gives_way_to_the_default(caplog):
 
 
 def test_long_texts_lose_their_beginning_and_keep_the_bos():
-    own = byte_tokenizer()
+    own = reward_tokenizer()
     whole = Retokenizer(actors(), own, (EOS,)).sequence([3] * 9, [5, EOS], True, None)
     cut = Retokenizer(actors(), own, (EOS,), max_len=8).sequence([3] * 9, [5, EOS], True, None)
     assert cut == [1, *whole[-7:]]
 
 
 def test_a_rank_without_rows_runs_the_forward(models_folder, tmp_path):
-    from dschat.inference.protocol import Rollout
-    from dschat.rlhf.experience import from_rollout
-
     trainer = trainer_of(models_folder, reward_folder(tmp_path / "reward"))
     dummy = from_rollout([], Rollout(), 0).take([], torch.device("cpu"))
     assert trainer.engine.score(dummy).shape == (1,)

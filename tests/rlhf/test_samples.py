@@ -84,17 +84,16 @@ def test_turns_are_apart_and_have_roles(experience, tokenizer):
 def test_lines_of_the_log_show_control_characters_escaped(experience, tokenizer):
     table = answer_table(sample_row(experience, tokenizer, 2, has_kl=True))
     table[1] |= {"answer": "\x1b[2J", "score": None}
-    assert format_answers(table).splitlines() == [
+    assert format_answers(table, boxed=False).splitlines() == [
         "  +1.50  '2+2=' -> 'ab'",
         "   none  '3+3=' -> '\\x1b[2J'",
     ]
 
 
-def test_a_table_on_a_terminal_has_no_control_characters(experience, tokenizer, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+def test_a_table_on_a_terminal_has_no_control_characters(experience, tokenizer):
     table = answer_table(sample_row(experience, tokenizer, 2, has_kl=True))
     table[0]["answer"] = "x\x1b]0;y\x07[bold]z\u202e"
-    text = "".join(re.findall(r"[!-~]", format_answers(table)))
+    text = "".join(re.findall(r"[!-~]", format_answers(table, boxed=True)))
     assert r"x\x1b]0;y\x07[bold]z\u202e" in text  # neither a terminal's nor rich's commands
     assert "+1.50" in text
     assert "0.75" in text

@@ -1,17 +1,16 @@
 """Models on one base compute what models with weights of their own do."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import PeftModel
+from quick import slow, some
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
 from tiny_models import VOCAB, causal_lm, ensure
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.checkpoint.manager import CheckpointManager
 from dschat.models import heads, quantized
@@ -41,20 +40,11 @@ def history(trainer, case, iterations=range(2)):
         experience = trainer.generate_experience(my_prompts(case, iteration, trainer.args))
         trainer.train_rlhf(experience)
         engine = trainer.engine
-        metrics = {
-            k: v for k, v in trainer.metrics.items() if not k.startswith(("time", "through"))
-        }
-        metrics = {k: v for k, v in metrics.items() if "/" in k and not k.startswith("memory")}
         probes = [*probe_logprobs(engine.actor), probe_scores(engine.reward)]
         if engine.critic is not None:
             probes.append(probe_scores(engine.critic))
-        result.append(
-            (
-                dict(trainer.metrics),
-                experience.input_ids.tolist(),
-                [x for row in probes for x in row],
-            )
-        )
+        ids = experience.input_ids.tolist()
+        result.append((dict(trainer.metrics), ids, [x for row in probes for x in row]))
     return result
 
 
@@ -85,15 +75,10 @@ def parameters_of(engine):
 
 @pytest.mark.parametrize(
     ("zero", "model", "more"),
-    [
-        (2, "gpt2", RECOMPUTED),
-        *(
-            pytest.param(zero, model, more, marks=pytest.mark.slow)
-            for zero in (0, 1, 2)
-            for model in ("llama", "gpt2")
-            for more in ((), RECOMPUTED, BORROWED)
-        ),
-    ],
+    some(
+        itertools.product((0, 1, 2), ("llama", "gpt2"), ((), RECOMPUTED, BORROWED)),
+        [(2, "gpt2", RECOMPUTED)],
+    ),
 )
 def test_ppo_is_that_of_four_models(zero, model, more, models_folder, monkeypatch):
     shared, case = trainer_of(models_folder, zero, model, (*SHARED, *more))
@@ -139,7 +124,7 @@ def test_grpo_is_that_of_merged_checkpoints(zero, models_folder):
     assert_equal(*histories)
 
 
-@pytest.mark.parametrize("zero", [2, *(pytest.param(z, marks=pytest.mark.slow) for z in (0, 1))])
+@pytest.mark.parametrize("zero", [2, *slow([0, 1])])
 def test_a_resumed_run_computes_the_same_to_the_bit(zero, models_folder, tmp_path):
     first, case = trainer_of(models_folder, zero, options=SHARED)
     history(first, case, range(1))

@@ -1,5 +1,6 @@
 """A whole iteration through the trainer, rollout to gradient and metrics, against float64 autograd:
-every policy loss, advantage estimator and aggregation, and whatever else a loss is made of.
+every policy loss, advantage estimator and aggregation, the pretraining loss, and whatever else a
+loss is made of.
 """
 
 import copy
@@ -12,7 +13,7 @@ import pytest
 import torch
 from float64_step import iteration, norm, token_scores
 from program_cases import around_fill_in, trainer_of
-from step_rows import PROMPTS
+from step_rows import PROMPTS, text_steps
 from tiny_models import EOS, ensure
 from transformers import (
     AutoModelForCausalLM,
@@ -22,8 +23,8 @@ from transformers import (
 
 from dschat.config.algorithm import Estimator
 from dschat.losses import AdaptiveKL
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
-from dschat.runtime.optimizer_step import OptimizerStep
 
 ESTIMATORS = get_args(Estimator)
 LOSSES = ("ppo", "gspo", "cispo")
@@ -76,8 +77,9 @@ def the_rest(number, estimator, loss):
 
 @pytest.fixture(scope="module")
 def built(models_folder, tmp_path_factory):
-    """``built(has_critic)``: a trainer that leaves its weights as they are, and the actor, another
-    reference, the critic and the reward model in float64. A sixth of the tokens end an answer.
+    """``built(has_critic)``: a trainer that leaves its weights as they are, the texts of its
+    pretraining loss, and the actor, another reference, the critic and the reward model in float64.
+    A sixth of the tokens end an answer.
     """
     actor = ensure(tmp_path_factory.mktemp("ends"), "llama")
     GenerationConfig(eos_token_id=ENDS, pad_token_id=1).save_pretrained(actor)
@@ -99,7 +101,10 @@ def built(models_folder, tmp_path_factory):
             ppo_epochs=1,
             actor_learning_rate=0.0,
             critic_learning_rate=0.0,
+            unsup_coef=0.7,
         )
+        own, texts = itertools.tee(text_steps(trainer.args))
+        trainer = DeepSpeedPPOTrainer(trainer.engine, trainer.args, own)
         reference = unwrap(trainer.engine.ref)
         generator = torch.Generator().manual_seed(5)
         for p in reference.parameters():
@@ -109,9 +114,18 @@ def built(models_folder, tmp_path_factory):
         for model in (policy, score):  # the pad token may be drawn, and then learns as any other
             model.get_input_embeddings().padding_idx = None
         critic = copy.deepcopy(score) if has_critic else None
-        return trainer, policy, copy.deepcopy(reference).double(), critic, score
+        return trainer, texts, policy, copy.deepcopy(reference).double(), critic, score
 
     return build
+
+
+def text_loss(model, rows):
+    """The mean over all tokens but the first of each row."""
+    logprobs = []
+    for ids in (torch.tensor(row["input_ids"]) for row in rows):
+        table = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+        logprobs.append(table.gather(1, ids[1:, None]))
+    return -torch.cat(logprobs).mean()
 
 
 def drift(monkeypatch, seed):
@@ -134,20 +148,6 @@ def drift(monkeypatch, seed):
     around_fill_in(monkeypatch, before, after)
 
 
-def keep_gradients(monkeypatch, engine):
-    """name of the model -> its gradients, before the step clips and takes them."""
-    kept, finish = {}, OptimizerStep.finish
-
-    def finishing(step, *args, **kwargs):
-        name = "actor" if step._engine is engine.actor else "critic"
-        module = unwrap(step._engine)
-        kept[name] = {n: p.grad.clone() for n, p in module.named_parameters()}
-        return finish(step, *args, **kwargs)
-
-    monkeypatch.setattr(OptimizerStep, "finish", finishing)
-    return kept
-
-
 @pytest.mark.parametrize(
     ("number", "case"),
     [
@@ -155,9 +155,9 @@ def keep_gradients(monkeypatch, engine):
         for n, case in enumerate(EVERY)
     ],
 )
-def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch):
+def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch, kept_gradients):
     estimator, loss, aggregation = case
-    trainer, actor, reference, critic, score = built(estimator == "gae")
+    trainer, texts, actor, reference, critic, score = built(estimator == "gae")
     args = trainer.args
     options = {"advantage_estimator": estimator, "policy_loss": loss}
     options |= {"loss_aggregation": aggregation} | the_rest(number, estimator, loss)
@@ -167,12 +167,16 @@ def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch)
     trainer.iteration = 0
     trainer.kl = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
     drift(monkeypatch, number)
-    gradients = keep_gradients(monkeypatch, trainer.engine)
+    engines = {"actor": trainer.engine.actor, "critic": trainer.engine.critic}
+    gradients = {name: kept_gradients(engine) for name, engine in engines.items() if engine}
     e = trainer.generate_experience(PROMPTS[:4])
     trainer.train_rlhf(e)
 
     bound = 5.0 if args.clip_reward is None else args.clip_reward
     known, losses, metrics = iteration(e, args, bound, actor, reference, critic)
+    of_text = text_loss(actor, next(texts))
+    losses["actor"] = losses["actor"] + 0.7 * of_text
+    metrics["loss/ptx_avg"] = float(of_text.detach())
     last = token_scores(score, e).gather(1, e.lengths.unsqueeze(1) - 1).squeeze(1)
     torch.testing.assert_close(e.scores.double(), last.detach(), atol=1e-4, rtol=1e-4)
     for i, a in enumerate(known):

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 from byte_tokenizers import CHATML, byte_tokenizer
 from dialogues import REPLY, USER
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import causal_lm
 
 from dschat.config import SFTConfig
 from dschat.data.tokenize import sft_dataset
@@ -32,12 +31,7 @@ def batch_of(path, *weights, **knobs):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(TOKENIZER), num_hidden_layers=1, initializer_range=0.5, **sizes
-    )
-    return LanguageModel(LlamaForCausalLM(config))
+    return LanguageModel(causal_lm("llama", vocab_size=len(TOKENIZER)))
 
 
 def mean_loss(model, batch):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat.observability.metrics_log import MetricsLog
 from dschat.supervised import loop, setup
-from dschat.supervised.loop import RewardTask, SFTTask
+from dschat.supervised.tasks import SFTTask
 
 SFT = Case("sft", micro=4)
 
@@ -32,7 +32,7 @@ def train(
     call=lambda *_: None,
     **options,
 ):
-    """Run the loop; returns the result and the lines of metrics.jsonl."""
+    """Run the loop; returns the result and the rows of metrics.jsonl."""
     options = tuple({**dict(case.options), **options}.items())
     case = Case(case.step, case.zero, case.micro, case.model, options=options)
     engine, own_task, config, _ = build_supervised(case, models_folder, tmp_path)
@@ -44,8 +44,11 @@ def train(
         result = loop.train(engine, task, config, *batches, log, save, call)
     finally:
         log.close()
-    text = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    return result, [json.loads(line) for line in text]
+    return result, rows_in(tmp_path)
+
+
+def rows_in(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_ten_steps_against_plain_torch(models_folder, run_here):
@@ -88,7 +91,7 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
     assert rates[-1] < 5e-4
 
 
-def test_hooks_of_the_loop(models_folder, tmp_path):
+def test_hooks_of_the_loop_and_one_evaluation_of_the_last_step(models_folder, tmp_path):
     seen = []
 
     def call(event, engine, *args):
@@ -96,15 +99,12 @@ def test_hooks_of_the_loop(models_folder, tmp_path):
         if event == "on_step":
             args[0]["of_mine"] = 2.5
 
-    _, lines = train(models_folder, tmp_path, max_steps=2, call=call)
-    assert seen == ["on_evaluate", "on_step", "on_step", "on_save", "on_evaluate"]
-    assert [line["of_mine"] for line in lines if "loss" in line] == [2.5, 2.5]
-
-
-def test_the_last_step_is_evaluated_once(models_folder, tmp_path):
-    _, lines = train(models_folder, tmp_path, eval_steps=2, max_steps=4, logging_steps=3)
+    options = {"eval_steps": 2, "max_steps": 4, "logging_steps": 3}
+    _, lines = train(models_folder, tmp_path, call=call, **options)
+    two_steps = ["on_evaluate", "on_step", "on_step"]
+    assert seen == [*two_steps, *two_steps, "on_save", "on_evaluate"]
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 4]
-    assert [line["step"] for line in lines if "loss" in line] == [3]
+    assert [(line["step"], line["of_mine"]) for line in lines if "loss" in line] == [(3, 2.5)]
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward"])
@@ -118,27 +118,6 @@ def test_evaluations_are_without_dropout(kind, models_folder, tmp_path):
         _, lines = train(models_folder, tmp_path, case, rows, dropout=dropout, **options)
         losses += [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-
-
-def test_reward_metrics_by_hand():
-    scores = torch.tensor([2.0, 0.5, 1.0, 0.5])
-    rows = [
-        {"chosen_ids": [4, 5], "rejected_ids": [4]},
-        {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6]},
-    ]
-    task = RewardTask()
-    batch = task.collate(rows)
-    loss, sums = task.loss(lambda rows: scores, batch)
-    means = task.summarize(sums)
-    expected = math.log1p(math.exp(-1.0)) + math.log(2)
-    assert float(loss) == pytest.approx(expected, abs=1e-6)
-    assert means["loss"] == pytest.approx(expected / 2, abs=1e-6)
-    assert means["accuracy"] == 0.75  # a tie counts half
-    assert (means["margin"], means["chosen_score"], means["rejected_score"]) == (0.5, 1.25, 0.75)
-    loss, sums = task.loss(lambda rows: scores[:0], task.collate([]))
-    assert float(loss) == 0
-    assert sums["pairs"] == 0
-    assert task.weight(task.collate([])) == 0
 
 
 def test_sft_weighs_targets_that_are_predicted():
@@ -176,26 +155,18 @@ def test_bad_steps_end_the_run_and_change_nothing(models_folder, tmp_path, caplo
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         train(models_folder, tmp_path, task=_AlwaysBad, max_bad_steps=3)
     assert "step 2 skipped: its loss or gradient is not finite (2 in a row)" in caplog.text
-    lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["bad_steps"] for row in rows_in(tmp_path) if "bad_steps" in row] == [1, 2]
     # Too few for that, and no others: it has not finished either.
     with pytest.raises(FloatingPointError, match="no step was applied: all 2 were skipped"):
         train(models_folder, tmp_path / "few", task=_AlwaysBad, max_steps=2)
-    assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
 
 
 def test_bad_steps_in_a_row_are_counted_on_after_a_break(models_folder, tmp_path):
     for resume in (None, "latest"):
+        options = {"max_bad_steps": 3, "save_steps": 1, "resume": resume}
         with pytest.raises(FloatingPointError, match="3 steps in a row"):
-            train(
-                models_folder,
-                tmp_path,
-                task=_AlwaysBad,
-                max_bad_steps=3,
-                save_steps=1,
-                resume=resume,
-            )
-    lines = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["bad_steps"] for line in lines if "bad_steps" in line] == [1, 2]
+            train(models_folder, tmp_path, task=_AlwaysBad, **options)
+    assert [row["bad_steps"] for row in rows_in(tmp_path) if "bad_steps" in row] == [1, 2]
 
 
 def test_after_the_last_step_the_model_is_saved_and_no_checkpoint(models_folder, tmp_path):
@@ -216,14 +187,8 @@ def test_lora_with_the_base_trained_too(models_folder, tmp_path):
 
 
 def test_a_lora_run_that_trains_a_score_head(models_folder, tmp_path):
-    _, lines = train(
-        models_folder,
-        tmp_path,
-        Case("reward", micro=8),
-        pair_rows(),
-        lora_dim=4,
-        num_train_epochs=6,
-    )
+    options = {"lora_dim": 4, "num_train_epochs": 6}
+    _, lines = train(models_folder, tmp_path, Case("reward", micro=8), pair_rows(), **options)
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
 
@@ -242,12 +207,7 @@ class _EndsOutOfMemory(_Wrapped):
 
 def test_a_last_evaluation_that_fails_does_not_lose_the_model(models_folder, tmp_path):
     saved = []
+    options = {"max_steps": 2, "save": lambda: saved.append("model")}
     with pytest.raises(torch.OutOfMemoryError):
-        train(
-            models_folder,
-            tmp_path,
-            task=_EndsOutOfMemory,
-            save=lambda: saved.append("model"),
-            max_steps=2,
-        )
+        train(models_folder, tmp_path, task=_EndsOutOfMemory, **options)
     assert saved == ["model"]

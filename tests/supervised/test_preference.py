@@ -13,7 +13,7 @@ from torch import nn
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RewardConfig, UserError
-from dschat.data.micro_batches import MicroBatchSize, collate_preferences
+from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.tokenize import preference_dataset
 from dschat.models.heads import LanguageModel
 from dschat.observability.console import format_line
@@ -36,17 +36,6 @@ def logprob_by_hand(model: nn.Module, ids: list[int], prompt_length: int) -> flo
     return sum(float(logprobs[t - 1, ids[t]]) for t in range(prompt_length, len(ids)))
 
 
-def test_a_log_prob_is_the_sum_over_the_answer():
-    model = LanguageModel(causal_lm("llama"))
-    batch = collate_preferences(ROWS, BLOCKS)
-    found = answer_logps(model, batch.rows).tolist()
-    exact = causal_lm("llama").double()
-    expected = [
-        logprob_by_hand(exact, row[block], row["prompt_length"]) for block in BLOCKS for row in ROWS
-    ]
-    assert found == pytest.approx(expected, rel=1e-5)
-
-
 def test_mismatched_answers_are_the_next_rows():
     """The prompt of a row, with the next row's chosen and rejected answer in turn."""
     pairs = Pairs(ROWS, max_len=6)
@@ -61,38 +50,39 @@ def test_mismatched_answers_are_the_next_rows():
     assert "ref_logps" not in pairs[0]
 
 
-def reference_task(loss: str, **knobs) -> tuple[PreferenceTask, nn.Module, RewardConfig]:
-    config = RewardConfig(loss=loss, **knobs)
+def reference_task(loss: str, **knobs) -> PreferenceTask:
     reference = LanguageModel(causal_lm("llama", seed=5))
-    return PreferenceTask(config, reference), reference, config
+    return PreferenceTask(RewardConfig(loss=loss, **knobs), reference)
+
+
+def losses_of(task, policy, parts):
+    """The micro-batches of a step, the sum of their losses, and the means of its metrics."""
+    batches = task.prepare(policy, parts)
+    losses, sums = zip(*(task.loss(policy, batch) for batch in batches), strict=True)
+    means = task.summarize({name: sum(s[name] for s in sums) for name in sums[0]})
+    return batches, float(sum(losses).detach()), means
+
+
+def logratios_by_hand(task, policy, rows, block):
+    """Log-probs of each row's answer ``block`` by the policy, and less those by the reference."""
+    models = policy.double().model, task.reference.double().model
+    logps = [[logprob_by_hand(m, r[block], r["prompt_length"]) for r in rows] for m in models]
+    return np.array(logps[0]), np.array(logps[0]) - np.array(logps[1])
 
 
 @pytest.mark.parametrize("loss", ["dpo", "cdpo", "ipo", "kto"])
 def test_loss_and_metrics_of_a_batch(loss):
     """Against the papers' formulas on log-probs of plain forwards, a sequence at a time."""
-    task, reference, _ = reference_task(loss, beta=0.2)
+    task = reference_task(loss, beta=0.2)
     policy = LanguageModel(causal_lm("llama"))
     pairs = Pairs(ROWS, max_len=20)
     parts = [task.collate([pairs[0], pairs[1]]), task.collate([pairs[2]]), task.collate([])]
-    batches = task.prepare(policy, parts)
-    found, sums = 0.0, []
-    for batch in batches:
-        total, part = task.loss(policy, batch)
-        found += float(total.detach())
-        sums.append(part)
-    means = task.summarize({name: sum(s[name] for s in sums) for name in sums[0]})
+    batches, found, means = losses_of(task, policy, parts)
 
-    exact, frozen = policy.double().model, reference.double().model
-    logps = {
-        block: np.array(
-            [
-                [logprob_by_hand(m, row[block], row["prompt_length"]) for m in (exact, frozen)]
-                for row in (pairs[i] for i in range(3))
-            ]
-        )
-        for block in (*BLOCKS, "mismatched_ids")
-    }
-    w, r, z = (logps[b][:, 0] - logps[b][:, 1] for b in logps)
+    blocks, rows = (*BLOCKS, "mismatched_ids"), [pairs[i] for i in range(3)]
+    (chosen, w), (rejected, r), (_, z) = (
+        logratios_by_hand(task, policy, rows, block) for block in blocks
+    )
     kl = z.mean()
     assert kl > 0.1  # so that KTO's reference point counts
     h = 0.2 * (w - r)
@@ -106,15 +96,15 @@ def test_loss_and_metrics_of_a_batch(loss):
     assert means["loss"] == pytest.approx(expected.mean(), rel=1e-4)
     assert means["rewards/margins"] == pytest.approx(h.mean(), rel=1e-4)
     assert means["rewards/accuracies"] == (h > 0).mean()
-    assert means["logps/chosen"] == pytest.approx(logps["chosen_ids"][:, 0].mean(), rel=1e-4)
-    assert means["logps/rejected"] == pytest.approx(logps["rejected_ids"][:, 0].mean(), rel=1e-4)
+    assert means["logps/chosen"] == pytest.approx(chosen.mean(), rel=1e-4)
+    assert means["logps/rejected"] == pytest.approx(rejected.mean(), rel=1e-4)
     assert means.get("kl") == (pytest.approx(kl, rel=1e-4) if loss == "kto" else None)
     assert set(task.columns) <= set(means)
     assert [task.weight(batch) for batch in batches] == [2, 1, 0]
 
 
 def test_a_dummy_pair_has_a_graph_and_no_gradient():
-    task, _, _ = reference_task("dpo")
+    task = reference_task("dpo")
     policy = LanguageModel(causal_lm("llama"))
     (batch,) = task.prepare(policy, [task.collate([])])
     total, sums = task.loss(policy, batch)
@@ -154,7 +144,7 @@ def test_what_is_no_gradient_is_computed_without_dropout(seeds):
 
 def test_missing_reference_log_probs_are_nan():
     """Without reference log-probs the loss is NaN, not wrong."""
-    task, _, _ = reference_task("dpo")
+    task = reference_task("dpo")
     total, _ = task.loss(LanguageModel(causal_lm("llama")), task.collate(ROWS))
     assert torch.isnan(total)
 
@@ -172,7 +162,7 @@ def test_missing_reference_log_probs_are_nan():
 def test_the_reference_stays_while_the_policy_moves(case, is_reference, models_folder, tmp_path):
     """After steps the reference's log-probs are still those of the policy at the start."""
     engine, task, config, tables, _ = build_preference(case, models_folder, tmp_path)
-    assert (task._reference is not None) == is_reference == config.loads_reference
+    assert (task.reference is not None) == is_reference == config.loads_reference
     rows = [tables[0][i] for i in range(5)]
 
     def of_reference():
@@ -217,10 +207,7 @@ def test_precomputed_log_probs_belong_to_their_rows(models_folder, tmp_path):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        (
-            {"beta": 0.1},
-            "--beta is not used by --loss pairwise; leave it out, or choose --loss dpo",
-        ),
+        ({"beta": 0.1}, "--beta is not used by --loss pairwise; leave it out, or choose --loss"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing is not used by --loss ipo"),
         ({"loss": "dpo", "kto_desirable_weight": 1.0}, "--kto_desirable_weight is not used by"),
         ({"precompute_ref_logprobs": True}, "--precompute_ref_logprobs is not used by"),
@@ -303,19 +290,14 @@ def test_unpaired_answers_weigh_as_much_as_answers_of_pairs(tmp_path, packing):
     policy = LanguageModel(causal_lm("llama", vocab_size=len(tokenizer)), packing)
     reference = LanguageModel(causal_lm("llama", seed=5, vocab_size=len(tokenizer)), packing)
     task = PreferenceTask(config, reference)
-    batches = task.prepare(policy, [task.collate([pairs[i] for i in p]) for p in ([0, 1], [2, 3])])
-    losses, sums = zip(*(task.loss(policy, batch) for batch in batches), strict=True)
-    means = task.summarize({name: sum(s[name] for s in sums) for name in sums[0]})
-    exact, frozen = policy.double().model, reference.double().model
-    ratios = []
-    for row, made in zip(rows, table, strict=False):
-        ids = made[BLOCKS[0] if row["label"] else BLOCKS[1]]
-        ours, theirs = (logprob_by_hand(m, ids, made["prompt_length"]) for m in (exact, frozen))
-        ratios.append(ours - theirs)
-    good, bad, kl = np.array(ratios)[[0, 2, 3]], ratios[1], max(batches[0].kl, 0.0)
+    parts = [task.collate([pairs[i] for i in part]) for part in ([0, 1], [2, 3])]
+    batches, total, means = losses_of(task, policy, parts)
+    _, good = logratios_by_hand(task, policy, [table[i] for i in (0, 2, 3)], BLOCKS[0])
+    _, (bad,) = logratios_by_hand(task, policy, [table[1]], BLOCKS[1])
+    kl = max(batches[0].kl, 0.0)
     expected = (1 / (1 + np.exp(0.2 * (good - kl)))).sum() + 1.5 / (1 + np.exp(0.2 * (kl - bad)))
     weight = sum(map(task.weight, batches))
-    assert sum(losses).item() / weight == pytest.approx(expected / 4, rel=1e-4)
+    assert total / weight == pytest.approx(expected / 4, rel=1e-4)
     assert means["loss"] == pytest.approx(expected / 4, rel=1e-4)
     assert means["rewards/chosen"] == pytest.approx(0.2 * good.mean(), rel=1e-4)
     assert means["rewards/rejected"] == pytest.approx(0.2 * bad, rel=1e-4)

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from step_rows import pair_rows, ranked_rows
+from step_rows import ranked_rows
 from tiny_models import score_model
 
 from dschat.models.heads import ScoreModel
@@ -22,10 +22,10 @@ def ranking(ranks):
 
 
 def by_definition(rows):
-    """Loss, its gradient by score, and all margins, in float64: InstructGPT, eq. 1, in sums over
-    rows. ``rows`` are lists of (rank, score).
+    """Loss, its gradient by score, and the two scores of all pairs, in float64: InstructGPT, eq. 1,
+    in sums over rows. ``rows`` are lists of (rank, score).
     """
-    loss, slopes, margins = 0.0, [np.zeros(len(row)) for row in rows], []
+    loss, slopes, compared = 0.0, [np.zeros(len(row)) for row in rows], []
     for row, slope in zip(rows, slopes, strict=True):
         pairs = [
             (i, j) if row[i][0] < row[j][0] else (j, i)
@@ -33,13 +33,13 @@ def by_definition(rows):
             if row[i][0] != row[j][0]
         ]
         for better, worse in pairs:
-            margin = np.float64(row[better][1]) - row[worse][1]
-            margins.append(margin)
+            compared.append((np.float64(row[better][1]), row[worse][1]))
+            margin = compared[-1][0] - compared[-1][1]
             loss += np.log1p(np.exp(-margin)) / len(pairs)
             part = 1 / (1 + np.exp(margin)) / len(pairs)
             slope[better] -= part
             slope[worse] += part
-    return loss, slopes, margins
+    return loss, slopes, np.array(compared)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,11 @@ def by_definition(rows):
     ],
 )
 def test_loss_and_gradients_in_float64(ranks):
+    """Of scores that are sometimes equal: a tie counts half as ranked right."""
     rng = np.random.default_rng(5)
-    scored = [[(rank, rng.normal(0, 2)) for rank in row] for row in ranks]
-    loss, slopes, margins = by_definition(scored)
+    scored = [[(rank, rng.integers(-2, 3) / 2) for rank in row] for row in ranks]
+    loss, slopes, compared = by_definition(scored)
+    margins = compared[:, 0] - compared[:, 1]
     # the batch's order: all chosen, all rejected, then the others of each row
     places = [(i, a) for a in (0, 1) for i in range(len(ranks))]
     places += [(i, a) for i, row in enumerate(ranks) for a in range(2, len(row))]
@@ -69,9 +71,17 @@ def test_loss_and_gradients_in_float64(ranks):
     assert scores.grad.tolist() == pytest.approx([slopes[i][a] for i, a in places], abs=1e-6)
     means = TASK.summarize({name: float(value) for name, value in sums.items()})
     assert means["loss"] == pytest.approx(loss / len(ranks), rel=1e-6)
-    assert means["accuracy"] == pytest.approx(np.mean(np.array(margins) > 0))
-    assert means["margin"] == pytest.approx(np.mean(margins), rel=1e-5)
+    right = (margins > 0) + 0.5 * (margins == 0)
+    expected = {"accuracy": right.mean(), "margin": margins.mean()}
+    expected |= zip(("chosen_score", "rejected_score"), compared.mean(0), strict=True)
+    assert {name: means[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert TASK.weight(batch) == len(ranks)
+
+
+def test_no_rows():
+    batch = TASK.collate([])
+    loss, sums = TASK.loss(lambda rows: torch.zeros(0), batch)
+    assert (float(loss), float(sums["pairs"]), TASK.weight(batch)) == (0, 0, 0)
 
 
 def gradients(rows, weights=None):
@@ -105,19 +115,6 @@ def test_a_ranking_is_its_pairs_each_by_one_over_their_number():
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_pairs_have_the_very_loss_and_gradients_of_two_blocks_of_scores():
-    """Bit by bit: the chosen scores are the first half of a batch, the rejected ones the second."""
-    batch = TASK.collate(pair_rows()[:5])
-    given = torch.randn(10, generator=torch.Generator().manual_seed(3))
-    ranked, halves = (given.clone().requires_grad_() for _ in range(2))
-    loss, _ = TASK.loss(lambda rows: ranked, batch)
-    expected = -torch.nn.functional.logsigmoid(halves[:5] - halves[5:]).sum()
-    loss.backward()
-    expected.backward()
-    assert torch.equal(loss, expected)
-    assert torch.equal(ranked.grad, halves.grad)
 
 
 def test_the_longest_row_has_as_many_answers_as_any():
