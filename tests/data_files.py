@@ -1,4 +1,4 @@
-"""Writes rows to data files of any format, and loads one step's examples from them."""
+"""Writes rows to data files of any format, and loads one step's examples or ids from them."""
 
 import csv
 import gzip
@@ -6,11 +6,20 @@ import json
 from pathlib import Path
 
 import pyarrow.parquet
+from byte_tokenizers import trained
 
-from dschat.config import CommonConfig
+from dschat.config import CommonConfig, SFTConfig
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.readers import kind_of
 from dschat.data.sources.splits import load_examples
+from dschat.data.tokenize import sft_dataset
+
+
+def pairs(num: int, prefix: str = "p") -> list[dict]:
+    """Rows of preferences, each with a prompt of its own."""
+    return [
+        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
+    ]
 
 
 def put(path: Path, rows: list) -> str:
@@ -49,3 +58,15 @@ def load(paths, purpose="sft", split="train", **knobs) -> list[Example]:
     paths = paths if isinstance(paths, list) else [str(paths)]
     config = CommonConfig(data_path=paths, **{**only(purpose), **knobs})
     return [Example.from_row(row) for row in load_examples(config, purpose)[split == "eval"]]
+
+
+def sft_rows(folder: Path, row: dict, tokenizer, form: str = "jsonl", **knobs):
+    """Step 1's rows of a file with one row."""
+    path = put(folder / f"row.{form}", [row])
+    return sft_dataset(SFTConfig(data_path=[path], **{**only("sft"), **knobs}), tokenizer)
+
+
+def trained_texts(folder: Path, messages: list[dict], tokenizer, **knobs) -> list[list[str]]:
+    """What step 1 trains of a dialogue: the texts with loss in each of its rows."""
+    made = sft_rows(folder, {"messages": messages}, tokenizer, **knobs)
+    return [trained(tokenizer, row) for row in made]

@@ -4,10 +4,9 @@ import logging
 from collections import Counter
 from hashlib import blake2b
 
-import datasets
 import numpy as np
 import pytest
-from data_files import load
+from data_files import load, pairs
 from dialogues import REPLY, SYSTEM, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,13 +14,6 @@ from hypothesis import strategies as st
 from dschat.config import UserError
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import cut, key_hash, parse_spec
-
-
-def pairs(num, prefix="p"):
-    return [
-        {"prompt": f"{prefix}{i}", "chosen": f"good {i}", "rejected": f"bad {i}"}
-        for i in range(num)
-    ]
 
 
 # -- adapters
@@ -123,8 +115,7 @@ def test_answers_that_are_not_text_are_dropped(write):
         ("builtin/chat", {"eval_data_path": ["gone.json"]}, ["--eval_data_path", "gone.json"]),
     ],
 )
-def test_errors_about_names_are_one_line(path, knobs, words, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+def test_errors_about_names_are_one_line(path, knobs, words):
     with pytest.raises(UserError) as caught:
         load(path, **knobs)
     assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ from itertools import islice
 
 import datasets
 import pytest
+from data_files import pairs
 from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, Use
 from dschat.data.batches import PromptBatches, RowStream, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.pretraining_text import text_dataset
-from dschat.data.sources import splits
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.stream import ExampleStream, shuffled
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
@@ -31,12 +31,6 @@ TOKENIZER = tiny_tokenizer()
 def unwritable_cache(own_cache, tmp_path):
     """The cache is a file, so that writing to it fails."""
     (tmp_path / "cache").write_text("")
-
-
-def pairs(num, prefix="p"):
-    return [
-        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
-    ]
 
 
 def stream_of(paths, purpose="sft", **knobs):
@@ -94,18 +88,10 @@ def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, 
     assert listed in caplog.text
 
 
-def test_a_source_of_unknown_length_is_blended_by_weights(write, monkeypatch, caplog):
-    a, b = write(pairs(50, "a"), "a.jsonl"), write(pairs(500, "b"), "b.jsonl")
-    read = splits.read_source
-
-    def as_from_the_hub(*args, **knobs):
-        found = read(*args, **knobs)
-        found.train.stamp = None
-        return found
-
-    monkeypatch.setattr(splits, "read_source", as_from_the_hub)
+def test_a_source_of_unknown_length_is_blended_by_weights(write, hub, caplog):
+    hub.splits = {"train": pairs(50, "a")}
     with caplog.at_level(logging.INFO, "dschat"):
-        stream = stream_of([f"{a}:3", b], data_split="1,0,0")
+        stream = stream_of(["owner/name:3", write(pairs(500, "b"))], data_split="1,0,0")
     counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
     assert abs(counts["a"] / 4000 - 0.75) < 0.03
     assert "75.0% from" in caplog.text
