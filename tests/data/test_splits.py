@@ -15,7 +15,6 @@ from dschat.config import UserError
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import cut, key_hash, parse_spec
 
-
 # -- adapters
 
 
