@@ -2,6 +2,8 @@
 the hub.
 """
 
+import logging
+
 import datasets
 import pytest
 from data_files import put
@@ -11,6 +13,13 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 @pytest.fixture(autouse=True)
 def own_cache(own_cache):
     """In every test."""
+
+
+@pytest.fixture
+def log(caplog):
+    """The log from level INFO."""
+    caplog.set_level(logging.INFO, "dschat")
+    return caplog
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ refused by name.
 
 import itertools
 import json
-import logging
 from dataclasses import replace
 
 import data_files
@@ -147,19 +146,17 @@ def test_what_would_change_text_or_loss_is_refused_by_name(tmp_path, turn, why):
     assert why in str(caught.value)
 
 
-def test_metadata_is_counted(tmp_path, caplog):
+def test_metadata_is_counted(tmp_path, log):
     turn = {**REPLY("r"), "id": 3, "score": 1.5, "refusal": None, "images": []}
     rows = [{"messages": [USER(f"u{i}"), turn if i else REPLY("r")]} for i in range(3)]
-    with caplog.at_level(logging.INFO, "dschat"):
-        assert len(load(tmp_path, rows)) == 3
-    assert "turns that change neither text nor loss: id (2 rows), score (2 rows)" in caplog.text
+    assert len(load(tmp_path, rows)) == 3
+    assert "turns that change neither text nor loss: id (2 rows), score (2 rows)" in log.text
 
 
-def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, caplog):
+def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, log):
     ask = [USER("u"), REPLY(" "), USER("v"), REPLY("b")]
-    with caplog.at_level(logging.INFO, "dschat"):
-        assert trained_texts(tmp_path, ask, CHAT) == [["b<|im_end|>"]]
-    assert "1 had answers without loss: empty or of weight 0" in caplog.text
+    assert trained_texts(tmp_path, ask, CHAT) == [["b<|im_end|>"]]
+    assert "1 had answers without loss: empty or of weight 0" in log.text
 
 
 # -- what stands beside the turns
@@ -291,10 +288,9 @@ def test_an_answer_continues_what_the_prompt_has_begun(template, begins):
         ([USER("u<|im_end|>u"), REPLY("yes")], 0),
     ],
 )
-def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, caplog):
-    with caplog.at_level(logging.INFO, "dschat"):
-        trained_texts(tmp_path, turns, CHAT)
-    assert ("1 lost what follows an end token in an answer" in caplog.text) == bool(count)
+def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, log):
+    trained_texts(tmp_path, turns, CHAT)
+    assert ("1 lost what follows an end token in an answer" in log.text) == bool(count)
 
 
 @pytest.mark.parametrize("late", [0, 1100])

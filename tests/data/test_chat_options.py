@@ -186,14 +186,13 @@ IGNORES = CHATML.replace("for m in messages", "for m in messages if m.role != 's
 
 
 @pytest.mark.parametrize("template", [REFUSES, IGNORES])
-def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, template, caplog):
+def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, template, log):
     tokenizer = completed(template)
     chats = [[SYSTEM("be brief"), USER("u"), REPLY("r")], [USER("v"), REPLY("r")]]
     path = put(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
-    with caplog.at_level(logging.INFO, "dschat"):
-        rows = sft_dataset(SFTConfig(data_path=[path], **only("sft")), tokenizer)
-        prompts = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), tokenizer)
-    assert caplog.text.count("1 had the system message put in front of the first user turn") == 2
+    rows = sft_dataset(SFTConfig(data_path=[path], **only("sft")), tokenizer)
+    prompts = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), tokenizer)
+    assert log.text.count("1 had the system message put in front of the first user turn") == 2
     asked = "<|im_start|>user\nbe brief\n\nu<|im_end|>\n<|im_start|>assistant\n"
     assert {tokenizer.decode(row["input_ids"]) for row in rows} >= {f"{asked}r{END}"}
     assert asked in {tokenizer.decode(row["prompt_ids"]) for row in prompts}

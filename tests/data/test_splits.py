@@ -1,6 +1,5 @@
 """Reading, adapting, blending and splitting data sets; errors for unusable data."""
 
-import logging
 from collections import Counter
 from hashlib import blake2b
 
@@ -234,7 +233,7 @@ def test_a_bad_answer_does_not_move_other_rows_between_parts(write):
     assert not set(before) & {e.prompt for e in load(path, "reward", data_split="2,4,4")}
 
 
-def test_auto_splits_only_data_with_rejected_answers(write, caplog):
+def test_auto_splits_only_data_with_rejected_answers(write, log):
     chats = [{"messages": [USER(f"p{i}"), REPLY("hello")]} for i in range(60)]
     ranked = [{"prompt": f"r{i}", "answers": ["a", "b"], "scores": [1, 2]} for i in range(60)]
     whole, paired = write(chats, "chats.jsonl"), [write(pairs(60)), write(ranked, "ranked.jsonl")]
@@ -245,14 +244,13 @@ def test_auto_splits_only_data_with_rejected_answers(write, caplog):
             assert examples == load(path, purpose, data_split="2,4,4")
             assert 0 < len(examples) < 30
     split = load(paired, "sft", data_split="2,4,4")
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "dschat"):
-        mixed = load([paired[0], whole, paired[1]], "sft", data_split="auto")
+    log.clear()
+    mixed = load([paired[0], whole, paired[1]], "sft", data_split="auto")
     texts = [e for e in mixed if isinstance(e.prompt, str)]
     assert texts == split
     assert len(mixed) - len(texts) == 60
     left = 120 - len(texts)
-    assert f"({left} are for the other steps; see --data_split)" in caplog.text
+    assert f"({left} are for the other steps; see --data_split)" in log.text
 
 
 # -- evaluation

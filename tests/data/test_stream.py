@@ -73,29 +73,27 @@ def test_each_pass_is_another_permutation(write):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", *slow(["json", "csv"])])
-def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, caplog):
+def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, log):
     """As in a table."""
     paths = []
     for name, num in (("a", 50), ("b", 500)):
         paths.append(str(tmp_path / f"{name}.{form}"))
         table = datasets.Dataset.from_list(pairs(num, name))
         getattr(table, f"to_{form.removesuffix('l')}")(paths[-1])
-    with caplog.at_level(logging.INFO, "dschat"):
-        stream = stream_of([f"{paths[0]}:3", paths[1]], data_split="1,0,0")
+    stream = stream_of([f"{paths[0]}:3", paths[1]], data_split="1,0,0")
     counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
     assert abs(counts["a"] / 4000 - 150 / 650) < 0.03
     listed = f"the stream takes 23.1% from {paths[0]}, 76.9% from {paths[1]} (by rows and weights)"
-    assert listed in caplog.text
+    assert listed in log.text
 
 
-def test_a_source_of_unknown_length_is_blended_by_weights(write, hub, caplog):
+def test_a_source_of_unknown_length_is_blended_by_weights(write, hub, log):
     hub.splits = {"train": pairs(50, "a")}
-    with caplog.at_level(logging.INFO, "dschat"):
-        stream = stream_of(["owner/name:3", write(pairs(500, "b"))], data_split="1,0,0")
+    stream = stream_of(["owner/name:3", write(pairs(500, "b"))], data_split="1,0,0")
     counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
     assert abs(counts["a"] / 4000 - 0.75) < 0.03
-    assert "75.0% from" in caplog.text
-    assert "weights alone: a source's rows are not known" in caplog.text
+    assert "75.0% from" in log.text
+    assert "weights alone: a source's rows are not known" in log.text
 
 
 @settings(max_examples=50, deadline=None)
