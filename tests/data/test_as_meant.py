@@ -9,16 +9,15 @@ from dataclasses import replace
 import data_files
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
-from data_files import only, put, sft_rows, trained_texts
+from data_files import put, sft_rows, step_table, trained_texts
 from dialogues import REPLY, SYSTEM, USER, chat
 from quick import slow, some
 from tool_templates import MARKED, SCHEMAS, tokenizer_of
 
-from dschat.config import RLHFConfig, UserError
+from dschat.config import UserError
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
-from dschat.data.tokenize import prompt_dataset
 
 CHAT = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
 # Of one list, as objects on lines are: test_readers.py has them in the quick suite.
@@ -296,8 +295,7 @@ def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, log
 @pytest.mark.parametrize("late", [0, 1100])
 def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
     rows = [{"prompt": f"p{i}"} | ({"reference": i} if i == late else {}) for i in range(1200)]
-    path = put(tmp_path / "rows.jsonl", rows)
-    table = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), CHAT)
+    table = step_table(put(tmp_path / "rows.jsonl", rows), CHAT, "rlhf")
     assert prompt_columns(table) == {"reference"}
     found = prompts_of([row for row in table if row["prompt_text"] == f"p{late}"])
     assert found.columns == {"reference": [late]}

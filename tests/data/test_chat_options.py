@@ -3,17 +3,16 @@ messages that it has no place for.
 """
 
 import json
-import logging
 
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
-from data_files import only, put, sft_rows, trained_texts
+from data_files import put, sft_rows, step_table, trained_texts
 from dialogues import REPLY, SYSTEM, USER
 from transformers import AutoTokenizer
 
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import SFTConfig, UserError, parser
 from dschat.data.segments import prompt_text_ids
-from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
+from dschat.data.sources.adapters import PURPOSES
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.tokenizer import complete_tokenizer, stop_ids
 from dschat.models.vocabulary import same_tokens
@@ -166,13 +165,11 @@ def test_a_rows_own_variables(tmp_path, form):
         for v in (False, True)
     ]
     path = put(tmp_path / f"rows.{form}", rows)
-    made = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), tokenizer)
+    made = step_table(path, tokenizer, "rlhf")
     texts = sorted(tokenizer.decode(row["prompt_ids"]) for row in made)
     assert [QUIET in text for text in texts] == [False, True]
     with pytest.raises(UserError, match="later turns would lack"):
-        prompt_dataset(
-            RLHFConfig(data_path=[path], environment="e.py:E", **only("rlhf")), tokenizer
-        )
+        step_table(path, tokenizer, "rlhf", environment="e.py:E")
     with pytest.raises(UserError, match="tools is no variable of a chat template"):
         sft_rows(tmp_path, {**rows[0], "chat_template_kwargs": {"tools": []}}, tokenizer)
 
@@ -190,8 +187,7 @@ def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, 
     tokenizer = completed(template)
     chats = [[SYSTEM("be brief"), USER("u"), REPLY("r")], [USER("v"), REPLY("r")]]
     path = put(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
-    rows = sft_dataset(SFTConfig(data_path=[path], **only("sft")), tokenizer)
-    prompts = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), tokenizer)
+    rows, prompts = (step_table(path, tokenizer, purpose) for purpose in ("sft", "rlhf"))
     assert log.text.count("1 had the system message put in front of the first user turn") == 2
     asked = "<|im_start|>user\nbe brief\n\nu<|im_end|>\n<|im_start|>assistant\n"
     assert {tokenizer.decode(row["input_ids"]) for row in rows} >= {f"{asked}r{END}"}
@@ -211,7 +207,7 @@ def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, 
     assert completed(CHATML).chat_template == CHATML
 
 
-def test_a_held_out_set_that_empties_only_warns(tmp_path, caplog):
+def test_a_held_out_set_that_empties_only_warns(tmp_path, log):
     tokenizer = completed(REFUSES, system_message="refuse")
     files = [
         put(
@@ -220,25 +216,19 @@ def test_a_held_out_set_that_empties_only_warns(tmp_path, caplog):
         )
         for i, system in enumerate(([], [SYSTEM("s")]))
     ]
-    knobs = {"data_path": files[:1], "eval_data_path": files[1:]}
-    for config, make in (
-        (SFTConfig(**{**only("sft"), **knobs}), sft_dataset),
-        (RewardConfig(**{**only("reward"), **knobs}), preference_dataset),
-        (RLHFConfig(**{**only("rlhf"), **knobs}), prompt_dataset),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "dschat"):
-            train, held_out = make(config, tokenizer, "both")
+    for purpose in PURPOSES:
+        log.clear()
+        train, held_out = step_table(
+            files[:1], tokenizer, purpose, "both", eval_data_path=files[1:]
+        )
         assert (len(train), len(held_out)) == (1, 0)
-        assert "no held-out rows are left" in caplog.text
-        assert "no system" in caplog.text
+        assert "no held-out rows are left" in log.text
+        assert "no system" in log.text
     with pytest.raises(UserError, match="no rows are left"):
-        sft_dataset(SFTConfig(data_path=files[1:], **only("sft")), tokenizer)
+        step_table(files[1:], tokenizer)
 
 
 def test_the_flag_takes_json():
-    from dschat.config import parser
-
     words = ["--output_dir", "x", "--model_name_or_path", "m", "--chat_template_kwargs"]
     config = parser.parse(SFTConfig, [*words, json.dumps({"enable_thinking": False})])
     assert config.chat_template_kwargs == {"enable_thinking": False}

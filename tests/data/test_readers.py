@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 import os
 import tracemalloc
 
@@ -296,13 +295,12 @@ def test_patterns_and_paths_without_files_are_refused(tmp_path):
         ),
     ],
 )
-def test_skip_reads_past_broken_lines_and_lists_them(tmp_path, caplog, name, lines, bad):
+def test_skip_reads_past_broken_lines_and_lists_them(tmp_path, log, name, lines, bad):
     path = tmp_path / name
     path.write_bytes(b"".join(lines))
-    with caplog.at_level(logging.WARNING, "dschat"):
-        found = load(path, "sft", on_bad_row="skip")
+    found = load(path, "sft", on_bad_row="skip")
     assert len(found) == {"x.jsonl": 4, "x.csv": 3}[name]
-    (message,) = (text for text in caplog.messages if ": dropped " in text)
+    (message,) = (text for text in log.messages if ": dropped " in text)
     assert f"dropped {len(bad)} of {len(bad) + len(found)} rows" in message
     for number in bad:
         assert f"{path}:{number}: " in message
