@@ -128,23 +128,6 @@ def test_a_row_without_an_answer_to_train_is_a_bad_row(tmp_path, flag, caplog):
     assert load(tmp_path, [rows[0]], "rlhf") == [chat("u")]
 
 
-@pytest.mark.parametrize(
-    ("turn", "why"),
-    [
-        *(({"weight": w}, f"weight {w}, which is not a number") for w in (1.5, -1, "no")),
-        ({"train": [1]}, "train [1], which is not a number"),
-        *(({key: "x"}, f"a turn with '{key}'") for key in ("refusal", "prefix", "images", "audio")),
-        ({"thinking": ["a"]}, "a turn whose thinking is a list"),
-        ({"function_call": {"arguments": "{}"}}, "a tool call without a name"),
-    ],
-)
-def test_what_would_change_text_or_loss_is_refused_by_name(tmp_path, turn, why):
-    rows = [{"messages": [USER("u"), {**REPLY("r"), **turn}]}]
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, rows)
-    assert why in str(caught.value)
-
-
 def test_metadata_is_counted(tmp_path, log):
     turn = {**REPLY("r"), "id": 3, "score": 1.5, "refusal": None, "images": []}
     rows = [{"messages": [USER(f"u{i}"), turn if i else REPLY("r")]} for i in range(3)]
