@@ -3,9 +3,8 @@
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Optional
 
 import pytest
 
@@ -154,19 +153,6 @@ def test_every_field_has_help_and_its_own_name():
     for config_class in CONFIGS:
         assert all(f.metadata.get("help") for f in fields(config_class))
         assert {f.name for f in fields(config_class)} <= parser.flag_names(config_class)
-
-
-def test_parsing_leaves_the_dataclass_alone():
-    @dataclass
-    class Small:
-        """Small."""
-
-        a: Optional[int] = None
-        b: bool = False
-
-    for _ in range(2):
-        assert parser.given(Small, ["--a", "1", "--b"]) == {"a": 1, "b": True}
-    assert Small() == Small(a=None, b=False)
 
 
 def help_of(config_class, *argv, capsys) -> str:

@@ -114,11 +114,6 @@ def test_errors_about_names_are_one_line(path, knobs, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_step_2_says_that_it_needs_rejected_answers(write):
-    with pytest.raises(UserError, match=r"no rejected answers, which step 2 .*--columns rejected="):
-        load(write([{"prompt": "p", "chosen": "c"}]), "reward")
-
-
 def test_a_step_without_rows_is_an_error(write):
     with pytest.raises(UserError, match="--data_split 1,0,0 leaves step 3 none of the 4"):
         load(write(pairs(4)), "rlhf", data_split="1,0,0")

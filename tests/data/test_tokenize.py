@@ -20,12 +20,6 @@ FORGETFUL = (
     "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'].split(';')[-1] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-STRICT = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    + CHATML
-)
-
-
 PLAIN = byte_tokenizer("</s>", pad_token="</s>")  # pad == eos, no BOS, no template
 OPT_LIKE = byte_tokenizer("</s>", frame="</s> $A", bos_token="</s>", pad_token="<pad>")
 LLAMA_LIKE = byte_tokenizer("</s>", frame="<s> $A </s>", bos_token="<s>", pad_token="</s>")
@@ -195,16 +189,6 @@ def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(tab
     dialogue[1]["weight"] = 0
     for (row,) in (of_the_last, table(rows, tokenizer)):
         assert trained(tokenizer, row) == ["aha;bye</s>"]
-
-
-def test_chats_that_the_template_refuses_are_dropped_and_counted(table, log):
-    tokenizer = byte_tokenizer("<|im_end|>", STRICT)
-    system = {"role": "system", "content": "s"}
-    rows = [{"messages": [system, USER("u"), REPLY("r")]}, {"messages": [USER("v"), REPLY("r")]}]
-    assert len(table(rows, tokenizer)) == 1
-    assert "1 dropped (a chat that the tokenizer's template refuses (no system role))" in log.text
-    with pytest.raises(UserError, match="no system role"):
-        prompt_text_ids(tokenizer, [system, USER("u")])
 
 
 def test_a_tokenizer_without_eos_is_refused(table):
