@@ -1,19 +1,16 @@
 """Flags and YAML files into dataclasses, and error messages."""
 
 import re
-import subprocess
-import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
+from python_process import ROOT, python
 
 from dschat.chat.load import ChatConfig
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.data import ShowConfig
 from dschat.launch.recipe import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"]
 CONFIGS = (SFTConfig, RewardConfig, RLHFConfig)
 
@@ -203,6 +200,6 @@ def test_help_loads_nothing_heavy(script):
         "    heavy = {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules)\n"
         "    sys.exit(stop.code or ' '.join(heavy) or 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", source)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--output_dir" in done.stdout

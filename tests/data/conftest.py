@@ -16,6 +16,11 @@ def own_cache(own_cache):
 
 
 @pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def log(caplog):
     """The log from level INFO."""
     caplog.set_level(logging.INFO, "dschat")

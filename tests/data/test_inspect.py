@@ -12,12 +12,8 @@ from dschat.config.data import ShowConfig
 from dschat.data.inspect import WIDTH, show
 from dschat.launch.run_plan import _check_inputs
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 TOKENIZER = tiny_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def pairs(num):

@@ -14,6 +14,7 @@ from dschat.data.sources.adapters import Example
 from dschat.data.sources.known_datasets import ADAPTERS
 from dschat.data.sources.splits import load_examples
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SFT, RM, PPO = "sft", "reward", "rlhf"
 
 PASSAGES = [{"docid": "7#0", "title": "t", "text": "richtig"}, {"docid": "8", "text": "nicht"}]
@@ -293,11 +294,6 @@ FOUND_BY_COLUMNS = {
     "questions alone": ([{"question": "q"}], {PPO: [chat("q")]}),
     "problems and what checks them": ([{"problem": "q", "tests": []}], {PPO: [chat("q")]}),
 }
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def load(path, purpose, **knobs):
