@@ -1,4 +1,4 @@
-"""Writes rows to data files of any format, and loads one step's examples from them."""
+"""Writes rows to data files of any format, and loads one step's examples or ids from them."""
 
 import csv
 import gzip
@@ -6,11 +6,26 @@ import json
 from pathlib import Path
 
 import pyarrow.parquet
+from byte_tokenizers import trained
 
-from dschat.config import CommonConfig
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.readers import kind_of
 from dschat.data.sources.splits import load_examples
+from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
+
+STEPS = {
+    "sft": (SFTConfig, sft_dataset),
+    "reward": (RewardConfig, preference_dataset),
+    "rlhf": (RLHFConfig, prompt_dataset),
+}
+
+
+def pairs(num: int, prefix: str = "p") -> list[dict]:
+    """Rows of preferences, each with a prompt of its own."""
+    return [
+        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
+    ]
 
 
 def put(path: Path, rows: list) -> str:
@@ -46,6 +61,27 @@ def only(purpose: str) -> dict:
 
 def load(paths, purpose="sft", split="train", **knobs) -> list[Example]:
     """The examples of one step, which gets all rows unless ``knobs`` say otherwise."""
-    paths = paths if isinstance(paths, list) else [str(paths)]
-    config = CommonConfig(data_path=paths, **{**only(purpose), **knobs})
+    config = CommonConfig(data_path=listed(paths), **{**only(purpose), **knobs})
     return [Example.from_row(row) for row in load_examples(config, purpose)[split == "eval"]]
+
+
+def listed(paths) -> list[str]:
+    return paths if isinstance(paths, list) else [str(paths)]
+
+
+def step_table(paths, tokenizer, purpose="sft", split="train", **knobs):
+    """The ids of one step, which gets all rows unless ``knobs`` say otherwise."""
+    config_class, make = STEPS[purpose]
+    config = config_class(data_path=listed(paths), **{**only(purpose), **knobs})
+    return make(config, tokenizer, split)
+
+
+def sft_rows(folder: Path, row: dict, tokenizer, form: str = "jsonl", **knobs):
+    """Step 1's rows of a file with one row."""
+    return step_table(put(folder / f"row.{form}", [row]), tokenizer, **knobs)
+
+
+def trained_texts(folder: Path, messages: list[dict], tokenizer, **knobs) -> list[list[str]]:
+    """What step 1 trains of a dialogue: the texts with loss in each of its rows."""
+    made = sft_rows(folder, {"messages": messages}, tokenizer, **knobs)
+    return [trained(tokenizer, row) for row in made]

@@ -12,6 +12,7 @@ from dschat.checkpoint.compatibility import settings_of
 from dschat.checkpoint.manifest import manifest_bytes
 from dschat.config import SFTConfig
 
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 TABLE = Path(__file__).with_name("mistakes.txt")
 
 STEP1 = "step1_sft/main.py --output_dir out --max_seq_len 64"
@@ -199,34 +200,22 @@ def write_models(folder: Path) -> None:
         damage(Path(shutil.copytree(source, folder / name)))
 
 
-def _missing_tensor(path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(path / "model.safetensors")
-    del weights["model.layers.1.self_attn.q_proj.weight"]
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def _edited_query(edit):
-    """Damages one weight of a checkpoint; its last value is that of the other rank's shard."""
+def _edited(edit):
+    """A damage: ``edit`` changes the weights, by name."""
 
     def damage(path: Path) -> None:
         from safetensors.torch import load_file, save_file
 
         weights = load_file(path / "model.safetensors")
-        name = "model.layers.1.self_attn.q_proj.weight"
-        weights[name] = edit(weights[name])
+        edit(weights)
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
     return damage
 
 
 def _last_is(value: float):
-    def edit(weight):
-        weight[-1, -1] = value
-        return weight
-
-    return _edited_query(edit)
+    """The last value of a weight is that of the other rank's shard."""
+    return _edited(lambda weights: weights[QUERY][-1, -1].fill_(value))
 
 
 def _truncated(path: Path) -> None:
@@ -308,11 +297,11 @@ DAMAGES = {
     "number_tokenizer": _changed("tokenizer_config.json", added_tokens_decoder=5),
     "no_config": lambda path: (path / "config.json").unlink(),
     "broken_config": lambda path: (path / "config.json").write_text("{"),
-    "missing_tensor": _missing_tensor,
+    "missing_tensor": _edited(lambda weights: weights.pop(QUERY)),
     "nan": _last_is(float("nan")),
     "nan_reward": _last_is(float("nan")),
     "infinite": _last_is(float("-inf")),
-    "integers": _edited_query(lambda weight: weight.char()),
+    "integers": _edited(lambda weights: weights.update({QUERY: weights[QUERY].char()})),
     "truncated": _truncated,
     "truncated_reward": _truncated,
     "no_weights": lambda path: (path / "model.safetensors").unlink(),

@@ -1,10 +1,8 @@
 """chat.py as a process: lines through a pipe, and a conversation on a pseudo-terminal."""
 
-import io
 import os
 import pty
 import re
-import runpy
 import select
 import signal
 import subprocess
@@ -45,13 +43,12 @@ def test_pipes(checkpoint, tokenizer):
     check_answers(done.stdout, checkpoint, tokenizer)
 
 
-def test_piped_lines(checkpoint, tokenizer, monkeypatch, capsys):
+def test_piped_lines(checkpoint, tokenizer, script, typed, capsys):
     from dschat.chat.load import load_chat
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(PROMPTS)))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGPIPE is to end chat.py, not pytest
+    typed(PROMPTS)
     chat = load_chat(ChatConfig(path=str(checkpoint), greedy=True, max_new_tokens=8))
-    runpy.run_path(str(ROOT / "chat.py"))["answer_lines"](chat)
+    script["answer_lines"](chat)
     check_answers(capsys.readouterr().out, checkpoint, tokenizer)
 
 

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.chat.load import ChatConfig
@@ -52,11 +53,13 @@ def test_other_models_are_refused_before_weights(tmp_path, checkpoint, architect
     assert message.format(tmp_path) in str(caught.value)
 
 
-def test_system_message_is_checked_before_weights(tmp_path, checkpoint, monkeypatch):
+def test_system_message_is_checked_before_weights(tmp_path, checkpoint):
     from dschat.chat.load import load_chat
 
-    monkeypatch.setattr("dschat.chat.model.Model.generator", None)
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    without_values = {name: weight / 0 for name, weight in load_file(file).items()}  # refused
+    save_file(without_values, file, metadata={"format": "pt"})
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('only users may speak') }}"
     strict.save_pretrained(tmp_path)

@@ -1,9 +1,7 @@
 """A conversation: prompts as in training, what is dropped or refused, what the terminal shows."""
 
 import re
-import runpy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +9,6 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.chat.model import Chat, Conversation
 from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Scripted:
@@ -158,22 +154,14 @@ def test_a_tokenizer_without_a_template_gets_the_one_of_training():
     )
 
 
-@pytest.mark.parametrize("last", ["/quit", EOFError()])
-def test_conversation_on_a_terminal(tokenizer, monkeypatch, capsys, last):
+@pytest.mark.parametrize("last", [["/quit", "unread"], []], ids=["quit", "end of file"])
+def test_conversation_on_a_terminal(tokenizer, script, typed, capsys, last):
     """What is printed, in order; blank lines are not prompts."""
     chat, generator = scripted_chat(tokenizer, "Hi there.", "Well.")
-    typed = iter(["hello", "   ", "/system", "/system Be kind.", "word " * 600, "again", last])
-
-    def next_line(prompt: str) -> str:
-        line = next(typed)
-        if isinstance(line, Exception):
-            raise line
-        return line
-
+    typed(["hello", "   ", "/system", "/system Be kind.", "word " * 600, "again", *last])
     generator.max_positions = 512
-    monkeypatch.setattr("builtins.input", next_line)
-    runpy.run_path(str(ROOT / "chat.py"))["converse"](chat)
-    printed = capsys.readouterr().out.splitlines()
+    script["converse"](chat)
+    printed = [line.lstrip("> ") for line in capsys.readouterr().out.splitlines()]
     assert printed[1] == "Hi there."
     assert printed[2:4] == ["(system message removed)", "(system message set)"]
     assert "512 positions" in printed[4]

@@ -66,6 +66,8 @@ def right_values(hint):
         return st.sampled_from([c for c in get_args(hint) if isinstance(c, str)] or ["1", "2"])
     if "list[" in text:
         return st.lists(numbers if "float" in text or "int" in text else words, max_size=3)
+    if "dict[" in text:
+        return st.dictionaries(words, st.none() | st.booleans() | words, max_size=2)
     for kind, values in (("bool", st.booleans()), ("int", numbers), ("float", numbers)):
         if kind in text:
             return values

@@ -68,6 +68,21 @@ def test_messages(dialogue, sft, asked):
         (["u", "r"], "a turn that is a bare text"),
         ([{"content": "u"}], "a turn without role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'"),
+        # what would change text or loss
+        *(
+            ([USER("u"), {**REPLY("r"), "weight": w}], f"weight {w}, which is not a number")
+            for w in (1.5, -1, "no")
+        ),
+        ([USER("u"), {**REPLY("r"), "train": [1]}], "train [1], which is not a number"),
+        *(
+            ([USER("u"), {**REPLY("r"), key: "x"}], f"a turn with '{key}'")
+            for key in ("refusal", "prefix", "images", "audio")
+        ),
+        ([USER("u"), {**REPLY("r"), "thinking": ["a"]}], "a turn whose thinking is a list"),
+        (
+            [USER("u"), {**REPLY("r"), "function_call": {"arguments": "{}"}}],
+            "a tool call without a name",
+        ),
     ],
 )
 def test_values_that_are_not_dialogues_have_no_prompt_and_say_why(value, why):

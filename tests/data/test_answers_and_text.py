@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer
-from data_files import load, only, put
+from data_files import load, put, step_table
 from dialogues import REPLY, USER, chat
 from quick import each_once
 
@@ -13,7 +13,6 @@ from dschat.config import RLHFConfig, UserError
 from dschat.config.data import ShowConfig
 from dschat.data.inspect import show
 from dschat.data.sources.adapters import Example
-from dschat.data.tokenize import prompt_dataset
 
 SHAREGPT = [{"from": "gpt", "value": text} for text in "ab"]
 
@@ -85,8 +84,8 @@ MARKED = [{**row, "prompt": f"\n\nHuman: {row['prompt']}\n\nAssistant:"} for row
 
 @pytest.mark.parametrize("purpose", ["sft", "reward", "rlhf"])
 def test_plain_text_is_told_of_and_may_be_a_chat(tmp_path, purpose, caplog):
-    path = put(tmp_path / "rows.jsonl", PLAIN[:4] + MARKED[:2])
     caplog.set_level(logging.WARNING, "dschat")  # another test's may be lower
+    path = put(tmp_path / "rows.jsonl", PLAIN[:4] + MARKED[:2])
     raw = load(path, purpose)
     assert "4 of 6 prompts are text without a chat's marks" in caplog.text
     caplog.clear()
@@ -108,8 +107,7 @@ def test_columns_of_any_name_become_chats_by_the_flag(tmp_path):
     alpaca = put(tmp_path / "alpaca.jsonl", [{"instruction": "u", "input": "c", "output": "r"}])
     assert load(alpaca, text_as="raw") == [Example("u\n\nc", "r")]
     tokenizer = byte_tokenizer("<|im_end|>", CHATML)
-    config = RLHFConfig(data_path=[path], **only("rlhf"), **knobs, text_as="chat")
-    (row,) = prompt_dataset(config, tokenizer)
+    (row,) = step_table(path, tokenizer, "rlhf", text_as="chat", **knobs)
     assert tokenizer.decode(row["prompt_ids"]).startswith("<|im_start|>user\nu")
     shown = ShowConfig(data_path=[path], eval_fraction=0.0, text_as="chat", step="1", **knobs)
     assert "(as a chat)" in "\n".join(show(shown, tokenizer))

@@ -4,33 +4,25 @@ refused by name.
 
 import itertools
 import json
-import logging
 from dataclasses import replace
 
 import data_files
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
-from data_files import only, put
+from data_files import put, sft_rows, step_table, trained_texts
 from dialogues import REPLY, SYSTEM, USER, chat
 from quick import slow, some
 from tool_templates import MARKED, SCHEMAS, tokenizer_of
 
-from dschat.config import RLHFConfig, SFTConfig, UserError
+from dschat.config import UserError
 from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
-from dschat.data.tokenize import prompt_dataset, sft_dataset
 
 CHAT = byte_tokenizer("<|im_end|>", CHATML, pad_token="<|im_end|>")
 # Of one list, as objects on lines are: test_readers.py has them in the quick suite.
 SLOW_FORMATS = (pytest.param(form, marks=pytest.mark.slow) for form in ("json", "data.json"))
 FORMATS = ("jsonl", "csv", "parquet", *SLOW_FORMATS)
-
-
-def sft_rows(folder, row, tokenizer=CHAT, **knobs):
-    """Step 1's rows of a file with one row."""
-    path = put(folder / "rows.jsonl", [row])
-    return sft_dataset(SFTConfig(data_path=[path], **only("sft"), **knobs), tokenizer)
 
 
 def load(folder, rows, purpose="sft", form="jsonl", **knobs):
@@ -100,27 +92,25 @@ OFF = [
 ON = [{}, {"weight": 1}, {"train": True}, {"loss_mask": 1.0}, {"weight": None}]
 
 
-def trained_texts(folder, turns, **knobs):
-    return trained(CHAT, sft_rows(folder, {"messages": turns}, **knobs)[0])
-
-
 @pytest.mark.parametrize("flag", [*OFF[::3], *slow(OFF[1::3] + OFF[2::3]), *ON])
 def test_a_flag_takes_an_answer_out_of_the_loss(tmp_path, flag):
     first, last = "a<|im_end|>", "b<|im_end|>"
     is_on = flag in ON
     ask = [USER("u"), {**REPLY("a"), **flag}, USER("v"), REPLY("b")]
-    assert trained_texts(tmp_path, ask) == ([first, last] if is_on else [last])
+    assert trained_texts(tmp_path, ask, CHAT) == [[first, last] if is_on else [last]]
     ask[1], ask[3] = REPLY("a"), {**REPLY("b"), **flag}
-    assert trained_texts(tmp_path, ask) == ([first, last] if is_on else [first])
+    assert trained_texts(tmp_path, ask, CHAT) == [[first, last] if is_on else [first]]
     # the ids are those of the whole dialogue, whatever is trained
-    (whole,) = sft_rows(tmp_path, {"messages": ask[:3] + [REPLY("b")]})["input_ids"]
+    (whole,) = sft_rows(tmp_path, {"messages": ask[:3] + [REPLY("b")]}, CHAT)["input_ids"]
     ask[1], ask[3] = {**REPLY("a"), **flag}, REPLY("b")
-    assert sft_rows(tmp_path, {"messages": ask})[0]["input_ids"] == whole
+    assert sft_rows(tmp_path, {"messages": ask}, CHAT)[0]["input_ids"] == whole
 
 
-def test_train_on_prompt_leaves_out_answers_of_weight_0(tmp_path):
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_train_on_prompt_leaves_out_answers_of_weight_0(tmp_path, train_on):
     ask = [USER("u"), {**REPLY("a"), "weight": 0}, USER("v"), REPLY("b")]
-    before, after = trained_texts(tmp_path, ask, train_on_prompt=True)
+    knobs = {"train_on": train_on, "train_on_prompt": True}
+    ((before, after),) = trained_texts(tmp_path, ask, CHAT, **knobs)
     assert before.endswith("assistant\n")
     assert after.startswith("<|im_start|>user\nv") or after.startswith("\n<|im_start|>user\nv")
     assert after.endswith("b<|im_end|>")
@@ -138,36 +128,17 @@ def test_a_row_without_an_answer_to_train_is_a_bad_row(tmp_path, flag, caplog):
     assert load(tmp_path, [rows[0]], "rlhf") == [chat("u")]
 
 
-@pytest.mark.parametrize(
-    ("turn", "why"),
-    [
-        *(({"weight": w}, f"weight {w}, which is not a number") for w in (1.5, -1, "no")),
-        ({"train": [1]}, "train [1], which is not a number"),
-        *(({key: "x"}, f"a turn with '{key}'") for key in ("refusal", "prefix", "images", "audio")),
-        ({"thinking": ["a"]}, "a turn whose thinking is a list"),
-        ({"function_call": {"arguments": "{}"}}, "a tool call without a name"),
-    ],
-)
-def test_what_would_change_text_or_loss_is_refused_by_name(tmp_path, turn, why):
-    rows = [{"messages": [USER("u"), {**REPLY("r"), **turn}]}]
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, rows)
-    assert why in str(caught.value)
-
-
-def test_metadata_is_counted(tmp_path, caplog):
+def test_metadata_is_counted(tmp_path, log):
     turn = {**REPLY("r"), "id": 3, "score": 1.5, "refusal": None, "images": []}
     rows = [{"messages": [USER(f"u{i}"), turn if i else REPLY("r")]} for i in range(3)]
-    with caplog.at_level(logging.INFO, "dschat"):
-        assert len(load(tmp_path, rows)) == 3
-    assert "turns that change neither text nor loss: id (2 rows), score (2 rows)" in caplog.text
+    assert len(load(tmp_path, rows)) == 3
+    assert "turns that change neither text nor loss: id (2 rows), score (2 rows)" in log.text
 
 
-def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, caplog):
+def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, log):
     ask = [USER("u"), REPLY(" "), USER("v"), REPLY("b")]
-    with caplog.at_level(logging.INFO, "dschat"):
-        assert trained_texts(tmp_path, ask) == ["b<|im_end|>"]
-    assert "1 had answers without loss: empty or of weight 0" in caplog.text
+    assert trained_texts(tmp_path, ask, CHAT) == [["b<|im_end|>"]]
+    assert "1 had answers without loss: empty or of weight 0" in log.text
 
 
 # -- what stands beside the turns
@@ -237,11 +208,9 @@ THINKS = (
 )
 def test_a_thought_is_trained_whatever_its_name(tmp_path, given, read):
     tokenizer = byte_tokenizer("<|im_end|>", THINKS.replace("NAME", read))
-    asked = {"messages": [USER("u"), {**REPLY("r"), given: "so <b>"}]}
-    (row,) = sft_rows(tmp_path, asked, tokenizer)
-    assert trained(tokenizer, row) == ["<think>\nso <b>\n</think>\nr<|im_end|>"]
-    with pytest.raises(UserError, match="thoughts .*, which the chat template does not render"):
-        sft_rows(tmp_path, asked)
+    asked = [USER("u"), {**REPLY("r"), given: "so <b>"}]
+    texts = trained_texts(tmp_path, asked, tokenizer)
+    assert texts == [["<think>\nso <b>\n</think>\nr<|im_end|>"]]
 
 
 def test_a_template_sees_the_numbers_of_calls(tmp_path):
@@ -301,17 +270,15 @@ def test_an_answer_continues_what_the_prompt_has_begun(template, begins):
         ([USER("u<|im_end|>u"), REPLY("yes")], 0),
     ],
 )
-def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, caplog):
-    with caplog.at_level(logging.INFO, "dschat"):
-        trained_texts(tmp_path, turns)
-    assert ("1 lost what follows an end token in an answer" in caplog.text) == bool(count)
+def test_what_follows_an_end_in_an_answer_is_counted(tmp_path, turns, count, log):
+    trained_texts(tmp_path, turns, CHAT)
+    assert ("1 lost what follows an end token in an answer" in log.text) == bool(count)
 
 
 @pytest.mark.parametrize("late", [0, 1100])
 def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
     rows = [{"prompt": f"p{i}"} | ({"reference": i} if i == late else {}) for i in range(1200)]
-    path = put(tmp_path / "rows.jsonl", rows)
-    table = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), CHAT)
+    table = step_table(put(tmp_path / "rows.jsonl", rows), CHAT, "rlhf")
     assert prompt_columns(table) == {"reference"}
     found = prompts_of([row for row in table if row["prompt_text"] == f"p{late}"])
     assert found.columns == {"reference": [late]}

@@ -73,11 +73,6 @@ def test_without_shuffling_the_order_stays():
     assert list(steps.epoch(0)) == [list("abc"), list("def"), ["g"]]
 
 
-def test_an_epoch_resumes_at_any_step():
-    steps = StepBatches(list(range(31)), 4, ROWS, 1, 2, seed=5)
-    assert list(steps.epoch(2, first_step=3)) == list(steps.epoch(2))[3:]
-
-
 def test_sft_batch_reads_the_column_before_each_target():
     eos = 2
     rows = [

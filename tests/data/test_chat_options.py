@@ -3,19 +3,19 @@ messages that it has no place for.
 """
 
 import json
-import logging
 
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
-from data_files import only, put
+from data_files import put, sft_rows, step_table, trained_texts
 from dialogues import REPLY, SYSTEM, USER
 from transformers import AutoTokenizer
 
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import SFTConfig, UserError, parser
 from dschat.data.segments import prompt_text_ids
-from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
+from dschat.data.sources.adapters import PURPOSES
 from dschat.models.checkpoint_files import CheckpointFiles
-from dschat.models.tokenizer import complete_tokenizer, same_tokens
+from dschat.models.tokenizer import complete_tokenizer, stop_ids
+from dschat.models.vocabulary import same_tokens
 
 END = "<|im_end|>"
 SHOWS = CHATML.replace(
@@ -33,13 +33,8 @@ INLINE = REPLY("<think>\n2+2\n</think>\n\nfour")
 WHOLE = f"<think>\n2+2\n</think>\n\nfour{END}"
 
 
-def trained_texts(folder, messages, template=CHATML, **knobs):
-    path, tokenizer = (
-        put(folder / "rows.jsonl", [{"messages": messages}]),
-        byte_tokenizer(END, template),
-    )
-    rows = sft_dataset(SFTConfig(data_path=[path], **only("sft"), **knobs), tokenizer)
-    return [trained(tokenizer, row) for row in rows]
+def texts_of(folder, messages, template=CHATML, **knobs):
+    return trained_texts(folder, messages, byte_tokenizer(END, template), **knobs)
 
 
 @pytest.mark.parametrize(
@@ -57,49 +52,33 @@ def trained_texts(folder, messages, template=CHATML, **knobs):
 @pytest.mark.parametrize("turn", [THOUGHT, INLINE], ids=["field", "inline"])
 def test_a_thought_is_trained_in_front_of_its_answer(tmp_path, template, reasoning, expected, turn):
     asked = [USER("2+2?"), turn]
-    (texts,) = trained_texts(tmp_path, asked, template, reasoning=reasoning)
+    (texts,) = texts_of(tmp_path, asked, template, reasoning=reasoning)
     assert texts == [expected]
-    (texts,) = trained_texts(
-        tmp_path, asked, template, reasoning=reasoning, train_on_reasoning=False
-    )
+    (texts,) = texts_of(tmp_path, asked, template, reasoning=reasoning, train_on_reasoning=False)
     assert texts == [f"four{END}"]
 
 
 @pytest.mark.parametrize(("template", "reasoning"), [(CHATML, "auto"), (CUTS, "keep")])
 def test_a_thought_without_a_place_names_the_flag(tmp_path, template, reasoning):
     with pytest.raises(UserError, match="thoughts .* does not render; see --reasoning"):
-        trained_texts(tmp_path, [USER("2+2?"), THOUGHT], template, reasoning=reasoning)
+        texts_of(tmp_path, [USER("2+2?"), THOUGHT], template, reasoning=reasoning)
 
 
 @pytest.mark.parametrize("template", [FORGETS, CUTS])
 def test_every_thought_of_a_dialogue_is_trained_where_the_template_forgets_them(tmp_path, template):
-    dialogue = [USER("2+2?"), THOUGHT, USER("sure?"), {**REPLY("yes"), "reasoning_content": "hm"}]
-    yes = f"<think>\nhm\n</think>\n\nyes{END}"
-    assert trained_texts(tmp_path, dialogue, template) == [[WHOLE], [yes]]
-    assert trained_texts(tmp_path, dialogue, template, train_on="last") == [[yes]]
-    assert trained_texts(tmp_path, dialogue, SHOWS) == [[WHOLE, yes]]
-    texts = trained_texts(tmp_path, dialogue, SHOWS, train_on_reasoning=False)
-    assert texts == [[f"four{END}", f"yes{END}"]]
-
-
-@pytest.mark.parametrize("template", [FORGETS, CUTS])
-def test_each_answer_of_a_long_dialogue_is_one_row(tmp_path, template):
     turns = [(USER(f"q{i}"), {**REPLY(f"a{i}"), "reasoning_content": f"t{i}"}) for i in range(5)]
     dialogue = [turn for pair in turns for turn in pair]
-    rows = trained_texts(tmp_path, dialogue, template)
-    assert rows == [[f"<think>\nt{i}\n</think>\n\na{i}{END}"] for i in range(5)]
-
-
-def test_answers_of_weight_0_have_no_loss_with_the_prompts(tmp_path):
-    dialogue = [USER("a"), {**REPLY("b"), "weight": 0}, USER("c"), REPLY("d")]
-    for train_on in ("all", "last"):
-        (texts,) = trained_texts(tmp_path, dialogue, train_on=train_on, train_on_prompt=True)
-        assert not any("b" in text for text in texts)
+    answers = [f"<think>\nt{i}\n</think>\n\na{i}{END}" for i in range(5)]
+    assert texts_of(tmp_path, dialogue, template) == [[answer] for answer in answers]
+    assert texts_of(tmp_path, dialogue, template, train_on="last") == [answers[-1:]]
+    assert texts_of(tmp_path, dialogue, SHOWS) == [answers]
+    texts = texts_of(tmp_path, dialogue, SHOWS, train_on_reasoning=False)
+    assert texts == [[f"a{i}{END}" for i in range(5)]]
 
 
 def test_answers_with_loss_by_flag_and_by_list(tmp_path):
     dialogue = [USER("a"), REPLY("b"), USER("c"), REPLY("d"), USER("e"), REPLY("f")]
-    assert trained_texts(tmp_path, dialogue, train_on="last") == [[f"f{END}"]]
+    assert texts_of(tmp_path, dialogue, train_on="last") == [[f"f{END}"]]
     tokenizer = byte_tokenizer(END, CHATML)
     masks = {
         (0, 1, 0, 0, 0, 1): ["b", "f"],
@@ -108,14 +87,11 @@ def test_answers_with_loss_by_flag_and_by_list(tmp_path):
     }
     for form in ("jsonl", "csv", "parquet"):
         for mask, texts in masks.items():
-            path = put(
-                tmp_path / f"m{sum(mask)}.{form}", [{"messages": dialogue, "loss_mask": [*mask]}]
-            )
-            (row,) = sft_dataset(SFTConfig(data_path=[path], **only("sft")), tokenizer)
+            asked = {"messages": dialogue, "loss_mask": [*mask]}
+            (row,) = sft_rows(tmp_path, asked, tokenizer, form)
             assert trained(tokenizer, row) == [text + END for text in texts]
-    path = put(tmp_path / "bad.jsonl", [{"messages": dialogue, "loss_mask": [1, 0]}])
     with pytest.raises(UserError, match="a loss_mask of 2 numbers for 6 turns"):
-        sft_dataset(SFTConfig(data_path=[path], **only("sft")), tokenizer)
+        sft_rows(tmp_path, {"messages": dialogue, "loss_mask": [1, 0]}, tokenizer)
 
 
 # -- variables of the template
@@ -189,20 +165,13 @@ def test_a_rows_own_variables(tmp_path, form):
         for v in (False, True)
     ]
     path = put(tmp_path / f"rows.{form}", rows)
-    made = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), tokenizer)
+    made = step_table(path, tokenizer, "rlhf")
     texts = sorted(tokenizer.decode(row["prompt_ids"]) for row in made)
     assert [QUIET in text for text in texts] == [False, True]
     with pytest.raises(UserError, match="later turns would lack"):
-        prompt_dataset(
-            RLHFConfig(data_path=[path], environment="e.py:E", **only("rlhf")), tokenizer
-        )
-    (bad,) = put_rows(tmp_path, [{**rows[0], "chat_template_kwargs": {"tools": []}}])
+        step_table(path, tokenizer, "rlhf", environment="e.py:E")
     with pytest.raises(UserError, match="tools is no variable of a chat template"):
-        sft_dataset(SFTConfig(data_path=[bad], **only("sft")), tokenizer)
-
-
-def put_rows(folder, rows):
-    return [put(folder / "more.jsonl", rows)]
+        sft_rows(tmp_path, {**rows[0], "chat_template_kwargs": {"tools": []}}, tokenizer)
 
 
 # -- system messages
@@ -214,14 +183,12 @@ IGNORES = CHATML.replace("for m in messages", "for m in messages if m.role != 's
 
 
 @pytest.mark.parametrize("template", [REFUSES, IGNORES])
-def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, template, caplog):
+def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, template, log):
     tokenizer = completed(template)
     chats = [[SYSTEM("be brief"), USER("u"), REPLY("r")], [USER("v"), REPLY("r")]]
     path = put(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
-    with caplog.at_level(logging.INFO, "dschat"):
-        rows = sft_dataset(SFTConfig(data_path=[path], **only("sft")), tokenizer)
-        prompts = prompt_dataset(RLHFConfig(data_path=[path], **only("rlhf")), tokenizer)
-    assert caplog.text.count("1 had the system message put in front of the first user turn") == 2
+    rows, prompts = (step_table(path, tokenizer, purpose) for purpose in ("sft", "rlhf"))
+    assert log.text.count("1 had the system message put in front of the first user turn") == 2
     asked = "<|im_start|>user\nbe brief\n\nu<|im_end|>\n<|im_start|>assistant\n"
     assert {tokenizer.decode(row["input_ids"]) for row in rows} >= {f"{asked}r{END}"}
     assert asked in {tokenizer.decode(row["prompt_ids"]) for row in prompts}
@@ -240,7 +207,7 @@ def test_a_system_message_without_a_place_goes_to_the_first_user_turn(tmp_path, 
     assert completed(CHATML).chat_template == CHATML
 
 
-def test_a_held_out_set_that_empties_only_warns(tmp_path, caplog):
+def test_a_held_out_set_that_empties_only_warns(tmp_path, log):
     tokenizer = completed(REFUSES, system_message="refuse")
     files = [
         put(
@@ -249,28 +216,86 @@ def test_a_held_out_set_that_empties_only_warns(tmp_path, caplog):
         )
         for i, system in enumerate(([], [SYSTEM("s")]))
     ]
-    knobs = {"data_path": files[:1], "eval_data_path": files[1:]}
-    for config, make in (
-        (SFTConfig(**{**only("sft"), **knobs}), sft_dataset),
-        (RewardConfig(**{**only("reward"), **knobs}), preference_dataset),
-        (RLHFConfig(**{**only("rlhf"), **knobs}), prompt_dataset),
-    ):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "dschat"):
-            train, held_out = make(config, tokenizer, "both")
+    for purpose in PURPOSES:
+        log.clear()
+        train, held_out = step_table(
+            files[:1], tokenizer, purpose, "both", eval_data_path=files[1:]
+        )
         assert (len(train), len(held_out)) == (1, 0)
-        assert "no held-out rows are left" in caplog.text
-        assert "no system" in caplog.text
+        assert "no held-out rows are left" in log.text
+        refused = "a chat that the tokenizer's template refuses (no system)"
+        assert f"1 dropped ({refused})" in log.text
     with pytest.raises(UserError, match="no rows are left"):
-        sft_dataset(SFTConfig(data_path=files[1:], **only("sft")), tokenizer)
+        step_table(files[1:], tokenizer)
 
 
 def test_the_flag_takes_json():
-    from dschat.config import parser
-
     words = ["--output_dir", "x", "--model_name_or_path", "m", "--chat_template_kwargs"]
     config = parser.parse(SFTConfig, [*words, json.dumps({"enable_thinking": False})])
     assert config.chat_template_kwargs == {"enable_thinking": False}
     for bad in ("enable_thinking=false", "[1]", "3"):
         with pytest.raises(UserError, match="--chat_template_kwargs .* is not of the form"):
             parser.parse(SFTConfig, [*words, bad])
+
+
+# -- templates that read messages in another form than most, or open a thought in their prompt
+
+# as Idefics 3: a text as content is skipped, letter by letter
+PARTS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% for p in m['content'] %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
+)
+
+
+def test_contents_as_parts(tmp_path):
+    assert texts_of(tmp_path, [USER("u"), REPLY("r")], PARTS) == [[f"r{END}"]]
+    tokenizer = byte_tokenizer("</s>", PARTS)
+    asked = tokenizer.decode(prompt_text_ids(tokenizer, [USER("u")]))
+    assert asked == "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.convert_tokens_to_ids(END) in stop_ids(tokenizer)
+
+
+# as DeepSeek V3: arguments are joined to text
+JOINS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + c.function.arguments }}"
+    "{% endfor %}{{ m['content'] }}",
+)
+
+
+def test_arguments_as_json_text(tmp_path):
+    function = {"name": "add", "arguments": {"a": "é"}}
+    called = {**REPLY(""), "tool_calls": [{"function": function}]}
+    dialogue = [USER("u"), called, {"role": "tool", "content": "told"}, REPLY("r")]
+    assert texts_of(tmp_path, dialogue, JOINS) == [[f'<call>add{{"a": "é"}}{END}', f"r{END}"]]
+
+
+# as DeepSeek R1 and V3: the prompt opens a thought, and answers are rendered without
+BEGINS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+CLOSED = BEGINS.replace(
+    "{{ m['content'] }}", "{{ '<think></think>' if m.role == 'assistant' }}{{ m['content'] }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"), [(BEGINS, f"</think>\n\nr{END}"), (CLOSED, f"</think>r{END}")]
+)
+def test_an_answer_without_a_thought_ends_the_one_that_its_prompt_opens(tmp_path, template, answer):
+    assert texts_of(tmp_path, [USER("u"), REPLY("r")], template) == [[answer]]
+    twice = [USER("u"), REPLY("r"), USER("u"), REPLY("r")]
+    assert texts_of(tmp_path, twice, template) == [[answer], [answer]]
+
+
+# as gpt-oss: thoughts are turns of their own, and a block in the content is content
+CHANNELS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m.thinking %}<a>{{ m.thinking }}</a>{% endif %}{{ m['content'] }}",
+)
+
+
+@pytest.mark.parametrize("answer", [{**REPLY("r"), "thinking": "hm"}, REPLY("<think>hm</think>r")])
+def test_a_thought_in_the_content_is_rendered_as_the_template_renders_thoughts(tmp_path, answer):
+    dialogue = [USER("u"), answer]
+    assert texts_of(tmp_path, dialogue, CHANNELS) == [[f"<a>hm</a>r{END}"]]
+    assert texts_of(tmp_path, dialogue, CHANNELS, train_on_reasoning=False) == [[f"r{END}"]]
+    assert texts_of(tmp_path, dialogue, CHANNELS, reasoning="drop") == [[f"r{END}"]]

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import datasets
 import pytest
+from data_files import load, step_table
 
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.config import RLHFConfig
 from dschat.data.batches import PromptBatches, prompt_columns, prompts_of
-from dschat.data.sources.adapters import Example
-from dschat.data.sources.splits import load_examples
-from dschat.data.tokenize import prompt_dataset
 
 TOKENIZER = tiny_tokenizer()
 VALUES = {
@@ -28,15 +25,10 @@ VALUES = {
 }
 
 
-def config_of(*paths, **knobs):
-    knobs = {"data_split": "0,0,1", "eval_fraction": 0.0, **knobs}
-    return RLHFConfig(data_path=list(paths), **knobs)
-
-
-def one_batch(config, size=64):
+def one_batch(*paths, **knobs):
     """All prompts of the first rollout, in the order of their texts."""
-    table = prompt_dataset(config, TOKENIZER)
-    batch = next(iter(PromptBatches(table, size, 0, 1, seed=0)))
+    table = step_table([*paths], TOKENIZER, "rlhf", **knobs)
+    batch = next(iter(PromptBatches(table, 64, 0, 1, seed=0)))
     order = sorted(range(len(batch)), key=batch.texts.__getitem__)
     assert all(len(values) == len(batch) for values in batch.columns.values())
     columns = {name: [values[i] for i in order] for name, values in batch.columns.items()}
@@ -44,21 +36,21 @@ def one_batch(config, size=64):
 
 
 def test_values_are_unchanged_for_any_column_name(write):
-    texts, columns, names = one_batch(config_of(write([{"prompt": "q", **VALUES}])))
+    texts, columns, names = one_batch(write([{"prompt": "q", **VALUES}]))
     assert texts == ["q"]
     assert columns == {name: [value] for name, value in VALUES.items()}
     assert names == set(VALUES)
 
 
 def test_prompts_alone_have_no_columns(write):
-    texts, columns, names = one_batch(config_of(write([{"prompt": "a"}, {"prompt": "b"}])))
+    texts, columns, names = one_batch(write([{"prompt": "a"}, {"prompt": "b"}]))
     assert (texts, columns, names) == (["a", "b"], {}, set())
 
 
 def test_columns_stay_with_their_prompts_and_missing_ones_are_none(write):
     first = write([{"prompt": f"p{i}", "reference": i} for i in range(9)], "a.jsonl")
     second = write([{"question": f"q{i}", "tests": [i], "answer": i} for i in range(3)], "b.jsonl")
-    texts, columns, names = one_batch(config_of(first, second))
+    texts, columns, names = one_batch(first, second)
     assert texts == [*(f"p{i}" for i in range(9)), "q0", "q1", "q2"]
     assert columns == {
         "reference": [*range(9), None, None, None],
@@ -70,20 +62,19 @@ def test_columns_stay_with_their_prompts_and_missing_ones_are_none(write):
 
 def test_a_dialogue_is_kept_whole_and_its_text_is_the_last_user_turn(write):
     dialogue = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    texts, columns, _ = one_batch(config_of(write([{"messages": dialogue, "level": 1}])))
+    texts, columns, _ = one_batch(write([{"messages": dialogue, "level": 1}]))
     assert texts == ["2+2?"]
     assert columns == {"messages": [dialogue], "level": [1]}
     asked = [{"role": "system", "content": "s"}, *dialogue[:1]]
     row = {"prompt": asked, "reward_model": {"ground_truth": "4"}}
-    texts, columns, _ = one_batch(config_of(write([row], "b.jsonl")))
+    texts, columns, _ = one_batch(write([row], "b.jsonl"))
     assert (texts, columns) == (["2+2?"], {"reward_model": [{"ground_truth": "4"}]})
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_every_rank_has_every_column_even_without_a_prompt(write, world):
-    table = prompt_dataset(
-        config_of(write([{"prompt": f"p{i}", "n": i} for i in range(3)])), TOKENIZER
-    )
+    path = write([{"prompt": f"p{i}", "n": i} for i in range(3)])
+    table = step_table(path, TOKENIZER, "rlhf")
     parts = [next(iter(PromptBatches(table, 3, r, world, seed=0))) for r in range(world)]
     assert [list(part.columns) for part in parts] == [["n"]] * world
     pairs = [pair for part in parts for pair in zip(part.texts, part.columns["n"], strict=True)]
@@ -92,10 +83,9 @@ def test_every_rank_has_every_column_even_without_a_prompt(write, world):
 
 def test_held_out_prompts_have_their_columns(write):
     path, held = write([{"prompt": "a", "n": 1}]), write([{"prompt": "b", "m": 2}], "held.jsonl")
-    config = config_of(path, eval_data_path=[held])
     for streaming in ({}, {"streaming": True, "max_steps": 1}):
-        config = config_of(path, eval_data_path=[held], **streaming)
-        _, held_out = prompt_dataset(config, TOKENIZER, "both")
+        knobs = {"eval_data_path": [held], **streaming}
+        _, held_out = step_table(path, TOKENIZER, "rlhf", "both", **knobs)
         columns = prompts_of([held_out[0]]).columns
         assert columns["m"] == [2]
         assert set(columns) == prompt_columns(held_out)
@@ -104,7 +94,7 @@ def test_held_out_prompts_have_their_columns(write):
 def test_a_stream_has_the_columns_too(write):
     first = write([{"prompt": f"p{i}", "n": i} for i in range(8)], "a.jsonl")
     second = write([{"prompt": f"q{i}", "tests": [i]} for i in range(8)], "b.jsonl")
-    stream = prompt_dataset(config_of(first, second, streaming=True, max_steps=1), TOKENIZER)
+    stream = step_table([first, second], TOKENIZER, "rlhf", streaming=True, max_steps=1)
     assert prompt_columns(stream) == {"n", "tests"}
     for batch in islice(PromptBatches(stream, 4, 0, 1, seed=0), 8):
         for i, text in enumerate(batch.texts):
@@ -118,24 +108,21 @@ def test_values_that_json_cannot_represent_become_text(tmp_path):
     path = tmp_path / "rows.parquet"
     row = {"prompt": "q", "day": datetime.date(2026, 1, 2), "scores": [0.5, 1.5]}
     datasets.Dataset.from_list([row]).to_parquet(path)
-    _, columns, _ = one_batch(config_of(str(path)))
+    _, columns, _ = one_batch(str(path))
     assert columns == {"day": ["2026-01-02"], "scores": [[0.5, 1.5]]}
 
 
 def test_an_unreadable_line_is_skipped(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "n": 1}\nnot JSON\n{"prompt": "b", "n": 2}\n')
-    _, columns, _ = one_batch(config_of(str(path), on_bad_row="skip"))
+    _, columns, _ = one_batch(str(path), on_bad_row="skip")
     assert columns == {"n": [1, 2]}
 
 
 def test_steps_without_reward_functions_keep_no_columns(write):
     path = write([{"prompt": "q", "chosen": "a", "rejected": "b", "tests": "t"}])
-    config = config_of(path, data_split="1,1,1")
-    for purpose, split in (("sft", "1,0,0"), ("reward", "0,1,0")):
-        config = config_of(path, data_split=split)
-        (row,) = load_examples(config, purpose)[0]
-        assert Example.from_row(row).columns is None
+    for purpose in ("sft", "reward"):
+        assert [example.columns for example in load(path, purpose)] == [None]
 
 
 def test_the_example_in_the_docs_runs(tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
 """The report of ``python -m dschat.data`` and its errors; train.py's check of the sources."""
 
-import json
 from pathlib import Path
 
 import pytest
+from data_files import put
 from python_process import environment, python
 
 from dschat.builtin.tiny_model import tiny_tokenizer
@@ -12,17 +12,8 @@ from dschat.config.data import ShowConfig
 from dschat.data.inspect import WIDTH, show
 from dschat.launch.run_plan import _check_inputs
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 TOKENIZER = tiny_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return name
 
 
 def pairs(num):
@@ -36,7 +27,7 @@ def report(*paths, **knobs):
 
 
 def test_columns_splits_lengths_and_examples():
-    text = report(write("x.jsonl", pairs(40)), max_seq_len=9)
+    text = report(put(Path("x.jsonl"), pairs(40)), max_seq_len=9)
     assert "uses prompt <- prompt, chosen <- chosen, rejected <- rejected" in text
     for step, rows in ((1, 8), (2, 15), (3, 15)):
         left = f"({38 - rows} are for the other steps; see --data_split)"
@@ -53,7 +44,7 @@ def test_columns_splits_lengths_and_examples():
 def test_chats_show_their_special_tokens_and_each_turn_with_loss():
     turns = [("user", "u"), ("assistant", "r"), ("user", "v"), ("assistant", "w")]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    text = report(write("x.jsonl", [row] * 3), eval_fraction=0.0, data_split="1,0,0", step="1")
+    text = report(put(Path("x.jsonl"), [row] * 3), eval_fraction=0.0, data_split="1,0,0", step="1")
     assert (
         "    | <|user|>u<|assistant|>\n    > r<|end|>\n"
         "    | <|user|>v<|assistant|>\n    > w<|end|>\n"
@@ -62,17 +53,17 @@ def test_chats_show_their_special_tokens_and_each_turn_with_loss():
 
 def test_step_3_shows_the_columns_for_reward_functions():
     rows = [{"prompt": "2+2=", "reference": "4", "tests": ["t" * 200], "level": None}]
-    text = report(write("x.jsonl", rows), eval_fraction=0.0, data_split="0,0,1", step="3")
+    text = report(put(Path("x.jsonl"), rows), eval_fraction=0.0, data_split="0,0,1", step="3")
     assert "\n  for reward functions: level, reference, tests\n" in text
     assert "\n    level = None\n    reference = '4'\n    tests = ['ttt" in text
     assert text.endswith("t ...")
-    alone = write("y.jsonl", [{"prompt": "hi"}])
+    alone = put(Path("y.jsonl"), [{"prompt": "hi"}])
     assert "functions: none" in report(alone, eval_fraction=0.0, data_split="0,0,1", step="3")
 
 
 def test_dropped_rows_and_the_steps_that_cannot_use_the_data():
     rows = [{"question": f"q{i}", "answer": "a"} for i in range(20)]
-    path = write("x.jsonl", [*rows, {"question": "", "answer": "a"}])
+    path = put(Path("x.jsonl"), [*rows, {"question": "", "answer": "a"}])
     text = " ".join(report(path).split())
     assert "dropped 1 of 21 rows (1 with no usable prompt); namely: x.jsonl:21: no usable" in text
     assert (
@@ -85,7 +76,7 @@ def test_dropped_rows_and_the_steps_that_cannot_use_the_data():
 
 
 def test_a_stream_is_shown_by_its_first_rows(caplog):
-    text = report(write("x.jsonl", pairs(300)), streaming=True, step="1")
+    text = report(put(Path("x.jsonl"), pairs(300)), streaming=True, step="1")
     assert "the first 1,000 of a stream: 1,000 rows; mean" in text
     assert "example 3" in text
     assert not caplog.records  # the log's lines are in the report
@@ -98,7 +89,7 @@ def test_as_a_command(tmp_path):
     for row in rows:
         row["chosen"] += "\x1b[2J\u202e"
         row["tag\x1b]0;"] = 1
-    path = write("x.jsonl", rows)
+    path = put(Path("x.jsonl"), rows)
     env = environment(HF_DATASETS_CACHE=str(tmp_path / "c"))
     done = python("-m", "dschat.data", path, "--step", "1", cwd=tmp_path, env=env)
     assert (done.returncode, done.stderr) == (0, "")

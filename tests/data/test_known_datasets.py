@@ -1,6 +1,7 @@
 """Every known data set, with a few rows in its real layout, for each step that can use it."""
 
 import json
+from pathlib import Path
 
 import data_files
 import datasets
@@ -9,12 +10,11 @@ from dialogues import HH, REPLY, SYSTEM, USER, chat
 from ranked_sets import RANKED_COLUMNS, RANKED_SETS
 
 from dschat.config import CommonConfig, UserError
-from dschat.data.sources import splits
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.known_datasets import ADAPTERS
-from dschat.data.sources.resolve import Splits, table_rows
 from dschat.data.sources.splits import load_examples
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SFT, RM, PPO = "sft", "reward", "rlhf"
 
 PASSAGES = [{"docid": "7#0", "title": "t", "text": "richtig"}, {"docid": "8", "text": "nicht"}]
@@ -296,11 +296,6 @@ FOUND_BY_COLUMNS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def load(path, purpose, **knobs):
     examples = data_files.load(path, purpose, **knobs)
     return [Example(e.prompt) for e in examples] if purpose == PPO else examples
@@ -314,18 +309,19 @@ def cases(table):
     ]
 
 
+def load_known(name, rows, step, **knobs):
+    """Load a known data set, whose rows are in a folder that is called as its source: in Parquet,
+    which fills in missing columns, as the hub does.
+    """
+    folder = Path(ADAPTERS[name].source or name)
+    folder.mkdir(parents=True)
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    return load(name, step, **knobs)
+
+
 @pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(KNOWN))
-def test_known_by_name(name, rows, step, expected, monkeypatch):
-    """Rows as the hub returns them: through Arrow, which fills in missing columns."""
-    names = []
-
-    def read_source(source, *args, **knobs):
-        names.append(source)
-        return Splits(table_rows(source, datasets.Dataset.from_list(rows)))
-
-    monkeypatch.setattr(splits, "read_source", read_source)
-    assert load(name, step) == expected
-    assert names == [ADAPTERS[name].source or name]
+def test_known_by_name(name, rows, step, expected):
+    assert load_known(name, rows, step) == expected
 
 
 @pytest.mark.parametrize(("name", "rows", "step", "expected"), cases(FOUND_BY_COLUMNS))
@@ -347,21 +343,18 @@ def test_every_known_data_set_is_tested():
 
 
 @pytest.mark.parametrize("name", NO_REJECTED)
-def test_a_data_set_without_pairs_is_refused_in_step_2(name, monkeypatch):
-    table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
-    monkeypatch.setattr(splits, "read_source", lambda *args, **knobs: Splits(table))
-    with pytest.raises(UserError, match="has no rejected answers, which step 2 needs") as caught:
-        load(name, RM)
+def test_a_data_set_without_pairs_is_refused_in_step_2(name):
+    words = "has no rejected answers, which step 2 needs; .* with --columns rejected="
+    with pytest.raises(UserError, match=words) as caught:
+        load_known(name, KNOWN[name][0], RM)
     assert name in str(caught.value)
 
 
-def test_ties_are_counted_with_their_reason(monkeypatch, caplog):
+def test_ties_are_counted_with_their_reason(caplog):
     name = "openai/webgpt_comparisons"
-    table = table_rows(name, datasets.Dataset.from_list(KNOWN[name][0]))
-    monkeypatch.setattr(splits, "read_source", lambda *args, **knobs: Splits(table))
-    load(name, RM)
+    load_known(name, KNOWN[name][0], RM)
     assert "1 with an empty or unreadable rejected answer (scores that tie)" in caplog.text
-    assert f"{name}, row 3" in caplog.text
+    assert f"{name}/train.parquet, row 3" in caplog.text
     with pytest.raises(UserError, match=r"row 3: .*scores that tie.*--on_bad_row skip"):
         load(name, RM, on_bad_row="error")
 

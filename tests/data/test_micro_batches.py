@@ -85,21 +85,26 @@ def test_without_a_budget_rows_are_cut_in_their_order(num_rows, size):
     assert len(parts) == max(1, -(-num_rows // size))
 
 
-def test_rows_of_like_length_share_a_padded_micro_batch():
-    rows = [answer(None, 0, n) for n in (3, 9, 4, 8, 1)]
-    assert MicroBatchSize(2, padded=True).split(rows) == [[1, 3], [0, 2], [4]]
+@pytest.mark.parametrize(
+    ("size", "totals", "parts"),
+    [
+        (MicroBatchSize(2, padded=True), (3, 9, 4, 8, 1), [[1, 3], [0, 2], [4]]),  # like lengths
+        (MicroBatchSize(1, 100, padded=True), (2, 50, 2, 49, 2), [[1, 3], [0, 2, 4]]),
+        # as few as possible, evenly filled
+        (MicroBatchSize(1, 100), (50, 40, 30, 30, 30, 20), [[0, 3, 5], [1, 2, 4]]),
+        # a row above the budget is alone, and leaves the others together
+        (MicroBatchSize(1, 10), (3, 25, 4, 3), [[1], [0, 2, 3]]),
+        (MicroBatchSize(1, 100, padded=True), (5, 300, 5), [[1], [0, 2]]),
+    ],
+)
+def test_micro_batches_by_hand(size, totals, parts):
+    assert size.split([answer(None, 0, total) for total in totals]) == parts
 
 
 def test_other_ranks_decide_how_many_micro_batches_there_are(monkeypatch):
     monkeypatch.setattr("dschat.distributed.max_int", lambda value: 3)
     assert MicroBatchSize(2).split([answer(None, 0, 1)] * 3) == [[0, 1], [2], []]
     assert MicroBatchSize(1, 100).split([answer(None, 0, 9)] * 3) == [[0, 1, 2], [], []]
-
-
-def test_micro_batches_are_as_few_as_possible_and_evenly_filled():
-    rows = [answer(None, 0, n) for n in (50, 40, 30, 30, 30, 20)]
-    parts = MicroBatchSize(1, 100).split(rows)  # 200 tokens
-    assert [sum(rows[i].total for i in part) for part in parts] == [100, 100]
 
 
 def test_answers_to_one_prompt_stay_together():
@@ -127,12 +132,6 @@ def test_a_layer_that_reads_rows_reads_a_prompt_with_each_of_them():
     assert len(MicroBatchSize(1, 120, by_row=True).split([pair, pair])) == 2
 
 
-def test_a_row_above_the_budget_is_alone():
-    rows = [answer(None, 0, n) for n in (5, 300, 5)]
-    for padded in (False, True):
-        assert [1] in MicroBatchSize(1, 100, padded).split(rows)
-
-
 def test_ranks_take_equal_tokens_and_whole_prompts():
     """Three prompts of 4 answers, 100 tokens each, and three single answers."""
     rows = [answer(prompt, 60, 10) for _ in range(4) for prompt in (b"x", b"y", b"z")]
@@ -145,11 +144,6 @@ def test_ranks_take_equal_tokens_and_whole_prompts():
     # A prompt beyond the budget is divided; its tokens then count twice.
     shares = shares_of_ranks([answer(b"x", 40, 10) for _ in range(8)], 80, 2)
     assert [len(part) for part in shares] == [4, 4]
-
-
-def test_padded_rows_stand_with_rows_of_their_length():
-    rows = [answer(None, 0, n) for n in (2, 50, 2, 49, 2)]
-    assert MicroBatchSize(1, 100, padded=True).split(rows) == [[1, 3], [0, 2, 4]]
 
 
 def test_rows_count_as_many_tokens_as_they_are_packed_into():
@@ -186,8 +180,3 @@ def test_thousands_of_large_rows_are_cut_at_once(size, monkeypatch):
     parts = MicroBatchSize(1, 1000).split([answer(None, 0, size)] * 4000)
     assert len(parts) == -(-4000 // (1000 // size))
     assert sum(n > 1 for n in tried) < 10
-
-
-def test_a_row_beyond_the_budget_leaves_the_others_together():
-    parts = MicroBatchSize(1, 10).split([answer(None, 0, n) for n in (3, 25, 4, 3)])
-    assert parts == [[1], [0, 2, 3]]

@@ -3,7 +3,7 @@
 from itertools import islice
 
 import pytest
-from data_files import only
+from data_files import step_table
 from dialogues import REPLY, USER
 
 from dschat.builtin.tiny_model import tiny_tokenizer
@@ -12,7 +12,6 @@ from dschat.data.micro_batches import collate_pairs, ranked_pairs, row_tokens
 from dschat.data.preference_rows import most_answers
 from dschat.data.sources.adapters import Example, normalize, read_ranked
 from dschat.data.sources.known_datasets import ColumnAdapter
-from dschat.data.tokenize import preference_dataset
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token
@@ -24,8 +23,7 @@ def table(write):
     """``table(*rows, flag=value)``: step 2's training table of rows in a file."""
 
     def make(*rows, **knobs):
-        knobs = {**only("reward"), "data_path": [write(list(rows))], **knobs}
-        return preference_dataset(RewardConfig(**knobs), TOKENIZER)
+        return step_table(write(list(rows)), TOKENIZER, "reward", **knobs)
 
     return make
 
@@ -118,13 +116,12 @@ def test_a_ranking_of_two_is_a_pair(table):
     assert most_answers(table({"prompt": "p", "answers": ["no", "yes"], "ranks": [2, 1]})) == 2
 
 
-def test_long_and_repeated_answers_are_left_out(table, caplog):
-    caplog.set_level("INFO", "dschat")
+def test_long_and_repeated_answers_are_left_out(table, log):
     long = " ".join(["word"] * 200)
     answers = {"answers": [long, "a", "b", "b", "c"], "scores": [9, 8, 7, 6, 5]}
     (row,) = table({"prompt": "p", **answers}, max_seq_len=32)
     assert (texts(row), row["ranks"]) == (["a", "c", "b"], [1, 4, 2])
-    assert "1 lost an answer too long for --max_seq_len 32" in caplog.text
+    assert "1 lost an answer too long for --max_seq_len 32" in log.text
     with pytest.raises(UserError, match="1 dropped .an answer too long for --max_seq_len 32"):
         table({"prompt": "p", "answers": [long, "a"], "scores": [1, 2]}, max_seq_len=32)
 

@@ -2,27 +2,30 @@
 
 import gzip
 import json
-import logging
 import os
 import tracemalloc
 
 import data_files
-import datasets
 import pytest
-from data_files import put
-from datasets import Dataset, DatasetDict, IterableDatasetDict
+from data_files import pairs, put
+from datasets import Dataset, DatasetDict
 from quick import slow
 
 from dschat.config import UserError
-from dschat.data.sources import readers, resolve
+from dschat.data.sources import readers
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.readers import read_lines
 
 
-def pairs(num, prefix="p"):
-    return [
-        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
-    ]
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets the characters that a file is read by, and the longest line."""
+
+    def set_limits(chunk, line=1 << 28):
+        monkeypatch.setattr(readers, "_CHUNK", chunk)
+        monkeypatch.setattr(readers, "_MAX_LINE", line)
+
+    return set_limits
 
 
 def load(path, purpose="reward", split="train", **knobs):
@@ -60,8 +63,8 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
     assert load(path) == [Example("q", "a\r\nb", "c"), Example("r", "d", "e")]
 
 
-def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_CHUNK", 64)  # chunks end in the middle of values
+def test_json_over_several_lines_and_in_one_long_list(tmp_path, limits):
+    limits(chunk=64)  # chunks end in the middle of values
     rows = [{**row, "note": "x" * (17 * i)} for i, row in enumerate(pairs(20))]
     expected = [row["prompt"] for row in rows]
     path = tmp_path / "x.json"
@@ -72,8 +75,8 @@ def test_json_over_several_lines_and_in_one_long_list(tmp_path, monkeypatch):
         path.unlink()
 
 
-def test_a_list_with_a_fault_says_where(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_CHUNK", 64)
+def test_a_list_with_a_fault_says_where(tmp_path, limits):
+    limits(chunk=64)
     text = json.dumps(pairs(20), indent=1).replace('"a 11"', "oops")
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -111,10 +114,9 @@ def test_a_folder_of_folders_or_shards(tmp_path, inside):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", *slow([".csv", ".txt"])])
-def test_a_line_that_a_small_file_unpacks_to_is_refused(suffix, tmp_path, monkeypatch):
+def test_a_line_that_a_small_file_unpacks_to_is_refused(suffix, tmp_path, limits):
     """Without reading all of it: ten times the limit."""
-    monkeypatch.setattr(readers, "_MAX_LINE", 1 << 22)
-    monkeypatch.setattr(readers, "_CHUNK", 1 << 20)
+    limits(chunk=1 << 20, line=1 << 22)
     path = tmp_path / f"x{suffix}.gz"
     starts = {".jsonl": '{"prompt": "a"}\n{"prompt": "', ".json": '[{"prompt": "a"},\n"'}
     with gzip.open(path, "wt") as file:
@@ -131,9 +133,8 @@ def test_a_line_that_a_small_file_unpacks_to_is_refused(suffix, tmp_path, monkey
     assert peak < 40 << 20
 
 
-def test_a_list_on_one_line_may_be_longer_than_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_MAX_LINE", 1000)
-    monkeypatch.setattr(readers, "_CHUNK", 100)
+def test_a_list_on_one_line_may_be_longer_than_a_line(tmp_path, limits):
+    limits(chunk=100, line=1000)
     (tmp_path / "x.json").write_text(json.dumps(pairs(200)))
     assert prompts(tmp_path / "x.json") == [f"p{i}" for i in range(200)]
 
@@ -188,33 +189,15 @@ def test_rows_replaced_in_a_saved_folder_are_read_again(tmp_path):
     assert prompts(tmp_path / "one") == ["two0", "two1"]
 
 
-class Hub:
-    """Stands in for ``datasets.load_dataset``."""
-
-    def __init__(self, monkeypatch, splits, script=False):
-        self.splits, self.script, self.calls = splits, script, []
-        monkeypatch.setattr(datasets, "load_dataset", self)
-
-    def __call__(self, name, config_name=None, **knobs):
-        self.calls.append((name, config_name, knobs.get("revision")))
-        if self.script and "revision" not in knobs:
-            raise RuntimeError("Dataset scripts are no longer supported, but found x.py")
-        tables = {name: Dataset.from_list(rows) for name, rows in self.splits.items()}
-        if knobs.get("streaming"):
-            streams = {name: table.to_iterable_dataset() for name, table in tables.items()}
-            return IterableDatasetDict(streams)
-        return DatasetDict(tables)
-
-
-def test_a_hub_name_with_a_configuration_and_a_weight(monkeypatch):
-    hub = Hub(monkeypatch, {"train": pairs(2)})
+def test_a_hub_name_with_a_configuration_and_a_weight(hub):
+    hub.splits = {"train": pairs(2)}
     assert prompts("owner/name:en:2") == ["p0", "p1"] * 2
     assert prompts("owner/name:0.5") in (["p0"], ["p1"])
     assert hub.calls == [("owner/name", "en", None), ("owner/name", None, None)]
 
 
-def test_data_sets_that_were_scripts_come_from_the_hubs_parquet_copy(monkeypatch):
-    hub = Hub(monkeypatch, {"train": pairs(1)}, script=True)
+def test_data_sets_that_were_scripts_come_from_the_hubs_parquet_copy(hub):
+    hub.splits, hub.has_script = {"train": pairs(1)}, True
     assert prompts("owner/name") == ["p0"]
     assert hub.calls[-1] == ("owner/name", None, "refs/convert/parquet")
 
@@ -228,14 +211,14 @@ def test_data_sets_that_were_scripts_come_from_the_hubs_parquet_copy(monkeypatch
         (("test",), "test", None),
     ],
 )
-def test_which_splits_train_and_are_held_out(monkeypatch, splits, train, held_out):
-    Hub(monkeypatch, {name: pairs(1, name) for name in splits})
+def test_which_splits_train_and_are_held_out(hub, splits, train, held_out):
+    hub.splits = {name: pairs(1, name) for name in splits}
     assert prompts("owner/name") == [train + "0"]
     assert prompts("owner/name", split="eval") == ([held_out + "0"] if held_out else [])
 
 
-def test_a_hub_data_set_without_a_train_split_lists_its_splits(monkeypatch):
-    Hub(monkeypatch, {"en": pairs(1), "de": pairs(1)})
+def test_a_hub_data_set_without_a_train_split_lists_its_splits(hub):
+    hub.splits = {"en": pairs(1), "de": pairs(1)}
     with pytest.raises(UserError, match="no rows in a train split; its splits: en, de"):
         load("owner/name")
 
@@ -312,13 +295,12 @@ def test_patterns_and_paths_without_files_are_refused(tmp_path):
         ),
     ],
 )
-def test_skip_reads_past_broken_lines_and_lists_them(tmp_path, caplog, name, lines, bad):
+def test_skip_reads_past_broken_lines_and_lists_them(tmp_path, log, name, lines, bad):
     path = tmp_path / name
     path.write_bytes(b"".join(lines))
-    with caplog.at_level(logging.WARNING, "dschat"):
-        found = load(path, "sft", on_bad_row="skip")
+    found = load(path, "sft", on_bad_row="skip")
     assert len(found) == {"x.jsonl": 4, "x.csv": 3}[name]
-    (message,) = (text for text in caplog.messages if ": dropped " in text)
+    (message,) = (text for text in log.messages if ": dropped " in text)
     assert f"dropped {len(bad)} of {len(bad) + len(found)} rows" in message
     for number in bad:
         assert f"{path}:{number}: " in message
@@ -350,28 +332,19 @@ def test_the_log_lists_ten_bad_rows_and_counts_all(tmp_path, caplog):
     assert f"{path}:41: " not in caplog.text
 
 
-def test_a_changed_file_is_read_again(tmp_path):
+def test_rows_are_cached_until_the_file_changes(tmp_path):
+    """One with the size and the time of the first is taken for it, and not read."""
     path = tmp_path / "x.jsonl"
-    for prefix in ("a", "bb"):
-        put(path, pairs(2, prefix))
-        assert prompts(path) == [f"{prefix}0", f"{prefix}1"]
-
-
-def test_rows_are_cached_on_disk_and_read_once(tmp_path, monkeypatch):
-    path = put(tmp_path / "x.jsonl", pairs(3))
+    put(path, pairs(3))
+    before = path.stat()
     first = prompts(path)
-    monkeypatch.setattr(resolve, "_NUM_PEEKED", 1)
-    reads = []
-    true_lines = readers.read_lines
-    monkeypatch.setattr(
-        resolve, "read_lines", lambda *a: (reads.append(line) or line for line in true_lines(*a))
-    )
+    put(path, pairs(3, "q"))
+    assert prompts(path) == ["q0", "q1", "q2"]
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert prompts(path) == first
-    assert len(reads) == 1  # the peek at the columns
 
 
-def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch):
-    path = put(tmp_path / "x.jsonl", pairs(3))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", path)
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path):
+    (tmp_path / "cache").write_text("")  # a file, where the folder would be
     with pytest.raises(UserError, match="HF_DATASETS_CACHE"):
-        load(path)
+        load(put(tmp_path / "x.jsonl", pairs(3)))

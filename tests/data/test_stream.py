@@ -1,7 +1,6 @@
 """Streaming: the same rows on every rank, steps with disjoint prompts, constant memory."""
 
 import json
-import logging
 import subprocess
 import sys
 from collections import Counter
@@ -9,20 +8,19 @@ from itertools import islice
 
 import datasets
 import pytest
+from data_files import listed, pairs, step_table
 from dialogues import REPLY, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import slow
 
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
+from dschat.config import CommonConfig, SFTConfig, UserError
 from dschat.data.batches import PromptBatches, RowStream, StepBatches
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.pretraining_text import text_dataset
-from dschat.data.sources import splits
 from dschat.data.sources.adapters import PURPOSES, Example
 from dschat.data.sources.stream import ExampleStream, shuffled
-from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 TOKENIZER = tiny_tokenizer()
 
@@ -33,15 +31,9 @@ def unwritable_cache(own_cache, tmp_path):
     (tmp_path / "cache").write_text("")
 
 
-def pairs(num, prefix="p"):
-    return [
-        {"prompt": f"{prefix}{i}", "chosen": f"a {i}", "rejected": f"b {i}"} for i in range(num)
-    ]
-
-
 def stream_of(paths, purpose="sft", **knobs):
     knobs = {"streaming": True, "max_steps": 1, "shuffle_buffer_size": 50, **knobs}
-    config = CommonConfig(data_path=[paths] if isinstance(paths, str) else paths, **knobs)
+    config = CommonConfig(data_path=listed(paths), **knobs)
     return ExampleStream(config, purpose, config.seed)
 
 
@@ -79,37 +71,27 @@ def test_each_pass_is_another_permutation(write):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", *slow(["json", "csv"])])
-def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, caplog):
+def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, log):
     """As in a table."""
     paths = []
     for name, num in (("a", 50), ("b", 500)):
         paths.append(str(tmp_path / f"{name}.{form}"))
         table = datasets.Dataset.from_list(pairs(num, name))
         getattr(table, f"to_{form.removesuffix('l')}")(paths[-1])
-    with caplog.at_level(logging.INFO, "dschat"):
-        stream = stream_of([f"{paths[0]}:3", paths[1]], data_split="1,0,0")
+    stream = stream_of([f"{paths[0]}:3", paths[1]], data_split="1,0,0")
     counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
     assert abs(counts["a"] / 4000 - 150 / 650) < 0.03
     listed = f"the stream takes 23.1% from {paths[0]}, 76.9% from {paths[1]} (by rows and weights)"
-    assert listed in caplog.text
+    assert listed in log.text
 
 
-def test_a_source_of_unknown_length_is_blended_by_weights(write, monkeypatch, caplog):
-    a, b = write(pairs(50, "a"), "a.jsonl"), write(pairs(500, "b"), "b.jsonl")
-    read = splits.read_source
-
-    def as_from_the_hub(*args, **knobs):
-        found = read(*args, **knobs)
-        found.train.stamp = None
-        return found
-
-    monkeypatch.setattr(splits, "read_source", as_from_the_hub)
-    with caplog.at_level(logging.INFO, "dschat"):
-        stream = stream_of([f"{a}:3", b], data_split="1,0,0")
+def test_a_source_of_unknown_length_is_blended_by_weights(write, hub, log):
+    hub.splits = {"train": pairs(50, "a")}
+    stream = stream_of(["owner/name:3", write(pairs(500, "b"))], data_split="1,0,0")
     counts = Counter(prompt[0] for prompt in prompts(stream, 4000))
     assert abs(counts["a"] / 4000 - 0.75) < 0.03
-    assert "75.0% from" in caplog.text
-    assert "weights alone: a source's rows are not known" in caplog.text
+    assert "75.0% from" in log.text
+    assert "weights alone: a source's rows are not known" in log.text
 
 
 @settings(max_examples=50, deadline=None)
@@ -143,12 +125,10 @@ def test_held_out_rows_are_the_first_and_bounded(write, tmp_path):
     assert len(set(prompts(named, 400))) > 60  # nothing of its own is held out: 1/5 of 400 rows
 
 
-def test_bad_rows_are_logged_once_and_follow_the_flag(write, caplog):
+def test_bad_rows_are_logged_once_and_follow_the_flag(write, log):
     rows = [*pairs(30), {"prompt": "", "chosen": "x"}]
-    stream = stream_of(write(rows), data_split="1,0,0")
-    with caplog.at_level(logging.WARNING, "dschat"):
-        prompts(stream, 100)
-    assert caplog.text.count("data.jsonl:31: no usable prompt") == 1
+    prompts(stream_of(write(rows), data_split="1,0,0"), 100)
+    assert log.text.count("data.jsonl:31: no usable prompt") == 1
     with pytest.raises(UserError, match=r"data.jsonl:31: no usable prompt; .*--on_bad_row skip"):
         prompts(stream_of(write(rows), data_split="1,0,0", on_bad_row="error"), 100)
 
@@ -178,13 +158,8 @@ STEP = {"streaming": True, "max_steps": 2, "eval_fraction": 0.2, "shuffle_buffer
 
 def test_every_step_gets_its_rows(write):
     path = write(pairs(60))
-    base = {**STEP, "data_path": [path], "data_split": "1,1,1"}
-    made = {
-        "input_ids": sft_dataset(SFTConfig(**base), TOKENIZER, "both"),
-        "chosen_ids": preference_dataset(RewardConfig(**base), TOKENIZER, "both"),
-        "prompt_ids": prompt_dataset(RLHFConfig(**base), TOKENIZER, "both"),
-    }
-    for column, (train, held_out) in made.items():
+    for purpose, column in zip(PURPOSES, ("input_ids", "chosen_ids", "prompt_ids"), strict=True):
+        train, held_out = step_table(path, TOKENIZER, purpose, "both", data_split="1,1,1", **STEP)
         rows = train.encode(list(islice(train.examples(), 5)))
         assert len(rows) == 5
         assert all(row[column] for row in rows)
@@ -194,8 +169,7 @@ def test_every_step_gets_its_rows(write):
 
 @pytest.mark.parametrize("size", [MicroBatchSize(2), MicroBatchSize(2, tokens=500)])
 def test_a_global_batch_has_the_same_rows_for_any_ranks(write, size):
-    config = SFTConfig(**STEP, data_path=[write(pairs(60))], data_split="1,0,0")
-    stream = sft_dataset(config, TOKENIZER)
+    stream = step_table(write(pairs(60)), TOKENIZER, **STEP)
 
     def steps(rank, world, first=0):
         batches = StepBatches(stream, 12, size, rank, world, seed=0)
@@ -220,10 +194,9 @@ def test_unusable_rows_make_a_batch_smaller_for_any_number_of_ranks():
 
 def test_rollouts_are_full_although_prompts_are_dropped(write):
     rows = [{"prompt": "x" * (1 + i % 12)} for i in range(300)]
-    config = RLHFConfig(**STEP, data_path=[write(rows)], data_split="0,0,1", max_prompt_seq_len=6)
-    stream = prompt_dataset(config, TOKENIZER)
+    stream = step_table(write(rows), TOKENIZER, "rlhf", max_prompt_seq_len=6, **STEP)
     ranks = [list(islice(PromptBatches(stream, 10, rank, 3, seed=0), 8)) for rank in range(3)]
-    (whole,) = [list(islice(PromptBatches(stream, 10, 0, 1, seed=0), 8))]
+    whole = list(islice(PromptBatches(stream, 10, 0, 1, seed=0), 8))
     for number, rollout in enumerate(whole):
         assert len(rollout) == 10
         assert [list(ids) for rank in ranks for ids in rank[number]] == [list(r) for r in rollout]
@@ -231,20 +204,16 @@ def test_rollouts_are_full_although_prompts_are_dropped(write):
 
 
 def test_a_stream_without_usable_prompts_is_an_error(write):
-    config = RLHFConfig(
-        **STEP, data_path=[write(pairs(50))], data_split="0,0,1", max_prompt_seq_len=1
-    )
-    with pytest.raises(
-        UserError, match="no rows are left of the first 1000 .*--max_prompt_seq_len 1"
-    ):
-        prompt_dataset(config, TOKENIZER)
+    words = "no rows are left of the first 1000 .*--max_prompt_seq_len 1"
+    with pytest.raises(UserError, match=words):
+        step_table(write(pairs(50)), TOKENIZER, "rlhf", max_prompt_seq_len=1, **STEP)
 
 
 def test_shuffled_labels_swap_half_of_a_stream(write):
-    base = {**STEP, "data_path": [write(pairs(200))], "data_split": "0,1,0"}
+    path = write(pairs(200))
     straight, mixed = (
-        preference_dataset(RewardConfig(**base, shuffle_labels=shuffle), TOKENIZER)
-        for shuffle in (False, True)
+        step_table(path, TOKENIZER, "reward", shuffle_labels=is_shuffled, **STEP)
+        for is_shuffled in (False, True)
     )
     a, b = (stream.encode(list(islice(stream.examples(), 100))) for stream in (straight, mixed))
     same = [x == y for x, y in zip(a, b, strict=True)]

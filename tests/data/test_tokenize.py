@@ -1,24 +1,18 @@
 """From examples to ids: prompts, answers, loss masks and cuts."""
 
-import logging
-
 import pytest
 from byte_tokenizers import CHATML, byte_tokenizer, trained
-from data_files import only
-from dialogues import REPLY, USER
+from data_files import only, step_table
+from dialogues import REPLY, SYSTEM, USER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import some
 from tool_templates import HERMES, SCHEMAS, tokenizer_of
 
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.segments import _warn_once, encode_examples, prompt_text_ids
-from dschat.data.sources.adapters import PURPOSES, Example
-from dschat.data.tokenize import (
-    preference_dataset,
-    prompt_dataset,
-    sft_dataset,
-)
+from dschat.config import RLHFConfig, UserError
+from dschat.data.segments import encode_examples, prompt_text_ids
+from dschat.data.sources.adapters import Example
+from dschat.data.tokenize import prompt_dataset
 
 # drops the thoughts of earlier turns, as reasoning models' templates do
 FORGETFUL = (
@@ -26,12 +20,6 @@ FORGETFUL = (
     "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'].split(';')[-1] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-STRICT = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    + CHATML
-)
-
-
 PLAIN = byte_tokenizer("</s>", pad_token="</s>")  # pad == eos, no BOS, no template
 OPT_LIKE = byte_tokenizer("</s>", frame="</s> $A", bos_token="</s>", pad_token="<pad>")
 LLAMA_LIKE = byte_tokenizer("</s>", frame="<s> $A </s>", bos_token="<s>", pad_token="</s>")
@@ -40,20 +28,10 @@ TOKENIZERS = {"plain": PLAIN, "opt": OPT_LIKE, "llama": LLAMA_LIKE, "chat": CHAT
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
 
-@pytest.fixture(autouse=True)
-def warn_again():
-    _warn_once.cache_clear()
-
-
 @pytest.fixture
-def knobs(write, tmp_path):
-    """Config arguments that give all of these rows to step 1, 2 or 3."""
-
-    def make(rows, step=1, **more):
-        path = write(rows, f"rows{len(list(tmp_path.iterdir()))}.jsonl")
-        return {"data_path": [path], **only(PURPOSES[step - 1]), **more}
-
-    return make
+def table(write):
+    """``table(rows, tokenizer, purpose)``: one step's table of all these rows."""
+    return lambda rows, *args, **knobs: step_table(write(rows), *args, **knobs)
 
 
 # -- prompts and answers
@@ -82,13 +60,12 @@ def test_training_and_generation_see_the_same_prompt_ids(tokenizer, turns, answe
 
 
 @every_tokenizer
-def test_text_is_trained_on_the_answer_and_its_eos_alone(tokenizer, knobs):
-    config = SFTConfig(
-        **knobs([{"prompt": "2+2? ", "chosen": "x"}, {"prompt": "é", "chosen": "日本"}])
-    )
-    for row, answer in zip(sft_dataset(config, tokenizer), ("x", "日本"), strict=True):
+def test_text_is_trained_on_the_answer_and_its_eos_alone(tokenizer, table):
+    rows = [{"prompt": "2+2? ", "chosen": "x"}, {"prompt": "é", "chosen": "日本"}]
+    made = table(rows, tokenizer)
+    for row, answer in zip(made, ("x", "日本"), strict=True):
         assert trained(tokenizer, row) == [answer + tokenizer.eos_token]
-    first = sft_dataset(config, tokenizer)[0]
+    first = made[0]
     assert sum(first["loss_mask"]) == 2  # one token and EOS
     bos = [] if tokenizer in (PLAIN, CHAT) else [tokenizer.bos_token_id]
     bare = tokenizer("2+2? ", add_special_tokens=False)["input_ids"]
@@ -96,16 +73,15 @@ def test_text_is_trained_on_the_answer_and_its_eos_alone(tokenizer, knobs):
     assert first["input_ids"] == bos + bare + end
 
 
-def test_an_answer_ends_at_its_first_eos(knobs):
+def test_an_answer_ends_at_its_first_eos(table):
     row = {"prompt": "p", "chosen": "yes</s>no</s>"}
-    assert trained(PLAIN, sft_dataset(SFTConfig(**knobs([row])), PLAIN)[0]) == ["yes</s>"]
+    assert trained(PLAIN, table([row], PLAIN)[0]) == ["yes</s>"]
 
 
-def test_an_answer_that_begins_with_eos_has_no_tokens(knobs, caplog):
+def test_an_answer_that_begins_with_eos_has_no_tokens(table, log):
     rows = [{"prompt": "p", "chosen": "</s>no"}, {"prompt": "q", "chosen": "yes"}]
-    with caplog.at_level(logging.INFO, "dschat"):
-        assert len(sft_dataset(SFTConfig(**knobs(rows)), PLAIN)) == 1
-    assert "1 dropped (an answer without tokens)" in caplog.text
+    assert len(table(rows, PLAIN)) == 1
+    assert "1 dropped (an answer without tokens)" in log.text
 
 
 def test_a_prompt_that_ends_with_eos_keeps_it():
@@ -135,85 +111,71 @@ def test_a_template_is_rendered_once_with_its_special_tokens():
     assert ids.count(CHAT.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
-def test_dialogues_are_trained_on_assistant_turns_only(knobs):
-    dialogue = [
-        {"role": "system", "content": "be kind"},
-        USER("hi"),
-        REPLY("hello"),
-        USER("and?"),
-        REPLY("the answer"),
-    ]
-    config = SFTConfig(**knobs([{"messages": dialogue}]))
-    assert trained(CHAT, sft_dataset(config, CHAT)[0]) == [
-        "hello<|im_end|>",
-        "the answer<|im_end|>",
-    ]
-    assert trained(LLAMA_LIKE, sft_dataset(config, LLAMA_LIKE)[0]) == [
-        " hello</s>",
-        " the answer</s>",
-    ]
+def test_dialogues_are_trained_on_assistant_turns_only(table):
+    asked = [SYSTEM("be kind"), USER("hi"), REPLY("hello"), USER("and?"), REPLY("the answer")]
+    rows = [{"messages": asked}]
+    (row,) = table(rows, CHAT)
+    assert trained(CHAT, row) == ["hello<|im_end|>", "the answer<|im_end|>"]
+    (without_template,) = table(rows, LLAMA_LIKE)
+    assert trained(LLAMA_LIKE, without_template) == [" hello</s>", " the answer</s>"]
     # the text between the turns is exactly the template's
-    ids = sft_dataset(config, CHAT)[0]["input_ids"]
-    rendered = CHAT.apply_chat_template(dialogue, tokenize=False)
-    assert CHAT.decode(ids) + "\n" == rendered
+    rendered = CHAT.apply_chat_template(asked, tokenize=False)
+    assert CHAT.decode(row["input_ids"]) + "\n" == rendered
 
 
-def test_a_dialogue_that_ends_with_the_user_is_trained_up_to_its_last_answer(knobs):
+def test_a_dialogue_that_ends_with_the_user_is_trained_up_to_its_last_answer(table):
     rows = [{"messages": [USER("hi"), REPLY("hello"), USER("bye")]}]
-    (row,) = sft_dataset(SFTConfig(**knobs(rows)), CHAT)
+    (row,) = table(rows, CHAT)
     assert trained(CHAT, row) == ["hello<|im_end|>"]
     assert "bye" not in CHAT.decode(row["input_ids"])
-    config = RLHFConfig(**knobs(rows, step=3))
-    (row,) = prompt_dataset(config, CHAT)
+    (row,) = table(rows, CHAT, "rlhf")
     assert row["prompt_text"] == "bye"
     assert row["prompt_ids"] == prompt_text_ids(CHAT, rows[0]["messages"])
 
 
-def test_prompts_show_tools(knobs):
+def test_prompts_show_tools(write):
     """Those of the run, or of their rows; with them, a text is a user's turn."""
     tokenizer, row = tokenizer_of(HERMES), {"messages": [USER("hi")], "tools": SCHEMAS}
     own = [{"type": "function", "function": {"name": "mine"}}]
     for rows, tools in (([{"prompt": "hi"}], own), ([row], own), ([row], None)):
-        config = RLHFConfig(**knobs(rows, step=3), max_prompt_seq_len=2000)
+        config = RLHFConfig(data_path=[write(rows)], **only("rlhf"), max_prompt_seq_len=2000)
         (made,) = prompt_dataset(config, tokenizer, tools=tools)
         assert made["prompt_ids"] == prompt_text_ids(
             tokenizer, [USER("hi")], tools=tools or SCHEMAS
         )
 
 
-def test_calls_of_tools_are_trained(knobs):
+def test_calls_of_tools_are_trained(table):
     """The call and the answer with their EOS, and nothing of the tool's turn."""
     function = {"name": "search", "arguments": {"query": "x"}}
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
     dialogue = [USER("u"), called, {"role": "tool", "content": "told"}, REPLY("r")]
     rows = [{"messages": dialogue, "tools": SCHEMAS}]
-    config = SFTConfig(**knobs(rows), max_seq_len=2000)
-    (row,) = sft_dataset(config, tokenizer_of(HERMES))
+    (row,) = table(rows, tokenizer_of(HERMES), max_seq_len=2000)
     call = '\n<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call><eot>'
     assert trained(tokenizer_of(HERMES), row) == [call, "r<eot>"]
     with pytest.raises(UserError, match="calls of tools, which the chat template does not render"):
-        sft_dataset(config, CHAT)
+        table(rows, CHAT, max_seq_len=2000)
 
 
-def test_train_on_prompt_trains_all_but_the_first_token(knobs):
+def test_train_on_prompt_trains_all_but_the_first_token(table):
     rows = [{"prompt": "question", "chosen": "a"}, {"messages": [USER("u"), REPLY("r")]}]
     for row in rows:
-        (made,) = sft_dataset(SFTConfig(**knobs([row]), train_on_prompt=True), CHAT)
+        (made,) = table([row], CHAT, train_on_prompt=True)
         assert made["loss_mask"] == [False] + [True] * (len(made["input_ids"]) - 1)
 
 
-def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(knobs, caplog):
+def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(table, log):
     tokenizer = byte_tokenizer("</s>", FORGETFUL)
     dialogue = [USER("hi"), REPLY("hmm;hello"), USER("and?"), REPLY("aha;bye")]
     seen = {
         "hmm;hello</s>": "<user>hi</s><assistant>hmm;hello</s>",
         "aha;bye</s>": "<user>hi</s><assistant>hello</s><user>and?</s><assistant>aha;bye</s>",
     }
-    rows = knobs([{"messages": dialogue}])
-    with caplog.at_level(logging.INFO, "dschat"):
-        made = sft_dataset(SFTConfig(**rows), tokenizer)
-    assert "2 rows" in caplog.text
-    assert "1 are earlier answers" in caplog.text
+    rows = [{"messages": dialogue}]
+    made = table(rows, tokenizer)
+    assert "2 rows" in log.text
+    assert "1 are earlier answers" in log.text
     assert [(trained(tokenizer, row), tokenizer.decode(row["input_ids"])) for row in made] == [
         ([answer], text) for answer, text in seen.items()
     ]
@@ -223,77 +185,59 @@ def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(kno
         list(seen.values())[1],
     ]
     assert [row["dialogue"] for row in made] == [0, 0]
-    (row,) = sft_dataset(SFTConfig(**rows, train_on="last"), tokenizer)
-    assert trained(tokenizer, row) == ["aha;bye</s>"]
+    of_the_last = table(rows, tokenizer, train_on="last")
     dialogue[1]["weight"] = 0
-    (row,) = sft_dataset(SFTConfig(**knobs([{"messages": dialogue}])), tokenizer)
-    assert trained(tokenizer, row) == ["aha;bye</s>"]
+    for (row,) in (of_the_last, table(rows, tokenizer)):
+        assert trained(tokenizer, row) == ["aha;bye</s>"]
 
 
-def test_chats_that_the_template_refuses_are_dropped_and_counted(knobs, caplog):
-    tokenizer = byte_tokenizer("<|im_end|>", STRICT)
-    system = {"role": "system", "content": "s"}
-    rows = [{"messages": [system, USER("u"), REPLY("r")]}, {"messages": [USER("v"), REPLY("r")]}]
-    with caplog.at_level(logging.INFO, "dschat"):
-        assert len(sft_dataset(SFTConfig(**knobs(rows)), tokenizer)) == 1
-    assert (
-        "1 dropped (a chat that the tokenizer's template refuses (no system role))" in caplog.text
-    )
-    with pytest.raises(UserError, match="no system role"):
-        prompt_text_ids(tokenizer, [system, USER("u")])
-
-
-def test_a_tokenizer_without_eos_is_refused(knobs):
+def test_a_tokenizer_without_eos_is_refused(table):
     tokenizer = byte_tokenizer(None)
     with pytest.raises(UserError, match="no EOS token"):
-        sft_dataset(SFTConfig(**knobs([{"prompt": "p", "chosen": "c"}])), tokenizer)
+        table([{"prompt": "p", "chosen": "c"}], tokenizer)
 
 
 # -- lengths
 
 
-def test_long_rows_lose_the_start_of_the_prompt_then_the_end_of_the_answer(knobs, caplog):
+def test_long_rows_lose_the_start_of_the_prompt_then_the_end_of_the_answer(table, log):
     rows = [
         {"prompt": "0123456789", "chosen": "abc"},  # one token a character
         {"prompt": "0123456789", "chosen": "abcdefghijk"},
         {"prompt": "01", "chosen": "abc"},
     ]
-    config = SFTConfig(**knobs(rows), max_seq_len=8)
-    with caplog.at_level(logging.INFO, "dschat"):
-        plain = [PLAIN.decode(row["input_ids"]) for row in sft_dataset(config, PLAIN)]
+    plain = [PLAIN.decode(row["input_ids"]) for row in table(rows, PLAIN, max_seq_len=8)]
     assert plain == ["6789abc</s>", "89abcdef", "01abc</s>"]  # a quarter is the prompt's
-    assert "2 lost the beginning of the prompt; 1 lost the end of the answer" in caplog.text
-    made = sft_dataset(config, LLAMA_LIKE)
+    assert "2 lost the beginning of the prompt; 1 lost the end of the answer" in log.text
+    made = table(rows, LLAMA_LIKE, max_seq_len=8)
     assert [LLAMA_LIKE.decode(row["input_ids"]) for row in made][0] == "<s>789abc</s>"
     assert LLAMA_LIKE.decode(made[1]["input_ids"]) == "<s>9abcdef"
     assert trained(LLAMA_LIKE, made[1]) == ["abcdef"]
-    shortest = sft_dataset(SFTConfig(**knobs(rows), max_seq_len=4), LLAMA_LIKE)
+    shortest = table(rows, LLAMA_LIKE, max_seq_len=4)
     assert LLAMA_LIKE.decode(shortest[1]["input_ids"]) == "9abc"  # of one token BOS tells nothing
     assert all(len(row["input_ids"]) == len(row["loss_mask"]) <= 8 for row in made)
 
 
 @pytest.mark.parametrize("max_len", some(range(2, 24), [2, 3, 4, 7, 13, 23]))
-def test_every_length_limit_holds_and_leaves_a_target(max_len, knobs):
+def test_every_length_limit_holds_and_leaves_a_target(max_len, table):
     rows = [
         {"messages": [USER("hi"), REPLY("hello"), USER("and?"), REPLY("bye")]},
         {"messages": [USER("hi, a longer beginning"), REPLY("y")]},
     ]
-    for row in sft_dataset(SFTConfig(**knobs(rows), max_seq_len=max_len), LLAMA_LIKE):
+    for row in table(rows, LLAMA_LIKE, max_seq_len=max_len):
         assert len(row["input_ids"]) <= max_len
         assert any(row["loss_mask"])
         assert not row["loss_mask"][0]
 
 
-def test_the_two_sides_of_a_pair_share_their_prompt(knobs, caplog):
+def test_the_two_sides_of_a_pair_share_their_prompt(table, log):
     rows = [
         {"prompt": "0123456789", "chosen": "a", "rejected": "abcd"},
         {"prompt": "0123456789", "chosen": "abcde", "rejected": "x"},  # its quarter and no more
         {"prompt": "0", "chosen": "abcdef", "rejected": "x"},  # whole: shorter than a quarter
         {"prompt": "01", "chosen": "same</s>", "rejected": "same"},
     ]
-    config = RewardConfig(**knobs(rows, step=2), max_seq_len=8)
-    with caplog.at_level(logging.INFO, "dschat"):
-        made = preference_dataset(config, PLAIN)
+    made = table(rows, PLAIN, "reward", max_seq_len=8)
     sides = [(PLAIN.decode(r["chosen_ids"]), PLAIN.decode(r["rejected_ids"])) for r in made]
     assert sides == [
         ("789a</s>", "789abcd</s>"),
@@ -301,29 +245,30 @@ def test_the_two_sides_of_a_pair_share_their_prompt(knobs, caplog):
         ("0abcdef</s>", "0x</s>"),
     ]
     assert made["prompt_length"][:] == [3, 2, 1]
-    assert "1 dropped (chosen and rejected alike)" in caplog.text
-    assert "2 lost the beginning of the prompt" in caplog.text
+    assert "1 dropped (chosen and rejected alike)" in log.text
+    assert "2 lost the beginning of the prompt" in log.text
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_pair_with_an_answer_that_does_not_fit_is_dropped(side, knobs, caplog):
+def test_a_pair_with_an_answer_that_does_not_fit_is_dropped(side, table, log):
     """Otherwise both would lose their prompt, and one its EOS."""
     rows = [
         {"prompt": "why?", "chosen": "yes", "rejected": "no"},
         {"prompt": "how?", "chosen": "yes", "rejected": "no"} | {side: "x" * 14},
     ]
-    config = RewardConfig(**knobs(rows, step=2), max_seq_len=16)
-    with caplog.at_level(logging.INFO, "dschat"):
-        (row,) = preference_dataset(config, PLAIN)
+    (row,) = table(rows, PLAIN, "reward", max_seq_len=16)
     assert PLAIN.decode(row["chosen_ids"]) == "why?yes</s>"
-    assert "1 dropped (an answer too long for --max_seq_len 16)" in caplog.text
+    assert "1 dropped (an answer too long for --max_seq_len 16)" in log.text
 
 
-def test_shuffled_labels_swap_half_the_training_pairs_and_no_held_out_ones(knobs):
+def test_shuffled_labels_swap_half_the_training_pairs_and_no_held_out_ones(table):
     rows = [{"prompt": f"p{i}", "chosen": "yes", "rejected": "no"} for i in range(200)]
-    base = knobs(rows, step=2, eval_fraction=0.2)
-    straight, held = preference_dataset(RewardConfig(**base), PLAIN, "both")
-    mixed, mixed_held = preference_dataset(RewardConfig(**base, shuffle_labels=True), PLAIN, "both")
+    made = [
+        table(rows, PLAIN, "reward", "both", eval_fraction=0.2, shuffle_labels=is_shuffled)
+        for is_shuffled in (False, True, True)
+    ]
+    (straight, held), (mixed, mixed_held), (again, _) = made
+    assert again[:] == mixed[:]
     assert mixed_held[:] == held[:]
     same = [a == b for a, b in zip(straight, mixed, strict=True)]
     assert 0.35 < sum(same) / len(same) < 0.65
@@ -332,34 +277,27 @@ def test_shuffled_labels_swap_half_the_training_pairs_and_no_held_out_ones(knobs
             (b["chosen_ids"], b["rejected_ids"]),
             (b["rejected_ids"], b["chosen_ids"]),
         )
-    again = preference_dataset(RewardConfig(**base, shuffle_labels=True), PLAIN)
-    assert again[:] == mixed[:]
 
 
-def test_prompts_that_are_too_long_are_dropped_and_keep_their_numbers(knobs, caplog):
+def test_prompts_that_are_too_long_are_dropped_and_keep_their_numbers(table, log):
     rows = [{"prompt": "012345678"}, {"prompt": "01234567"}, {"prompt": "é日"}]
-    config = RLHFConfig(**knobs(rows, step=3), max_prompt_seq_len=8)
-    with caplog.at_level(logging.INFO, "dschat"):
-        made = prompt_dataset(config, PLAIN)
+    made = table(rows, PLAIN, "rlhf", max_prompt_seq_len=8)
     assert [(row["index"], row["prompt_text"]) for row in made] == [(1, "01234567"), (2, "é日")]
     assert [row["prompt_ids"] for row in made] == [
         PLAIN(row["prompt"])["input_ids"] for row in rows[1:]
     ]
-    assert "1 dropped (longer than --max_prompt_seq_len 8)" in caplog.text
-
-
-def test_no_prompt_left_is_an_error(knobs):
-    config = RLHFConfig(**knobs([{"prompt": "01234"}], step=3), max_prompt_seq_len=4)
+    assert "1 dropped (longer than --max_prompt_seq_len 8)" in log.text
     with pytest.raises(UserError, match="--max_prompt_seq_len 4"):
-        prompt_dataset(config, PLAIN)
+        table(rows[:1], PLAIN, "rlhf", max_prompt_seq_len=4)
 
 
-def test_splits_come_one_by_one_or_together(knobs):
+def test_splits_come_one_by_one_or_together(table):
     rows = [{"prompt": f"p{i}", "chosen": "c"} for i in range(20)]
-    config = SFTConfig(**knobs(rows, eval_fraction=0.25))
-    both = sft_dataset(config, PLAIN, "both")
-    assert [len(table) for table in both] == [15, 5]
-    assert sft_dataset(config, PLAIN, "train")[:] == both[0][:]
-    assert sft_dataset(config, PLAIN, "eval")[:] == both[1][:]
-    none = sft_dataset(SFTConfig(**knobs(rows)), PLAIN, "eval")
-    assert (len(none), none.column_names) == (0, both[0].column_names)
+    made = {
+        split: table(rows, PLAIN, split=split, eval_fraction=0.25)
+        for split in ("both", "train", "eval")
+    }
+    assert [len(part) for part in made["both"]] == [15, 5]
+    assert [made[split][:] for split in ("train", "eval")] == [part[:] for part in made["both"]]
+    none = table(rows, PLAIN, split="eval")
+    assert (len(none), none.column_names) == (0, made["train"].column_names)
