@@ -30,7 +30,6 @@ from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
-from dschat.models.checkpoint import Checkpoint
 from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
@@ -171,14 +170,10 @@ def _batch_sizes(case: Case) -> dict[str, int]:
     return {"gradient_accumulation_steps": accumulation}
 
 
-def build_supervised(case: Case, models: Path, out: Path):
-    """Engine, task, configuration, files for saving: as the mains of steps 1 and 2 build
-    them.
-    """
-    cls = SFTConfig if case.step != "reward" else RewardConfig
-    path = str(models / case.model)
-    config = cls(
-        model_name_or_path=path,
+def supervised_config(case: Case, models: Path, out: Path, **values: Any) -> SFTConfig:
+    """The configuration of step 1 or 2, seeded; also of step 2 on the policy."""
+    config = (SFTConfig if case.step in ("sft", "nan", "skip") else RewardConfig)(
+        model_name_or_path=str(models / case.model),
         output_dir=str(out),
         zero_stage=case.zero,
         learning_rate=3e-3,
@@ -190,37 +185,46 @@ def build_supervised(case: Case, models: Path, out: Path):
         report_to=["none"],
         dropout=0.0,
         **_batch_sizes(case),
+        **values,
     )
     case.apply_options(config)
     set_seed(config.seed)
-    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.eot_token)
+    return config
+
+
+def build_supervised(case: Case, models: Path, out: Path):
+    """Engine, task, configuration, files for saving: as `dschat.supervised.run` builds them."""
+    config = supervised_config(case, models, out)
     zero = zero_settings(config)
-    flag = "--model_name_or_path"
-    if case.step == "reward":
-        ensure_distinct_pad(tokenizer)
+    is_score = isinstance(config, RewardConfig)
+    base = setup.read_base(config, "score" if is_score else "lm")
+    if is_score:
+        ensure_distinct_pad(base.tokenizer)
         with sharded_loading(zero):
-            model = Checkpoint(path, flag).score_model(
+            model = base.checkpoint.score_model(
                 zero.dtype,
-                tokenizer.pad_token_id,
+                base.tokenizer.pad_token_id,
                 from_base=True,
-                num_tokens=num_ids(tokenizer),
+                num_tokens=num_ids(base.tokenizer),
                 dropout=config.dropout,
                 weight_bits=zero.weight_bits,
             )
+        files = setup.HubFiles(model.config, base.tokenizer)
         wrap, task = ScoreModel, tasks.RewardTask()
     else:
-        with sharded_loading(zero):
-            model = Checkpoint(path, flag).language_model(
-                zero.dtype,
-                config.dropout,
-                num_tokens=num_ids(tokenizer),
-                weight_bits=zero.weight_bits,
-            )
+        model = setup.load_policy(config, base, zero, config.dropout)
+        files = setup.policy_files(config, base, model)
         wrap, task = LanguageModel, tasks.SFTTask()
-    stops = (EOS,) if case.step == "sft" else ()
-    files = setup.HubFiles(model.config, tokenizer, stops)
     engine = setup.build_engine(model, config, zero, 5 * int(config.num_train_epochs), wrap)
     return engine, task, config, files
+
+
+def supervised_metrics(out: Path, *names: str) -> dict[str, list[float]]:
+    """What rank 0 has logged under these names, step by step; nothing on the others."""
+    if not dist.is_main_process():
+        return {}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {name: [line[name] for line in lines if name in line] for name in names}
 
 
 def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
@@ -234,12 +238,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine.eval()
     probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
     setup.save(engine, config, files)
-    result: dict[str, Any] = {"probe": probe}
-    if dist.is_main_process():
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for name in ("loss", "grad_norm", "eval/loss"):
-            result[name] = [line[name] for line in lines if name in line]
-    return result
+    return {"probe": probe} | supervised_metrics(out, "loss", "grad_norm", "eval/loss")
 
 
 def ppo_config(case: Case, models: Path) -> RLHFConfig:

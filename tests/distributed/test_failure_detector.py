@@ -157,6 +157,7 @@ def test_strangers_do_not_deafen_rank_0(how, tmp_path):
         def stranger():
             return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
 
+        stranger().close()
         if how == "a line without end":
             client = stranger()
             with contextlib.suppress(OSError):  # closed
