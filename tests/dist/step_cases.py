@@ -7,6 +7,7 @@ the case's folder.
 
 import json
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ MODELS = (
     "llama_stops",  # answers of a few tokens; two ranks can share its heads
 )
 GLOBAL_BATCH = 8
+OTHER_CASES = ("rollout", "soak", "preference", "balance", "collective", "episode")
+OTHER_CASES += ("sequence_parallel",)
 
 
 @dataclass(frozen=True)
@@ -136,31 +139,11 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
-    import balance_cases  # NOTE: these import this module
-    import collective_cases
-    import episode_cases
-    import preference_cases
-    import rollout_cases
-    import sequence_parallel_cases
-    import soak_cases
-
     out.mkdir(parents=True, exist_ok=True)
-    runners = (
-        rollout_cases.RUNNERS
-        | {"soak": soak_cases.run_soak}
-        | preference_cases.RUNNERS
-        | balance_cases.RUNNERS
-        | collective_cases.RUNNERS
-        | sequence_parallel_cases.RUNNERS
-        | episode_cases.RUNNERS
-        | {
-            "sft": _run_supervised,
-            "reward": _run_supervised,
-            "ppo": _run_ppo,
-            "nan": _run_nan,
-            "skip": _run_nan,
-        }
-    )
+    runners = {"ppo": _run_ppo} | dict.fromkeys(("sft", "reward"), _run_supervised)
+    runners |= dict.fromkeys(("nan", "skip"), _run_nan)
+    for name in OTHER_CASES:
+        runners |= import_module(f"{name}_cases").RUNNERS  # NOTE: these import this module
     return runners[case.step](case, models, out)
 
 

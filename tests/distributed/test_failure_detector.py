@@ -62,7 +62,11 @@ if rank == int(ends[0]):
 print(detector.first_failure(1.0))
 time.sleep(120 if detector.first_failure() else 0)
 """
-KILLED = r"error: process {} of 3 \(pid \d+ on \S+\) ended without an exit code: .*"
+KILLED = r"error: process {} of 3 \(pid \d+ on \S+\) ended without an exit code: .*\n"
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def start(folder: Path, count: int, ends: str, size: int = 3) -> list[subprocess.Popen]:
@@ -95,51 +99,28 @@ def run(tmp_path: Path, ends: str) -> tuple[list[int], list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "how"),
+    ("ends", "codes", "printed", "said"),  # printed: by the others; said: on stderr, by rank
     [
-        (0, "killed"),
-        pytest.param(1, "killed", marks=pytest.mark.slow),
-        pytest.param(1, "killed, its fork lives", marks=pytest.mark.slow),
+        # One rank speaks for all.
+        ("0killed", [-9, 1, 1], "", {1: KILLED.format(0)}),
+        slow("1killed", [1, -9, 1], "", {0: KILLED.format(1)}),
+        slow("1killed, its fork lives", [1, -9, 1], "", {0: KILLED.format(1)}),
+        # Before the others connect: they learn its code, and that it has printed its error.
+        ("0fails at once", [7, 7, 7], "RankFailure(rank=0, code=7)\n", {}),
+        # It prints its own error; the others do not wait until it has ended.
+        slow("0fails", [-9, 7, 7], "", {}),
+        ("2fails", [7, 7, -9], "", {}),
+        ("1raises", [1, 1, 1], "", {0: KILLED.format(1), 1: r"[\s\S]*\nValueError: mine\n"}),
+        ("0announces 0", [0, 0, 0], "None\n", {}),
+        slow("1returns", [0, 0, 0], "None\n", {}),
     ],
 )
-def test_a_killed_rank_ends_the_others(tmp_path, rank, how):
-    codes, _, stderr = run(tmp_path, f"{rank}{how}")
-    assert codes == [-9 if r == rank else 1 for r in range(3)]
-    speaker = 1 if rank == 0 else 0  # one rank for all
-    assert re.fullmatch(KILLED.format(rank) + "\n", stderr[speaker])
-    assert [stderr[r] for r in range(3) if r != speaker] == ["", ""]
-
-
-def test_a_failure_before_the_others_connect(tmp_path):
-    """They learn its code, and that it has printed its error."""
-    codes, printed, stderr = run(tmp_path, "0fails at once")
-    assert codes == [7, 7, 7]
-    assert printed[1:] == ["RankFailure(rank=0, code=7)\n"] * 2
-    assert stderr == ["", "", ""]
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_announced_failure_ends_the_others_with_its_code(tmp_path, rank):
-    """It prints its own error; the others do not wait until it has ended."""
-    codes, printed, stderr = run(tmp_path, f"{rank}fails")
-    others = [r for r in range(3) if r != rank]
-    assert [codes[r] for r in others] == [7, 7]
-    assert stderr == ["", "", ""]
-
-
-def test_an_exception_is_a_failure(tmp_path):
-    codes, _, stderr = run(tmp_path, "1raises")
-    assert codes == [1, 1, 1]
-    assert stderr[1].splitlines()[-1] == "ValueError: mine"
-
-
-@pytest.mark.parametrize("how", ["0announces 0", pytest.param("1returns", marks=pytest.mark.slow)])
-def test_an_exit_with_0_does_not_end_the_others(tmp_path, how):
-    codes, printed, stderr = run(tmp_path, how)
-    others = [r for r in range(3) if r != int(how[0])]
-    assert codes == [0, 0, 0]
-    assert [printed[r] for r in others] == ["None\n", "None\n"]
-    assert stderr == ["", "", ""]
+def test_how_one_rank_ends_and_what_the_others_do(ends, codes, printed, said, tmp_path):
+    found, out, err = run(tmp_path, ends)
+    assert found == codes
+    assert [out[rank] for rank in range(3) if rank != int(ends[0])] == [printed] * 2
+    for rank in range(3):
+        assert re.fullmatch(said.get(rank, ""), err[rank])
 
 
 @pytest.mark.parametrize("how", ["more than there are files", "a line without end"])
