@@ -83,36 +83,26 @@ def tell_phases(folder: Path) -> None:
 
 
 def die_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: die())
+    _at_loss(number, rank, die)
 
 
 def hang_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: time.sleep(3600))
+    _at_loss(number, rank, lambda: time.sleep(3600))
 
 
-def _at_loss(number: int, rank: int, act: Callable[[Any], Any]) -> None:
-    """``act`` on the first loss of the ``number``-th optimizer step."""
+def _at_loss(number: int, rank: int, act: Callable[[], Any]) -> None:
+    """``act`` on the first loss of the ``number``-th optimizer step; it does not return."""
     import dschat.distributed as dist
-    from dschat.runtime import optimizer_step
+    from dschat.runtime.optimizer_step import OptimizerStep
 
     steps = [0]
 
-    class Counted(optimizer_step.OptimizerStep):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            steps[0] += 1
-            self._first = True
+    def at_loss(*_: Any) -> None:
+        if steps[0] == number and dist.rank() == rank:
+            act()
 
-        def backward(self, loss: Any) -> None:
-            if self._first and number == steps[0] and dist.rank() == rank:
-                act(loss)
-            self._first = False
-            super().backward(loss)
-
-    from dschat.rlhf import trainer
-    from dschat.supervised import loop
-
-    loop.OptimizerStep = trainer.OptimizerStep = Counted
+    before(OptimizerStep, "__init__", lambda *_, **__: _count(steps))
+    before(OptimizerStep, "backward", at_loss)
 
 
 def nan_scores(number: int, rank: int) -> None:
