@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -188,16 +189,12 @@ def test_a_nested_scope_leaves_signals_to_the_outer_one(tmp_path):
 
 
 def test_nothing_is_requested_outside_the_main_thread(tmp_path):
-    answers = []
-
     def loop():
         with stop_signals.handle_stop_signals(tmp_path) as stop:
-            answers.append(stop.agreed())
+            return stop.agreed()
 
-    thread = threading.Thread(target=loop)
-    thread.start()
-    thread.join()
-    assert answers == [False]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(loop).result() is False
 
 
 # The process registry

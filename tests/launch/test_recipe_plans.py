@@ -4,16 +4,15 @@ Model configurations are written here as published, so no hub is needed.
 """
 
 import dataclasses
-from pathlib import Path
 
 import pytest
+from python_process import ROOT
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
 import train
 from dschat.estimate.report import make_estimator
 from dschat.launch import recipe, run_plan
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "training" / "recipes").glob("*.yaml"))
 QUICK = {"demo", "demo-dpo"}  # the others take up to a minute each
 DEVICE_GIB = 80  # as in the published runs

@@ -60,11 +60,9 @@ def test_a_report_is_current_until_a_step_finishes_after_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no_report"]])
-def test_train_says_why_there_is_no_report(tree, flags):
-    done = train(*QUIET, *flags)
-    assert done.returncode == 0
-    assert ("no report: out: no metrics there" in done.stdout) == (not flags)
+def test_no_report_and_no_reason_where_none_is_wanted(tree):
+    done = train(*QUIET, "--no_report")
+    assert (done.returncode, "no report" in done.stdout) == (0, False)
 
 
 @pytest.mark.slow
