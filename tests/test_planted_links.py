@@ -6,7 +6,7 @@ import pytest
 
 from dschat.checkpoint import atomic_files
 from dschat.config import UserError
-from dschat.distributed import machine, process_registry
+from dschat.distributed import process_registry
 from dschat.launch.summary import write_summary
 from dschat.observability.metrics_log import RowFile, record_start
 from dschat.offline.evaluate import Results
@@ -21,15 +21,6 @@ def write_report(folder):
 
     (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
     report.write_report([str(folder)], max_points=1000)
-
-
-def lock(folder):
-    output_dir._claim(folder)
-
-
-def mark_complete(folder):
-    output_dir._records[str(folder)] = "{}\n"
-    output_dir.mark_complete(folder)
 
 
 def register(folder):
@@ -64,8 +55,8 @@ WRITERS = {
     ),
     "metrics": (lambda f: RowFile(f / "metrics.jsonl", keeps_rows=False), ["metrics.jsonl"]),
     "starts": (lambda f: record_start(f, "start", 0), ["starts.jsonl"]),
-    "lock": (lock, [output_dir._LOCK]),
-    "complete": (mark_complete, ["COMPLETE"]),
+    "lock": (output_dir.claim_output_dir, [".lock"]),
+    "complete": (output_dir.mark_complete, ["COMPLETE"]),
     "stopped": (process_registry.mark_stopped, [".ranks/stopped"]),
     "tensors": (lambda f: atomic_files.write_file(f / "a.json", {}), ["a.json"]),
     "preferences": (prefer, ["p.jsonl"]),
@@ -95,20 +86,3 @@ def test_a_link_to_a_folder_beside_the_checkpoints(suffix, tmp_path):
     atomic_files.tidy(folder)
     assert [path.name for path in theirs.iterdir()] == ["kept"]
     assert list(folder.iterdir()) == []
-
-
-def test_another_users_cache_folder_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "theirs").mkdir()
-    first = machine.writable_cache()
-    assert machine.writable_cache() == first
-    first.rmdir()
-    first.symlink_to(tmp_path / "theirs")
-    assert machine.writable_cache().resolve() != (tmp_path / "theirs")
-    first.unlink()
-    first.mkdir()
-    monkeypatch.setattr(machine.os, "getuid", lambda: first.stat().st_uid + 1)
-    theirs = tmp_path / f"dschat-{first.stat().st_uid + 1}"
-    theirs.mkdir()
-    assert machine.writable_cache() not in (first, theirs)

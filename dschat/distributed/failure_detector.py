@@ -59,11 +59,11 @@ class FailureDetector:
         self._report_lock = threading.Lock()  # never released by the thread that reports
         # On rank 0 to all others, else to rank 0.
         self._connections: dict[socket.socket, _Peer] = {}
-        self._all_connected = threading.Event()  # to rank 0, as far as it knows
+        self.all_connected = threading.Event()  # to rank 0, as far as this one knows
         self._silent = set(range(1, size))  # ranks that have not said hello to it
         server = _listen(address) if rank == 0 else None
         if server is None or size == 1:
-            self._all_connected.set()
+            self.all_connected.set()
         port_and_token = server and (server.getsockname()[1], secrets.token_hex(16))
         ranks = gather((port_and_token, _process_name()))
         self._names = [name for _, name in ranks]
@@ -83,7 +83,7 @@ class FailureDetector:
         if self._failure is not None:
             self._report()
         if code:
-            self._all_connected.wait(LATE_CONNECT_S)
+            self.all_connected.wait(LATE_CONNECT_S)
         message = f"failed {self._rank} {code}" if code else "done"
         for connection in list(self._connections):
             _send(connection, message)
@@ -142,7 +142,7 @@ class FailureDetector:
                 peer.rank = int(words[2])
                 self._silent.discard(peer.rank)
                 if not self._silent:
-                    self._all_connected.set()
+                    self.all_connected.set()
             elif words == ["done"]:
                 return False
             elif words[:1] == ["failed"] and peer.rank is not None:

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,19 +44,19 @@ def init(timeout_minutes: float = 60.0) -> None:
         complete_environment()
     os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # DeepSpeed requires it
     if has_gpu():
-        _check_device()
+        check_device(torch.cuda.device_count())
         torch.cuda.set_device(local_rank())
         avoid_cudnn_attention()
     # Both backends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
     backend = "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     if launched:
-        store = _meet()
+        store = meet()
         store.set_timeout(timeout)
         torch_dist.init_process_group(
             backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
         )
-        _check_same_flags()
+        check_same(flags_of(sys.argv))  # else they would hang
         if world_size() > 1:
             address = os.environ["MASTER_ADDR"]
             watch(FailureDetector(rank(), world_size(), address, gather_objects))
@@ -65,7 +65,7 @@ def init(timeout_minutes: float = 60.0) -> None:
         torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _meet() -> torch_dist.Store:
+def meet() -> torch_dist.Store:
     """Wait for all processes at MASTER_ADDR; the timeout is shorter than that of collectives."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(minutes=JOIN_MINUTES)
@@ -92,12 +92,12 @@ def _meet() -> torch_dist.Store:
     return store
 
 
-def _check_same_flags() -> None:
-    """Collective. ``UserError`` where ranks run other scripts or flags: they would hang."""
-    script = os.sep.join(os.path.abspath(sys.argv[0]).split(os.sep)[-2:])
-    flags = re.split(" (?=--)", " ".join(["script", script, *sys.argv[1:]]))
-    named = dict(flag.partition(" ")[::2] for flag in flags)  # with the values of each
-    check_same({k: v for k, v in named.items() if not re.match("--local[-_]rank", k)})
+def flags_of(argv: Sequence[str]) -> dict[str, str]:
+    """The script and the flags of a command, which all ranks share, with the values of each."""
+    script = os.sep.join(os.path.abspath(argv[0]).split(os.sep)[-2:])
+    flags = re.split(" (?=--)", " ".join(["script", script, *argv[1:]]))
+    named = dict(flag.partition(" ")[::2] for flag in flags)
+    return {k: v for k, v in named.items() if not re.match("--local[-_]rank", k)}
 
 
 def check_same(values: Mapping[str, Any]) -> None:
@@ -115,14 +115,14 @@ def check_same(values: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_device() -> None:
-    count = torch.cuda.device_count()
-    if local_rank() >= count:
+def check_device(num_gpus: int) -> None:
+    """``UserError`` where this process has none of the ``num_gpus`` that it sees to itself."""
+    if local_rank() >= num_gpus:
         message = (
-            f"process {local_rank()} of this machine sees {count} GPUs; start one process a GPU, "
-            "and let each see all (under SLURM --gpus-per-node, not --gpus-per-task)"
+            f"process {local_rank()} of this machine sees {num_gpus} GPUs; start one process a "
+            "GPU, and let each see all (under SLURM --gpus-per-node, not --gpus-per-task)"
         )
-        if rank() and local_rank() == count:  # rank 0, which prints errors, sees its own
+        if rank() and local_rank() == num_gpus:  # rank 0, which prints errors, sees its own
             sys.stderr.write(f"error: {message}\n")
         raise UserError(message)
 

@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from step_cases import Case
 from torch import nn
 
 import dschat.distributed as dist
 from dschat.hybrid.weight_stream import weight_stream
+from dschat.inference.protocol import Rollout
 from dschat.models.training_engine import attributes_replaced
+from dschat.rlhf.batching import plan_moves
+from dschat.rlhf.experience import from_rollout
 from dschat.runtime import token_budget
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, initialize_training
 from dschat.runtime.optimizer_step import OptimizerStep
@@ -18,8 +22,8 @@ from dschat.runtime.optimizer_step import OptimizerStep
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """``exchanged``: objects of very different sizes, sent to each rank. ``gathered``: whether
     tensors of a few elements and of several pieces arrived whole. ``sharded``: what a layer under
-    ZeRO-3 makes of ones, and how often its weight was gathered on the host. ``routed`` and
-    ``budgets``: see `_routed` and `_budgets`.
+    ZeRO-3 makes of ones, and how often its weight was gathered on the host. ``routed``, ``budgets``
+    and ``moves``: see `_routed`, `_budgets` and `_moves`.
     """
     rank = dist.rank()
     objects = [{"from": rank, "to": to, "text": "x" * 10 ** (3 * rank)} for to in range(2)]
@@ -36,6 +40,7 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "sharded": _through_deepspeed(),
         "routed": _routed(),
         "budgets": _budgets(),
+        "moves": _moves(),
     }
 
 
@@ -119,6 +124,22 @@ def _budgets() -> list[Any]:
     with attributes_replaced(token_budget, _FASTER=0.0):
         tokens = token_budget.measure_budget([(engine, forward)], 512, 16)
     return dist.gather_objects([tokens, tried])
+
+
+def _moves() -> list[list[list[int]]]:
+    """By the answers that rank 0 has, in mini-batches: those that it sends to each rank."""
+    sent = []
+    for prompts, mini_batches, samples in (
+        # Three prompts of equal lengths in each of two: one rank takes two of them, then one.
+        ([[i] for i in range(6)], [0, 0, 0, 1, 1, 1], 1),
+        ([[1, 2], [1, 2], [3, 4], [3, 4]], [0] * 4, 2),
+    ):
+        count = len(prompts) if dist.rank() == 0 else 0
+        rollout = Rollout([[5]] * count, [[0.0]] * count, ["stop"] * count)
+        e = from_rollout(prompts[:count], rollout, pad_id=0)
+        numbers = np.array(mini_batches[:count], dtype=int)
+        sent.append(plan_moves(e, numbers, samples=samples, budget=100).sent)
+    return sent
 
 
 RUNNERS = {"collectives": _run}

@@ -105,3 +105,6 @@ def _random_prompts(rng: random.Random) -> list[list[int]]:
         [rng.randrange(VOCAB) for _ in range(rng.randint(1, 36))]
         for _ in range(rng.choice([0, 1, 3, 8]))
     ]
+
+
+RUNNERS = {"soak": run_soak}

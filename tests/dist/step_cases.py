@@ -7,6 +7,7 @@ the case's folder.
 
 import json
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ from dschat.hybrid.weight_stream import fill, weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
-from dschat.models.checkpoint import Checkpoint
-from dschat.models.heads import LanguageModel, ScoreModel
+from dschat.models.language_model import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer, num_ids
@@ -49,6 +49,8 @@ MODELS = (
     "llama_stops",  # answers of a few tokens; two ranks can share its heads
 )
 GLOBAL_BATCH = 8
+OTHER_CASES = ("rollout", "soak", "preference", "balance", "collective", "episode")
+OTHER_CASES += ("sequence_parallel",)
 
 
 @dataclass(frozen=True)
@@ -134,31 +136,11 @@ def probe_scores(model: torch.nn.Module) -> list[float]:
 
 def run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """Collective. Run ``case``; what it saves lies in ``out``."""
-    import balance_cases  # NOTE: these import this module
-    import collective_cases
-    import episode_cases
-    import preference_cases
-    import rollout_cases
-    import sequence_parallel_cases
-    import soak_cases
-
     out.mkdir(parents=True, exist_ok=True)
-    runners = (
-        rollout_cases.RUNNERS
-        | {"soak": soak_cases.run_soak}
-        | preference_cases.RUNNERS
-        | balance_cases.RUNNERS
-        | collective_cases.RUNNERS
-        | sequence_parallel_cases.RUNNERS
-        | episode_cases.RUNNERS
-        | {
-            "sft": _run_supervised,
-            "reward": _run_supervised,
-            "ppo": _run_ppo,
-            "nan": _run_nan,
-            "skip": _run_nan,
-        }
-    )
+    runners = {"ppo": _run_ppo} | dict.fromkeys(("sft", "reward"), _run_supervised)
+    runners |= dict.fromkeys(("nan", "skip"), _run_nan)
+    for name in OTHER_CASES:
+        runners |= import_module(f"{name}_cases").RUNNERS  # NOTE: these import this module
     return runners[case.step](case, models, out)
 
 
@@ -168,14 +150,10 @@ def _batch_sizes(case: Case) -> dict[str, int]:
     return {"gradient_accumulation_steps": accumulation}
 
 
-def build_supervised(case: Case, models: Path, out: Path):
-    """Engine, task, configuration, files for saving: as the mains of steps 1 and 2 build
-    them.
-    """
-    cls = SFTConfig if case.step != "reward" else RewardConfig
-    path = str(models / case.model)
-    config = cls(
-        model_name_or_path=path,
+def supervised_config(case: Case, models: Path, out: Path, **values: Any) -> SFTConfig:
+    """The configuration of step 1 or 2, seeded; also of step 2 on the policy."""
+    config = (SFTConfig if case.step in ("sft", "nan", "skip") else RewardConfig)(
+        model_name_or_path=str(models / case.model),
         output_dir=str(out),
         zero_stage=case.zero,
         learning_rate=3e-3,
@@ -187,37 +165,46 @@ def build_supervised(case: Case, models: Path, out: Path):
         report_to=["none"],
         dropout=0.0,
         **_batch_sizes(case),
+        **values,
     )
     case.apply_options(config)
     set_seed(config.seed)
-    tokenizer = load_tokenizer(path, "--model_name_or_path", eot_token=config.eot_token)
+    return config
+
+
+def build_supervised(case: Case, models: Path, out: Path):
+    """Engine, task, configuration, files for saving: as `dschat.supervised.run` builds them."""
+    config = supervised_config(case, models, out)
     zero = zero_settings(config)
-    flag = "--model_name_or_path"
-    if case.step == "reward":
-        ensure_distinct_pad(tokenizer)
+    is_score = isinstance(config, RewardConfig)
+    base = setup.read_base(config, "score" if is_score else "lm")
+    if is_score:
+        ensure_distinct_pad(base.tokenizer)
         with sharded_loading(zero):
-            model = Checkpoint(path, flag).score_model(
+            model = base.checkpoint.score_model(
                 zero.dtype,
-                tokenizer.pad_token_id,
+                base.tokenizer.pad_token_id,
                 from_base=True,
-                num_tokens=num_ids(tokenizer),
+                num_tokens=num_ids(base.tokenizer),
                 dropout=config.dropout,
                 weight_bits=zero.weight_bits,
             )
-        wrap, task = ScoreModel, loop.RewardTask()
+        files = setup.HubFiles(model.config, base.tokenizer)
+        wrap, task = ScoreModel, tasks.RewardTask()
     else:
-        with sharded_loading(zero):
-            model = Checkpoint(path, flag).language_model(
-                zero.dtype,
-                config.dropout,
-                num_tokens=num_ids(tokenizer),
-                weight_bits=zero.weight_bits,
-            )
-        wrap, task = LanguageModel, loop.SFTTask()
-    stops = (EOS,) if case.step == "sft" else ()
-    files = setup.HubFiles(model.config, tokenizer, stops)
+        model = setup.load_policy(config, base, zero, config.dropout)
+        files = setup.policy_files(config, base, model)
+        wrap, task = LanguageModel, tasks.SFTTask()
     engine = setup.build_engine(model, config, zero, 5 * int(config.num_train_epochs), wrap)
     return engine, task, config, files
+
+
+def supervised_metrics(out: Path, *names: str) -> dict[str, list[float]]:
+    """What rank 0 has logged under these names, step by step; nothing on the others."""
+    if not dist.is_main_process():
+        return {}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {name: [line[name] for line in lines if name in line] for name in names}
 
 
 def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
@@ -231,12 +218,7 @@ def _run_supervised(case: Case, models: Path, out: Path) -> dict[str, Any]:
     engine.eval()
     probe = probe_logprobs(engine) if case.step == "sft" else probe_scores(engine)
     setup.save(engine, config, files)
-    result: dict[str, Any] = {"probe": probe}
-    if dist.is_main_process():
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        for name in ("loss", "grad_norm", "eval/loss"):
-            result[name] = [line[name] for line in lines if name in line]
-    return result
+    return {"probe": probe} | supervised_metrics(out, "loss", "grad_norm", "eval/loss")
 
 
 def ppo_config(case: Case, models: Path) -> RLHFConfig:

@@ -2,7 +2,6 @@
 them.
 """
 
-import numpy as np
 import pytest
 import torch
 from quick import slow
@@ -10,11 +9,8 @@ from step_cases import Case
 from test_packing import flat
 from test_same_losses import BUDGET, by_name, reference
 
-import dschat.distributed as dist
-from dschat.inference.protocol import Rollout
 from dschat.rewards.scoring import SourceScores
-from dschat.rlhf.batching import Moves, plan_moves
-from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.batching import Moves
 
 PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))
 SAMPLED = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
@@ -47,24 +43,6 @@ def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
         tokens = [packed(rows) for rows in ranks]
         longest = max(row[3] for rows in ranks for row in rows)
         assert abs(tokens[0] - tokens[1]) <= 2 * longest, tokens  # a prompt's two answers
-
-
-@pytest.mark.parametrize(
-    ("prompts", "mini_batches", "samples", "sent"),
-    [
-        # Three prompts of equal lengths in each of two: one rank takes two of them, then one.
-        ([[i] for i in range(6)], [0, 0, 0, 1, 1, 1], 1, None),
-        ([[1, 2], [1, 2], [3, 4], [3, 4]], [0] * 4, 2, [[0, 1], [2, 3]]),  # stay together
-    ],
-)
-def test_ranks_share_every_mini_batch(prompts, mini_batches, samples, sent, monkeypatch):
-    count = len(prompts)
-    rollout = Rollout([[5]] * count, [[0.0]] * count, ["stop"] * count)
-    e = from_rollout(prompts, rollout, pad_id=0)
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, []])
-    moves = plan_moves(e, np.array(mini_batches), samples=samples, budget=100)
-    assert [len(rows) for rows in moves.sent] == [count // 2] * 2
-    assert sent is None or sorted(moves.sent) == sent
 
 
 @pytest.mark.parametrize("applies", [None, torch.tensor([True, False, True])])

@@ -20,4 +20,7 @@ def test_two_processes(case, two_processes):
     gaps, moved = result["routed"]
     assert max(gaps) < 1e-6  # not one expert's half beside another's
     assert moved == [False, True, False, True]
+    alone, pairs = result["moves"]
+    assert [len(rows) for rows in alone] == [3, 3]
+    assert sorted(pairs) == [[0, 1], [2, 3]]  # answers to one prompt stay together
     assert result["budgets"] == [[4 * 512, [2, 4, 8, 4]]] * 2

@@ -5,7 +5,6 @@ reference. KTO's reference point is that of the whole step in all of them.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from quick import slow
@@ -53,10 +52,10 @@ def plain(case):
 
 def check(case, result, folder, expected):
     assert close(result, {name: value for name, value in expected.items() if name not in SIGNS})
-    assert_logprobs(whole(AutoModelForCausalLM, Path(folder) / "actor"), result["probe"])
-    assert GenerationConfig.from_pretrained(Path(folder) / "actor").eos_token_id == 0
+    assert_logprobs(whole(AutoModelForCausalLM, folder / "actor"), result["probe"])
+    assert GenerationConfig.from_pretrained(folder / "actor").eos_token_id == 0
     kept = "lora_dim" in dict(case.options) and dict(case.options).get("only_optimize_lora", True)
-    assert (Path(folder) / "actor" / "adapter").exists() == kept
+    assert (folder / "actor" / "adapter").exists() == kept
 
 
 @pytest.mark.parametrize("case", [*HERE, *slow(SLOW)], ids=by_name)

@@ -9,7 +9,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from quick import slow
+from quick import slow, some
+from sequence_parallel_cases import OTHERS
 from step_cases import GLOBAL_BATCH, Case
 from step_rows import NUM_ITERATIONS
 
@@ -176,6 +177,49 @@ def test_one_process(case, run_here):
 @pytest.mark.parametrize("case", [*TWO, *slow(SLOW_TWO)], ids=by_name)
 def test_two_processes(case, two_processes, run_here):
     assert close(two_processes(case)[0], run_here(reference(case))[0])
+
+
+# -- a NaN in one micro-batch of one rank: all skip that step and keep their weights ---------------
+
+
+def assert_step_skipped(result, expected):
+    assert result["applied"] == [True, False, True]
+    assert result["moved"] == [True, False, True]
+    assert close(result["probe"], expected["probe"])
+
+
+@pytest.mark.parametrize("zero", [0, *slow([1, 2]), 3])
+def test_a_bad_step_of_one_process(zero, run_here):
+    assert_step_skipped(run_here(Case("nan", zero, 4))[0], run_here(Case("skip", 0, 8))[0])
+
+
+BAD = [Case("nan", 3, 2), *slow([Case("nan", 0, 2), Case("nan", 1, 2), Case("nan", 2, 4)])]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", BAD, ids=by_name)
+def test_a_bad_step_of_two_processes(case, two_processes, run_here):
+    assert_step_skipped(two_processes(case)[0], run_here(Case("skip", 0, 8))[0])
+
+
+# -- two ranks that compute each row together ------------------------------------------------------
+
+STATES = ("qwen3_5", "bamba", "nemotron_h")  # families whose layers read whole rows
+FAMILIES = ("llama", "mistral", "gpt_oss", "qwen3_moe", *STATES, *OTHERS)
+PARALLEL = [Case("sequence_parallel", model=name) for name in FAMILIES]
+QUICK = [case for case in PARALLEL if case.model in ("gpt_oss", "llama4_text", "qwen3_5")]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", some(PARALLEL, QUICK), ids=by_name)
+def test_sequence_parallel_gives_what_one_rank_gives(case, two_processes):
+    """Gradients too."""
+    gaps, _ = two_processes(case)
+    assert len(gaps) == 2
+    assert {name: gap for name, gap in gaps.items() if max(gap) > 2e-5} == {}
+
+
+# -- the rollout -----------------------------------------------------------------------------------
 
 
 def test_rollout_and_training_form_agree(run_here):

@@ -4,8 +4,6 @@ Log-probs and scores of the training form come from the run itself, under ZeRO a
 processes; here the folder is loaded with plain transformers (and PEFT), and must give the same.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftModel
@@ -13,7 +11,7 @@ from quick import slow
 from step_cases import Case, probe_logprobs
 from step_rows import padded_probes
 from test_same_losses import by_name
-from tiny_models import EOS
+from tiny_models import EOS, VOCAB
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -86,32 +84,30 @@ def whole(auto_class, folder, **options):
 
 
 @torch.no_grad()
-def pooled_scores(folder, model):
-    """Scores by transformers' own pooling, of a right-padded batch as its tokenizer pads it."""
-    pad_id = AutoTokenizer.from_pretrained(folder).pad_token_id
-    assert pad_id not in (None, EOS)
-    assert pad_id == model.config.pad_token_id
-    ids, mask = padded_probes(pad_id)
-    return model(input_ids=ids, attention_mask=mask.long()).logits.squeeze(-1).tolist()
+def assert_scores(model, expected):
+    """Scores by transformers' own pooling, of a right-padded batch."""
+    ids, mask = padded_probes(model.config.pad_token_id)
+    logits = model(input_ids=ids, attention_mask=mask.long()).logits
+    assert_close(logits.squeeze(-1).tolist(), expected)
 
 
 def check_saved(case, result, folder):
     if case.step == "reward":
         model = whole(AutoModelForSequenceClassification, folder)
-        assert_close(pooled_scores(folder, model), result["probe"])
+        assert AutoTokenizer.from_pretrained(folder).pad_token_id == model.config.pad_token_id
+        assert model.config.pad_token_id not in (None, EOS)
+        assert_scores(model, result["probe"])
     elif case.step == "sft":
         assert_logprobs(whole(AutoModelForCausalLM, folder), result["probe"])
-        assert GenerationConfig.from_pretrained(folder).eos_token_id == EOS
+        ends = [EOS, VOCAB] if "eot_token" in dict(case.options) else EOS  # one that was added
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == ends
     else:
         assert max(result["gap"]) < 1e-5  # between rollout and training
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor"), result["probe"])
         assert_logprobs(whole(AutoModelForCausalLM, folder / "actor_ema"), result["ema_probe"])
         critic = whole(AutoModelForSequenceClassification, folder / "critic")
         assert critic.config.num_labels == 1
-        ids, mask = padded_probes(critic.config.pad_token_id)
-        with torch.no_grad():
-            logits = critic(input_ids=ids, attention_mask=mask.long()).logits
-        assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])
+        assert_scores(critic, result["critic_probe"])
     assert not list(folder.glob("**/.*.saving")), "a half-written folder was left behind"
 
 
@@ -152,10 +148,7 @@ def check_adapters(case, result, folder, models):
         how |= {"num_labels": 1}
         base = base_of(AutoModelForSequenceClassification, models / of_critic, how)
         critic = PeftModel.from_pretrained(base, folder / "critic" / "adapter").eval()
-        ids, mask = padded_probes(base.config.pad_token_id)
-        with torch.no_grad():
-            logits = critic(input_ids=ids, attention_mask=mask.long()).logits
-        assert_close(logits.squeeze(-1).tolist(), result["critic_probe"])
+        assert_scores(critic, result["critic_probe"])
     elif case.step == "sft" and "lora_dim" in options:
         base = base_of(AutoModelForCausalLM, models / case.model, how)
         # In evaluation bitsandbytes' 8-bit layers round their inputs too.
@@ -168,13 +161,13 @@ def check_adapters(case, result, folder, models):
 @pytest.mark.parametrize("case", [*HERE, *slow(SLOW_HERE)], ids=by_name)
 def test_one_process(case, run_here, models_folder):
     result, folder = run_here(case)
-    check_saved(case, result, Path(folder))
-    check_adapters(case, result, Path(folder), models_folder)
+    check_saved(case, result, folder)
+    check_adapters(case, result, folder, models_folder)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", [*TWO, *slow(SLOW)], ids=by_name)
 def test_two_processes(case, two_processes, models_folder):
     result, folder = two_processes(case)
-    check_saved(case, result, Path(folder))
-    check_adapters(case, result, Path(folder), models_folder)
+    check_saved(case, result, folder)
+    check_adapters(case, result, folder, models_folder)

@@ -7,7 +7,6 @@ plain one: one process, ZeRO 0, whole batches. The saved model is loaded and com
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from quick import slow
@@ -85,7 +84,7 @@ SLOW_HERE = [  # whole batches, which two processes cannot share
 def test_one_process(case, run_here):
     result, folder = run_here(case)
     assert close(result, run_here(plain(case))[0])
-    check_saved(case, result, Path(folder))
+    check_saved(case, result, folder)
 
 
 @pytest.mark.dist
@@ -93,7 +92,7 @@ def test_one_process(case, run_here):
 def test_two_processes(case, two_processes, run_here):
     result, folder = two_processes(case)
     assert close(result, run_here(plain(case))[0])
-    check_saved(case, result, Path(folder))
+    check_saved(case, result, folder)
     assert max(result.get("gap", [0])) < 1e-5  # the rollout reads what training computes with
 
 
@@ -120,22 +119,17 @@ def test_gradient_checkpointing_changes_no_number(case, run_here):
     assert ours.get("rollouts") == expected.get("rollouts")
 
 
-@pytest.fixture
-def forwards():
-    """``forwards(module)``: from then on, how often its first attention has been computed."""
-
-    def counter(module):
-        calls = []
-        attention = next(m for n, m in module.named_modules() if n.endswith("self_attn"))
-        attention.register_forward_hook(lambda *_: calls.append(1))
-        return lambda: len(calls)
-
-    return counter
+def forwards_of(module):
+    """A list that grows by one whenever the first attention of ``module`` is computed."""
+    calls = []
+    attention = next(m for n, m in module.named_modules() if n.endswith("self_attn"))
+    attention.register_forward_hook(lambda *_: calls.append(1))
+    return calls
 
 
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("step", ["sft", "reward"])
-def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tmp_path, forwards):
+def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tmp_path):
     options = {**LORA, "gradient_checkpointing": on}
     engine, task, config, _ = build_supervised(case(step, 0, 8, options), models_folder, tmp_path)
     rows = {
@@ -143,16 +137,16 @@ def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tm
         "reward": [{"chosen_ids": [5, 6, 0], "rejected_ids": [7, 0]}],
     }
     engine.train()
-    count = forwards(unwrap(engine))
+    forwards = forwards_of(unwrap(engine))
     loop.train_step(engine, task, rows[step], MicroBatchSize(8))
-    assert count() == (2 if on else 1)
+    assert len(forwards) == (2 if on else 1)
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-def test_activations_are_recomputed_in_step_3(name, models_folder, forwards):
+def test_activations_are_recomputed_in_step_3(name, models_folder):
     options = {f"{name}_gradient_checkpointing": True, "ppo_epochs": 1, "generation_batches": 1}
     trainer = build_trainer(ppo_config(case("ppo", 0, 8, options, **ONE), models_folder))
     experience = trainer.generate_experience(my_prompts(Case("ppo"), 0, trainer.args))
-    counts = {n: forwards(unwrap(getattr(trainer.engine, n))) for n in ("actor", "critic")}
+    found = {n: forwards_of(unwrap(getattr(trainer.engine, n))) for n in ("actor", "critic")}
     trainer.train_rlhf(experience)
-    assert {n: count() for n, count in counts.items()} == {n: 2 if n == name else 1 for n in counts}
+    assert {n: len(calls) for n, calls in found.items()} == {"actor": 1, "critic": 1, name: 2}

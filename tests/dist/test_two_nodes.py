@@ -4,7 +4,6 @@ Both write to one OUT, as on a shared disk. One process a machine; rank 0 is on 
 """
 
 import json
-import os
 import re
 import signal
 import socket
@@ -15,26 +14,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from python_process import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
 SMALL = ["--step1.max_seq_len", "48", "--per_device_train_batch_size", "4", "--logging_steps", "1"]
+STEP1 = ["--step", "1", "--actor_model", "builtin/tiny", *SMALL]
 
 
 def train(out: Path, *flags: str, log: str) -> subprocess.Popen:
     """``python train.py`` on one machine, its output in ``out.parent/log``."""
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    out.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "train.py", "--output_dir", str(out), *flags]
+    env = environment(OMP_NUM_THREADS="1")
     with open(out.parent / log, "w") as file:
-        return subprocess.Popen(
-            [sys.executable, "train.py", "--output_dir", str(out), *flags],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 def two_nodes(out: Path, *flags: str, other: tuple[str, ...] = ()) -> list[subprocess.Popen]:
@@ -50,16 +43,22 @@ def two_nodes(out: Path, *flags: str, other: tuple[str, ...] = ()) -> list[subpr
     ]
 
 
-def wait(runs: list[subprocess.Popen], out: Path, timeout_s: float = 300) -> list[int]:
-    """The exit codes; the logs where it takes too long."""
+def ended(
+    runs: list[subprocess.Popen], out: Path, timeout_s: float = 300
+) -> tuple[list[int], list[str]]:
+    """The exit codes, and the logs of both machines."""
     try:
-        return [run.wait(timeout=timeout_s) for run in runs]
+        codes = [run.wait(timeout=timeout_s) for run in runs]
     except subprocess.TimeoutExpired:
-        logs = "\n".join(path.read_text()[-2000:] for path in sorted(out.parent.glob("node*.log")))
-        pytest.fail(f"still running after {timeout_s} s:\n{logs}")
+        pytest.fail(f"still running after {timeout_s} s:\n{logs_of(out)}")
     finally:
         for run in runs:
             run.terminate()
+    return codes, logs_of(out)
+
+
+def logs_of(out: Path) -> list[str]:
+    return [(out.parent / f"node{n}.log").read_text() for n in (0, 1)]
 
 
 def losses(out: Path) -> list[float]:
@@ -80,35 +79,26 @@ def data(tmp_path):
     return ("--data_path", str(path), "--data_split", "1,1,1", "--eval_fraction", "0.1")
 
 
-@pytest.mark.slow
-@pytest.mark.dist
 def test_two_machines_train_as_two_processes_of_one(tmp_path, data):
-    (tmp_path / "two").mkdir()
-    (tmp_path / "one").mkdir()
-    flags = ("--step", "1", "--actor_model", "builtin/tiny", "--max_steps", "2", *SMALL, *data)
-    runs = two_nodes(tmp_path / "two" / "out", *flags)
-    runs.append(train(tmp_path / "one" / "out", *flags, "--num_gpus", "2", log="node.log"))
-    codes = wait(runs, tmp_path / "two" / "out")
-    logs = [(tmp_path / "two" / f"node{n}.log").read_text() for n in (0, 1)]
+    one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
+    flags = (*STEP1, "--max_steps", "2", *data)
+    runs = [*two_nodes(two, *flags), train(one, *flags, "--num_gpus", "2", log="node.log")]
+    codes, logs = ended(runs, two)
     assert codes == [0, 0, 0], logs
-    two, one = losses(tmp_path / "two" / "out"), losses(tmp_path / "one" / "out")
-    assert len(two) == 2
-    assert two == pytest.approx(one, rel=1e-4)
-    assert len(list((tmp_path / "two").rglob("*.safetensors"))) == 1
+    assert len(losses(two)) == 2
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    assert len(list(two.rglob("*.safetensors"))) == 1
     assert "step 2/2" in logs[0]
     assert "step 2/2" not in logs[1]  # only one of them logs
 
 
-@pytest.mark.dist
-@pytest.mark.slow
 def test_all_three_steps_on_two_machines(tmp_path, data):
     """Each step starts on both from what the first machine wrote of the last one."""
     out = tmp_path / "out"
     flags = ["--actor_model", "builtin/tiny", "--reward_model", "builtin/tiny", "--max_steps", "2"]
     flags += ["--per_device_generation_batch_size", "4", "--per_device_training_batch_size", "4"]
     flags += ["--max_prompt_seq_len", "32", "--max_answer_seq_len", "8", "--actor_zero_stage", "3"]
-    codes = wait(two_nodes(out, *flags, *SMALL, *data), out, timeout_s=400)
-    logs = [(tmp_path / f"node{n}.log").read_text() for n in (0, 1)]
+    codes, logs = ended(two_nodes(out, *flags, *SMALL, *data), out, timeout_s=400)
     assert codes == [0, 0], logs
     models = {str(path.parent.relative_to(out)) for path in out.rglob("model.safetensors")}
     assert models == {"step1_sft", "step2_reward", "step3_rlhf/actor", "step3_rlhf/critic"}
@@ -118,8 +108,7 @@ def test_all_three_steps_on_two_machines(tmp_path, data):
 
 def training(out: Path, *data: str) -> list[subprocess.Popen]:
     """Both machines, in the middle of step 1."""
-    flags = ("--step", "1", "--actor_model", "builtin/tiny", "--max_steps", "100000", *SMALL)
-    runs = two_nodes(out, *flags, *data, "--num_train_epochs", "100000")
+    runs = two_nodes(out, *STEP1, *data, "--max_steps", "100000", "--num_train_epochs", "100000")
     metrics = out / "step1_sft" / "metrics.jsonl"
     deadline = time.monotonic() + 250
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
@@ -128,15 +117,12 @@ def training(out: Path, *data: str) -> list[subprocess.Popen]:
     return runs
 
 
-@pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_signal_to_one_machine_stops_both(tmp_path, data, asked):
     out = tmp_path / "out"
     runs = training(out, *data)
     runs[asked].send_signal(signal.SIGUSR1)
-    codes = wait(runs, out, timeout_s=60)
-    logs = [(tmp_path / f"node{n}.log").read_text() for n in (0, 1)]
+    codes, logs = ended(runs, out, timeout_s=60)
     assert codes == [75, 75], logs
     newest = max((out / "step1_sft" / "checkpoints").iterdir())
     line = f"stopped in step 1, saved in {newest}; the same command resumes from there"
@@ -144,8 +130,6 @@ def test_a_signal_to_one_machine_stops_both(tmp_path, data, asked):
     assert not (out / "step1_sft" / ".ranks").exists()
 
 
-@pytest.mark.dist
-@pytest.mark.slow
 def test_a_machine_that_fails_ends_the_other(tmp_path, data):
     """Killed in the middle of training: both train.py exit within seconds, with an error."""
     out = tmp_path / "out"
@@ -157,21 +141,16 @@ def test_a_machine_that_fails_ends_the_other(tmp_path, data):
     ]
     rank.kill()
     start = time.monotonic()
-    codes = wait(runs, out, timeout_s=60)
+    codes, _ = ended(runs, out, timeout_s=60)
     assert all(codes), codes
     assert time.monotonic() - start < 45
 
 
-@pytest.mark.dist
-@pytest.mark.slow
 def test_machines_with_different_flags_say_so(tmp_path, data):
     out = tmp_path / "out"
-    flags = ("--step", "1", "--actor_model", "builtin/tiny", "--max_steps", "2", *SMALL, *data)
-    codes = wait(two_nodes(out, *flags, other=("--learning_rate", "1")), out)
+    runs = two_nodes(out, *STEP1, "--max_steps", "2", *data, other=("--learning_rate", "1"))
+    codes, logs = ended(runs, out)
     assert codes == [2, 2]
-    assert (
-        "process 1 was started with another --learning_rate than process 0"
-        in (tmp_path / "node0.log").read_text()
-    )
+    assert "process 1 was started with another --learning_rate than process 0" in logs[0]
     # A machine that saw the other's folder leaves it, empty.
     assert not [path for path in out.rglob("*") if path.is_file()]

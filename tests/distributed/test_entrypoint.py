@@ -1,111 +1,99 @@
 """Exit codes and error lines of scripts, of one process and of the ranks of one run."""
 
-import errno
-import os
-import signal
-import sys
 import time
-from pathlib import Path
 
+import forked
 import pytest
 
+from dschat.distributed.stop_signals import LAUNCHED_BY
+
+SCRIPT = """
+import errno, os, signal
+from pathlib import Path
+from types import SimpleNamespace
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.distributed import entrypoint, host_checks, stop_signals
+from dschat.distributed import entrypoint, failure_detector
 from dschat.distributed.failure_detector import RankFailure
+from dschat.distributed.stop_signals import LAUNCHED_BY, TrainingStopped
 
+def another_rank(failure):
+    detector = SimpleNamespace(first_failure=lambda wait_s: failure, announce_exit=lambda code: 0)
+    failure_detector.watch(detector)
 
-def exits_with(main, capsys, joins_group=True) -> tuple[int, str]:
-    with pytest.MonkeyPatch.context() as patch:
-        # An earlier test may have joined a process group: the real one would then end this process.
-        patch.setattr(dist, "exit_process", sys.exit)
-        with pytest.raises(SystemExit) as stop:
-            entrypoint.run(main, joins_group)
-    return stop.value.code, capsys.readouterr().err
+def main():
+    BODY
 
-
-def raises(error: BaseException):
-    def main():
-        raise error
-
-    return main
-
-
-def test_exit_codes(capsys):
-    assert exits_with(lambda: None, capsys) == (0, "")
-    assert exits_with(lambda: 7, capsys) == (7, "")
-    assert exits_with(raises(UserError("--x is\nwrong")), capsys) == (2, "error: --x is wrong\n")
-    assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "interrupted\n")
-    assert exits_with(raises(FloatingPointError("nan")), capsys) == (1, "error: nan\n")
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/metrics.jsonl")
-    line = "error: no space left on the disk: out/metrics.jsonl; free some, then run the same "
-    assert exits_with(raises(full), capsys) == (2, f"{line}command again\n")
-
-
-@pytest.mark.parametrize("joins_group", [True, False])
-def test_a_command_that_joins_no_group_prints_whatever_its_rank(
-    joins_group, capsys, variables, monkeypatch
-):
-    """As train.py under a launcher that sets RANK."""
-    monkeypatch.setattr(entrypoint, "SAME_ERROR_S", 0.0)
-    monkeypatch.setattr(host_checks, "check", lambda: None)
-    variables(MASTER_ADDR="x", RANK="1", WORLD_SIZE="2")
-    code, printed = exits_with(raises(UserError("--x is wrong")), capsys, joins_group)
-    assert (code, printed) == (2, "" if joins_group else "error: --x is wrong\n")
-
-
-def test_stopped_training_says_how_to_resume(capsys, monkeypatch):
-    monkeypatch.setattr(
-        dist, "shutdown", lambda: None
-    )  # other tests of this process need the group
-    saved = stop_signals.TrainingStopped(7, Path("out/checkpoints/step_000007"))
-    line = "stopped at step 7, saved in out/checkpoints/step_000007; "
-    line += "the same command with --resume latest resumes from there\n"
-    assert exits_with(raises(saved), capsys) == (75, line)
-    line = "stopped at step 7, nothing is saved\n"
-    assert exits_with(raises(stop_signals.TrainingStopped(7, None)), capsys) == (75, line)
-    monkeypatch.setenv(entrypoint.LAUNCHED_BY, "1")
-    assert exits_with(raises(saved), capsys) == (75, "")
-
-
-def test_the_first_failure_is_the_one_shown(capsys, variables, monkeypatch):
-    variables(MASTER_ADDR="127.0.0.1", WORLD_SIZE="2")
-    code, said = exits_with(raises(RuntimeError("mine")), capsys)
-    assert code == 1
-    assert said.splitlines()[-1].endswith("RuntimeError: mine")  # torch may name the rank before
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(1, 3))
-    assert exits_with(raises(RuntimeError("connection closed")), capsys) == (3, "")
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(1, None))
-    assert exits_with(raises(RuntimeError("connection closed")), capsys) == (1, "")
-
-
-def test_sigterm_is_one_line_unless_train_py_speaks(capsys, monkeypatch):
-    def terminated():
-        signal.raise_signal(signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    assert exits_with(terminated, capsys) == (143, "terminated\n")
-    monkeypatch.setenv(entrypoint.LAUNCHED_BY, str(os.getppid()))
-    assert exits_with(terminated, capsys) == (143, "")
+entrypoint.SAME_ERROR_S = 1.0
+before = signal.getsignal(signal.SIGTERM)
+try:
+    entrypoint.run(main, JOINS_GROUP)
+finally:
     assert signal.getsignal(signal.SIGTERM) is before
+"""
+WRONG, LOST = "raise UserError('--x is wrong')", "raise RuntimeError('connection closed')"
+FULL = "raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), 'out/metrics.jsonl')"
+FIRST = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+SECOND = FIRST | {"RANK": "1"}
+TERMINATED = "signal.raise_signal(signal.SIGTERM)"
+BY_TRAIN_PY = f"os.environ[LAUNCHED_BY] = str(os.getppid()); {TERMINATED}"
+SAVED = "raise TrainingStopped(7, Path('out/checkpoints/step_000007'))"
+STOPPED = "stopped at step 7, saved in out/checkpoints/step_000007; "
+STOPPED += "the same command with --resume latest resumes from there\n"
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ValueError, match="ours"):
-        entrypoint.run(raises(ValueError("ours")))
+def exits_with(body, variables, joins_group=True):
+    script = SCRIPT.replace("BODY", body).replace("JOINS_GROUP", str(joins_group))
+    done = forked.run("-c", script, variables=variables)
+    return done.code, done.stderr
 
 
-def test_only_the_main_process_speaks(capsys, variables, monkeypatch):
-    variables(MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK="1")
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
-    assert waited  # rank 0 gets to speak before the launcher stops it
-    assert exits_with(raises(KeyboardInterrupt()), capsys) == (130, "")
-    # ... unless rank 0 sees nothing wrong
-    monkeypatch.setattr(dist, "is_watched", lambda: True)
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: RankFailure(0, 2))
-    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, "")
-    monkeypatch.setattr(dist, "first_failure", lambda wait_s: None)
-    alone = "error: process 1: --x is wrong\n"
-    assert exits_with(raises(UserError("--x is wrong")), capsys) == (2, alone)
+@pytest.mark.parametrize(
+    ("body", "variables", "code", "line"),
+    [
+        ("return", {}, 0, ""),
+        ("return 7", {}, 7, ""),
+        ("raise UserError('--x is\\nwrong')", {}, 2, "error: --x is wrong\n"),
+        ("raise KeyboardInterrupt", {}, 130, "interrupted\n"),
+        ("raise KeyboardInterrupt", SECOND, 130, ""),
+        ("raise FloatingPointError('nan')", {}, 1, "error: nan\n"),
+        (
+            *(FULL, {}, 2),
+            "error: no space left on the disk: out/metrics.jsonl; free some, then run the same "
+            "command again\n",
+        ),
+        (SAVED, {}, 75, STOPPED),
+        ("raise TrainingStopped(7, None)", {}, 75, "stopped at step 7, nothing is saved\n"),
+        (SAVED, {LAUNCHED_BY: "1"}, 75, ""),
+        (TERMINATED, {}, 143, "terminated\n"),
+        (BY_TRAIN_PY, {}, 143, ""),  # which prints the line
+        # The first failure is the one shown.
+        (f"another_rank(RankFailure(1, 3)); {LOST}", FIRST, 3, ""),
+        (f"another_rank(RankFailure(1, None)); {LOST}", FIRST, 1, ""),
+        # Only rank 0 prints a mistake, unless it sees nothing wrong.
+        (f"another_rank(RankFailure(0, 2)); {WRONG}", SECOND, 2, ""),
+        (f"another_rank(None); {WRONG}", SECOND, 2, "error: process 1: --x is wrong\n"),
+    ],
+)
+def test_exit_code_and_line(body, variables, code, line):
+    assert exits_with(body, variables) == (code, line)
+
+
+def test_another_rank_exits_after_rank_0_had_time_to_print():
+    """Or the launcher stops that first."""
+    began = time.monotonic()
+    assert exits_with(WRONG, SECOND) == (2, "")
+    assert time.monotonic() - began >= 1.0
+
+
+def test_a_command_that_joins_no_group_prints_whatever_its_rank():
+    """As train.py under a launcher that sets RANK."""
+    assert exits_with(WRONG, SECOND, joins_group=False) == (2, "error: --x is wrong\n")
+
+
+@pytest.mark.parametrize("variables", [{}, FIRST])
+def test_a_bug_keeps_its_traceback(variables):
+    code, said = exits_with("raise ValueError('ours')", variables)
+    assert code == 1
+    assert "Traceback" in said
+    assert said.splitlines()[-1].endswith("ValueError: ours")  # torch may name the rank before

@@ -1,20 +1,17 @@
 """Ranks that end in different ways, and what the others do. No torch: files are the collective."""
 
 import contextlib
+import json
 import re
 import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-
-from dschat.distributed import failure_detector
-
-ROOT = Path(__file__).resolve().parents[2]
+from python_process import ROOT
 
 SCRIPT = """
 import json, os, signal, socket, sys, time
@@ -38,12 +35,10 @@ detector = failure_detector.FailureDetector(rank, size, "127.0.0.1", gather)
 if ends[1:] == "fails at once":
     if rank == 0:
         detector.announce_exit(7)
-        os._exit(7)
+        sys.exit(7)
     print(detector.first_failure(5.0))
     sys.exit(detector.first_failure().code)
-deadline = time.monotonic() + 50
-while len(detector._connections) < (size - 1 if rank == 0 else 1) and time.monotonic() < deadline:
-    time.sleep(0.01)
+assert detector.all_connected.wait(50)
 gather(0, "b"), time.sleep(0.2)
 if rank == int(ends[0]):
     match ends[1:]:
@@ -54,7 +49,6 @@ if rank == int(ends[0]):
                 os.kill(os.getpid(), signal.SIGKILL)
             os.close(1), os.close(2)
             time.sleep(5)
-            os._exit(0)
         case "fails":
             detector.announce_exit(7)
             time.sleep(120)  # an interpreter whose teardown hangs
@@ -68,108 +62,83 @@ if rank == int(ends[0]):
 print(detector.first_failure(1.0))
 time.sleep(120 if detector.first_failure() else 0)
 """
-KILLED = r"error: process {} of 3 \(pid \d+ on \S+\) ended without an exit code: .*"
+KILLED = r"error: process {} of 3 \(pid \d+ on \S+\) ended without an exit code: .*\n"
 
 
-def run(tmp_path: Path, ends: str) -> tuple[list[int | None], list[str], list[str], float]:
-    """Exit codes (None: still running), stdout and stderr of each rank, and seconds."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    runs = [
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def start(folder: Path, count: int, ends: str, size: int = 3) -> list[subprocess.Popen]:
+    (folder / "script.py").write_text(SCRIPT)
+    return [
         subprocess.Popen(
-            [sys.executable, "script.py", str(rank), "3", ends],
-            cwd=tmp_path,
+            [sys.executable, "script.py", str(rank), str(size), ends],
+            cwd=folder,
             env={"PYTHONPATH": str(ROOT), "PATH": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(count)
     ]
-    start = time.monotonic()
+
+
+def run(tmp_path: Path, ends: str) -> tuple[list[int], list[str], list[str]]:
+    """Exit codes, stdout and stderr of each rank."""
+    runs = start(tmp_path, 3, ends)
+    last = runs[int(ends[0])]  # may hang; killed where the others have exited
     try:
-        others = [run for rank, run in enumerate(runs) if rank != int(ends[0])]
-        outputs = {id(run): run.communicate(timeout=60) for run in others}
-        seconds = time.monotonic() - start
+        outputs = {run: run.communicate(timeout=60) for run in runs if run is not last}
     finally:
-        for run in runs:
-            run.kill()
-    outputs |= {id(run): run.communicate() for run in runs if id(run) not in outputs}
-    stderr = [outputs[id(run)] for run in runs]
-    return (
-        [r.returncode for r in runs],
-        [out for out, _ in stderr],
-        [err for _, err in stderr],
-        seconds,
-    )
+        for each in runs:
+            each.kill()
+    outputs[last] = last.communicate()
+    out, err = zip(*(outputs[run] for run in runs), strict=True)
+    return [run.returncode for run in runs], list(out), list(err)
 
 
 @pytest.mark.parametrize(
-    ("rank", "how"),
+    ("ends", "codes", "printed", "said"),  # printed: by the others; said: on stderr, by rank
     [
-        (0, "killed"),
-        pytest.param(1, "killed", marks=pytest.mark.slow),
-        pytest.param(1, "killed, its fork lives", marks=pytest.mark.slow),
+        # One rank speaks for all.
+        ("0killed", [-9, 1, 1], "", {1: KILLED.format(0)}),
+        slow("1killed", [1, -9, 1], "", {0: KILLED.format(1)}),
+        slow("1killed, its fork lives", [1, -9, 1], "", {0: KILLED.format(1)}),
+        # Before the others connect: they learn its code, and that it has printed its error.
+        ("0fails at once", [7, 7, 7], "RankFailure(rank=0, code=7)\n", {}),
+        # It prints its own error; the others do not wait until it has ended.
+        slow("0fails", [-9, 7, 7], "", {}),
+        ("2fails", [7, 7, -9], "", {}),
+        ("1raises", [1, 1, 1], "", {0: KILLED.format(1), 1: r"[\s\S]*\nValueError: mine\n"}),
+        ("0announces 0", [0, 0, 0], "None\n", {}),
+        slow("1returns", [0, 0, 0], "None\n", {}),
     ],
 )
-def test_a_killed_rank_ends_the_others(tmp_path, rank, how):
-    codes, _, stderr, _ = run(tmp_path, f"{rank}{how}")
-    assert codes == [-9 if r == rank else 1 for r in range(3)]
-    speaker = 1 if rank == 0 else 0  # one rank for all
-    assert re.fullmatch(KILLED.format(rank) + "\n", stderr[speaker])
-    assert [stderr[r] for r in range(3) if r != speaker] == ["", ""]
-
-
-def test_a_failure_before_the_others_connect(tmp_path):
-    """They learn its code, and that it has printed its error."""
-    codes, printed, stderr, _ = run(tmp_path, "0fails at once")
-    assert codes == [7, 7, 7]
-    assert printed[1:] == ["RankFailure(rank=0, code=7)\n"] * 2
-    assert stderr == ["", "", ""]
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_announced_failure_ends_the_others_with_its_code(tmp_path, rank):
-    """It prints its own error; the others do not wait until it has ended."""
-    codes, printed, stderr, _ = run(tmp_path, f"{rank}fails")
-    others = [r for r in range(3) if r != rank]
-    assert [codes[r] for r in others] == [7, 7]
-    assert stderr == ["", "", ""]
-
-
-def test_an_exception_is_a_failure(tmp_path):
-    codes, _, stderr, _ = run(tmp_path, "1raises")
-    assert codes == [1, 1, 1]
-    assert stderr[1].splitlines()[-1] == "ValueError: mine"
-
-
-@pytest.mark.parametrize("how", ["0announces 0", pytest.param("1returns", marks=pytest.mark.slow)])
-def test_an_exit_with_0_does_not_end_the_others(tmp_path, how):
-    codes, printed, stderr, _ = run(tmp_path, how)
-    others = [r for r in range(3) if r != int(how[0])]
-    assert codes == [0, 0, 0]
-    assert [printed[r] for r in others] == ["None\n", "None\n"]
-    assert stderr == ["", "", ""]
+def test_how_one_rank_ends_and_what_the_others_do(ends, codes, printed, said, tmp_path):
+    found, out, err = run(tmp_path, ends)
+    assert found == codes
+    assert [out[rank] for rank in range(3) if rank != int(ends[0])] == [printed] * 2
+    for rank in range(3):
+        assert re.fullmatch(said.get(rank, ""), err[rank])
 
 
 @pytest.mark.parametrize("how", ["more than there are files", "a line without end"])
-def test_strangers_do_not_deafen_rank_0(how, monkeypatch):
+def test_strangers_do_not_deafen_rank_0(how, tmp_path):
     """Connections that never say hello; then a rank connects and dies."""
-    shared, exits = {}, threading.Event()
-    monkeypatch.setattr(failure_detector.FailureDetector, "_exit", lambda self: exits.set())
-    monkeypatch.setattr(failure_detector.atexit, "register", lambda _: None)
-
-    def gather(value):
-        shared["port"], shared["token"] = value[0]
-        return [value, (None, "the other")]
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    detector = failure_detector.FailureDetector(0, 2, "127.0.0.1", gather)
-    address = "127.0.0.1", shared["port"]
-    with contextlib.ExitStack() as stack:
+    (tmp_path / "a1").write_text(json.dumps([None, "the other"]))
+    (tmp_path / "b1").write_text("0")
+    with start(tmp_path, 1, "1dies", size=2)[0] as detects, contextlib.ExitStack() as stack:
+        stack.callback(detects.kill)
+        while not (tmp_path / "a0").exists():
+            assert detects.poll() is None
+            time.sleep(0.01)
+        (port, token), _ = json.loads((tmp_path / "a0").read_text())
 
         def stranger():
-            return stack.enter_context(socket.create_connection(address, timeout=30))
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
 
+        stranger().close()
         if how == "a line without end":
             client = stranger()
             with contextlib.suppress(OSError):  # closed
@@ -177,21 +146,22 @@ def test_strangers_do_not_deafen_rank_0(how, monkeypatch):
                     client.sendall(b"x" * 4096)
                 raise AssertionError("40 MB were taken")
         else:
-            clients = [stranger() for _ in range(3 * failure_detector._MAX_STRANGERS)]
-            for client in clients[: failure_detector._MAX_STRANGERS]:
+            clients = [stranger() for _ in range(200)]
+            for client in clients[:64]:
                 assert client.recv(1) == b""  # closed
             # No file is left for a while: accept fails.
-            used = max(map(int, (path.name for path in Path("/proc/self/fd").iterdir())))
-            waiting = socket.socket()
-            stack.enter_context(waiting)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
-            waiting.connect(address)
+            limits = resource.prlimit(detects.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(detects.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+            stranger()
             time.sleep(0.3)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not detector._all_connected.is_set()
+            resource.prlimit(detects.pid, resource.RLIMIT_NOFILE, limits)
+        assert not (tmp_path / "b0").exists()  # one is missing
         rank = stranger()
-        rank.sendall(f"hello {shared['token']} 1\n".encode())
-        assert detector._all_connected.wait(30)
+        rank.sendall(f"hello {token} 1\n".encode())
+        while not (tmp_path / "b0").exists():
+            assert detects.poll() is None
+            time.sleep(0.01)
         rank.close()
-        assert exits.wait(30)
-        assert detector._failure == failure_detector.RankFailure(1, None)
+        said = detects.communicate(timeout=30)[1]
+    assert detects.returncode == 1
+    assert said.startswith("error: process 1 of 2 (the other) ended without an exit code")

@@ -4,8 +4,9 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from python_process import LAUNCHER, environment
@@ -105,26 +106,24 @@ entrypoint.run(main)
 """
 
 
-def join(
-    folder: Path, tasks: dict[int, tuple[str, ...]], job: int, local_rank: str = ""
-) -> list[tuple[int, str]]:
-    """Exit code and output of processes that meet as srun's tasks would: {rank: flags}, of two."""
+def join(folder: Path, *tasks: tuple[str, ...], job: int, **variables: str) -> list[Any]:
+    """Exit code and output of processes that meet as srun's tasks would: rank and flags of each, of
+    two.
+    """
     script = folder / "join.py"
     script.write_text(JOIN)
     clean = {k: v for k, v in environment().items() if not k.startswith(("SLURM", "OMPI"))}
-    slurm = TASK | {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_TASKS": "2"}
-    slurm["SLURM_JOB_ID"] = str(job)
+    slurm = {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_TASKS": "2"}
+    clean |= TASK | slurm | {"SLURM_JOB_ID": str(os.getpid() + job)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), *flags],
-            env=clean
-            | slurm
-            | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": local_rank or str(rank)},
+            env=clean | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, flags in tasks.items()
+        for rank, *flags in tasks
     ]
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
@@ -133,20 +132,20 @@ def join(
 @pytest.mark.slow  # those that refuse each other meet and gather too
 @pytest.mark.dist
 def test_slurm_tasks_compute_together(tmp_path):
-    done = join(tmp_path, {0: ("1",), 1: ("1",)}, job=os.getpid())
+    done = join(tmp_path, ("0", "1"), ("1", "1"), job=0)
     assert done == [(0, "0 [3.0]\n"), (0, "1 [3.0]\n")]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_processes_with_different_flags_refuse_each_other(tmp_path):
-    done = join(tmp_path, {0: ("1", "--seed", "1"), 1: ("1", "--seed", "2")}, job=os.getpid() + 1)
-    assert [code for code, _ in done] == [2, 2]
-    assert done[0][1] == (
+    done = join(tmp_path, ("0", "1", "--seed", "1"), ("1", "1", "--seed", "2"), job=1)
+    line = (
         "error: process 1 was started with another --seed than process 0 (2, where process 0 has "
         "1); start every machine with the same command, on the same files\n"
     )
-    assert done[1][1] == ""  # nor is an interpreter torn down while threads of gloo may need it
+    # Nor is an interpreter torn down while threads of gloo may need it.
+    assert done == [(2, line), (2, "")]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs Linux")
@@ -154,7 +153,7 @@ def test_a_rendezvous_on_this_machine_listens_to_it_alone(variables):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     variables(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
-    store = process_group._meet()
+    store = process_group.meet()
     store.set("key", "value")
     tables = Path("/proc/net").glob("tcp*")
     rows = [line.split() for table in tables for line in table.read_text().splitlines()]
@@ -167,50 +166,34 @@ def test_a_port_that_is_taken_is_named(variables):
         port = taken.getsockname()[1]
         variables(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="2")
         with pytest.raises(UserError, match=r"--master_port: 127.0.0.1:\d+ is in use; choose"):
-            process_group._meet()
+            process_group.meet()
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_process_that_stays_alone_says_so(tmp_path):
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_stays_alone_says_so(rank, tmp_path):
     """So does the first of another machine: rank 0, which speaks for all, never came."""
-    with ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(join, tmp_path, {rank: ("0.02",)}, os.getpid() + 2 + rank, local_rank="0")
-            for rank in (0, 1)
-        ]
-    for rank, run in enumerate(runs):
-        ((code, text),) = run.result()
-        assert code == 2
-        start = f"error: process {rank} of 2 did not meet the others at localhost:"
-        assert text.splitlines()[-1].startswith(start)
+    ((code, text),) = join(tmp_path, (rank, "0.02"), job=2 + int(rank), SLURM_LOCALID="0")
+    assert code == 2
+    start = f"error: process {rank} of 2 did not meet the others at localhost:"
+    assert text.splitlines()[-1].startswith(start)
 
 
 @pytest.mark.parametrize(("number", "said"), [(1, False), (2, True), (3, False)])
-def test_more_processes_than_gpus_are_named_once(number, said, variables, monkeypatch, capsys):
+def test_more_processes_than_gpus_are_named_once(number, said, variables, capsys):
     """Rank 0 sees a GPU and waits: of those without one, the first says so."""
     variables(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
-    monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 2)
-    if number < 2:
-        process_group._check_device()
-    else:
-        with pytest.raises(UserError, match=f"process {number} of this machine sees 2 GPUs"):
-            process_group._check_device()
-    line = "error: process 2 of this machine sees 2 GPUs; start one process a GPU"
-    assert (line in capsys.readouterr().err) == said
+    is_refused = pytest.raises(UserError, match=f"process {number} of this machine sees 2 GPUs")
+    with is_refused if number >= 2 else nullcontext():
+        process_group.check_device(2)
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: process 2 of this machine sees 2 GPUs; start one") == said
+    assert bool(printed) == said
 
 
-def test_the_local_rank_that_a_launcher_passes_is_no_difference(monkeypatch):
+@pytest.mark.parametrize("form", ["--local_rank=1", "--local-rank=1"])
+def test_the_local_rank_that_a_launcher_passes_is_no_difference(form):
     """DeepSpeed's launcher gives every process one of its own."""
-    gathered = []
-
-    def gather(values):
-        gathered.append(values)
-        return gathered * 2 if len(gathered) == 1 else gathered
-
-    monkeypatch.setattr(process_group, "gather_objects", gather)
-    for number in (0, 1):
-        for form in (f"--local_rank={number}", f"--local-rank={number}"):
-            monkeypatch.setattr(sys, "argv", ["main.py", form, "--seed", "1"])
-            process_group._check_same_flags()
-    assert all(values == gathered[0] for values in gathered)
+    flags = process_group.flags_of(["step1/main.py", form, "--seed", "1", "--data_path", "a", "b"])
+    assert flags == {"script": "step1/main.py", "--seed": "1", "--data_path": "a b"}

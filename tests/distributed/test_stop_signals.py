@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from python_process import environment
 
 from dschat.distributed import process_registry, stop_signals
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 600  # virtual machines have stood still for a minute
 
 START = """
@@ -57,15 +58,10 @@ def signalled(tmp_path: Path, body: str, *signals: int, pause_s: float = 0.1) ->
     """
     script = tmp_path / "script.py"
     script.write_text(START.replace("BODY", body))
-    environment = {k: v for k, v in os.environ.items() if k != stop_signals.LAUNCHED_BY}
     output = tmp_path / "stderr"
     with output.open("w") as stderr:
-        run = subprocess.Popen(
-            [sys.executable, str(script)],
-            cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(ROOT)},
-            stderr=stderr,
-        )
+        command = [sys.executable, str(script)]
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=stderr)
     wait_until(lambda: (tmp_path / "ready").exists() or run.poll() is not None)
     for signum in signals:
         run.send_signal(signum)
@@ -155,19 +151,17 @@ def test_a_fork_that_lives_on_does_not_hold_up_the_end(tmp_path):
 def test_stderr_without_a_reader(tmp_path):
     """The same Ctrl-C ended `| tee`: training still stops with a checkpoint."""
     body = """
+        from dschat.observability import console
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 2)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
-        log.setup()
-        log.logger.info("step 1")
+        console.setup()
+        console.logger.info("step 1")
         Path("after").write_text(f"{stop.agreed()}")
 """
-    signalled(
-        tmp_path,
-        body.replace("log.setup()", "from dschat.observability import console as log; log.setup()"),
-    )
+    signalled(tmp_path, body)
     assert (tmp_path / "after").read_text() == "True"
 
 
@@ -181,9 +175,7 @@ def test_handlers_are_restored_after_the_scope(tmp_path):
             assert not stop.agreed()
             assert signal.getsignal(signal.SIGTERM) not in handlers
         assert [signal.getsignal(s) for s in stop_signals.SIGNALS] == handlers
-        assert threading.active_count() == 1 or "signals" not in [
-            thread.name for thread in threading.enumerate()
-        ]
+        assert "signals" not in [thread.name for thread in threading.enumerate()]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -197,16 +189,12 @@ def test_a_nested_scope_leaves_signals_to_the_outer_one(tmp_path):
 
 
 def test_nothing_is_requested_outside_the_main_thread(tmp_path):
-    answers = []
-
     def loop():
         with stop_signals.handle_stop_signals(tmp_path) as stop:
-            answers.append(stop.agreed())
+            return stop.agreed()
 
-    thread = threading.Thread(target=loop)
-    thread.start()
-    thread.join()
-    assert answers == [False]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(loop).result() is False
 
 
 # The process registry
@@ -229,10 +217,8 @@ def test_the_registry_lists_the_processes_in_the_loop(tmp_path):
 
 
 def test_a_registry_has_one_holder_for_each_machine(tmp_path):
-    name, ranks = (
-        f"{socket.gethostname()}@{os.getpid()}",
-        process_registry.ProcessRegistry(tmp_path / ".ranks"),
-    )
+    name = f"{socket.gethostname()}@{os.getpid()}"
+    ranks = process_registry.ProcessRegistry(tmp_path / ".ranks")
     assert ranks.holder() is None
     with process_registry.opened(tmp_path):
         assert ranks.holder() == (name, True)

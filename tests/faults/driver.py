@@ -49,13 +49,15 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
     setattr(owner, name, call)
 
 
-def after(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
-    """What ``owner.name`` returns goes through ``change``."""
+def after(owner: Any, name: str, change: Callable[..., None]) -> None:
+    """Call ``change(value, *arguments)`` with what each call of ``owner.name`` returns."""
     function = getattr(owner, name)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return change(function(*args, **kwargs))
+        value = function(*args, **kwargs)
+        change(value, *args, **kwargs)
+        return value
 
     setattr(owner, name, call)
 
@@ -81,83 +83,63 @@ def tell_phases(folder: Path) -> None:
 
 
 def die_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: die())
+    _at_loss(number, rank, die)
 
 
 def hang_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda loss: time.sleep(3600))
+    _at_loss(number, rank, lambda: time.sleep(3600))
 
 
-def _at_loss(number: int, rank: int, act: Callable[[Any], Any]) -> None:
-    """``act`` on the first loss of the ``number``-th optimizer step."""
+def _at_loss(number: int, rank: int, act: Callable[[], Any]) -> None:
+    """``act`` on the first loss of the ``number``-th optimizer step; it does not return."""
     import dschat.distributed as dist
-    from dschat.runtime import optimizer_step
+    from dschat.runtime.optimizer_step import OptimizerStep
 
     steps = [0]
 
-    class Counted(optimizer_step.OptimizerStep):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            steps[0] += 1
-            self._first = True
+    def at_loss(*_: Any) -> None:
+        if steps[0] == number and dist.rank() == rank:
+            act()
 
-        def backward(self, loss: Any) -> None:
-            if self._first and number == steps[0] and dist.rank() == rank:
-                act(loss)
-            self._first = False
-            super().backward(loss)
-
-    from dschat.rlhf import trainer
-    from dschat.supervised import loop
-
-    loop.OptimizerStep = trainer.OptimizerStep = Counted
+    before(OptimizerStep, "__init__", lambda *_, **__: _count(steps))
+    before(OptimizerStep, "backward", at_loss)
 
 
 def nan_scores(number: int, rank: int) -> None:
-    from dschat.rlhf.rollout_scorer import RolloutScorer
+    from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
-    def spoil(sources: Any) -> Any:
+    def spoil(sources: Any, *_: Any, **__: Any) -> None:
         sources[0].scores[0] = float("nan")
-        return sources
 
-    _in_rollout(RolloutScorer, "reward_model", number, rank, spoil)
+    rollouts = [0]  # evaluations have scores too
+    after(RolloutScorer, "reward_model", _in_rollout(rollouts, number, rank, spoil))
+    before(Collected, "score", lambda *_: _count(rollouts))
 
 
 def nan_logprobs(number: int, rank: int) -> None:
     from dschat.rlhf import trainer
 
-    def spoil(experience: Any) -> None:
+    def spoil(_: Any, engine: Any, experience: Any, args: Any) -> None:
         experience.ref_logprobs[0, 0] = float("-inf")
 
-    fill_in, rollouts = trainer.fill_in, [0]
-
-    def filled(engine: Any, experience: Any, args: Any) -> None:
-        import dschat.distributed as dist
-
-        rollouts[0] += 1
-        fill_in(engine, experience, args)
-        if rollouts[0] == number and dist.rank() == rank:
-            spoil(experience)
-
-    trainer.fill_in = filled
-
-
-def _in_rollout(owner: Any, name: str, number: int, rank: int, spoil: Callable[[Any], Any]) -> None:
-    """``spoil`` what ``owner.name`` returns for the ``number``-th rollout, not in evaluations."""
-    import dschat.distributed as dist
-    from dschat.rlhf.rollout_scorer import Collected
-
     rollouts = [0]
+    before(trainer, "fill_in", lambda *_: _count(rollouts))
+    after(trainer, "fill_in", _in_rollout(rollouts, number, rank, spoil))
 
-    def count(*_: Any) -> None:
-        rollouts[0] += 1
 
-    before(Collected, "score", count)
-    after(
-        owner,
-        name,
-        lambda value: spoil(value) if rollouts[0] == number and dist.rank() == rank else value,
-    )
+def _count(calls: list[int]) -> None:
+    calls[0] += 1
+
+
+def _in_rollout(rollouts: list[int], number: int, rank: int, spoil: Callable[..., None]):
+    """``spoil``, in the ``number``-th of the counted ``rollouts`` on that rank."""
+    import dschat.distributed as dist
+
+    def act(*args: Any, **kwargs: Any) -> None:
+        if rollouts[0] == number and dist.rank() == rank:
+            spoil(*args, **kwargs)
+
+    return act
 
 
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}

@@ -22,13 +22,19 @@ from typing import Any
 import forked
 import torch
 from driver import PHASES
+from python_process import ROOT
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.tiny_model import resolve_model
 
-ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("driver.py")
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 TIMEOUT_S = 600
 # What a clock or a neighbour decides.
 NOT_COMPARED = ("time/", "throughput/", "memory/")
@@ -113,28 +119,15 @@ def make_models(folder: Path) -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
 # -- Running
 
 
 def start(command: list[str], log: Path, **variables: str) -> subprocess.Popen:
     """``variables``: for the `driver`, FAULT and PHASES."""
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command,
-            env=environment() | variables,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
+        env = os.environ | ENVIRONMENT | variables  # on GPUs where the forks are
+        options = {"stdout": file, "stderr": file, "start_new_session": True}
+        return subprocess.Popen(command, env=env, **options)
 
 
 def finish(command: list[str], log: Path, **variables: str) -> int:

@@ -33,11 +33,8 @@ def main() -> int:
     parser.add_argument("--seed", default="0", help="draws other instants")
     parser.add_argument("--train-py", action="store_true", help="kill train.py alone, no steps")
     args = parser.parse_args()
-    share = (
-        1.0
-        if args.kills is None
-        else args.kills / (sum(SWEEP.values()) + sum(orphans.SWEEP.values()))
-    )
+    every = sum(SWEEP.values()) + sum(orphans.SWEEP.values())
+    share = 1.0 if args.kills is None else args.kills / every
     began, kills, runs, lost = time.monotonic(), Counter(), 0, []
     console.setup("error")
     with tempfile.TemporaryDirectory() as folder:

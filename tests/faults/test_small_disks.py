@@ -8,10 +8,9 @@ from cases import GRPO, STEP1
 from orphans import train_py
 from runs import Case, check_same, finish, mount, num_bytes, ran, weights
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 
 
-@slow
 def test_a_disk_without_space(whole, models, small_disk):
     """It holds one checkpoint and what the step saves, not more."""
     finished = whole(STEP1)
@@ -23,7 +22,6 @@ def test_a_disk_without_space(whole, models, small_disk):
     check_same(disk / "run", finished)
 
 
-@slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -54,7 +52,6 @@ def test_a_disk_without_space_for_the_model(case, whole, models, small_disk):
     check_same(disk / "run", finished)
 
 
-@slow
 @pytest.mark.parametrize(
     "case",
     [STEP1, Case(2), Case(3, "--kl_coef 0.1", 2), Case(1, "--zero_stage 3", 2)],
@@ -71,7 +68,6 @@ def test_a_disk_too_small_for_the_model_is_refused_before_training(case, models,
     assert os.listdir(disk) == ["run.log"]
 
 
-@slow
 def test_train_py_on_a_full_disk(models, tmp_path, small_disk):
     whole, log = tmp_path / "whole", tmp_path / "log"
     command = [*train_py(models, whole), "--save_total_limit", "1"]

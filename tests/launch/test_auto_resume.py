@@ -89,25 +89,6 @@ def test_a_step_does_not_resume_with_a_retrained_model(tree):
     assert planned(tree, *QUIET, "--step3.overwrite-output-dir")[3]["overwrite_output_dir"] is True
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--restart --resume", "--restart starts over and --resume resumes; leave one out"),
-        ("--resume --overwrite-output-dir", "--resume continues a run and --overwrite_output"),
-        (
-            "--resume out/x",
-            "--resume out/x is a checkpoint of one step; name the step: --step3.resume",
-        ),
-        ("--save-steps -1", "--save_steps -1 must not be negative"),
-        ("--save-total-limit -1", "--save_total_limit -1 must not be negative"),
-    ],
-)
-def test_errors_about_resuming(tree, argv, message):
-    with pytest.raises(UserError) as error:
-        plan(tree, *QUIET, *argv.split())
-    assert str(error.value).startswith(message)
-
-
 def test_resume_from_a_named_checkpoint(tree):
     interrupt(Path("out/step1_sft"), sft(seed=9))
     argv = (*QUIET, "--step1.resume", "out/step1_sft/checkpoints/step_000012")

@@ -21,12 +21,20 @@ EXAMPLE = Path("training/launch/hostfile")
 WORDS = ["step1_sft/main.py", "--data_path", "a b.jsonl", "--lora_modules", "q|v", "--x=-1"]
 
 
+def write_program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """A temporary working directory, every launcher installed, eight cores, no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cluster.shutil, "which", lambda program: f"/usr/bin/{program}")
+    for program in cluster.PROGRAMS.values():
+        write_program(tmp_path / "bin" / program, "")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cluster, "available_memory", lambda: 64 * 2**30)
     Path("hosts").write_text("# ours\n\nalpha slots=4\n  beta   slots=4 # new\n")
@@ -133,7 +141,7 @@ def test_without_gpus_cores_and_memory_limit_processes(monkeypatch):
 
 
 def test_a_missing_program_is_named(monkeypatch):
-    monkeypatch.setattr(cluster.shutil, "which", lambda program: None)
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="--launcher pdsh: pdsh is not installed here"):
         find(hostfile="hosts")
     with pytest.raises(UserError, match="--launcher slurm: srun is not installed here"):
@@ -144,7 +152,7 @@ def test_a_missing_program_is_named(monkeypatch):
 # The commands
 
 
-def test_one_machine(monkeypatch):
+def test_one_machine():
     assert find().command(2, WORDS) == [sys.executable, *WORDS]
     two = find(num_gpus=2, master_port=7000).command(2, WORDS)
     assert two[-len(WORDS) :] == WORDS
@@ -220,11 +228,8 @@ HARD += [
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed(shell, monkeypatch):
-    show = Path("show").resolve()
-    show.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    show.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(show))  # on the other machine
+def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed(shell):
+    write_program(show := Path("show").resolve(), "printf '%s\\0' \"$@\"")
     flags = {"hostfile": "hosts", "ssh_port": 2222, "master_port": 7000, "launcher_args": "-t 9"}
     command = find(**flags, num_gpus=2).command(2, HARD)
     assert command[command.index("--ssh_port") + 1] == "2222"
@@ -232,6 +237,7 @@ def test_pdsh_gives_the_flags_to_a_remote_shell_unharmed(shell, monkeypatch):
     assert made[made.index("-w") + 1] == "alpha,beta"
     assert made[made.index("-t") + 1] == "9"
     line = " ".join(made[made.index("-t") + 2 :])
+    line = line.replace(sys.executable, str(show))  # on the other machine
     line = re.sub("%([hun%])", lambda m: {"h": "beta", "u": "me", "n": "1", "%": "%"}[m[1]], line)
     remote = subprocess.check_output([shell, "-c", line], text=True).split("\0")[:-1]
     assert remote[-len(HARD) :] == HARD

@@ -11,20 +11,20 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from python_process import ROOT
+from stub_steps import wait_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat.config import RLHFConfig
 from dschat.launch import recipe, run_plan
 from dschat.models.lora import add_lora
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "training" / "launch").glob("*.sbatch"))
 LORA_RATE, FULL, CRITIC = 5e-4, 9.65e-6, 5e-6
@@ -249,9 +249,7 @@ def test_an_example_forwards_signals_and_requeues(path, tmp_path, signum, back):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert wait_for((tmp_path / "ready").exists, 60)
     job.send_signal(signum)
     stderr = job.communicate(timeout=60)[1]
     assert (tmp_path / "got").read_text() == f"{signum.name[3:]}\n"

@@ -10,6 +10,8 @@ from stub_steps import QUIET, finish, plan, planned, world_of
 
 from dschat.config import UserError
 
+RECIPE = "--recipe quiet"
+
 
 def test_no_flags_is_the_demo(tree):
     fields = planned(tree)
@@ -57,6 +59,21 @@ def test_design_example_with_many_processes(tree, monkeypatch, gpus_here):
         ("--unsupervised-dataset-name no.txt", "--unsupervised_dataset_name: no such data file"),
         ("--step3.actor_zero_stage 9", "--actor_zero_stage 9 must be between 0 and 3"),
         ("--per_device_training_batch_size 7", "--per_device_training_batch_size x"),
+        # of a policy that learns from pairs
+        (f"{RECIPE} --loss dpo --step 3", "--step 3 does not exist with --loss dpo"),
+        (f"{RECIPE} --loss dpo --reward-model hub/r", "--reward_model hub/r is not used with --lo"),
+        (f"{RECIPE} --loss dop", "--loss 'dop'"),
+        (f"{RECIPE} --beta 0.5", "--beta is not used by --loss pairwise"),
+        (f"{RECIPE} --loss kto --streaming --max_steps 5", "--loss kto reads all pairs"),
+        # of resuming
+        (f"{RECIPE} --restart --resume", "--restart starts over and --resume resumes; leave one "),
+        (f"{RECIPE} --resume --overwrite-output-dir", "--resume continues a run and --overwrite_o"),
+        (
+            f"{RECIPE} --resume out/x",
+            "--resume out/x is a checkpoint of one step; name the step: --step3.resume",
+        ),
+        (f"{RECIPE} --save-steps -1", "--save_steps -1 must not be negative"),
+        (f"{RECIPE} --save-total-limit -1", "--save_total_limit -1 must not be negative"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tree, argv, message):
@@ -68,7 +85,10 @@ def test_mistakes_are_found_before_anything_runs(tree, argv, message):
 
 def test_missing_steps_run_first_and_finished_ones_are_reused(tree):
     argv = ("--step", "3", *QUIET, "--max_seq_len", "64")
-    finish(Path("out/step1_sft"))
+    mark = finish(Path("out/step1_sft")) / "COMPLETE"
+    mark.unlink()
+    assert list(planned(tree, *argv)) == [1, 2, 3]
+    mark.touch()
     made = plan(tree, *argv)
     assert [step.number for step, _ in made.commands] == [2, 3]
     assert "out/step1_sft" in made.notes[0]
@@ -78,29 +98,6 @@ def test_missing_steps_run_first_and_finished_ones_are_reused(tree):
     finish(Path("out/step3_rlhf"))
     assert list(planned(tree, *argv)) == []
     assert list(planned(tree, *argv, "--overwrite-output-dir")) == [3]
-
-
-def test_finished_steps_are_skipped_unless_overwritten(tree):
-    finish(Path("out/step1_sft"))
-    made = plan(tree, *QUIET)
-    assert [step.number for step, _ in made.commands] == [2, 3]
-    assert made.notes == [
-        "step 1 is finished in out/step1_sft: skipped (--overwrite_output_dir runs it again)"
-    ]
-    assert list(planned(tree, *QUIET, "--overwrite_output_dir")) == [1, 2, 3]
-    assert list(planned(tree, *QUIET, "--step", "1", "--step1.overwrite_output_dir")) == [1]
-
-
-def test_a_folder_without_complete_file_is_not_finished(tree):
-    finish(Path("out/step1_sft"))
-    Path("out/step1_sft/COMPLETE").unlink()
-    assert list(planned(tree, *QUIET)) == [1, 2, 3]
-
-
-def test_a_finished_last_step_does_not_keep_new_inputs(tree):
-    finish(Path("out/step3_rlhf"))
-    with pytest.raises(UserError, match="out/step3_rlhf is finished, but"):
-        plan(tree, *QUIET)
 
 
 def trained_with(folder: Path, **settings: object) -> None:
@@ -162,17 +159,6 @@ def test_a_name_too_long_for_a_disk_is_not_a_folder(tree):
     name = "1" * 400
     planned = plan(tree, "--recipe", "quiet", "--actor-model", name, "--step", "1")
     assert [step.number for step, _ in planned.commands] == [1]
-
-
-def test_gpus_visible_here(tree, monkeypatch, gpus_here):
-    gpus_here(4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (_, command) = plan(tree, "--recipe", "quiet").commands[0]
-    assert world_of(command) == {"node0": [0, 1, 2, 3]}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
-    (_, command) = plan(tree, "--recipe", "quiet", "--num-gpus", "2").commands[0]
-    assert world_of(command) == {"node0": ["2", "3"]}
-    assert plan(tree, "--recipe", "quiet", "--num-gpus", "1").commands[0][1][1].endswith("main.py")
 
 
 def test_several_machines(tree, gpus_here):

@@ -40,22 +40,6 @@ def test_the_policy_starts_from_a_trained_model(tree):
     assert fields[2]["model_name_or_path"] == "hub/sft"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--loss dpo --step 3", "--step 3 does not exist with --loss dpo"),
-        ("--loss dpo --reward-model hub/r", "--reward_model hub/r is not used with --loss dpo"),
-        ("--loss dop", "--loss 'dop'"),
-        ("--beta 0.5", "--beta is not used by --loss pairwise"),
-        ("--loss kto --streaming --max_steps 5", "--loss kto reads all pairs"),
-    ],
-)
-def test_errors_of_a_policy_on_pairs(tree, argv, message):
-    with pytest.raises(UserError) as error:
-        plan(tree, "--recipe", "quiet", *argv.split())
-    assert str(error.value).startswith(message)
-
-
 @pytest.mark.parametrize(("settings", "loss"), [("kl_coef: 0.1", "dpo"), ("loss: dpo", None)])
 def test_a_policy_of_the_other_kind_is_not_taken_as_finished(tree, settings, loss):
     """DPO and RLHF both write to step3_rlhf."""

@@ -143,10 +143,7 @@ def test_table():
 
 def test_what_went_wrong_is_in_the_file(tmp_path):
     rows = [{"step": i, "policy/grad_norm": 0.0, "objective/scores": 1.0} for i in range(1, 9)]
-    (tmp_path / "step3_rlhf").mkdir()
-    (tmp_path / "step3_rlhf" / "COMPLETE").touch()
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "step3_rlhf" / "metrics.jsonl").write_text(text)
+    log(tmp_path, step3_rlhf=rows)
     write_summary(tmp_path, {})
     (warning,) = json.loads((tmp_path / "summary.json").read_text())["warnings"]
     assert "gradient is 0" in warning
