@@ -38,7 +38,7 @@ number = 3
 def folder(tmp_path, monkeypatch):
     """The working directory: reward files, good and bad."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.syspath_prepend("")
     texts = {
         "scores.py": SCORES,
         "beside.py": "BONUS = 2",

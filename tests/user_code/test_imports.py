@@ -26,7 +26,7 @@ FILES = {
 def folder(tmp_path, monkeypatch):
     """The working directory: files of users, good and bad."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.syspath_prepend("")
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
