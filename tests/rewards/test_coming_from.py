@@ -123,9 +123,10 @@ def reward_func(rewards, samples):
 
 def compute_score(rewards, samples):
     def number(data_source, solution_str, ground_truth, extra_info=None):
-        return float(solution_str == ground_truth)
+        return float(solution_str == ground_truth) + len(extra_info or ())
 
-    assert scores_of(rewards([number]), samples(2, answer=["a0", "b"])) == [[1, 0]]
+    given = samples(2, answer=["a0", "b"], extra_info=[{"split": "train"}, None])
+    assert scores_of(rewards([number]), given) == [[2, 0]]
 
 
 def names_of_trl():
