@@ -13,11 +13,6 @@ MESSAGES = [{"role": "user", "content": "tell me about the sun"}]
 
 
 @pytest.fixture(scope="module")
-def client(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
 def alone(served, same_products):
     """``alone(ids, **sampling)``: answers of an engine of its own, as (text, rollout)."""
     from dschat.builtin.tiny_model import resolve_model
