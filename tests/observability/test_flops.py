@@ -1,5 +1,5 @@
-"""FLOPs against hand counts and PyTorch's counter; known, or known to be unknown, of every causal LM
-of transformers.
+"""FLOPs against hand counts and PyTorch's counter; known, or known to be unknown, of every causal
+LM of transformers.
 """
 
 import dataclasses
