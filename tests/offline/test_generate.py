@@ -20,7 +20,7 @@ from dschat.inference import InferenceEngine, SamplingParams
 from dschat.offline.answer_file import AnswerFile
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.generate import generate
-from dschat.offline.rows import Prompts, Row, Rows
+from dschat.offline.rows import Prompts, Rows
 
 
 def rows_of(path: str | Path) -> list[dict]:
@@ -187,16 +187,22 @@ def test_sigkill(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("problem", "hint"),
+    ("prompt", "problem", "hint"),
     [
-        ("no usable prompt", "; see --columns prompt=COLUMN"),
-        ("a chat that the tokenizer's template refuses (alternate roles)", ""),
+        ("", "no usable prompt", "; see --columns prompt=COLUMN"),
+        (
+            [{"role": "user", "content": "w2"}],
+            "a chat that the tokenizer's template refuses (alternate roles)",
+            "",
+        ),
     ],
 )
-def test_no_usable_row_is_an_error(problem, hint, flags, monkeypatch):
-    monkeypatch.setattr(Rows, "__iter__", lambda _: iter([(Row("", {}, ""), problem)] * 3))
+def test_no_usable_row_is_an_error(prompt, problem, hint, flags, models, prompts):
+    Path(prompts).write_text(f"{json.dumps({'prompt': prompt})}\n" * 3)
+    tokenizer = AutoTokenizer.from_pretrained(models / "llama")
+    tokenizer.chat_template = "{{ raise_exception('alternate roles') }}"
     with pytest.raises(UserError) as error:
-        Prompts(Rows(parser.parse(GenerateConfig, flags)), None, 9)
+        Prompts(Rows(parser.parse(GenerateConfig, flags)), tokenizer, 9)
     assert str(error.value) == f"--data_path: no usable rows (3 with {problem}){hint}"
 
 
