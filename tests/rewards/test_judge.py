@@ -231,13 +231,11 @@ def test_a_run_stops_with_one_line_or_drops_what_fails(model, rewards, samples, 
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"url": ""}, "is missing its endpoint: --reward_args judge.url=http"),
         ({"url": "host:8000"}, "judge.url=host:8000 must begin with http"),
         ({"model": ""}, "is missing its model: --reward_args judge.model=NAME"),
         ({"workers": 0}, "judge.workers must be at least 1"),
         ({"timeout_s": 0.0}, "judge.timeout_s=0.0 must be above 0"),
         ({"timeout_s": 600.0, "retries": 1}, "takes 1230 s with 1 retries"),
-        ({"api_key_env": "NO_SUCH"}, "judge.api_key_env=NO_SUCH: no such environment variable"),
         ({"rubric": "lost.txt"}, "judge.rubric=lost.txt: No such file"),
         ({"rubric": "latin.md"}, "latin.md: not a UTF-8 text file; name a text"),
         ({"cache": "/dev/null/x"}, "judge.cache=/dev/null/x cannot be written"),

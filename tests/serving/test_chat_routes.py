@@ -9,11 +9,9 @@ import pytest
 import torch
 from http_client import answered, ask
 
-from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
-from dschat.serving.web_chat import PreferenceFile
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
 PREFERENCE = {"messages": MESSAGES, "chosen": "b", "rejected": "c"}
@@ -63,11 +61,6 @@ def test_without_a_reward_model(served):
     body = {"messages": MESSAGES, "answers": ["a"]}
     status, _, text = ask(served, "/api/score", body)
     assert (status, "--reward_model" in text.decode()) == (404, True)
-
-
-def test_a_file_that_cannot_be_written(tmp_path):
-    with pytest.raises(UserError, match="--preferences .*: Is a directory; name another file"):
-        PreferenceFile(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from dschat.user_code.imports import load, portable, rebuilt
 FILES = {
     "scores.py": "from beside import BONUS\n\ndef score(): return BONUS\n\nclass _Hidden: pass\n",
     "beside.py": "BONUS = 2",
-    "broken.py": "def f(:\n",
     "fails.py": "import os\n\nos.environ['NO_SUCH_VARIABLE']\n",
     "leaves.py": "raise SystemExit(1)",
     "lacks.py": "import no_such_package",
@@ -44,11 +43,8 @@ def test_files_and_modules(folder):
     ("spec", "words"),
     [
         ("scores.py", "name it as file.py:NAME or pkg.mod:NAME"),
-        ("scores.py:scor", "not found: scores.py has no scor; did you mean score?"),
         ("scores.py:Hidden", "not found: scores.py has no Hidden$"),
         ("scores.py:", "not found: scores.py has no name after the colon"),
-        ("nowhere.py:f", "not found: no such file; check the path"),
-        ("broken.py:f", "cannot be imported: .*SyntaxError.* in line 1; fix it"),
         ("fails.py:f", "cannot be imported: it raised KeyError: 'NO_SUCH_.* in line 3"),
         ("leaves.py:f", r"cannot be imported: it called sys.exit\(1\)"),
         ("lacks.py:f", "cannot be imported: .*No module named 'no_such_package'"),
