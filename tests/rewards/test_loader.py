@@ -146,34 +146,27 @@ def trls(completions, completion_ids, **kwargs): ...
 def by_reference(answers, reference): ...
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (
-            ours,
-            {
-                "prompts": ["p0", "p1"],
-                "answers": ["a0", "a1"],
-                "prompt_ids": [[0], [0]],
-                "answer_ids": [[0], [0, 1]],
-                "finish_reasons": ["length", "stop"],
-                "tests": [8, 9],
-            },
-        ),
-        (by_reference, {"answers": ["a0", "a1"], "reference": ["r", "s"]}),
-    ],
-)
-def test_arguments_follow_the_signature(samples, function, expected):
+def arguments_of(function, given):
+    (reward,) = load(given=[function])
+    return given.arguments(reward.sources(given.columns))
+
+
+def test_arguments_follow_the_signature(samples):
     given = samples(2, tests=[8, 9], solution=["r", "s"], target=["x", "y"])
     given.prompts[1] = "p1"
-    (reward,) = load(given=[function])
-    assert given.arguments(reward.sources(given.columns)) == expected
+    assert arguments_of(ours, given) == {
+        "prompts": ["p0", "p1"],
+        "answers": ["a0", "a1"],
+        "prompt_ids": [[0], [0]],
+        "answer_ids": [[0], [0, 1]],
+        "finish_reasons": ["length", "stop"],
+        "tests": [8, 9],
+    }
+    assert arguments_of(by_reference, given) == {"answers": ["a0", "a1"], "reference": ["r", "s"]}
 
 
 def test_a_function_of_trl_gets_all(samples):
-    given = samples(2, solution=["r", "s"])
-    (reward,) = load(given=[trls])
-    got = given.arguments(reward.sources(given.columns))
+    got = arguments_of(trls, samples(2, solution=["r", "s"]))
     assert set(got) == {
         *("prompts", "completions", "answers", "prompt_ids", "completion_ids", "answer_ids"),
         *("finish_reasons", "solution", "prompt_messages"),
