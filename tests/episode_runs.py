@@ -3,6 +3,7 @@
 import random
 import time
 
+import pytest
 from families import EOS, VOCAB
 from process_games import Replies
 
@@ -64,6 +65,14 @@ def run(
     runner = EpisodeRunner(made, Tokenizer(), make, observation_ids, limits, not_appended)
     texts = [" ".join(map(str, ids)) for ids in prompts]
     return runner.run(prompts, texts, [{} for _ in prompts], sampling, numbers)
+
+
+def assert_same(episodes, expected, atol=5e-5):
+    """``atol``: of log-probs, which a step of other answers may round otherwise."""
+    for one, other in zip(episodes, expected, strict=True):
+        for name in ("prompt", "tokens", "drawn", "rewards", "num_turns", "finish_reason"):
+            assert getattr(one, name) == getattr(other, name), name
+        assert one.logprobs == pytest.approx(other.logprobs, abs=atol, rel=0)
 
 
 class Slow(Replies):

@@ -66,14 +66,14 @@ class RemoteEnvironment(Environment):
         super().__init__(tells_calls=tells_calls)
         self.pool = lane.pool
         self.wants_special_tokens = parse is not None
-        self._lane, self._number, self._parse = lane, next(lane.numbers), parse
+        self.lane, self._number, self._parse = lane, next(lane.numbers), parse
         self._has_state = target is not None
         self._start = 0  # of the process that has it
         self._rewards_the_end = False
         self._is_lost = False  # with its process
 
     def __del__(self) -> None:
-        self._lane.finished.append(self._number)
+        self.lane.finished.append(self._number)
 
     def reset(self, prompt: str, seed: int, columns: Mapping[str, Any]) -> str:
         return self._call("reset", prompt, seed, dict(columns))
@@ -96,16 +96,16 @@ class RemoteEnvironment(Environment):
 
     def _call(self, method: str, *args: Any) -> Any:
         """Raises ``Fault``; the environment may be lost then."""
-        worker = self._lane.worker
+        worker = self.lane.worker
         worker.start()
         if method == "reset":
             self._start = worker.num_starts
         self._is_lost = True
         if self._has_state and worker.num_starts != self._start:
             raise Fault("was in a process that another episode ended")
-        finished = [self._lane.finished.popleft() for _ in range(len(self._lane.finished))]
+        finished = [self.lane.finished.popleft() for _ in range(len(self.lane.finished))]
         result, self._rewards_the_end = worker.call(
-            self._number, method, args, finished, limit_s=self._lane.limit_s
+            self._number, method, args, finished, limit_s=self.lane.limit_s
         )
         self._is_lost = False
         if isinstance(result, Fault):
@@ -122,17 +122,17 @@ class Host:
         self._tools = [
             Tool(name, {}, rebuilt(recipe) if recipe else None) for name, recipe in tools
         ]
-        self._kept: dict[int, Environment] = {}
+        self.kept: dict[int, Environment] = {}
 
     def __call__(self, number: int, method: str, args: tuple, finished: list[int]) -> tuple:
         """The result or fault of an environment's method, and whether the episode's end is
         rewarded. ``finished``: environments to drop.
         """
         for old in finished:
-            self._kept.pop(old, None)
-        environment = self._kept.get(number)
+            self.kept.pop(old, None)
+        environment = self.kept.get(number)
         if environment is None:
-            environment = self._kept[number] = self._made()
+            environment = self.kept[number] = self._made()
         try:
             result = getattr(environment, method)(*args)
         except Fault as fault:

@@ -52,7 +52,7 @@ class Server:
 
     def __post_init__(self) -> None:
         # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
-        self._encoders = self.thread()
+        self.encoders = self.thread()
         self._running: set[Generation] = set()
         self._is_stopping = False
 
@@ -69,7 +69,7 @@ class Server:
     def stop(self) -> None:
         for model in self.models.values():
             model.worker.close()
-        self._encoders.close()
+        self.encoders.close()
 
     def end_answers(self) -> None:
         """End those that run, and those that would begin."""
@@ -115,7 +115,7 @@ class Server:
             encoded = encode(model.encoder, body)
             return encoded, [shape_of(body, model.encoder, engine.num_tokens) for _ in encoded[0]]
 
-        (prompts, parse), shapes = await self._encoders.run(request, read)
+        (prompts, parse), shapes = await self.encoders.run(request, read)
         if self._is_stopping:
             raise Stopping
         limit = body.max_new_tokens

@@ -28,9 +28,6 @@ from dschat.serving.worker import EngineWorker, ServedModel
 
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")
-_HEADER_TIMEOUT_S, _BODY_TIMEOUT_S = 10.0, 30.0
-_HEADER_BYTES = 64 * 2**10
-_MAX_CONNECTIONS = 4096
 _DISCARDED_BYTES = 64 * 2**20  # of a body too large
 
 
@@ -40,9 +37,15 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: list[str], max_bytes: int, origins: Sequence[str] = ()
+        self,
+        app: ASGIApp,
+        keys: list[str],
+        max_bytes: int,
+        origins: Sequence[str] = (),
+        body_timeout_s: float = 30.0,
     ) -> None:
         self._app, self._max_bytes, self._origins = app, max_bytes, origins
+        self._body_timeout_s = body_timeout_s
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,9 +54,10 @@ class Guard:
             return
         if (response := self._refusal(scope)) is None:
             try:
-                whole = await asyncio.wait_for(_read(receive, self._max_bytes), _BODY_TIMEOUT_S)
+                body = _read(receive, self._max_bytes)
+                whole = await asyncio.wait_for(body, self._body_timeout_s)
             except asyncio.TimeoutError:
-                late = f"the request's body did not arrive in {_BODY_TIMEOUT_S:.0f} s"
+                late = f"the request's body did not arrive in {self._body_timeout_s:.0f} s"
                 response = _refuse(408, late)
             else:
                 large = f"the request's body exceeds {self._max_bytes} bytes (--max_request_mib)"
@@ -93,22 +97,25 @@ class Guard:
 class BoundedConnection(HttpToolsProtocol):
     """Ends connections whose headers do not arrive, and those beyond what the process may open."""
 
+    header_timeout_s = 10.0
+    header_bytes = 64 * 2**10
+    max_connections = 4096
     _deadline: asyncio.TimerHandle | None = None  # of the next headers
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if len(self.connections) > min(_MAX_CONNECTIONS, num_files * 3 // 4):
+        if len(self.connections) > min(self.max_connections, num_files * 3 // 4):
             transport.abort()
         self.data_received(b"")
 
     def data_received(self, data: bytes) -> None:
         if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._deadline = self.loop.call_later(_HEADER_TIMEOUT_S, self.transport.abort)
+            self._deadline = self.loop.call_later(self.header_timeout_s, self.transport.abort)
             self._num_bytes = 0
         super().data_received(data)
         self._num_bytes += len(data)
-        if self._deadline is not None and self._num_bytes > _HEADER_BYTES:
+        if self._deadline is not None and self._num_bytes > self.header_bytes:
             self.transport.abort()
 
     def on_headers_complete(self) -> None:

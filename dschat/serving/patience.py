@@ -56,7 +56,7 @@ class PatientThread:
     def __init__(self, max_waiting: int, timeout_s: float) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._max_waiting, self._timeout_s = max_waiting, timeout_s
-        self._num_waiting = 0
+        self.num_waiting = 0
 
     async def run(self, request: Request, function: Callable[..., T], *args: Any) -> T:
         """The result of ``function``, which does not begin once the client has left.
@@ -65,18 +65,18 @@ class PatientThread:
             Overloaded: too many wait already.
             ClientLeft, TimedOut: before the result.
         """
-        if self._num_waiting > self._max_waiting:
+        if self.num_waiting > self._max_waiting:
             raise Overloaded
 
         async def result() -> T:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, function, *args)
 
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             return await while_connected(request, result(), self._timeout_s)
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -59,18 +59,21 @@ class EngineWorker:
 
     The engine's thread and the event loop share nothing but two queues: commands go one way, the
     tokens of a step or a few the other. A first or last token takes all others along at once.
+
+    Attributes:
+        core, handles: of the engine's thread. A request has a handle until `cancel` releases it.
     """
 
     def __init__(self, engine: InferenceEngine, max_waiting: int) -> None:
         self.engine = engine
         self._max_waiting = max_waiting
         self._commands: queue.SimpleQueue[Callable[[Core], None] | None] = queue.SimpleQueue()
-        self._handles: dict[Request, Handle] = {}  # of the engine's thread
+        self.handles: dict[Request, Handle] = {}
         self._news: list[tuple[Handle, Token | Exception]] = []  # of the engine's thread
         self._delivered = 0.0  # when; of the engine's thread
         self._open: set[Handle] = set()  # of the event loop
-        self._core = engine.core(streaming=True)
-        self.stats = self._core.stats
+        self.core = engine.core(streaming=True)
+        self.stats = self.core.stats
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -112,7 +115,7 @@ class EngineWorker:
                 news: list[tuple[Handle, Token | Exception]] = [(handle, error)]
                 self._loop.call_soon_threadsafe(self._deliver, news)
                 return
-            self._handles[request] = handle
+            self.handles[request] = handle
 
         self._commands.put(add)
         return handle
@@ -124,7 +127,7 @@ class EngineWorker:
         def drop(core: Core) -> None:
             core.cancel(handle.request, sample)
             if sample is None:
-                self._handles.pop(handle.request, None)
+                self.handles.pop(handle.request, None)
 
         self._commands.put(drop)
 
@@ -136,7 +139,7 @@ class EngineWorker:
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        core = self._core
+        core = self.core
         while True:
             try:
                 command = self._commands.get(block=not core.has_work)
@@ -153,20 +156,20 @@ class EngineWorker:
             events = core.step()
         except Exception as error:
             logger.exception("a step failed; its requests are ended")
-            self._news += [(handle, error) for handle in self._handles.values()]
+            self._news += [(handle, error) for handle in self.handles.values()]
             core.close()
-            self._handles.clear()
+            self.handles.clear()
             events, is_urgent = [], True
         for sequence, token, logprob, is_last in events:
             request = sequence.request
-            if (handle := self._handles.get(request)) is None:
+            if (handle := self.handles.get(request)) is None:
                 continue
             is_urgent = is_urgent or is_last or sequence.num_drawn == 1
             top = request.top[sequence.sample].pop(0) if request.num_top else []
             reason = sequence.finish_reason if is_last else None
             drawn = Token(handle, sequence.sample, token, logprob, top, reason)
             self._news.append((handle, drawn))
-        gather_s = min(_GATHER_S * len(self._handles), _LONGEST_GATHER_S)
+        gather_s = min(_GATHER_S * len(self.handles), _LONGEST_GATHER_S)
         if is_urgent or time.monotonic() - self._delivered >= gather_s:
             self._send_news()
 

@@ -1,15 +1,17 @@
 """metrics.jsonl of a resumed run has every row exactly once."""
 
-import errno
 import json
 import math
 import os
+import resource
 import shutil
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dschat.config import SFTConfig
 from dschat.observability.metrics_log import MetricsLog, RowFile
@@ -56,21 +58,15 @@ def test_a_run_without_a_checkpoint_drops_earlier_rows(tmp_path, resume):
     assert steps(tmp_path) == [0, 1]
 
 
-class FullDisk:
-    """A file with space for ``room`` more bytes."""
-
-    def __init__(self, file, room):
-        self._file, self.room = file, room
-
-    def write(self, data):
-        taken = data[: self.room]
-        self.room -= len(taken)
-        if not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._file.write(taken)
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
+@contextmanager
+def full_disk(num_bytes):
+    """No file gets larger than that."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
 
 
 def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
@@ -78,14 +74,13 @@ def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
     log = log_of(tmp_path)
     log.begin()
     log.write(0, {"loss": 0.5})
-    log._rows._file = FullDisk(log._rows._file, 7)
-    for step in (1, 2, 3):
-        log.write(step, {"loss": 0.5})
-    assert caplog.text.count("cannot be written (No space left on device); training continues") == 1
-    position = log.position()
+    with full_disk((tmp_path / "metrics.jsonl").stat().st_size + 7):
+        for step in (1, 2, 3):
+            log.write(step, {"loss": 0.5})
+        position = log.position()
+    assert caplog.text.count("cannot be written (File too large); training continues") == 1
     assert position["bytes"] == (tmp_path / "metrics.jsonl").stat().st_size
     shutil.copytree(tmp_path, tmp_path / "killed")
-    log._rows._file.room = 10_000
     log.write(4, {"loss": 0.5})
     log.close()
     assert caplog.text.count("is writable again") == 1
@@ -144,23 +139,30 @@ def test_a_checkpoint_of_a_run_without_samples_drops_them_all(tmp_path):
     assert (tmp_path / "samples.jsonl").read_text() == ""
 
 
-def test_other_sinks_get_samples_as_text_and_table(tmp_path, monkeypatch):
-    """With fakes of the parts that are called."""
-    texts, logged = [], []
-    writer = SimpleNamespace(add_text=lambda *a: texts.append(a), close=lambda: None)
-    run = SimpleNamespace(id="a", log=lambda row, step: logged.append((row, step)), finish=str)
-    for name, fake in {
-        "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=lambda folder: writer),
-        "wandb": SimpleNamespace(init=lambda **_: run, Table=lambda columns, data: (columns, data)),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, fake)
+@pytest.fixture
+def wandb(monkeypatch):
+    """A fake of the parts of wandb that are called; what it was given."""
+    given = SimpleNamespace(begun=[], logged=[])
+    run = SimpleNamespace(
+        id="abc", log=lambda row, step: given.logged.append((row, step)), finish=str
+    )
+    fake = SimpleNamespace(
+        init=lambda **options: given.begun.append(options) or run,
+        Table=lambda columns, data: (columns, data),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return given
+
+
+def test_other_sinks_get_samples_as_text_and_table(tmp_path, wandb):
     log = MetricsLog(str(tmp_path), SFTConfig(report_to=["tensorboard", "wandb"]))
     log.write_answers(3, [{"answer": "<b>|\n", "score": 0.25}])
     log.close()
-    assert texts == [
-        ("samples", "| answer | score |\n| --- | --- |\n| &lt;b&gt;&#124;<br> | 0.25 |", 3)
-    ]
-    assert logged == [({"samples": (["answer", "score"], [["<b>|\n", 0.25]])}, 3)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (shown,) = events.Tensors("samples/text_summary")
+    table = b"| answer | score |\n| --- | --- |\n| &lt;b&gt;&#124;<br> | 0.25 |"
+    assert (shown.step, shown.tensor_proto.string_val) == (3, [table])
+    assert wandb.logged == [({"samples": (["answer", "score"], [["<b>|\n", 0.25]])}, 3)]
 
 
 def test_starts_tell_a_resume_from_a_restart(tmp_path):
@@ -185,19 +187,11 @@ def test_starts_tell_a_resume_from_a_restart(tmp_path):
     assert {row["processes"] for row in rows} == {1}
 
 
-def test_weights_and_biases_continues_its_run(tmp_path, monkeypatch):
-    """With a fake of the parts of wandb that are called."""
-    begun = []
-
-    def init(**options):
-        begun.append(options)
-        return SimpleNamespace(id="abc", finish=lambda: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+def test_weights_and_biases_continues_its_run(tmp_path, wandb):
     for resume in (None, "latest", None):
         config = SFTConfig(resume=resume, report_to=["wandb"])
         MetricsLog(str(tmp_path), config).close()
-    first, second, third = begun
+    first, second, third = wandb.begun
     assert {"id": "abc", "resume": "allow"}.items() <= second.items()
     assert "id" not in first
     assert "id" not in third
@@ -208,9 +202,5 @@ def test_every_row_is_json(tmp_path):
     file = RowFile(tmp_path / "rows.jsonl", keeps_rows=False)
     file.write({"step": 1, "a": math.nan, "b": [1.5, -math.inf], "text": "NaN is text"})
     file.close()
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    row = json.loads((tmp_path / "rows.jsonl").read_text(), parse_constant=refuse)
+    row = json.loads((tmp_path / "rows.jsonl").read_text(), parse_constant=pytest.fail)
     assert row == {"step": 1, "a": None, "b": [1.5, None], "text": "NaN is text"}

@@ -2,12 +2,13 @@
 
 import json
 
+import forked
 import numpy as np
 import pytest
 
-from dschat.config import UserError, parser
+from dschat.config import parser
 from dschat.offline.evaluate import evaluate
-from dschat.offline.flags import EvalConfig, GenerateConfig, run_eval
+from dschat.offline.flags import EvalConfig, GenerateConfig
 from dschat.offline.generate import generate
 
 
@@ -78,18 +79,15 @@ def test_gold_is_the_gold_scorer(write):
     assert 0.5 <= row["value"] < 0.7  # chosen answers have 1.0, rejected ones at most 0.5
 
 
-def test_table_and_json(write, tmp_path, monkeypatch, capsys):
+def test_table_and_json(write, tmp_path):
     lines = [{"prompt": f"w{i}", "answer": "w3", "score": i / 3} for i in range(24)]
-    files = write("a.jsonl", lines), write("b.jsonl", lines[::-1])
-    out = tmp_path / "eval.json"
-    argv = ["--answers", files[0], "--task", "score", "--out", str(out), "--confidence", "0.9"]
-    monkeypatch.setattr("sys.argv", ["dschat eval", *argv])
+    file, out = write("a.jsonl", lines), tmp_path / "eval.json"
+    argv = ["--answers", file, "--task", "score", "--out", str(out), "--confidence", "0.9"]
     for _ in range(2):  # its own output may be replaced
-        run_eval()
-    printed = capsys.readouterr().out
+        done = forked.run("-m", "dschat", "eval", *argv)
+        assert done.code == 0, done.stderr
+    printed = done.stdout
     assert "90% interval" in printed
     content = json.loads(out.read_text())
     assert content["settings"]["confidence"] == 0.9
     assert f" {content['metrics'][0]['value']:.3f} " in printed
-    with pytest.raises(UserError, match="line 1 answers another prompt"):
-        run("--answers", *files, "--task", "score")

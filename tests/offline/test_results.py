@@ -8,7 +8,7 @@ import pytest
 from dschat.config import parser
 from dschat.offline.evaluate import Results, interval
 from dschat.offline.flags import EvalConfig
-from dschat.reporting.run_files import shortest_ends
+from dschat.offline.results import Results, interval
 
 Z95 = 1.959964
 
@@ -85,8 +85,3 @@ def test_the_file_is_strict_json(values, tmp_path):
     read = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
     assert read["metrics"] == found.metrics
     assert "nan" not in found.text()
-
-
-def test_labels_tell_paths_apart():
-    assert shortest_ends([("a", "step1_sft"), ("b", "actor")]) == ["step1_sft", "actor"]
-    assert shortest_ends([("x", "actor"), ("y", "actor")]) == ["x/actor", "y/actor"]

@@ -1,9 +1,8 @@
 """docs/coming-from.md, "What you bring": each row of its table, tried."""
 
 import json
-import sys
-from pathlib import Path
 
+import forked
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,7 +12,6 @@ from others_rewards import scores_of
 
 from dschat import GRPOTrainer
 from dschat.config import UserError
-from dschat.data import __main__
 
 TABLE = dict(tables(PAGES["coming-from.md"], "you bring", "what happens"))
 QUESTION = "What is {}?"
@@ -30,21 +28,18 @@ def rows(make) -> list[dict]:
 
 
 @pytest.fixture
-def read(tmp_path, own_cache, monkeypatch, capsys):
+def read(tmp_path):
     """``read(rows, flag, ...)``: what ``python -m dschat.data`` says of them."""
 
     def report(found: list[dict], *flags: str, parquet: bool = False) -> str:
-        path = Path("rows.parquet" if parquet else "rows.jsonl")
+        path = tmp_path / ("rows.parquet" if parquet else "rows.jsonl")
         if parquet:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(found), path)
         else:
             path.write_text("\n".join(map(json.dumps, found)))
-        monkeypatch.setattr(sys, "argv", ["dschat.data", str(path), *flags])
-        __main__.main()
-        return capsys.readouterr().out
+        done = forked.run("-m", "dschat.data", path.name, *flags, cwd=str(tmp_path))
+        return done.stdout + done.stderr
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dschat.observability.console.setup", lambda *_: None)
     return report
 
 
@@ -94,8 +89,7 @@ def verl_rows(read, rewards, samples, others):
 
 def openrlhf_rows(read):
     found = rows(lambda ask, *_: {"context_messages": [ask], "label": "a"})
-    with pytest.raises(UserError, match="--columns prompt=COLUMN"):
-        read(found, "--step", "3")
+    assert "--columns prompt=COLUMN" in read(found, "--step", "3")
     assert CHAT in read(found, "--step", "3", "--columns", "prompt=context_messages")
 
 
@@ -103,6 +97,7 @@ def trl_on_chats(rewards, samples, others):
     chats = samples(2, solution=["a0", "x"])
     chats.chats = [[turn("user", prompt)] for prompt in chats.prompts]
     assert scores_of(rewards(reward_fn=[f"{others}:accuracy"]), chats) == [[1, 0]]
+    assert chats.part(1, 2).completions == [[turn("assistant", "a1")]]
 
 
 def trl_on_text(rewards, samples, others):
@@ -118,24 +113,20 @@ def trainer_state(rewards, samples):
     assert scores_of(made, samples(2)) == [[0.75, 0.75]]
 
 
-def reward_func(rewards, samples, others):
+def reward_func(rewards, samples):
     def as_tensor(queries, prompts, labels):
         whole = map(str.__add__, prompts, labels)
         return torch.tensor([float(q == w) for q, w in zip(queries, whole, strict=True)])
 
-    for functions, files in (((as_tensor,), []), ((), [f"{others}:reward_func"])):
-        made = rewards(functions, reward_fn=files)
-        assert scores_of(made, samples(2, label=["a0", "b"])) == [[1, 0]]
+    assert scores_of(rewards([as_tensor]), samples(2, label=["a0", "b"])) == [[1, 0]]
 
 
-def compute_score(rewards, samples, others):
+def compute_score(rewards, samples):
     def number(data_source, solution_str, ground_truth, extra_info=None):
-        return float(solution_str == ground_truth)
+        return float(solution_str == ground_truth) + len(extra_info or ())
 
-    for functions, files in (((number,), []), ((), [f"{others}:compute_score"])):
-        made = rewards(functions, reward_fn=files)
-        extra = {"extra_info": [{"split": "train"}] * 2}  # its result is a dict then
-        assert scores_of(made, samples(2, answer=["a0", "b"], **extra)) == [[1, 0]]
+    given = samples(2, answer=["a0", "b"], extra_info=[{"split": "train"}, None])
+    assert scores_of(rewards([number]), given) == [[2, 0]]
 
 
 def names_of_trl():

@@ -26,15 +26,6 @@ def test_each_is_called_as_its_trainer_does(rewards, samples, others, pool):
     assert scores_of(made, verl)[1] == [1.5, 0.5]
 
 
-def test_trls_functions_get_messages_of_chats_and_text_of_text(rewards, samples, others, caplog):
-    made = rewards(reward_fn=[f"{others}:accuracy"])
-    chats = samples(2, solution=["a0", "x"])
-    chats.chats = [[{"role": "user", "content": prompt}] for prompt in chats.prompts]
-    assert scores_of(made, chats) == [[1, 0]]
-    assert chats.part(1, 2).completions == [[{"role": "assistant", "content": "a1"}]]
-    assert scores_of(rewards(reward_fn=[f"{others}:shortness"]), samples(2)) == [[-2, -2]]
-
-
 @pytest.mark.parametrize(("pool", "calls"), [("none", 1), ("thread", 2)])
 def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, others, pool, calls):
     made = rewards(

@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,15 @@ def test_an_endless_comparison_is_wrong_and_blocks_no_other_thread():
     assert time.monotonic() - started < 60
 
 
-def test_slow_and_deadly_answers_score_zero(rewards, samples, monkeypatch):
+@pytest.fixture
+def compared_by(monkeypatch):
+    """``compared_by(spec)``: by this class instead of math-verify."""
+    return lambda spec: monkeypatch.setattr(math_answers, "_comparison", Killable(spec))
+
+
+def test_slow_and_deadly_answers_score_zero(rewards, samples, compared_by):
     """Each answer has its own limit, so many of them may exceed the limit of the call."""
-    monkeypatch.setattr(math_answers, "_comparison", Killable(f"{BAD}:Mathematician"))
+    compared_by(f"{BAD}:Mathematician")
     limits = {"reward_args": ["math_equal.limit_s=0.5"], "reward_timeout_s": 0.6}
     given = samples(6, reference=["0.5"] * 6)
     given.answers = ["slow", "deadly", "1", "slow", "0", "1"]
@@ -114,8 +121,8 @@ def test_slow_and_deadly_answers_score_zero(rewards, samples, monkeypatch):
         assert source.scores.tolist() == [0, 0, 1, 0, 0, 1]
 
 
-def test_a_comparison_that_cannot_start_raises(monkeypatch):
-    monkeypatch.setattr(math_answers, "_comparison", Killable("nowhere.py:Comparison"))
+def test_a_comparison_that_cannot_start_raises(compared_by):
+    compared_by("nowhere.py:Comparison")
     with pytest.raises(Fault, match="not found"):
         library.MathEqual()(["1"], ["0.5"])
 
@@ -146,7 +153,6 @@ def test_a_call_over_its_budget_returns_none_for_the_rest(monkeypatch):
     """None, not 0; and the limit of the call leaves room for the answer in progress."""
     clock = iter([0, 1, library._BUDGET_S - 1, library._BUDGET_S, library._BUDGET_S + 1])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(library, "are_equal", lambda *_: True)
     slowest = library.MathEqual(limit_s=library._LONGEST_ANSWER_S)
     assert slowest(["1"] * 4, ["1"] * 4) == [1, 1, None, None]
     assert library._BUDGET_S + slowest.limit_per_answer_s <= LONGEST_CALL_S
@@ -231,9 +237,11 @@ def test_format_tags(settings, answer, score):
     assert one(library.FormatTags(**settings), answer) == score
 
 
-def test_a_missing_dependency_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
-    for make in (library.MathEqual, lambda: library.JsonSchema(SCHEMA)):
-        with pytest.raises(UserError, match=r"pip install dschat\[rewards\]"):
-            make()
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("math_verify", library.MathEqual), ("jsonschema", partial(library.JsonSchema, SCHEMA))],
+)
+def test_a_missing_dependency_is_named(monkeypatch, name, make):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"pip install dschat\[rewards\]"):
+        make()

@@ -37,7 +37,7 @@ number = 3
 def folder(tmp_path, monkeypatch):
     """The working directory: reward files, good and bad."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.syspath_prepend("")
     texts = {
         "scores.py": SCORES,
         "beside.py": "BONUS = 2",
@@ -145,34 +145,27 @@ def trls(completions, completion_ids, **kwargs): ...
 def by_reference(answers, reference): ...
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (
-            ours,
-            {
-                "prompts": ["p0", "p1"],
-                "answers": ["a0", "a1"],
-                "prompt_ids": [[0], [0]],
-                "answer_ids": [[0], [0, 1]],
-                "finish_reasons": ["length", "stop"],
-                "tests": [8, 9],
-            },
-        ),
-        (by_reference, {"answers": ["a0", "a1"], "reference": ["r", "s"]}),
-    ],
-)
-def test_arguments_follow_the_signature(samples, function, expected):
+def arguments_of(function, given):
+    (reward,) = load(given=[function])
+    return given.arguments(reward.sources(given.columns))
+
+
+def test_arguments_follow_the_signature(samples):
     given = samples(2, tests=[8, 9], solution=["r", "s"], target=["x", "y"])
     given.prompts[1] = "p1"
-    (reward,) = load(given=[function])
-    assert given.arguments(reward.sources(given.columns)) == expected
+    assert arguments_of(ours, given) == {
+        "prompts": ["p0", "p1"],
+        "answers": ["a0", "a1"],
+        "prompt_ids": [[0], [0]],
+        "answer_ids": [[0], [0, 1]],
+        "finish_reasons": ["length", "stop"],
+        "tests": [8, 9],
+    }
+    assert arguments_of(by_reference, given) == {"answers": ["a0", "a1"], "reference": ["r", "s"]}
 
 
 def test_a_function_of_trl_gets_all(samples):
-    given = samples(2, solution=["r", "s"])
-    (reward,) = load(given=[trls])
-    got = given.arguments(reward.sources(given.columns))
+    got = arguments_of(trls, samples(2, solution=["r", "s"]))
     assert set(got) == {
         *("prompts", "completions", "answers", "prompt_ids", "completion_ids", "answer_ids"),
         *("finish_reasons", "solution", "prompt_messages"),
@@ -219,25 +212,19 @@ class Needs:
 @pytest.mark.parametrize(
     ("spec", "args", "words"),
     [
-        ("exact_mach", [], "--reward_fn exact_mach is not a ready-made .*did you mean exact_match"),
-        ("nowhere.py:f", [], "--reward_fn nowhere.py:f not found: no such file; check the path"),
         ("scores.py", [], "is not a ready-made function .* file.py:name"),
         ("scores.py:number", [], "--reward_fn scores.py:number is a int, not a function"),
         ("scores.py:NotCallable", [], "whose instances are not callable; give it __call__"),
-        ("scores.py:score:nan", [], "the weight nan is not a finite number"),
-        ("scores.py:score", ["bonus=1"], "--reward_args bonus=1 is not NAME.KEY=VALUE"),
         ("scores.py:score", ["scor.bonus=1"], r"no --reward_fn is called scor \(score\)"),
         ("scores.py:score", ["score.bonu=1"], "it takes no bonu; it takes: bonus, pattern"),
         ("scores.py:score", ["score.bonu=@x"], "it takes no bonu; it takes: answers, bonus"),
         ("scores.py:score", ["score.answers=1"], "answers comes from the samples"),
         ("scores.py:score", ["score.bonus=[1"], "score.bonus=.*the value is not YAML"),
         ("length", [], "--reward_fn length: takes either target or max, above 0"),
-        ("length", ["length.target=long"], "--reward_args length.target 'long' is not a whole"),
         ("length", ["length.target=4", "length.max=4"], "takes either target or max"),
         ("regex_match", [], "is missing its pattern: --reward_args regex_match.pattern"),
         ("regex_match", ["regex_match.pattern=(a"], r"pattern=\(a: invalid regular expression"),
         ("exact_match", ["exact_match.pattern=(a"], r"pattern=\(a: invalid regular expression"),
-        ("json_schema", [], "is missing its schema: --reward_args json_schema.schema=FILE"),
         ("json_schema", ["json_schema.schema=none.json"], "none.json: No such file.* check the"),
         ("json_schema", ["json_schema.schema=beside.py"], "beside.py: broken JSON"),
         ("json_schema", ["json_schema.schema={type: 3}"], "is not a JSON schema: 3 is not valid"),

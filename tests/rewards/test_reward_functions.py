@@ -84,6 +84,25 @@ def test_scores_are_the_same_wherever_they_are_computed(rewards, samples, file, 
     assert [source.scores.tolist() for source in few] == [[0], [1], [0], [1]]
 
 
+@pytest.mark.parametrize(
+    ("groups", "count", "expected"),
+    [
+        ([5, 1, 6], 3, [(0, 5), (5, 12)]),  # cuts at 4 and 8 would split a prompt's answers
+        ([2, 2, 2, 2], 2, [(0, 4), (4, 8)]),
+        ([3, 3], 4, [(0, 3), (3, 6)]),
+        ([1] * 5, 2, [(0, 2), (2, 5)]),
+        ([7], 3, [(0, 7)]),
+        ([2], 8, [(0, 2)]),
+        ([], 2, []),
+    ],
+)
+def test_parts_keep_the_answers_to_a_prompt_together(groups, count, expected):
+    prompts = [number for number, size in enumerate(groups) for _ in range(size)]
+    ids, texts = [[number] for number in prompts], [f"p{number}" for number in prompts]
+    samples = Samples(texts, texts, ids, ids, ["stop"] * len(ids))
+    assert samples.cuts(count) == expected
+
+
 def test_worker_processes_are_reused(rewards, samples, file):
     asked = rewards(reward_fn=[f"{file}:process_id"], reward_pool="process", reward_workers=2)
     first, second = (set(asked.score(samples(8)).result()[0].scores.tolist()) for _ in "ab")

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,21 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
     """A server of ``builtin/tiny`` under the name tiny, and its address."""
-    yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], max_num_seqs=8)
+    with _serving(tmp_path_factory, max_num_seqs=8) as found:
+        yield found
 
 
 @pytest.fixture
-def small(tmp_path_factory):
-    """A server with one slot and one place in the queue."""
-    sizes = {"max_num_seqs": 1, "max_waiting": 1}
-    yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], **sizes)
-
-
-@pytest.fixture
-def open_to_a_page(tmp_path_factory):
-    """A server that takes requests of one other origin."""
-    allowed = ["http://page.example"]
-    yield from _serve(tmp_path_factory, path=["tiny=builtin/tiny"], allow_origin=allowed)
+def start(tmp_path_factory):
+    """``start(flag=value)``: a server like ``served`` that lives as long as the test."""
+    with ExitStack() as running:
+        yield lambda **options: running.enter_context(_serving(tmp_path_factory, **options))
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +40,16 @@ def compared(tmp_path_factory):
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     paths = ["tiny=builtin/tiny", "other=builtin/tiny"]
-    yield from _serve(tmp_path_factory, path=paths, reward_model=str(folder), max_num_seqs=4)
+    options = {"path": paths, "reward_model": str(folder), "max_num_seqs": 4}
+    with _serving(tmp_path_factory, **options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    """OpenAI's own client of ``served``."""
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture
@@ -62,13 +65,13 @@ def before(monkeypatch):
     """``before(worker, name, action)``: ahead of each call of that method of the engine's core."""
 
     def patch(worker, name, action):
-        method = getattr(worker._core, name)
+        method = getattr(worker.core, name)
 
         def call(*args):
             action()
             return method(*args)
 
-        monkeypatch.setattr(worker._core, name, call)
+        monkeypatch.setattr(worker.core, name, call)
 
     return patch
 
@@ -88,7 +91,9 @@ def _same_products():
         yield
 
 
-def _serve(tmp_path_factory, **options):
+@contextmanager
+def _serving(tmp_path_factory, path=("tiny=builtin/tiny",), limits=None, **options):
+    """``limits``: of connections, as attributes of `BoundedConnection`."""
     uvicorn = pytest.importorskip("uvicorn")
     from dschat.serving.__main__ import _listen
     from dschat.serving.app import Server, create_app
@@ -98,7 +103,8 @@ def _serve(tmp_path_factory, **options):
     from dschat.serving.worker import load_models
 
     folder = tmp_path_factory.mktemp("serving")
-    config = ServeConfig(preferences=str(folder / "preferences.jsonl"), **options)
+    preferences = str(folder / "preferences.jsonl")
+    config = ServeConfig(path=list(path), preferences=preferences, **options)
     with _same_products():
         server = Server(config, load_models(config))
     scorer = None
@@ -110,7 +116,8 @@ def _serve(tmp_path_factory, **options):
         app,
         log_level="warning",
         lifespan="on",
-        http=BoundedConnection,
+        http=type("Limited", (BoundedConnection,), limits or {}),
+        timeout_keep_alive=(limits or {}).get("header_timeout_s", 5),
         timeout_graceful_shutdown=5,  # of requests that a failure left
     )
     running = uvicorn.Server(settings)
@@ -126,7 +133,6 @@ def _serve(tmp_path_factory, **options):
         port=port,
         url=f"http://127.0.0.1:{port}",
         config=config,
-        settings=settings,
     )
     running.should_exit = True
     thread.join()

@@ -19,6 +19,13 @@ def ask(served, path, body, method="POST", **headers):
     return response.status, response.headers, text
 
 
+def answered(served, body, path="/v1/completions"):
+    """The JSON of a response that is well."""
+    status, _, text = ask(served, path, body)
+    assert status == 200, text
+    return json.loads(text)
+
+
 def send(served, path, body):
     """A socket on which a request was sent, for a response that nobody reads yet."""
     client = socket.create_connection(("127.0.0.1", served.port), timeout=120)

@@ -4,13 +4,14 @@ import http.client
 import json
 
 import pytest
-from http_client import FOREVER, ask, begin, send, wait_until
+from http_client import FOREVER, answered, ask, begin, send, wait_until
 
 
 def is_idle(served):
     worker = served.model.worker
     cache = worker.engine.cache
-    return not worker._open and not worker._handles and cache.num_free == cache.num_pages
+    is_open = worker.num_running or worker.num_waiting or worker.handles
+    return not is_open and cache.num_free == cache.num_pages
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -37,7 +38,7 @@ WRONG = [
     (*completion(temperature=-1), "temperature -1"),
     (*completion(top_p=0), "top_p 0"),
     (*completion(n=129), "n: "),
-    (*completion(prompt=["a"] * 300, n=2), "more than the queue holds"),
+    (*completion(prompt=[""] * 200, n=2), "more than the queue holds"),  # not encoded before
     (*completion(logit_bias={"9999": 1}), "token id 9999"),
     (*completion(logit_bias={"a": 1}), "logit_bias.a"),
     (*completion(presence_penalty=3), "presence_penalty: "),
@@ -86,10 +87,9 @@ def test_fields_that_ask_for_nothing(served):
         ("n", "stream", "logprobs", "stop", "stop_token_ids", "ignore_eos", "seed", "guided_json")
     )
     nothing |= {"user": "a", "store": True, "metadata": {"a": "b"}, "repetition_penalty": 1.0}
-    status, _, text = ask(served, COMPLETIONS, {"prompt": "a", **nothing})
-    assert (status, len(json.loads(text)["choices"])) == (200, 1), text
+    assert len(answered(served, {"prompt": "a", **nothing})["choices"]) == 1
     message = {"role": "user", "content": "a", "name": "b", "tool_calls": None}
-    assert ask(served, "/v1/chat/completions", {"messages": [message], **nothing})[0] == 200
+    answered(served, {"messages": [message], **nothing}, CHAT)
 
 
 @pytest.mark.parametrize(("seed", "different"), [(None, 8), (7, 1)])
@@ -98,16 +98,14 @@ def test_equal_prompts_without_a_seed_have_answers_of_their_own(seed, different,
     body = {"prompt": ["sun"] * 4, "max_tokens": 20, "ignore_eos": True, "seed": seed}
     texts = set()
     for _ in range(2):
-        status, _, text = ask(served, COMPLETIONS, body)
-        assert status == 200, text
-        texts |= {choice["text"] for choice in json.loads(text)["choices"]}
+        texts |= {choice["text"] for choice in answered(served, body)["choices"]}
     assert len(texts) == different
 
 
 def test_the_drawn_token_has_one_log_prob(served):
     body = {"prompt": "sun", "max_tokens": 8, "temperature": 0, "logprobs": 3}
-    (choice,) = json.loads(ask(served, COMPLETIONS, body)[2])["choices"]
-    assert choice == json.loads(ask(served, COMPLETIONS, body)[2])["choices"][0]  # greedy
+    (choice,) = answered(served, body)["choices"]
+    assert [choice] == answered(served, body)["choices"]  # greedy
     found = choice["logprobs"]
     for value, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
         assert value in top.values()
@@ -126,12 +124,11 @@ def test_the_drawn_token_has_one_log_prob(served):
     ],
 )
 def test_half_an_emoji_is_a_question_mark(sent, meant, served):
-    answers = []
-    for path, body in (sent, meant):
-        status, _, text = ask(served, path, body | {"max_tokens": 8, "seed": 3})
-        assert status == 200, text
-        answers.append(json.loads(text)["choices"])
-    assert answers[0] == answers[1]
+    one, other = (
+        answered(served, body | {"max_tokens": 8, "seed": 3}, path)["choices"]
+        for path, body in (sent, meant)
+    )
+    assert one == other
 
 
 def test_half_an_emoji_as_a_model(served):
@@ -178,15 +175,15 @@ def test_a_client_that_leaves(stream, served, before, may_step):
 
 def test_a_client_that_does_not_read_holds_up_nobody(served):
     clients = [begin(served, FOREVER | {"n": 8, "logprobs": 5}) for _ in range(3)]
-    status, _, text = ask(served, COMPLETIONS, {"prompt": "moon", "max_tokens": 5})
-    assert status == 200, text
+    answered(served, {"prompt": "moon", "max_tokens": 5})
     for client in clients:
         client.close()
     wait_until(lambda: is_idle(served))
 
 
-def test_a_full_queue(small, before, may_step):
+def test_a_full_queue(start, before, may_step):
     """Room for one that decodes and one that waits; the third is told to come back later."""
+    small = start(max_num_seqs=1, max_waiting=1)
     worker = small.model.worker
     before(worker, "step", may_step.wait)
     clients = [begin(small, FOREVER) for _ in range(2)]
@@ -214,12 +211,12 @@ def test_what_fails_ends_its_requests_alone(method, said, served, before, caplog
     assert (status, "server's log" in text.decode()) == (500, True)
     assert said in caplog.text
     assert "out of memory" in caplog.text
-    assert ask(served, COMPLETIONS, {"prompt": "sun"})[0] == 200
+    answered(served, {"prompt": "sun"})
     assert ask(served, "/health", b"", "GET")[0] == 200
 
 
 def test_metrics(served):
-    ask(served, COMPLETIONS, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+    answered(served, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
     _, _, text = ask(served, "/metrics", b"", "GET")
     lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
     assert float(lines['dschat_requests_total{path="/v1/completions",status="200"}']) >= 1

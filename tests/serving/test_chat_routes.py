@@ -1,19 +1,20 @@
-"""Scores and preferences of the web chat, without a browser."""
+"""Scores and preferences of the web chat, without a browser; nothing is taken of what a page of
+another origin sends without asking.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from http_client import ask
+from http_client import answered, ask
 
-from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
-from dschat.serving.web_chat import PreferenceFile
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
+PREFERENCE = {"messages": MESSAGES, "chosen": "b", "rejected": "c"}
 
 
 def test_scores_are_those_of_the_model(compared):
@@ -21,12 +22,11 @@ def test_scores_are_those_of_the_model(compared):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     answers = ["a star", "I do not know what that is"]
-    status, _, text = ask(compared, "/api/score", {"messages": MESSAGES, "answers": answers})
-    assert status == 200, text
+    scored = answered(compared, {"messages": MESSAGES, "answers": answers}, "/api/score")
     path = compared.config.reward_model
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path)
-    for score, answer in zip(json.loads(text)["scores"], answers, strict=True):
+    for score, answer in zip(scored["scores"], answers, strict=True):
         turns = [*MESSAGES, {"role": "assistant", "content": answer}]
         ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
         assert ids[-1] == tokenizer.eos_token_id or tokenizer.eos_token_id in ids[-3:]
@@ -63,6 +63,33 @@ def test_without_a_reward_model(served):
     assert (status, "--reward_model" in text.decode()) == (404, True)
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
-    with pytest.raises(UserError, match="--preferences .*: Is a directory; name another file"):
-        PreferenceFile(str(tmp_path))
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),  # another server of this machine
+        ({"Origin": "http://127.0.0.1:PORT"}, 204),
+        ({}, 204),
+    ],
+)
+def test_preferences_of_other_pages(headers, status, served):
+    path = Path(served.config.preferences)
+    before = path.read_bytes() if path.exists() else b""
+    headers = {k: v.replace("PORT", str(served.port)) for k, v in headers.items()}
+    assert ask(served, "/api/preference", PREFERENCE, **headers)[0] == status
+    after = path.read_bytes() if path.exists() else b""
+    assert len(after[len(before) :].splitlines()) == (status == 204)
+
+
+def test_pages_that_are_allowed(start):
+    page = "http://page.example"
+    served = start(allow_origin=[page])
+    body = {"prompt": "a", "max_tokens": 1}
+    status, headers, text = ask(served, "/v1/completions", body, Origin=page)
+    assert (status, headers["Access-Control-Allow-Origin"]) == (200, page), text
+    status, _, text = ask(served, "/v1/completions", body, Origin="http://other.example")
+    assert (status, "--allow_origin" in json.loads(text)["error"]["message"]) == (403, True)

@@ -1,6 +1,5 @@
 """Connections that send no request, and answers that run when the server is stopped."""
 
-import json
 import re
 import signal
 import socket
@@ -9,10 +8,7 @@ from types import SimpleNamespace
 
 import forked
 import pytest
-from http_client import FOREVER, ask, send, wait_until
-
-pytest.importorskip("uvicorn")
-from dschat.serving import limits  # noqa: E402
+from http_client import FOREVER, answered, send, wait_until
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -38,31 +34,28 @@ def is_ended(client, drip=b""):
 
 @pytest.mark.parametrize("first", [b"", HEAD, HEAD + b"\r\n"])
 @pytest.mark.parametrize("drip", [b"", b"x", b"\r\n"])
-def test_headers_that_do_not_arrive(first, drip, served, monkeypatch):
+def test_headers_that_do_not_arrive(first, drip, start):
     """At the start of a connection, within a header, and after a first request."""
     if drip == b"\r\n" and first == HEAD:
         pytest.skip("ends the headers")
-    monkeypatch.setattr(limits, "_HEADER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(served.settings, "timeout_keep_alive", 0.3)
-    with opened(served) as client:
+    with opened(start(limits={"header_timeout_s": 0.3})) as client:
         client.sendall(first)
         assert is_ended(client, drip)
 
 
-def test_a_long_answer_is_not_cut_by_the_limit_on_headers(served, monkeypatch):
-    monkeypatch.setattr(limits, "_HEADER_TIMEOUT_S", 0.01)
-    status, _, text = ask(served, "/v1/completions", FOREVER | {"stream": False})
-    assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 400)
+def test_a_long_answer_is_not_cut_by_the_limit_on_headers(start):
+    served = start(limits={"header_timeout_s": 0.01})
+    assert answered(served, FOREVER | {"stream": False})["usage"]["completion_tokens"] == 400
 
 
 def test_headers_without_end(served):
     with opened(served) as client:
-        client.sendall(HEAD + b"x: " + b"y" * limits._HEADER_BYTES)
+        client.sendall(HEAD + b"x: " + b"y" * 64 * 2**10)
         assert is_ended(client)
 
 
-def test_more_connections_than_are_allowed(served, monkeypatch):
-    monkeypatch.setattr(limits, "_MAX_CONNECTIONS", 3)
+def test_more_connections_than_are_allowed(start):
+    served = start(limits={"max_connections": 3})
     clients = [opened(served) for _ in range(3)]
     with opened(served) as another:
         assert is_ended(another)

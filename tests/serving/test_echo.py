@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from http_client import ask
+from http_client import answered, ask
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat.builtin.tiny_model import resolve_model
@@ -25,9 +25,7 @@ def logprobs_of(module, ids):
 
 
 def complete(served, **body):
-    status, _, text = ask(served, "/v1/completions", {"temperature": 0, "echo": True} | body)
-    assert status == 200, text
-    return json.loads(text)
+    return answered(served, {"temperature": 0, "echo": True} | body)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from http_client import ask, send, wait_until
+from http_client import answered, ask, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
@@ -24,8 +24,8 @@ def chat(**fields):
 
 
 @pytest.fixture
-def held(small, monkeypatch):
-    """A server whose encoders wait; what they have begun to encode."""
+def held(start, monkeypatch):
+    """``held(flag=value)``: a small server whose encoder waits; what it has begun to encode."""
     import dschat.serving.app as app
 
     encode, may_go, begun = app.prompt_text_ids, threading.Event(), []
@@ -35,33 +35,36 @@ def held(small, monkeypatch):
         assert may_go.wait(60)
         return encode(encoder, messages)
 
+    def make(**flags):
+        small = start(max_num_seqs=1, max_waiting=1, **flags)
+        small.may_go, small.begun = may_go, begun
+        return small
+
     monkeypatch.setattr(app, "prompt_text_ids", late)
-    small.may_go, small.begun = may_go, begun
-    yield small
+    yield make
     may_go.set()
 
 
 def test_prompts_of_clients_that_left_are_not_encoded(held):
     """And more than --max_waiting that wait for it are refused."""
+    held = held()
     first = send(held, CHAT, chat())
     wait_until(lambda: held.begun == ["sun"])
     second = send(held, CHAT, chat(messages=[{"role": "user", "content": "moon"}]))
-    wait_until(lambda: held.server._encoders._num_waiting == 2)
+    wait_until(lambda: held.server.encoders.num_waiting == 2)
     status, headers, text = ask(held, CHAT, chat())
     assert (status, headers["Retry-After"]) == (429, "2"), text
     for client in (first, second):
         client.close()
-    wait_until(lambda: held.server._encoders._num_waiting == 0)
+    wait_until(lambda: held.server.encoders.num_waiting == 0)
     held.may_go.set()
-    assert ask(held, CHAT, chat())[0] == 200
+    answered(held, chat(), CHAT)
     assert held.begun == ["sun", "sun"]  # never the moon
 
 
-def test_the_time_of_a_request_includes_its_encoding(held, monkeypatch):
-    monkeypatch.setattr(held.server._encoders, "_timeout_s", 0.2)
-    status, _, text = ask(held, CHAT, chat())
+def test_the_time_of_a_request_includes_its_encoding(held):
+    status, _, text = ask(held(request_timeout_s=0.2), CHAT, chat())
     assert (status, "too long" in text.decode()) == (504, True)
-    held.may_go.set()
 
 
 def test_what_encoding_took_is_not_left_for_the_answer(served):
@@ -91,12 +94,6 @@ def test_conversations_have_a_bound(path, compared):
     assert (status, "messages: " in error, "at most 256" in error) == (400, True, True)
 
 
-def test_too_many_prompts_are_refused_before_they_are_encoded(served, monkeypatch):
-    monkeypatch.setattr(served.model, "encoder", None)
-    status, _, text = ask(served, "/v1/completions", {"prompt": ["a"] * 300})
-    assert (status, "more than the queue holds" in text.decode()) == (400, True)
-
-
 def test_a_conversation_is_rendered_once_for_all_scored_answers(compared, monkeypatch):
     from dschat.data import segments
 
@@ -108,5 +105,5 @@ def test_a_conversation_is_rendered_once_for_all_scored_answers(compared, monkey
     for count in (1, 8):
         rendered.clear()
         body = {"messages": turns, "answers": ["b"] * count}
-        assert ask(compared, "/api/score", body)[0] == 200
+        answered(compared, body, "/api/score")
         assert len(rendered) == 2 * 10 + 1 + 2 * count

@@ -1,20 +1,16 @@
 """Log-probs by token: its own bytes, and one entry for each alternative."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from byte_tokenizers import byte_tokenizer
+from joined_texts import KINDS, SPACE, tokenizer_of
 
 from dschat.models.continued_text import token_bytes
 from dschat.serving.generation import Event
 from dschat.serving.responses import ChatFormat, CompletionFormat
 from dschat.serving.worker import Token
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from byte_tokenizers import byte_tokenizer
-from joined_texts import KINDS, SPACE, tokenizer_of
 
 TEXT = "naïve 東 café 👩‍👩‍👧 \ufffd! the capital"
 

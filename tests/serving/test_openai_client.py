@@ -13,11 +13,6 @@ MESSAGES = [{"role": "user", "content": "tell me about the sun"}]
 
 
 @pytest.fixture(scope="module")
-def client(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
 def alone(served, same_products):
     """``alone(ids, **sampling)``: answers of an engine of its own, as (text, rollout)."""
     from dschat.builtin.tiny_model import resolve_model
@@ -37,42 +32,26 @@ def alone(served, same_products):
     return answers
 
 
-def test_a_chat(client, alone, served):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat(client, alone, served, stream):
     ids = prompt_text_ids(served.model.tokenizer, MESSAGES)
     texts, rollout = alone(ids, max_new_tokens=20, seed=3, n=2, temperature=0.8)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     got = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, max_tokens=20, seed=3, n=2, temperature=0.8
+        model="tiny", messages=MESSAGES, max_tokens=20, seed=3, n=2, temperature=0.8, **options
     )
-    assert [choice.message.content for choice in got.choices] == texts
-    assert [choice.finish_reason for choice in got.choices] == rollout.finish_reasons
-    assert [choice.index for choice in got.choices] == [0, 1]
-    assert got.usage.prompt_tokens == len(ids)
-    assert got.usage.completion_tokens == sum(map(len, rollout.token_ids))
-    assert got.model == "tiny"
-
-
-def test_a_streamed_chat(client, alone, served):
-    ids = prompt_text_ids(served.model.tokenizer, MESSAGES)
-    texts, rollout = alone(ids, max_new_tokens=12, seed=4, n=2)
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_tokens=12,
-        seed=4,
-        n=2,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    got, reasons, usage = ["", ""], {}, None
-    for chunk in stream:
+    said, reasons, usage = ["", ""], {}, None
+    for chunk in got if stream else [got]:
         usage = chunk.usage or usage
+        assert chunk.model == "tiny"
         for choice in chunk.choices:
-            got[choice.index] += choice.delta.content or ""
+            said[choice.index] += (choice.delta if stream else choice.message).content or ""
             if choice.finish_reason:
                 assert choice.index not in reasons
                 reasons[choice.index] = choice.finish_reason
-    assert got == texts
+    assert said == texts
     assert [reasons[0], reasons[1]] == rollout.finish_reasons
+    assert usage.prompt_tokens == len(ids)
     assert usage.completion_tokens == sum(map(len, rollout.token_ids))
 
 

@@ -22,11 +22,6 @@ QUESTION = {"role": "user", "content": "what is 1 + 2?"}
 CALL = 'let me see <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.fixture
 def says(monkeypatch, served):
     """``says(text)``: what the model writes in the requests that follow."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from http_client import ask
+from http_client import answered
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
@@ -16,9 +16,7 @@ PROMPT = "tell me about the sun"
 
 def complete(served, **body):
     asked = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 0} | body
-    status, _, text = ask(served, "/v1/completions", asked)
-    assert status == 200, text
-    return json.loads(text)["choices"][0]
+    return answered(served, asked)["choices"][0]
 
 
 def ids_of(served, choice):
@@ -96,9 +94,7 @@ def test_json_of_a_schema(served, sampling):
     pytest.importorskip("llguidance")
     wanted = {"type": "json_schema", "json_schema": {"name": "star", "schema": SCHEMA}}
     body = {"prompt": PROMPT, "max_tokens": 120, "response_format": wanted} | sampling
-    status, _, text = ask(served, "/v1/completions", body)
-    assert status == 200, text
-    for choice in json.loads(text)["choices"]:
+    for choice in answered(served, body)["choices"]:
         value = json.loads(choice["text"])
         assert value["name"] in ("sun", "moon")
         assert 0 <= value["planets"] <= 99
@@ -125,6 +121,5 @@ def test_a_json_object_in_a_chat_beside_other_requests(served):
         "logit_bias": {str(served.model.tokenizer.encode("}", add_special_tokens=False)[-1]): 50},
         "max_tokens": 30,
     }
-    status, _, text = ask(served, "/v1/chat/completions", body)
-    assert status == 200, text
-    assert json.loads(json.loads(text)["choices"][0]["message"]["content"]) == {}
+    (choice,) = answered(served, body, "/v1/chat/completions")["choices"]
+    assert json.loads(choice["message"]["content"]) == {}

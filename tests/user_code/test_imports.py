@@ -12,7 +12,6 @@ from dschat.user_code.calls import Fault, called, load, portable, rebuilt, short
 FILES = {
     "scores.py": "from beside import BONUS\n\ndef score(): return BONUS\n\nclass _Hidden: pass\n",
     "beside.py": "BONUS = 2",
-    "broken.py": "def f(:\n",
     "fails.py": "import os\n\nos.environ['NO_SUCH_VARIABLE']\n",
     "leaves.py": "raise SystemExit(1)",
     "lacks.py": "import no_such_package",
@@ -25,7 +24,7 @@ FILES = {
 def folder(tmp_path, monkeypatch):
     """The working directory: files of users, good and bad."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.syspath_prepend("")
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -43,11 +42,8 @@ def test_files_and_modules(folder):
     ("spec", "words"),
     [
         ("scores.py", "name it as file.py:NAME or pkg.mod:NAME"),
-        ("scores.py:scor", "not found: scores.py has no scor; did you mean score?"),
         ("scores.py:Hidden", "not found: scores.py has no Hidden$"),
         ("scores.py:", "not found: scores.py has no name after the colon"),
-        ("nowhere.py:f", "not found: no such file; check the path"),
-        ("broken.py:f", "cannot be imported: .*SyntaxError.* in line 1; fix it"),
         ("fails.py:f", "cannot be imported: it raised KeyError: 'NO_SUCH_.* in line 3"),
         ("leaves.py:f", r"cannot be imported: it called sys.exit\(1\)"),
         ("lacks.py:f", "cannot be imported: .*No module named 'no_such_package'"),

@@ -1,8 +1,11 @@
-"""lm-evaluation-harness's own client of OpenAI's completions: the numbers of its ``hf`` model."""
+"""Other clients of the server: lm-evaluation-harness's, which gets the numbers of its ``hf`` model,
+and the judge.
+"""
 
 import pytest
 
 from dschat.builtin.tiny_model import resolve_model
+from dschat.rewards.judge import Judge, JudgeGroup
 
 pytestmark = pytest.mark.slow  # the library takes seconds to load
 
@@ -58,3 +61,16 @@ def test_answers(models):
     rows = [(context, options) for context, _ in TEXTS if context]
     hf, api = (model.generate_until(instances("generate_until", rows)) for model in models)
     assert [text.strip() for text in api] == [text.strip() for text in hf]
+
+
+def test_a_judge_asks_the_server(served, tmp_path, monkeypatch):
+    """Random weights write the number that a schema forces, and otherwise no verdict."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    knobs = {"url": f"{served.url}/v1", "model": "tiny", "cache": str(tmp_path), "retries": 0}
+    wanted = {"type": "json_schema", "json_schema": {"name": "rating", "schema": {"const": 7}}}
+    body = {"response_format": wanted}
+    one = Judge(rubric="Rate it.", max_tokens=64, body=body, **knobs)
+    assert one(["why?"] * 3, ["so", "as", "it"]) == [pytest.approx(6 / 9)] * 3
+    other = JudgeGroup(rubric="Compare.", max_tokens=4, **knobs)
+    assert other(["why?"] * 2, ["so", "as"], [[1], [1]]) == [None, None]
