@@ -11,7 +11,7 @@ from dschat.startup.performance import return_freed_memory
 if TYPE_CHECKING:
     import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 _earlier_peaks: dict[str, int] = {}  # of this process before `restart_peak`, by device type
 
 
@@ -21,9 +21,9 @@ def available_memory() -> int:
 
     available = psutil.virtual_memory().available
     try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
         cached = dict(line.split() for line in lines)["inactive_file"]  # given up when needed
     except (OSError, ValueError, KeyError):  # no limit, or none that is written there
         return available

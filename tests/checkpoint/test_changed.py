@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from small_run import (
     DEFAULT,
@@ -234,11 +233,6 @@ def test_each_setting_holds(name, here):
 FP16 = "float16"
 SLOW16 = [(2, 2), (1, 1), (1, 3), (2, 3), (3, 3)]
 STATE = {"cur_scale": 512.0, "cur_iter": 7, "last_overflow_iter": 5, "cur_hysteresis": 1}
-
-
-@pytest.fixture
-def fp16_works(monkeypatch):
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
 def scale_after(spec, source, **scaling):

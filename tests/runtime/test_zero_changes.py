@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -67,12 +66,6 @@ def trained(*args, **options):
     zero = engine.optimizer
     states = [state[key] for state in zero.optimizer.state.values() for key in sorted(state)]
     return [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat, *states], norms
-
-
-@pytest.fixture
-def fp16_works(monkeypatch):
-    """torch computes in fp16 on any CPU; DeepSpeed only refuses to where it would be slow."""
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
 def compare(monkeypatch, tolerance, *args, without=WAYS, **options):
