@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from small_run import (
     DEFAULT,
     NUM_STEPS,
@@ -44,8 +45,9 @@ def whole_state(engine):
     """fp32 weights, moments and count of steps of every trained parameter, by DeepSpeed's API."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage in (1, 2):
-        optimizer._hp_optimizer_states_linked = False  # DeepSpeed 0.19 has linked the first group
-        optimizer._lazy_init_hp_params_optimizer_state()
+        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
+        for group in groups:  # DeepSpeed 0.19 has linked the first one only
+            lazy_init_hp_params_optimizer_state(*group, optimizer.optimizer.state)
     found = {}
     for name, p in engine.module.named_parameters():
         if not p.requires_grad:

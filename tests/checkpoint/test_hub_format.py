@@ -33,6 +33,7 @@ from dschat.models.language_model import LanguageModel
 from dschat.models.lora import add_lora
 
 CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"
+TOKENS = torch.tensor([[3, 7, 11, 2, 40, 9, 8, 33, 21, 5, 6, 17]])
 _MIX = _MOE | {"head_dim": 8}
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
@@ -96,6 +97,11 @@ def tensors(folder):
     return load_file(f"{folder}/model.safetensors")
 
 
+@torch.no_grad()
+def logits_of(*models):
+    return [m.eval()(input_ids=TOKENS, use_cache=False).logits for m in models]
+
+
 def save(folder, model, config, values=None):
     export_hf(folder, weight_stream(model, CPU), model, config, tokenizer(), (EOS,), values)
 
@@ -124,18 +130,10 @@ def test_a_saved_model_has_the_names_and_shapes_it_came_with(name, lora, checkpo
         assert raw["vision_config"] == old["vision_config"]
         assert raw["architectures"] == old["architectures"]
         assert (tmp_path / "out/processor_config.json").read_text() == '{"of": "images"}'
-        loaded, info = AutoModelForImageTextToText.from_pretrained(
-            tmp_path / "out", output_loading_info=True
-        )
-    else:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "out", output_loading_info=True
-        )
+    auto = AutoModelForImageTextToText if name in WHOLE else AutoModelForCausalLM
+    loaded, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
-    ids = torch.tensor([[3, 7, 11, 2, 40, 9, 8, 33, 21, 5, 6, 17]])
-    with torch.no_grad():
-        logits = [m.eval()(input_ids=ids, use_cache=False).logits for m in (model, loaded)]
-    torch.testing.assert_close(*logits, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(*logits_of(model, loaded), atol=3e-5, rtol=1e-5)
 
 
 def test_a_save_that_lost_a_weight_or_changed_one_is_no_save(checkpoint, tmp_path, container):
@@ -185,9 +183,7 @@ def test_a_score_head_on_any_backbone(name, checkpoint, tmp_path):
         tmp_path / "rm", output_loading_info=True
     )
     assert not any(info.values())
-    ids = torch.tensor([[3, 7, 11, 2, 40, 9]])
-    with torch.no_grad():
-        scores = [m.eval()(input_ids=ids, use_cache=False).logits for m in (model, again, theirs)]
+    scores = logits_of(model, again, theirs)
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[0], scores[2])
     assert set(json.loads((tmp_path / "rm/config.json").read_text())).isdisjoint({"vision_config"})
@@ -205,10 +201,7 @@ def test_an_adapter_that_peft_loads_by_itself(checkpoint, tmp_path):
             torch.nn.init.normal_(parameter, std=0.1)
     export_adapter(tmp_path / "adapter", adapter_stream(model, CPU), model)
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    ids = torch.tensor([[3, 7, 11, 2, 40, 9]])
-    with torch.no_grad():
-        logits = [m.eval()(input_ids=ids).logits for m in (model, loaded)]
-    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(*logits_of(model, loaded), atol=1e-5, rtol=1e-5)
 
 
 def test_the_rest_of_a_checkpoint_that_is_gone(checkpoint, tmp_path):
