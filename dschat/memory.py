@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CGROUP = Path("/sys/fs/cgroup")
-_earlier_peaks: dict[str, int] = {}  # of this process before `restart_peak`, by device type
+earlier_peaks: dict[str, int] = {}  # of this process before `restart_peak`, by device type
 
 
 def available_memory() -> int:
@@ -97,8 +97,8 @@ def peak_memory_gib(device: "str | torch.device") -> float:
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = peak_bytes(device)
-    return max(peak, _earlier_peaks.get(device.type, 0)) / 2**30
+    return max(peak, earlier_peaks.get(device.type, 0)) / 2**30
 
 
 def _note_peak(device: "torch.device", peak: int) -> None:
-    _earlier_peaks[device.type] = max(peak, _earlier_peaks.get(device.type, 0))
+    earlier_peaks[device.type] = max(peak, earlier_peaks.get(device.type, 0))
