@@ -124,16 +124,8 @@ FAMILIES += slow(["llama", "bloom", "opt", "gpt2", "gpt_neox", "mistral", "qwen3
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_estimated(tiny, family):
-    name = tiny(family)
-    fields = {
-        "actor_model_name_or_path": name,
-        "reward_model_name_or_path": name,
-        "actor_gradient_checkpointing": True,
-        "max_prompt_seq_len": 16,
-        "max_answer_seq_len": 16,
-        "critic_lora_dim": 4,
-    }
-    done, _ = estimated(fields)
+    fields = {"actor_gradient_checkpointing": True, "critic_lora_dim": 4}
+    done, _ = estimated(rlhf_fields(tiny(family)) | fields)
     size = sum(p.numel() for p in tiny_models.causal_lm(family).parameters())
     assert done.peak.items["actor weights"] == 2 * size
     assert done.fits

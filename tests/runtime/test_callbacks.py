@@ -24,10 +24,6 @@ class Misspelled:
         pass
 
 
-class Empty:
-    pass
-
-
 class NeedsMore:
     def __init__(self, path):
         pass
@@ -69,9 +65,7 @@ def test_one_that_raises(file, on_error, caplog):
     ("name", "words"),
     [
         ("Misspelled", "no hook is called on_evaluation; did you mean on_evaluate"),
-        ("Empty", "has none of the hooks on_rollout, "),
         ("NeedsMore", "cannot be made without arguments: it raised TypeError"),
-        ("Absent", "not found: hooks.py has no Absent"),
     ],
 )
 def test_mistakes(file, name, words):

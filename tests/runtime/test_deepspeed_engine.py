@@ -89,6 +89,14 @@ def plain_steps(count, micro_batches, clip, decay):
     return module, norms
 
 
+def plain_norm(dtype, batches):
+    """Of the gradient in float64 torch, with the weights of ``dtype``."""
+    module = net(dtype).double()
+    for x in batches:
+        (module(x.double()).square().sum() / (3 * len(batches))).backward()
+    return float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+
+
 @by_layout
 @pytest.mark.parametrize(("clip", "decay"), [(0.0, 0.0), (0.05, 0.3)])
 def test_steps_are_those_of_torch(stage, offload, clip, decay):
@@ -129,11 +137,7 @@ def test_bf16_sums_its_gradients_in_fp32(stage):
     """256 micro-batches: a bf16 sum would round away what the late ones add."""
     batches = inputs(256, BF16)
     _, grad_norm = take_step(engine_of(net(BF16), stage, BF16), batches)
-    module = net(BF16).double()
-    for x in batches:
-        (module(x.double()).square().sum() / (3 * len(batches))).backward()
-    exact = float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
-    assert grad_norm == pytest.approx(exact, rel=1.5e-3)
+    assert grad_norm == pytest.approx(plain_norm(BF16, batches), rel=1.5e-3)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -317,14 +321,7 @@ def test_an_overflow_lowers_the_scale_and_is_no_bad_step(stage, offload, fp16_wo
     assert f"step 1 skipped: fp16 overflowed; loss scale {2**19}" in caplog.text
     # The gradient's norm is that of the loss itself, without its scale.
     fresh = engine_of(net(FP16), stage, FP16, offload=offload, fp16={"initial_scale_power": 8})
-    assert take_step(fresh, batches)[1] == pytest.approx(plain_norm(batches), rel=1e-2)
-
-
-def plain_norm(batches):
-    module = net(FP16).double()
-    for x in batches:
-        (module(x.double()).square().sum() / (3 * len(batches))).backward()
-    return float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+    assert take_step(fresh, batches)[1] == pytest.approx(plain_norm(FP16, batches), rel=1e-2)
 
 
 class NaNGradient(torch.autograd.Function):

@@ -63,12 +63,6 @@ def test_a_name_that_is_not_utf_8(tmp_path, monkeypatch, name, line):
     check_output_dir("höh", overwrite=True)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that root cannot write")
-def test_a_folder_that_cannot_be_written():
-    with pytest.raises(UserError, match="--output_dir /proc/x/out cannot be written: .*choose"):
-        check_output_dir("/proc/x/out", overwrite=True)
-
-
 def test_a_dangling_link_is_in_the_way(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="a broken link is in its way"):
