@@ -11,8 +11,8 @@ from dschat.startup.performance import return_freed_memory
 if TYPE_CHECKING:
     import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
-_earlier_peaks: dict[str, int] = {}  # of this process before `restart_peak`, by device type
+CGROUP = Path("/sys/fs/cgroup")
+earlier_peaks: dict[str, int] = {}  # of this process before `restart_peak`, by device type
 
 
 def available_memory() -> int:
@@ -21,9 +21,9 @@ def available_memory() -> int:
 
     available = psutil.virtual_memory().available
     try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
         cached = dict(line.split() for line in lines)["inactive_file"]  # given up when needed
     except (OSError, ValueError, KeyError):  # no limit, or none that is written there
         return available
@@ -97,8 +97,8 @@ def peak_memory_gib(device: "str | torch.device") -> float:
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = peak_bytes(device)
-    return max(peak, _earlier_peaks.get(device.type, 0)) / 2**30
+    return max(peak, earlier_peaks.get(device.type, 0)) / 2**30
 
 
 def _note_peak(device: "torch.device", peak: int) -> None:
-    _earlier_peaks[device.type] = max(peak, _earlier_peaks.get(device.type, 0))
+    earlier_peaks[device.type] = max(peak, earlier_peaks.get(device.type, 0))

@@ -137,6 +137,30 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def container(tmp_path_factory, monkeypatch):
+    """``container(limit, used, cached)``: a container's memory, in bytes."""
+    from dschat import memory
+
+    folder = tmp_path_factory.mktemp("cgroup")
+
+    def limit(limit, used=0, cached=0):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+
+    monkeypatch.setattr(memory, "CGROUP", folder)
+    return limit
+
+
+@pytest.fixture
+def fp16_works(monkeypatch):
+    """torch computes in fp16 on any CPU; DeepSpeed only refuses to where it would be slow."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
 @pytest.fixture(scope="session")
 def module_of():
     """``module_of("llama")``: that family's tiny module, shared, so never to be changed."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from triton_worker import HAS_TRITON, REASON, Worker
@@ -41,21 +42,17 @@ ALL_BYTES = 2 * (2 * LAYER + 2 * 32 + 256 * 32 + (64 + 2) * 32)
 KV_BYTES = 2 * 2 * 32 * 2  # of a token: keys and values of 2 layers
 
 
-def dry(monkeypatch, capsys, *flags):
-    import gpu
-
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", *flags])
-    with pytest.raises(SystemExit) as exited:
-        gpu.main()
-    assert exited.value.code == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def dry(*flags):
+    done = forked.run("benchmarks/gpu.py", "--dry", *flags)
+    assert done.code == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
-def test_counts_by_hand(monkeypatch, capsys):
+def test_counts_by_hand():
     """The fourth token: an eager step reads 9 keys of a sequence, a captured one its whole page."""
     sides = ["A", "layout=zero_copy"]
-    lines = dry(monkeypatch, capsys, "--tiny", "--cases", "opt-1.3b", "--sides", *sides)
+    lines = dry("--tiny", "--cases", "opt-1.3b", "--sides", *sides)
     assert [line["side"] for line in lines] == sides
     decode = 3 * STEP_BYTES + 4 * (7 + 8 + 9) * KV_BYTES
     for line, kv_tokens, refresh in zip(lines, (9, 10), (ALL_BYTES, 0), strict=True):
@@ -68,9 +65,9 @@ def test_counts_by_hand(monkeypatch, capsys):
         assert floor["rollout"] == pytest.approx((STEP_BYTES + decode) / 3.0e9, rel=1e-2)
 
 
-def test_kernels_by_hand(monkeypatch, capsys):
+def test_kernels_by_hand():
     command = ["--cases", "kernels", "--kernels", "attention", "up"]
-    lines = dry(monkeypatch, capsys, *command)
+    lines = dry(*command)
     models = ["opt-1.3b", "gpt2", "llama-7b"]
     expected = [(kernel, model) for model in models for kernel in ("up", "attention")]
     expected.append(("attention", "llama3-8b"))

@@ -43,17 +43,14 @@ def train(out: Path, *flags: str, recipe: str = "demo") -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def demo_runs(tmp_path_factory):
-    """One finished run per seed."""
-    folders = {}
-    for seed in SEEDS:
-        folders[seed] = tmp_path_factory.mktemp("demo") / str(seed)
-        train(folders[seed], "--seed", str(seed))
-    return folders
+    """One finished run per seed: its folder and its summary."""
+    folder = tmp_path_factory.mktemp("demo")
+    return {s: (folder / str(s), train(folder / str(s), "--seed", str(s))) for s in SEEDS}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_feedback_improves_the_policy(demo_runs, seed):
-    summary = json.loads((demo_runs[seed] / "summary.json").read_text())
+    _, summary = demo_runs[seed]
     assert summary["rm_accuracy"] >= 0.90, summary
     assert summary["gold_base"] < 0.1, summary
     assert summary["gold_sft"] >= 0.35, summary
@@ -69,10 +66,9 @@ def test_shuffled_labels_teach_nothing(demo_runs, seed, tmp_path):
     Such a model still prefers something, which chance makes better or worse: seen are gold scores
     from 0.49 below SFT's to 0.08 above, where real labels add 0.27 to 0.35.
     """
-    out = tmp_path / "shuffled"
-    shutil.copytree(demo_runs[seed] / "step1_sft", out / "step1_sft")
-    summary = train(out, "--seed", str(seed), "--step2.shuffle_labels")
-    taught = json.loads((demo_runs[seed] / "summary.json").read_text())
+    folder, taught = demo_runs[seed]
+    shutil.copytree(folder / "step1_sft", tmp_path / "step1_sft")
+    summary = train(tmp_path, "--seed", str(seed), "--step2.shuffle_labels")
     assert 0.3 < summary["rm_accuracy"] < 0.7, summary
     gain = summary["gold_ppo"] - summary["gold_sft"]
     assert gain < (taught["gold_ppo"] - taught["gold_sft"]) / 2, (summary, taught)
@@ -81,9 +77,9 @@ def test_shuffled_labels_teach_nothing(demo_runs, seed, tmp_path):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_other_road_comes_near(demo_runs, seed, tmp_path):
     """DPO from the same SFT model on the same pairs, against PPO's result."""
-    shutil.copytree(demo_runs[seed] / "step1_sft", tmp_path / "step1_sft")
+    folder, ppo = demo_runs[seed]
+    shutil.copytree(folder / "step1_sft", tmp_path / "step1_sft")
     summary = train(tmp_path, "--seed", str(seed), recipe="demo-dpo")
-    ppo = json.loads((demo_runs[seed] / "summary.json").read_text())
     assert summary["gold_policy"] >= ppo["gold_ppo"] - 0.05, (summary, ppo)
     assert summary["gold_policy"] >= summary["gold_sft"] + 0.15, summary
     assert summary["policy_accuracy"] >= 0.90, summary
@@ -93,7 +89,7 @@ def test_the_other_road_comes_near(demo_runs, seed, tmp_path):
 def test_chat_answers_the_fixed_prompts(demo_runs):
     kinds = {row["prompt"]: row["kind"] for row in builtin_rows()["eval"]}
     assert len({kinds[prompt] for prompt in FIXED_PROMPTS}) >= 6
-    actor = demo_runs[SEEDS[0]] / "step3_rlhf" / "actor"
+    actor = demo_runs[SEEDS[0]][0] / "step3_rlhf" / "actor"
     result = subprocess.run(
         [sys.executable, "chat.py", "--path", str(actor)],
         cwd=ROOT,
@@ -112,7 +108,7 @@ def test_chat_answers_the_fixed_prompts(demo_runs):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chat_answers_a_second_question(demo_runs, seed):
     """Of every two fixed prompts in one conversation, the second is answered like a first."""
-    chat = load_chat(ChatConfig(path=str(demo_runs[seed] / "step3_rlhf" / "actor")))
+    chat = load_chat(ChatConfig(path=str(demo_runs[seed][0] / "step3_rlhf" / "actor")))
     scores = []
     for first, second in itertools.permutations(FIXED_PROMPTS, 2):
         chat.reset()

@@ -11,19 +11,6 @@ from dschat import memory
 STATUS = Path("/proc/self/status")
 
 
-@pytest.fixture
-def container(tmp_path, monkeypatch):
-    """``container(limit, used, cached)``: a container's memory files, in bytes."""
-
-    def limit(limit: int, used: int, cached: int) -> None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text(f"{used}\n")
-        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    return limit
-
-
 def test_host_memory_ends_at_the_containers_limit(container):
     container(3000, 2000, 700)
     assert memory.available_memory() == 1700
@@ -32,10 +19,9 @@ def test_host_memory_ends_at_the_containers_limit(container):
     assert memory.available_memory() == 0
 
 
-def test_without_a_limit_the_host_counts(container, tmp_path):
+def test_without_a_limit_the_host_counts(container):
     assert memory.available_memory() > 2**20
-    container(3000, 2000, 700)
-    (tmp_path / "memory.max").write_text("max\n")
+    container("max", 2000, 700)
     assert memory.available_memory() > 2**20
 
 
@@ -72,8 +58,8 @@ def test_a_copy_of_the_actor_that_does_not_fit_the_container_is_refused(containe
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="reads Linux's /proc")
-def test_peak_memory_of_a_cpu_process_is_its_high_water_mark(monkeypatch):
-    monkeypatch.setattr(memory, "_earlier_peaks", {})  # of tests in this process that restarted it
+def test_peak_memory_of_a_cpu_process_is_its_high_water_mark():
+    memory.earlier_peaks.clear()  # of tests in this process that restarted it
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     high_water_gib = int(line.split()[1]) / 2**20  # given in KiB
     assert memory.peak_memory_gib("cpu") == pytest.approx(high_water_gib, rel=0.1)
@@ -125,7 +111,7 @@ def test_free_memory_shrinks_by_what_a_tensor_takes():
 @pytest.mark.gpu
 def test_peak_memory_of_a_gpu_counts_its_tensors():
     torch.cuda.reset_peak_memory_stats()
-    memory._earlier_peaks.pop("cuda", None)
+    memory.earlier_peaks.clear()
     before = memory.peak_memory_gib("cuda")
     torch.ones(2**28, device="cuda")  # 1 GiB, dropped at once
     assert memory.peak_memory_gib("cuda") == pytest.approx(before + 1.0, abs=0.01)

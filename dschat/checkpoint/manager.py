@@ -235,7 +235,9 @@ class CheckpointManager:
             deepspeed_state.restore(engine, checkpoint.folder, name, checkpoint.world_size)
         for group, tensors in state.tensors.items():
             for name, tensor in tensors.items():
-                _restore(checkpoint, f"{group}/{name}", tensor)
+                restore_tensor(
+                    checkpoint, f"{group}/{name}", tensor, dist.rank(), dist.world_size()
+                )
             if not tensors:
                 rank = dist.rank() % checkpoint.world_size
                 tensors |= read_tensors(checkpoint, rank, group)
@@ -316,19 +318,23 @@ def read_tensors(checkpoint: CheckpointInfo, rank: int, group: str) -> dict[str,
         return {name.removeprefix(start): file.get_tensor(name) for name in names}
 
 
-def _restore(checkpoint: CheckpointInfo, name: str, tensor: Tensor) -> None:
-    """Fill ``tensor`` from ``name`` in the checkpoint, repartitioned for another world size."""
+def restore_tensor(
+    checkpoint: CheckpointInfo, name: str, tensor: Tensor, rank: int, world_size: int
+) -> None:
+    """Fill ``tensor``, of ``rank`` among ``world_size``, from ``name`` in the checkpoint: its equal
+    part where the checkpoint is of another world size. No communication.
+    """
 
     def saved_by(rank: int) -> Tensor:
         with safe_open(checkpoint.folder / _rank_file(rank), "pt") as file:
             return file.get_tensor(name)
 
-    if checkpoint.world_size == dist.world_size():
-        saved = saved_by(dist.rank())
+    if checkpoint.world_size == world_size:
+        saved = saved_by(rank)
         assert saved.shape == tensor.shape, f"{name}: {saved.shape}, not {tensor.shape}"
         tensor.detach().copy_(saved)
         return
-    whole = torch.cat([saved_by(rank).reshape(-1) for rank in range(checkpoint.world_size)])
-    part = whole[dist.rank() * tensor.numel() :][: tensor.numel()]
+    whole = torch.cat([saved_by(other).reshape(-1) for other in range(checkpoint.world_size)])
+    part = whole[rank * tensor.numel() :][: tensor.numel()]
     padded = torch.nn.functional.pad(part, (0, tensor.numel() - part.numel()))
     tensor.detach().copy_(padded.view(tensor.shape))

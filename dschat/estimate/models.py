@@ -37,7 +37,6 @@ from dschat.models.packing.states import by_torch
 from dschat.models.tokenizer import drop_pad
 from dschat.observability.flops import ModelShape, shape_of
 
-_SHALLOW = 4  # layers to run; the pass of a deeper model is extrapolated
 # Errors of a forward pass that needs the values of tensors, or of a family without a known size.
 MODEL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
@@ -95,10 +94,12 @@ class Models:
 
     Args:
         made_from: output folder -> model it is trained from, for checkpoints that do not exist yet.
+        shallow: layers to run; the pass of a deeper model is extrapolated.
     """
 
-    def __init__(self, made_from: Mapping[str, str] | None = None) -> None:
+    def __init__(self, made_from: Mapping[str, str] | None = None, shallow: int = 4) -> None:
         self._made_from = dict(made_from or {})
+        self._shallow = shallow
         self._sized = cache(self._sizes)
         self._ran = cache(self._run)
         self._config = cache(self._load_config)
@@ -149,12 +150,12 @@ class Models:
         if not use.lora_dim:
             return _count(self._module(use), use.dtype)
         base = self.sizes(use.frozen)
-        depth = self.config(use).get_text_config().num_hidden_layers
-        if depth <= _SHALLOW or not use.only_optimize_lora:
+        depth, most = self.config(use).get_text_config().num_hidden_layers, self._shallow
+        if depth <= most or not use.only_optimize_lora:
             return _count(self._module(use), use.dtype)
         # PEFT is slow on deep models: count the adapters of few layers and extrapolate.
-        few, fewer = (_count(self._module(use, n), use.dtype) for n in (_SHALLOW, _SHALLOW - 1))
-        more = depth - _SHALLOW
+        few, fewer = (_count(self._module(use, n), use.dtype) for n in (most, most - 1))
+        more = depth - most
         trained = few.trained + more * (few.trained - fewer.trained)
         in_small = few.in_small + more * (few.in_small - fewer.in_small)
         # The score head trains without an adapter, and `base` includes it.
@@ -177,9 +178,10 @@ class Models:
             with by_torch():
                 return run_pass(module, work, batch, train, text.vocab_size)
 
-        if text.num_hidden_layers <= _SHALLOW:
+        depth, most = text.num_hidden_layers, self._shallow
+        if depth <= most:
             return run(None)
-        return run(_SHALLOW).extended(run(_SHALLOW - 1), text.num_hidden_layers - _SHALLOW)
+        return run(most).extended(run(most - 1), depth - most)
 
     def _module(self, use: Use, num_layers: int | None = None) -> PackedModel:
         """``use``; ``num_layers``: with its first layers only."""

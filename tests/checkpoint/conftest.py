@@ -9,6 +9,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.fixture
+def disk(monkeypatch):
+    """The `fakes.Disk` that this process saves to; it is not full yet."""
+    from fakes import Disk
+
+    return Disk(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def here(tmp_path_factory):
     """``here(spec)``: the folder of all runs, and `small_run.saved` in this process; run once."""

@@ -1,9 +1,18 @@
-"""A fake engine that saves as DeepSpeed's do, and a run of it, for tests of the files on disk."""
+"""For tests of the files on disk: a fake engine that saves as DeepSpeed's do, a run of it, and a
+disk that becomes full.
+"""
 
+import errno
+import io
+import os
+import sys
 from types import SimpleNamespace
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
+from dschat.checkpoint import atomic_files
 from dschat.checkpoint.manager import CheckpointManager, RunState
 
 FILE = "mp_rank_00_model_states.pt"
@@ -65,3 +74,37 @@ def step_loaded(checkpoints: CheckpointManager, path=None) -> int:
 def names(folder):
     """What lies in the checkpoints' folder, hidden or not."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"  # safetensors'
+
+
+class Disk:
+    """Takes ``room`` bytes more of what this process saves; ``refused`` files are partial."""
+
+    def __init__(self, monkeypatch):
+        self.room, self.refused, self._serialize = sys.maxsize, 0, safetensors.torch.serialize_file
+        monkeypatch.setattr(safetensors.torch, "serialize_file", self.serialize)
+        monkeypatch.setattr(atomic_files, "open", self.open, raising=False)
+
+    def takes(self, num_bytes):
+        self.room -= num_bytes
+        self.refused += self.room < 0
+        return self.room >= 0
+
+    def serialize(self, tensors, path, **options):
+        self._serialize(tensors, path, **options)
+        if not self.takes(os.path.getsize(path)):
+            os.truncate(path, 4)
+            raise SafetensorError(FULL)
+
+    def open(self, path, mode, **options):
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, data):
+                if not disk.takes(len(data)):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(data)
+
+        return File(path, mode, **options)

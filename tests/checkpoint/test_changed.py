@@ -1,12 +1,14 @@
 """Runs that are resumed in another layout, or with other settings: state stays, settings hold."""
 
+import itertools
 import math
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+from quick import slow, some
 from small_run import (
     DEFAULT,
     NUM_STEPS,
@@ -30,13 +32,6 @@ BF16 = "bfloat16"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def pairs(quick, specs):
-    """Every ordered pair of ``specs``; ``quick`` ones run always."""
-    slow = [(a, b) for a in specs for b in specs if a != b and (a, b) not in quick]
-    marked = [pytest.param(*pair, marks=pytest.mark.slow) for pair in slow]
-    return [*quick, *marked]
-
-
 def name_of(value):
     return value.name if isinstance(value, Spec) else None
 
@@ -45,8 +40,9 @@ def whole_state(engine):
     """fp32 weights, moments and count of steps of every trained parameter, by DeepSpeed's API."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage in (1, 2):
-        optimizer._hp_optimizer_states_linked = False  # DeepSpeed 0.19 has linked the first group
-        optimizer._lazy_init_hp_params_optimizer_state()
+        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
+        for group in groups:  # DeepSpeed 0.19 has linked the first one only
+            lazy_init_hp_params_optimizer_state(*group, optimizer.optimizer.state)
     found = {}
     for name, p in engine.module.named_parameters():
         if not p.requires_grad:
@@ -79,15 +75,13 @@ def at_save(here):
 
 Z0, Z1, Z2, Z3 = map(Spec, range(4))
 VARIANTS = [(BF16, False), ("float32", True)]
-LAYOUTS = [
-    *pairs(
-        [(Z0, Z2), (Z2, Spec(3, BF16))],  # from ZeRO-3: with changed settings, below
-        [Z0, Z1, Z2, Z3]
-        + [Spec(z, dtype, offload=offload) for z in (2, 3) for dtype, offload in VARIANTS],
-    ),
-    *pairs([], [Spec(z, lora=True) for z in (0, 2, 3)] + [Spec(3, BF16, lora=True)]),
-    *pairs([], [Spec(z, model="llama_tied") for z in (0, 2, 3)]),
-]
+PLAIN = [Z0, Z1, Z2, Z3]
+PLAIN += [Spec(z, dtype, offload=offload) for z in (2, 3) for dtype, offload in VARIANTS]
+LORA = [*(Spec(z, lora=True) for z in (0, 2, 3)), Spec(3, BF16, lora=True)]
+TIED = [Spec(z, model="llama_tied") for z in (0, 2, 3)]
+PAIRS = [pair for specs in (PLAIN, LORA, TIED) for pair in itertools.permutations(specs, 2)]
+# From ZeRO-3: with changed settings, below.
+LAYOUTS = some(PAIRS, [(Z0, Z2), (Z2, Spec(3, BF16))])
 
 
 @pytest.mark.parametrize(("saved_by", "spec"), LAYOUTS, ids=name_of)
@@ -197,18 +191,11 @@ def losses(rows):
 
 
 SETTINGS = [(Z0, Z0), (Z2, Z2), (Z3, Z2)]
-SLOW_SETTINGS = [
-    *((Z3, Z3), (Z0, Z3)),
-    *((Z1, Z1), (Z2, Z0), (Z1, Z3), (Z3, Z1)),
-    *((Z0, Spec(2, offload=True)), *[(Spec(z, offload=True),) * 2 for z in (2, 3)]),
-]
+SETTINGS += slow([(Z3, Z3), (Z0, Z3), (Z1, Z1), (Z2, Z0), (Z1, Z3), (Z3, Z1)])
+SETTINGS += slow([(Z0, Spec(2, offload=True)), *((Spec(z, offload=True),) * 2 for z in (2, 3))])
 
 
-@pytest.mark.parametrize(
-    ("saved_by", "spec"),
-    [*SETTINGS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_SETTINGS)],
-    ids=name_of,
-)
+@pytest.mark.parametrize(("saved_by", "spec"), SETTINGS, ids=name_of)
 def test_changed_settings_hold(saved_by, spec, here):
     folder, rows = here(saved_by)
     assert losses(rows) == [pytest.approx(row, rel=1e-5) for row in by_hand(folder, DEFAULT)]
@@ -232,13 +219,7 @@ def test_each_setting_holds(name, here):
 # -- fp16
 
 FP16 = "float16"
-SLOW16 = [(2, 2), (1, 1), (1, 3), (2, 3), (3, 3)]
 STATE = {"cur_scale": 512.0, "cur_iter": 7, "last_overflow_iter": 5, "cur_hysteresis": 1}
-
-
-@pytest.fixture
-def fp16_works(monkeypatch):
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
 def scale_after(spec, source, **scaling):
@@ -247,7 +228,7 @@ def scale_after(spec, source, **scaling):
 
 
 @pytest.mark.parametrize(
-    ("stage", "now"), [(3, 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in SLOW16)]
+    ("stage", "now"), [(3, 2), *slow([(2, 2), (1, 1), (1, 3), (2, 3), (3, 3)])]
 )
 def test_the_loss_scale_is_state_and_its_settings_are_not(stage, now, fp16_works, here):
     folder, _ = here(Z2)

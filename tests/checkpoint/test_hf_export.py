@@ -30,8 +30,12 @@ def export(folder, model, **options):
     )
 
 
-def flat(rows):
-    return [value for row in rows for value in row]
+def assert_computes(folder, model):
+    """``folder`` loads completely, and computes the log-probs of ``model`` to the bit."""
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert probe_logprobs(loaded.eval()) == probe_logprobs(model)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +45,7 @@ def flat(rows):
 def test_files_of_any_size_load(name, max_file_bytes, tmp_path):
     model = causal_lm(name)
     export(tmp_path / "out", model, max_file_bytes=max_file_bytes)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert flat(probe_logprobs(loaded.eval())) == flat(probe_logprobs(model))
+    assert_computes(tmp_path / "out", model)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) > 1) == (max_file_bytes < 1 << 30)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer().get_vocab()
@@ -107,8 +108,7 @@ def test_a_new_export_replaces_the_old_one_whatever_its_files(tmp_path):
     for max_file_bytes, seed in ((1, 0), (1 << 30, 1), (20_000, 2)):
         model = causal_lm("llama", seed)
         export(folder, model, max_file_bytes=max_file_bytes)
-        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-        assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
+        assert_computes(folder, model)
     assert (folder / "metrics.jsonl").read_text() == "kept"
 
 
@@ -124,8 +124,7 @@ def test_an_export_that_fails_leaves_the_old_one_alone(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             export_hf(tmp_path / folder, broken(), model, model.config, tokenizer())
     assert not (tmp_path / "new").exists()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
+    assert_computes(tmp_path / "out", model)
     export(tmp_path / "new", model)
     assert {p.name for p in tmp_path.iterdir()} == {"out", "new"}
 
@@ -139,5 +138,4 @@ def test_the_stream_may_reuse_its_buffer(tmp_path):
             yield name, view.copy_(p.detach())
 
     export_hf(tmp_path / "out", reusing(), model, model.config, tokenizer())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert flat(probe_logprobs(loaded)) == flat(probe_logprobs(model))
+    assert_computes(tmp_path / "out", model)

@@ -2,6 +2,7 @@
 
 import pytest
 from python_process import python
+from quick import some
 from small_run import SAVED_AT, SmallRun, Spec, launch, resumed, straight
 
 from dschat.checkpoint.manager import CheckpointManager
@@ -19,9 +20,8 @@ TWO = [
 HERE = [Spec(0, model="gpt2"), Spec(3, lora=True), Spec(0, lora=True, bits=4)]  # GPT-2 has dropout
 
 
-def specs(quick, slow):
-    marked = [pytest.param(spec, marks=pytest.mark.slow) for spec in slow if spec not in quick]
-    return pytest.mark.parametrize("spec", [*quick, *marked], ids=lambda spec: spec.name)
+def specs(values, quick=()):
+    return pytest.mark.parametrize("spec", some(values, quick), ids=lambda spec: spec.name)
 
 
 def assert_close(rows, expected, dtype):
@@ -32,7 +32,7 @@ def assert_close(rows, expected, dtype):
         assert row[3] == other[3]
 
 
-@specs(HERE[:2], [*HERE, *TWO])
+@specs(dict.fromkeys([*HERE, *TWO]), HERE[:2])
 def test_one_process_to_the_bit(spec, here):
     folder, rows = here(spec)
     assert rows == straight(spec, folder)  # saving changes nothing
@@ -40,21 +40,21 @@ def test_one_process_to_the_bit(spec, here):
 
 
 @pytest.mark.dist
-@specs([], TWO)
+@specs(TWO)
 def test_two_processes_to_the_bit(spec, two):
     done = two(spec)
     assert done["from two"] == done["saved"][SAVED_AT:]
 
 
 @pytest.mark.dist
-@specs([], TWO)
+@specs(TWO)
 def test_two_go_on_with_one_s(spec, two):
     done = two(spec)
     assert_close(done["from one"], done["saved"][SAVED_AT:], spec.dtype)
 
 
 @pytest.mark.dist
-@specs([], TWO)
+@specs(TWO)
 def test_one_process_resumes_from_two(spec, two, here):
     two(spec)
     folder, rows = here(spec)
@@ -63,7 +63,7 @@ def test_one_process_resumes_from_two(spec, two, here):
 
 
 @pytest.mark.dist
-@specs([], [Spec(0), Spec(2), Spec(3)])
+@specs([Spec(0), Spec(2), Spec(3)])
 def test_two_new_processes_to_the_bit(spec, two, here):
     done, (folder, _) = two(spec), here(spec)
     assert launch(folder, [("resumed", spec, (2,))]) == [done["from two"]]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from fakes import FakeEngine, state_at, step_loaded
 
-from dschat.checkpoint import async_writer, atomic_files
-from dschat.checkpoint import manager as run_module
-from dschat.checkpoint.manager import CheckpointManager, RunState, read_tensors
+from dschat.checkpoint import atomic_files, snapshot
+from dschat.checkpoint.manager import CheckpointManager, RunState, read_tensors, restore_tensor
 from dschat.checkpoint.manifest import CheckpointInfo
 from dschat.config import UserError
 
@@ -34,9 +33,9 @@ def test_training_continues_while_it_is_written(tmp_path, monkeypatch):
     assert step_loaded(checkpoints) == 3
 
 
-def test_without_the_memory_for_a_copy_training_waits(tmp_path, monkeypatch, caplog):
+def test_without_the_memory_for_a_copy_training_waits(tmp_path, container, caplog):
     caplog.set_level("INFO", "dschat")
-    monkeypatch.setattr("dschat.checkpoint.async_writer.available_memory", lambda: 1000)
+    container(1000)
     checkpoints, state = CheckpointManager(tmp_path, {}), state_at(3)
     checkpoints.save(3, state)
     state.engines["actor"].weights.zero_()
@@ -46,7 +45,7 @@ def test_without_the_memory_for_a_copy_training_waits(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1), (3, 2), (2, 2)])
-def test_tensors_are_repartitioned(then, now, tmp_path, monkeypatch):
+def test_tensors_are_repartitioned(then, now, tmp_path):
     """A flat tensor of ten, padded at the end, in ``then`` equal parts."""
     whole = torch.arange(1.0, 11.0)
     folder = tmp_path / "step_000001"
@@ -60,11 +59,9 @@ def test_tensors_are_repartitioned(then, now, tmp_path, monkeypatch):
         groups = {"ema/w": part(rank, then), "pending/x": torch.tensor([rank])}
         atomic_files.write_file(folder / f"rank_{rank:05d}.safetensors", groups)
     found = CheckpointInfo(folder, 1, then, {}, {})
-    monkeypatch.setattr("dschat.distributed.world_size", lambda: now)
     for rank in range(now):
-        monkeypatch.setattr("dschat.distributed.rank", lambda rank=rank: rank)
         tensor = torch.full_like(part(rank, now), -1)
-        run_module._restore(found, "ema/w", tensor)
+        restore_tensor(found, "ema/w", tensor, rank, now)
         assert tensor.tolist() == part(rank, now).tolist()
     others = [read_tensors(found, rank, "pending")["x"].item() for rank in range(then)]
     assert others == list(range(then))
@@ -78,14 +75,9 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
         checkpoints.load(checkpoints.latest(), state_at(1))
 
 
-def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(monkeypatch):
-    monkeypatch.setattr(async_writer, "available_memory", lambda: 100)  # a quarter stays free
-    assert [async_writer.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [
-        1,
-        0,
-        1,
-        0,
-    ]
+def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(container):
+    container(100)  # a quarter stays free
+    assert [snapshot.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [1, 0, 1, 0]
 
 
 def test_processes_that_a_checkpoint_does_not_know_draw_their_own_numbers():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from estimates import estimated
+from estimates import estimated, rlhf_fields
 from quick import slow
 from torch import nn
 
@@ -64,11 +64,10 @@ def nine_layers(opt):
 
 
 @pytest.mark.parametrize("checkpointing", [*slow([False]), True])
-def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monkeypatch):
+def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing):
     use = Use(nine_layers, "--x", "lm", FP32, gradient_checkpointing=checkpointing)
     quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
-    monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
-    whole = Models().run(use, "policy", Batch(4, 64, 32), train=True)
+    whole = Models(shallow=9).run(use, "policy", Batch(4, 64, 32), train=True)
     assert len(quick.intervals) < len(whole.intervals)
     for per_gradient in (0, 2, 4):
         for retained in (None, 0):
@@ -78,11 +77,9 @@ def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing, monk
 
 
 @pytest.mark.parametrize("kind", ["lm", *slow(["score"])])
-def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind, monkeypatch):
+def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind):
     use = Use(nine_layers, "--x", kind, FP32, lora_dim=4, lora_modules=("all-linear",))
-    quick = Models().sizes(use)
-    monkeypatch.setattr("dschat.estimate.models._SHALLOW", 100)
-    assert quick == Models().sizes(use)
+    assert Models().sizes(use) == Models(shallow=9).sizes(use)
 
 
 @pytest.mark.parametrize("packing", ["on", *slow(["off"])])
@@ -127,16 +124,18 @@ FAMILIES += slow(["llama", "bloom", "opt", "gpt2", "gpt_neox", "mistral", "qwen3
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_estimated(tiny, family):
-    name = tiny(family)
-    fields = {
-        "actor_model_name_or_path": name,
-        "reward_model_name_or_path": name,
-        "actor_gradient_checkpointing": True,
-        "max_prompt_seq_len": 16,
-        "max_answer_seq_len": 16,
-        "critic_lora_dim": 4,
-    }
-    done, _ = estimated(fields)
+    fields = {"actor_gradient_checkpointing": True, "critic_lora_dim": 4}
+    done, _ = estimated(rlhf_fields(tiny(family)) | fields)
     size = sum(p.numel() for p in tiny_models.causal_lm(family).parameters())
     assert done.peak.items["actor weights"] == 2 * size
     assert done.fits
+
+
+def test_ranks_share_the_activations(tiny):
+    fields = rlhf_fields(tiny("llama")) | {"max_answer_seq_len": 40}
+    peaks = []
+    for size in (1, 2):
+        step, _ = estimated(fields | {"sequence_parallel_size": size}, num_processes=2)
+        training = next(mode for mode in step.modes if mode.name == "training")
+        peaks.append(training.items["activations"])
+    assert peaks[1] == pytest.approx(peaks[0] / 2, rel=0.1)

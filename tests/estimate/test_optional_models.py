@@ -3,6 +3,7 @@
 import pytest
 import torch
 from estimates import estimated, pairs_estimate
+from quick import slow
 
 from dschat.estimate.models import Models, Use
 from dschat.estimate.report import title_of
@@ -10,12 +11,9 @@ from dschat.estimate.report import title_of
 
 def rlhf_estimate(tiny, **knobs):
     fields = {
-        "actor_model_name_or_path": tiny("llama"),
-        "critic_model_name_or_path": tiny("llama"),
-        "max_prompt_seq_len": 16,
-        "max_answer_seq_len": 16,
+        name: tiny("llama") for name in ("actor_model_name_or_path", "critic_model_name_or_path")
     }
-    return estimated(fields | knobs)[0]
+    return estimated(fields | {"max_prompt_seq_len": 16, "max_answer_seq_len": 16} | knobs)[0]
 
 
 GRPO = {"advantage_estimator": "grpo", "num_samples_per_prompt": 4}
@@ -25,12 +23,9 @@ PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
 @pytest.mark.parametrize(
     ("knobs", "absent"),
     [
-        pytest.param({}, set(), marks=pytest.mark.slow),
-        pytest.param(GRPO, {"critic"}, marks=pytest.mark.slow),
-        pytest.param(PROGRAM, {"reward"}, marks=pytest.mark.slow),
-        pytest.param({"kl_coef": 0.0}, {"reference"}, marks=pytest.mark.slow),
+        *slow([({}, set()), (GRPO, {"critic"}), (PROGRAM, {"reward"})]),
+        *slow([({"kl_coef": 0.0}, {"reference"}), ({"kl_coef": 0.0, "log_kl": True}, set())]),
         (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
-        pytest.param({"kl_coef": 0.0, "log_kl": True}, set(), marks=pytest.mark.slow),
         # the actor without adapters is the reference
         (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),
         # critic, reward model of another checkpoint, and a reward function

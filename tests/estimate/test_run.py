@@ -1,20 +1,15 @@
 """Requests, log lines and ``train.py --plan``."""
 
-import runpy
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import forked
 import pytest
 from estimates import estimated
-from huggingface_hub import constants
 
 from dschat.config import RLHFConfig, UserError
 from dschat.estimate import PlanRequest
 from dschat.estimate.report import log_lines, make_estimator, tables
 from dschat.launch.supervisor import preflight_lines
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_step_3_is_estimated_from_the_base_models(opt):
@@ -77,7 +72,6 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     monkeypatch.setattr("dschat.estimate.models.shape_of", fail)
     with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
         tables(request)  # --plan: one line, not a traceback
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     (line,) = preflight_lines(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
@@ -111,17 +105,11 @@ def test_the_preflight_process_returns_the_line():
 
 
 @pytest.mark.slow
-def test_plan_command(tmp_path, monkeypatch, capsys):
+def test_plan_command():
     """``train.py --plan``: a table, nothing written, 0 whether it fits or not."""
-    out = tmp_path / "out"
-    command = ["train.py", "--plan", "--output-dir", str(out), "--num-gpus", "1"]
-    command += ["--step", "1", "--device-memory-gib", "0.76"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", command)
-    assert runpy.run_path(str(ROOT / "train.py"))["main"]() == 0
-    printed, errors = capsys.readouterr()
-    assert errors == ""
-    assert "step 1, supervised fine-tuning: one process, on a GPU of 0.76 GiB" in printed
-    assert "DOES NOT FIT" in printed
-    assert "change first, in this order:\n    1. --step1." in printed
-    assert list(tmp_path.iterdir()) == []
+    command = ["--plan", "--output-dir", "out", "--num-gpus", "1", "--step", "1"]
+    done = forked.run("train.py", *command, "--device-memory-gib", "0.76")
+    assert (done.code, done.stderr, done.left) == (0, "", [])
+    title = "step 1, supervised fine-tuning: one process, on a GPU of 0.76 GiB"
+    for text in (title, "DOES NOT FIT", "change first, in this order:\n    1. --step1."):
+        assert text in done.stdout

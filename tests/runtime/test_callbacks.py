@@ -6,14 +6,11 @@ from dschat.config import UserError
 from dschat.runtime.start import EVENTS, Callbacks
 
 FILE = """
-calls = []
-
-
 class Recorder:
-    def on_rollout(self, trainer, experience):
+    def on_rollout(self, calls, experience):
         calls.append("on_rollout")
 
-    def on_end(self, trainer):
+    def on_end(self, calls):
         calls.append("on_end")
 
 
@@ -25,10 +22,6 @@ class Broken:
 class Misspelled:
     def on_evaluation(self, trainer, metrics):
         pass
-
-
-class Empty:
-    pass
 
 
 class NeedsMore:
@@ -44,18 +37,16 @@ def file(tmp_path, monkeypatch):
 
 
 def test_hooks_are_called_in_order(file):
-    seen = []
+    calls = []  # in the trainer's place
 
     class Own:
         def on_rollout(self, trainer, experience):
-            seen.append((trainer, experience))
+            trainer.append(experience)
 
     call = Callbacks(["hooks.py:Recorder"], [Own], "error")
     for event in EVENTS:
-        call(event, "trainer", *([] if event == "on_end" else ["what"]))
-    assert seen == [("trainer", "what")]
-    (hooks,) = (item for item, _ in call._objects if type(item).__name__ == "Recorder")
-    assert type(hooks).on_end.__globals__["calls"] == ["on_rollout", "on_end"]
+        call(event, calls, *([] if event == "on_end" else ["what"]))
+    assert calls == ["on_rollout", "what", "on_end"]
 
 
 @pytest.mark.parametrize("on_error", ["error", "log"])
@@ -74,9 +65,7 @@ def test_one_that_raises(file, on_error, caplog):
     ("name", "words"),
     [
         ("Misspelled", "no hook is called on_evaluation; did you mean on_evaluate"),
-        ("Empty", "has none of the hooks on_rollout, "),
         ("NeedsMore", "cannot be made without arguments: it raised TypeError"),
-        ("Absent", "not found: hooks.py has no Absent"),
     ],
 )
 def test_mistakes(file, name, words):

@@ -8,7 +8,7 @@ from functools import wraps
 from types import SimpleNamespace
 
 import pytest
-import torch
+import tiny_models
 from program_cases import parity, trainer_of
 from quick import slow
 from step_rows import PROMPTS
@@ -19,6 +19,8 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.distributed.stop_signals import TrainingStopped
+from dschat.models.checkpoint import Checkpoint
+from dschat.models.language_model import LanguageModel
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.reporter import Reporter
@@ -26,10 +28,6 @@ from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpoi
 from dschat.supervised import setup
 
 ITERATIONS = 4
-
-
-def nothing(values):
-    """Restores nothing."""
 
 
 NOBODY = HeldOutPrompts(PromptTable(), [], 0, 0, gold=False)
@@ -53,6 +51,23 @@ def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
     finally:
         report.close()
     return taken
+
+
+def steps(trainer, *numbers, then=lambda checkpointer: None):
+    """A loop that takes these steps, and what it does ``then``."""
+    with training_checkpointer(trainer.args) as checkpointer:
+        values = checkpointer.begin(trainer.run_state(), 4, lambda values: None)
+        for step in numbers:
+            checkpointer.after(step, trainer.run_state)
+        then(checkpointer)
+    return values
+
+
+def raising(error):
+    def fail(checkpointer):
+        raise error
+
+    return fail
 
 
 def fails_at(iteration):
@@ -163,14 +178,12 @@ def test_a_refused_resume_has_removed_nothing(models_folder, tmp_path):
 
 def test_a_run_does_not_end_before_its_checkpoint(models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
-    with training_checkpointer(trainer.args) as checkpointer:
-        checkpointer.begin(trainer.run_state(), 4, nothing)
-        checkpointer.after(2, trainer.run_state)
+    assert steps(trainer, 2) is None
     trainer.args.resume = "latest"
     with training_checkpointer(trainer.args) as checkpointer:
         with pytest.raises(UserError, match="step_000002 is of a run that had taken 2 steps"):
-            checkpointer.begin(trainer.run_state(), 1, nothing)
-        checkpointer.begin(trainer.run_state(), 2, nothing)
+            checkpointer.begin(trainer.run_state(), 1, lambda values: None)
+        checkpointer.begin(trainer.run_state(), 2, lambda values: None)
 
 
 def test_the_schedule_ends_with_a_run_whose_iterations_take_more_steps(models_folder, tmp_path):
@@ -230,16 +243,13 @@ def test_what_fails_after_a_step_does_not_save_the_one_before(
     """An endpoint that fails in an evaluation: the weights are those of a later step already."""
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=save_steps)
 
-    def loop():
-        with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state(), 4, nothing)
-            checkpointer.after(1, trainer.run_state)
-            checkpointer.leave()
-            trainer.engine.version = 7
-            raise RewardError("in the evaluation after step 2")
+    def evaluate(checkpointer):
+        checkpointer.leave()
+        trainer.engine.version = 7
+        raise RewardError("in the evaluation after step 2")
 
     with pytest.raises(RewardError, match="in the evaluation"):
-        loop()
+        steps(trainer, 1, then=evaluate)
     assert [path.name for path in (tmp_path / "checkpoints").glob("*")] == saved
     for path in (tmp_path / "checkpoints").glob("*/values.json"):
         assert json.loads(path.read_text())["version"] == 0
@@ -250,21 +260,16 @@ def test_generators_are_those_of_the_boundary(models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=100)
     states = []
 
-    def loop():
-        with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state(), 4, nothing)
-            checkpointer.after(1, trainer.run_state)
-            states.append(random.getstate())
-            random.random()
-            raise RewardError("in step 2")
+    def draw(checkpointer):
+        states.append(random.getstate())
+        random.random()
+        raise RewardError("in step 2")
 
     with pytest.raises(RewardError, match="in step 2"):
-        loop()
-    config = trainer.args
-    config.resume = "latest"
-    with training_checkpointer(config) as checkpointer:
-        checkpointer.begin(trainer.run_state(), 4, nothing)
-        assert [random.getstate()] == states
+        steps(trainer, 1, then=draw)
+    trainer.args.resume = "latest"
+    steps(trainer, then=lambda checkpointer: states.append(random.getstate()))
+    assert states[0] == states[1]
 
 
 def test_what_rank_0_has_saved_no_rank_saves_again(monkeypatch):
@@ -284,18 +289,15 @@ def test_what_rank_0_has_saved_no_rank_saves_again(monkeypatch):
 def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
 
-    def loop():
-        with training_checkpointer(trainer.args) as checkpointer:
-            checkpointer.begin(trainer.run_state(), 4, nothing)
-            checkpointer.after(2, trainer.run_state)
-            checkpointer.checkpoints.wait()
-            (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(0.2)
-            checkpointer.after(3, trainer.run_state)
+    def stop(checkpointer):
+        checkpointer.checkpoints.wait()
+        (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        checkpointer.after(3, trainer.run_state)
 
     with pytest.raises(TrainingStopped) as stopped:
-        loop()
+        steps(trainer, 2, then=stop)
     assert "could not be written" in caplog.text
     assert "step 3 could not be saved" in caplog.text
     assert str(stopped.value).endswith("checkpoints/step_000002")
@@ -304,41 +306,32 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog)
 @pytest.mark.parametrize(("now", "fits"), [(512, True), (511, False), (None, False)])
 def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
+    state, rows = trainer.run_state, [512]
 
-    def state(rows):
-        found = trainer.run_state()
-        found.values["rows"] = rows
+    def with_rows():
+        found = state()
+        found.values["rows"] = rows[0]
         return found
 
-    with training_checkpointer(trainer.args) as checkpointer:
-        checkpointer.begin(state(512), 4, nothing)
-        for step in (1, 2):
-            checkpointer.after(step, lambda: state(512))
+    trainer.run_state = with_rows
+    steps(trainer, 1, 2)
+    rows[0] = now
     folder = tmp_path / "checkpoints"
     trainer.args.resume = str(folder / "step_000001")
-    with training_checkpointer(trainer.args) as checkpointer:
-        if fits:
-            assert checkpointer.begin(state(now), 4, nothing)["rows"] == 512
-        else:
-            with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
-                checkpointer.begin(state(now), 4, nothing)
+    if fits:
+        assert steps(trainer)["rows"] == 512
+    else:
+        with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
+            steps(trainer)
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_000001"} | ({"step_000002"} if not fits else set())
-
-
-def three_steps(trainer, error):
-    with training_checkpointer(trainer.args) as checkpointer:
-        assert checkpointer.begin(trainer.run_state(), 4, nothing) is None
-        for step in (1, 2, 3):
-            checkpointer.after(step, trainer.run_state)
-        raise error
 
 
 def test_numbers_that_went_wrong_are_not_saved(models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
     last = tmp_path / "checkpoints/step_000002"
     with pytest.raises(FloatingPointError, match=f"nan; the last good checkpoint is {last}"):
-        three_steps(trainer, FloatingPointError("nan"))
+        steps(trainer, 1, 2, 3, then=raising(FloatingPointError("nan")))
     assert list(last.parent.iterdir()) == [last]
 
 
@@ -346,20 +339,20 @@ def test_a_mistake_that_one_process_may_have_met_alone_is_not_waited_for(models_
     """What is being written may still become whole; nothing is begun that takes all processes."""
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
     with pytest.raises(UserError, match="mine"):
-        three_steps(trainer, UserError("mine"))
+        steps(trainer, 1, 2, 3, then=raising(UserError("mine")))
     assert not (tmp_path / "checkpoints/step_000003").exists()
 
 
-def test_a_signal_waits_until_the_model_is_saved(tmp_path, monkeypatch):
-    saved = []
+def test_a_signal_waits_until_the_model_is_saved(tmp_path):
+    model, tokenizer = tiny_models.causal_lm("llama"), tiny_models.tokenizer()
+    save_tokenizer = tokenizer.save_pretrained
 
-    def export(*_):
+    def interrupted(folder):
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)
-        saved.append(1)
+        save_tokenizer(folder)
 
-    monkeypatch.setattr(setup, "export_hf", export)
-    monkeypatch.setattr(setup, "probe_values", lambda *_: None)
-    files = setup.HubFiles(None, None)
-    setup.save(torch.nn.Linear(1, 1), SFTConfig(output_dir=str(tmp_path)), files)
-    assert saved == [1]
+    tokenizer.save_pretrained = interrupted
+    files = setup.HubFiles(model.config, tokenizer)
+    setup.save(LanguageModel(model, "off"), SFTConfig(output_dir=str(tmp_path)), files)
+    Checkpoint(tmp_path, "--model").check("lm")

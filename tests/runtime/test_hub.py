@@ -14,6 +14,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from dschat.checkpoint.hf_export import export_hf
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.runtime import hub
+from dschat.runtime.checkpointing import TrainingCheckpointer
 from dschat.runtime.hub import write_card
 
 USER = {"name": "ann", "orgs": [{"name": "lab"}], "auth": {"accessToken": {"role": "write"}}}
@@ -39,6 +40,8 @@ class Handler(BaseHTTPRequestHandler):
                 {"files": [f | {"uploadMode": "regular", "shouldIgnore": False} for f in files]}
             )
         elif path.endswith("/commit/main"):
+            hub.opened.wait(30)
+            hub.commits += 1
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
@@ -61,6 +64,8 @@ def server(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
     server.made, server.files, server.user, server.takes = [], {}, USER, True
+    server.commits, server.opened = 0, threading.Event()
+    server.opened.set()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_api", HfApi(server.url, token="hf_abc"))
@@ -226,17 +231,16 @@ def test_a_notebook_s_card_has_no_metrics_of_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("strategy", "saves"), [("end", 0), ("every_save", 2)])
-def test_each_checkpoint_is_pushed_where_asked(strategy, saves, tmp_path, monkeypatch):
-    from dschat.runtime import checkpointing
-
-    pushed = []
-    monkeypatch.setattr(checkpointing, "publish", lambda config, waits: pushed.append(waits))
-    config = SFTConfig(push_to_hub="x", hub_strategy=strategy, save_steps=2, output_dir="out")
-    manager = SimpleNamespace(poll=lambda: None, save=lambda *_: None)
-    saved = []
-    checkpointer = checkpointing.TrainingCheckpointer(
-        config, manager, None, lambda: saved.append(1)
-    )
+def test_each_checkpoint_is_pushed_where_asked(strategy, saves, server, tmp_path):
+    """In the background: training goes on while the hub takes no commit."""
+    config = SFTConfig(push_to_hub="ann/x", hub_strategy=strategy, save_steps=2)
+    step_of(tmp_path, config, root=1)
+    manager, saved = SimpleNamespace(poll=lambda: None, save=lambda *_: None), []
+    checkpointer = TrainingCheckpointer(config, manager, None, lambda: saved.append(1))
+    server.opened.clear()
     for step in range(1, 7):
         checkpointer.after(step, SimpleNamespace, is_last=step == 6)
-    assert (len(saved), pushed) == (saves, [False] * saves)
+    assert (len(saved), server.commits) == (saves, 0)
+    server.opened.set()
+    hub.publish(config)  # after those before
+    assert server.commits == saves + 1

@@ -11,7 +11,6 @@ import dschat.distributed as dist
 from dschat.config import SFTConfig, UserError
 from dschat.data.batches import RowStream, check_same_rows
 from dschat.distributed import process_group
-from dschat.runtime import start
 from dschat.runtime.start import start_step, warn_of_few_steps
 
 
@@ -73,13 +72,11 @@ def test_ranks_with_other_rows(theirs, monkeypatch, other):
         check_same_rows([1, 2, 3, 4])
 
 
-def test_a_run_too_small_to_learn_anything_says_so(monkeypatch):
-    lines = []
-    monkeypatch.setattr(start.logger, "warning", lambda text, *args: lines.append(text % args))
+def test_a_run_too_small_to_learn_anything_says_so(caplog):
     for steps, max_steps in ((1, 0), (19, 0), (20, 0), (1, 1)):  # asked for one: no word
         config = SFTConfig(max_steps=max_steps, per_device_train_batch_size=8)
         warn_of_few_steps(config, steps, "per_device_train_batch_size")
-    one, many = lines
+    one, many = caplog.messages
     assert "optimizer steps in all: 1; " in one
     assert "optimizer steps in all: 19; " in many
     assert one.endswith("raise --num_train_epochs (1) or lower --per_device_train_batch_size (8)")

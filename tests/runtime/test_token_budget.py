@@ -13,7 +13,7 @@ from dschat.data.micro_batches import MicroBatchSize
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.runtime import token_budget
 from dschat.runtime.deepspeed_engine import unwrap
-from dschat.runtime.token_budget import _search, _Trial, measure_budget
+from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS, _search, _Trial, measure_budget
 from dschat.supervised import loop
 
 
@@ -116,16 +116,16 @@ def forward_of(engine, task, tried, fails):
     ],
 )
 @pytest.mark.usefixtures("always_faster")
-def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path, monkeypatch):
+def test_measuring_changes_nothing(zero, fails, models_folder, tmp_path):
     """Also where it runs out of memory: the next step is the one that it would have been."""
     engine, task, config, _ = build_supervised(Case("sft", zero), models_folder, tmp_path)
     before = state(engine)
     tried = []
     forward = forward_of(engine, task, tried, fails)
-    monkeypatch.setattr(token_budget, "FIRST_TRIAL_TOKENS", 80)
-    tokens = measure_budget([(engine, forward)], 20, 32)
+    longest = FIRST_TRIAL_TOKENS // 4  # so they say
+    tokens = measure_budget([(engine, forward)], longest, 32)
     assert tried[:3] == [4, 8, 16]
-    assert tokens == 20 * (8 if fails else 32)
+    assert tokens == longest * (8 if fails else 32)
     after = state(engine)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     engine.train()

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dschat.runtime import deepspeed_engine
@@ -12,7 +10,6 @@ from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training
 from dschat.runtime.optimizer_step import OptimizerStep
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-WAYS = ["work_on_partitions", "sum_in_place"]
 
 
 class Net(nn.Module):
@@ -69,30 +66,31 @@ def trained(*args, **options):
     return [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat, *states], norms
 
 
-@pytest.fixture
-def fp16_works(monkeypatch):
-    """torch computes in fp16 on any CPU; DeepSpeed only refuses to where it would be slow."""
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+FILE = {"zero_optimization": {"reduce_bucket_size": 500}}  # with buckets, as in several processes
+CASES = {
+    "bf16": (BF16, 0, {}),
+    "fp32": (FP32, 0, {}),
+    "fp16": (FP16, 0, {}),
+    "clipped bf16": (BF16, 1e-6, {"clip": 0.05}),  # the rounding of the norm
+    "clipped fp32": (FP32, 1e-6, {"clip": 0.05}),
+    "reentrant": (BF16, 0, {"net": lambda: Net(reentrant=True, twice=False)}),
+    "buckets, ZeRO-1": (FP32, 0, FILE | {"stage": 1}),
+    "buckets, ZeRO-2": (BF16, 0, FILE | {"stage": 2}),
+    "offloaded": (BF16, 0, {"offload": True}),
+}
 
 
-def compare(monkeypatch, tolerance, *args, without=WAYS, **options):
-    states, norms = trained(*args, **options)
-    for way in without:
+@pytest.mark.parametrize(("dtype", "tolerance", "options"), CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("fp16_works")
+def test_states_are_deepspeed_s(dtype, tolerance, options, monkeypatch):
+    states, norms = trained(dtype, **options)
+    for way in ("work_on_partitions", "sum_in_place"):
         monkeypatch.setattr(deepspeed_engine, way, lambda zero: None)
-    expected, expected_norms = trained(*args, **options)
+    expected, expected_norms = trained(dtype, **options)
     assert norms == pytest.approx(expected_norms, rel=1e-6)
     for ours, theirs in zip(states, expected, strict=True):
         allowed = 2**-8 if tolerance and ours.dtype == BF16 else tolerance  # one rounding
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=allowed)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32, FP16], ids=str)
-def test_states_are_deepspeed_s_to_the_bit(dtype, monkeypatch, fp16_works):
-    compare(monkeypatch, 0, dtype)
-
-
-def test_states_with_reentrant_recomputation(monkeypatch):
-    compare(monkeypatch, 0, BF16, net=lambda: Net(reentrant=True, twice=False))
 
 
 def test_a_layer_that_reentrant_recomputation_runs_twice():
@@ -102,22 +100,6 @@ def test_a_layer_that_reentrant_recomputation_runs_twice():
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     for ours, theirs in zip(states, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_clipped_states_are_deepspeed_s_but_for_the_norm_s_rounding(dtype, monkeypatch):
-    compare(monkeypatch, 1e-6, dtype, clip=0.05)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_states_with_buckets(stage, monkeypatch):
-    """As in several processes, and with a user's file."""
-    file = {"zero_optimization": {"reduce_bucket_size": 500}}
-    compare(monkeypatch, 0, BF16 if stage == 2 else FP32, stage=stage, **file)
-
-
-def test_offloaded_states(monkeypatch):
-    compare(monkeypatch, 0, BF16, offload=True)
 
 
 def test_no_bucket_is_allocated_in_one_process():
@@ -140,37 +122,32 @@ def test_replaced_weights_are_those_of_the_partition_after_a_step():
     assert weight.abs().sum() > 0
 
 
-class _Launches(TorchDispatchMode):
-    """Counts operators that compute: all but views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
+def launches(function, args):
+    """Operators that compute: all but views."""
+    return not function.is_view
 
 
-def launches_of(num_layers, **options):
+def launches_of(counting, num_layers, **options):
     """Those of a backward pass and of the step that follows, and those of plain torch."""
     engine = engine_of(BF16, clip=0.1, net=lambda: Net(num_layers), **options)
     assert sums_of(engine, ROWS[0]).finish()  # AdamW makes its states
     step = OptimizerStep(engine, 1, denominator=10.0)
     loss = engine(ROWS[0][0]).float().square().sum()
-    with _Launches() as backward:
+    with counting(launches) as backward:
         step.backward(loss)
-    with _Launches() as update:
+    with counting(launches) as update:
         assert step.finish()
     plain = Net(num_layers).to(BF16)
     loss = plain(ROWS[0][0]).float().square().sum()
-    with _Launches() as alone:
+    with counting(launches) as alone:
         loss.backward()
-    return backward.count - alone.count, update.count
+    return backward.total - alone.total, update.total
 
 
 @pytest.mark.parametrize("file", [{}, {"zero_optimization": {"reduce_bucket_size": 10**6}}])
-def test_a_step_has_no_operators_for_each_parameter(file):
-    backward, update = launches_of(10, **file)
-    more_backward, more_update = launches_of(30, **file)
+def test_a_step_has_no_operators_for_each_parameter(file, counting):
+    backward, update = launches_of(counting, 10, **file)
+    more_backward, more_update = launches_of(counting, 30, **file)
     assert more_update == update
     per_parameter = (more_backward - backward) / 40
     assert per_parameter <= (4 if file else 1)
