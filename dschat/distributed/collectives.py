@@ -20,8 +20,6 @@ from dschat.distributed.env import is_main_process, rank, world_size
 
 logger = logging.getLogger("dschat")
 
-FOLDER = "/dev/shm"
-
 
 class AlternatingBuffers:
     """Two buffers that all processes have mapped, used in turn.
@@ -30,9 +28,13 @@ class AlternatingBuffers:
     it has been in a collective with all others, which had finished reading that buffer by then.
     """
 
-    def __init__(self, is_first: bool, gather: Callable[[Any], list[Any]]) -> None:
-        """``is_first``: whether this is rank 0. ``gather``: `gather_objects`."""
-        self._is_first, self._gather = is_first, gather
+    def __init__(
+        self, is_first: bool, gather: Callable[[Any], list[Any]], folder: str = "/dev/shm"
+    ) -> None:
+        """``is_first``: whether this is rank 0. ``gather``: `gather_objects`. ``folder``: in
+        memory.
+        """
+        self._is_first, self._gather, self._folder = is_first, gather, folder
         self._buffer_bytes = 0  # of one
         self._turn = 0
         self._region: Tensor | None = None
@@ -59,7 +61,7 @@ class AlternatingBuffers:
         self._region = None  # unmap before more is allocated
         self._buffer_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = 2 * self._buffer_bytes
-        path = self._gather(_created(size) if self._is_first else None)[0]
+        path = self._gather(_created(size, self._folder) if self._is_first else None)[0]
         region = _attached(path, size)
         self._works = all(self._gather(region is not None))
         if self._is_first and path is not None:
@@ -70,13 +72,14 @@ class AlternatingBuffers:
             logger.debug("no shared memory of %d bytes for all processes", size)
 
 
-def _created(size: int) -> str | None:
-    """Path of a new file with ``size`` allocated bytes; None where they are not available.
+def _created(size: int, folder: str) -> str | None:
+    """Path of a new file in ``folder`` with ``size`` allocated bytes; None where they are not
+    available.
 
     Writing to bytes that a container does not have would kill the process.
     """
     try:
-        handle, path = tempfile.mkstemp(prefix="dschat-", dir=FOLDER)
+        handle, path = tempfile.mkstemp(prefix="dschat-", dir=folder)
     except OSError:
         return None
     try:

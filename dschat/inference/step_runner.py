@@ -69,7 +69,7 @@ class PromptGraphs:
         self._kernels = None if kernels is None else kernels.without("attention")
         self._version = decoder.weights.version
         self._logits: dict[int, Tensor] = {}  # by rows: graphs of all lengths write to them
-        self._steps: dict[PaddedShape, tuple[Tensor, Step]] = {}  # inputs, see `_run`, and replay
+        self.steps: dict[PaddedShape, tuple[Tensor, Step]] = {}  # inputs, see `_run`, and replay
         self._failed = False
 
     def shape_for(self, schedule: StepSchedule) -> PaddedShape | None:
@@ -87,16 +87,16 @@ class PromptGraphs:
         if padded > sum(counts) * 5 // 4 + 256:
             return None
         if self._version != self._decoder.weights.version:  # of other addresses
-            self._steps.clear()
+            self.steps.clear()
             self._logits.clear()
             self._version = self._decoder.weights.version
-        if shape not in self._steps and not self._failed:
+        if shape not in self.steps and not self._failed:
             self._add(shape)
-        return shape if shape in self._steps else None
+        return shape if shape in self.steps else None
 
     def logits(self, shape: PaddedShape, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the prompts of ``schedule``. NOTE: the next call overwrites them."""
-        inputs, replay = self._steps[shape]
+        inputs, replay = self.steps[shape]
         inputs.copy_(torch.from_numpy(self._packed(shape, schedule)))
         replay()
         return self._logits[shape.rows][: len(schedule.chunks)]
@@ -124,14 +124,14 @@ class PromptGraphs:
             inputs[2 * size : 3 * size] = cache.trash_page * cache.page_size
         problem = ""
         try:
-            self._steps[shape] = inputs, self._capture(partial(self._run, shape, inputs))
+            self.steps[shape] = inputs, self._capture(partial(self._run, shape, inputs))
         except Exception as error:  # torch's, or of Triton, which have no type in common
             problem = first_line(error)
         # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
         if problem := max(self._decoder.weights.group.gather_objects(problem)):
             logger.info("prompts of %d x %d tokens are not captured: %s", *shape, problem)
             self._failed = True
-            self._steps.pop(shape, None)
+            self.steps.pop(shape, None)
 
     @torch.inference_mode()
     def _run(self, shape: PaddedShape, inputs: Tensor) -> None:

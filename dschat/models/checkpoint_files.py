@@ -36,7 +36,7 @@ logger = logging.getLogger("dschat")
 
 def prepare_hub(name_or_path: str) -> None:
     """Call before ``name_or_path`` is looked up: turns the hub off if it cannot be reached."""
-    if not os.path.exists(name_or_path) and not constants.HF_HUB_OFFLINE and not _has_network():
+    if not os.path.exists(name_or_path) and not constants.HF_HUB_OFFLINE and not has_network():
         constants.HF_HUB_OFFLINE = True
         logger.warning("%s cannot be reached: only downloaded models are found", _host())
 
@@ -54,8 +54,10 @@ def _host() -> str:
 
 
 @cache
-def _has_network() -> bool:
-    """False where the hub's name has no address. A proxy knows addresses that are unknown here."""
+def has_network() -> bool:
+    """False where the hub's name has no address. A proxy knows addresses that are unknown here.
+    Asked once.
+    """
     if {"https", "http", "all"} & {*getproxies()}:
         return True
     try:

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.models.recompute import recompute_activations
+from dschat.models.long_rows import recompute_activations
 from dschat.models.training_engine import full_shape
 
 logger = logging.getLogger("dschat")

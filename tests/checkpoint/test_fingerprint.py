@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dschat.checkpoint.fingerprint import fingerprint
+from dschat.checkpoint.compatibility import fingerprint
 
 BLOCK = 1 << 16  # bytes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import FakeEngine, state_at, step_loaded
 
-from dschat.checkpoint import atomic_files, snapshot
+from dschat.checkpoint import async_writer, atomic_files
 from dschat.checkpoint.manager import CheckpointManager, RunState, read_tensors, restore_tensor
 from dschat.checkpoint.manifest import CheckpointInfo
 from dschat.config import UserError
@@ -77,7 +77,12 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
 
 def test_a_snapshot_fits_if_all_processes_of_the_host_may_take_one(container):
     container(100)  # a quarter stays free
-    assert [snapshot.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [1, 0, 1, 0]
+    assert [async_writer.fits(*case) for case in ((75, 1), (76, 1), (25, 3), (26, 3))] == [
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_processes_that_a_checkpoint_does_not_know_draw_their_own_numbers():

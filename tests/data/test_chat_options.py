@@ -14,8 +14,7 @@ from dschat.config import SFTConfig, UserError, parser
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import PURPOSES
 from dschat.models.checkpoint_files import CheckpointFiles
-from dschat.models.tokenizer import complete_tokenizer, stop_ids
-from dschat.models.vocabulary import same_tokens
+from dschat.models.tokenizer import complete_tokenizer, same_tokens, stop_ids
 
 END = "<|im_end|>"
 SHOWS = CHATML.replace(

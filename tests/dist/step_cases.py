@@ -30,7 +30,7 @@ from dschat.hybrid.weight_stream import fill, weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import token_logprobs
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
 from dschat.models.tokenizer import ensure_distinct_pad, load_tokenizer, num_ids
@@ -190,11 +190,11 @@ def build_supervised(case: Case, models: Path, out: Path):
                 weight_bits=zero.weight_bits,
             )
         files = setup.HubFiles(model.config, base.tokenizer)
-        wrap, task = ScoreModel, tasks.RewardTask()
+        wrap, task = ScoreModel, loop.RewardTask()
     else:
         model = setup.load_policy(config, base, zero, config.dropout)
         files = setup.policy_files(config, base, model)
-        wrap, task = LanguageModel, tasks.SFTTask()
+        wrap, task = LanguageModel, loop.SFTTask()
     engine = setup.build_engine(model, config, zero, 5 * int(config.num_train_epochs), wrap)
     return engine, task, config, files
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rank_threads import on_ranks
 
-from dschat.distributed.shared_memory import AlternatingBuffers
+from dschat.distributed.collectives import AlternatingBuffers
 
 
 @pytest.fixture

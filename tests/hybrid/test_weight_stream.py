@@ -6,11 +6,12 @@ from quick import each_once
 from tiny_models import VOCAB, causal_lm
 from transformers import AutoModelForCausalLM
 
-from dschat.hybrid.module_copy import empty_copy, fill
 from dschat.hybrid.weight_stream import (
     Buckets,
     Shard,
     adapter_stream,
+    empty_copy,
+    fill,
     module_shards,
     weight_stream,
     whole_tensors,

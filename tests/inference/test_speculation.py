@@ -24,6 +24,7 @@ from dschat.inference import SamplingParams
 from dschat.inference.cuda_graphs import DecodeGraphs
 from dschat.inference.sequence import Request
 from dschat.inference.speculation import MAX_DRAFTED, Acceptance, AnswerHistory
+from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 PROMPTS = [[5, 6, 7], [9, 8, 9, 8, 9], [3], [4, 5, 6, 7] * 5]
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)

@@ -7,7 +7,7 @@ from soft_graph import operators_only, soft_capture
 from test_borrowed import borrowing, lay_out
 from test_module_decoder import answers, engine_on, random_module
 
-from dschat.config.cuda_kernels import STEP_PARTS
+from dschat.config.rollout import STEP_PARTS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 
 

@@ -2,7 +2,6 @@
 gradients, chunks and memory.
 """
 
-import importlib
 import math
 
 import numpy as np
@@ -16,8 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from dschat import losses
 from dschat.losses import linear_logprobs, linear_top_ids
 
-# The package's function of that name hides it.
-MODULE = importlib.import_module("dschat.losses.linear_logprobs")
 M, D, V = 8, 5, 11
 
 
@@ -38,11 +35,11 @@ either = pytest.mark.parametrize("function", [linear_logprobs, from_logits])
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
     """``chunks(num_elements)``: of any number of rows, as many as have so many logits."""
-    monkeypatch.setattr(MODULE, "_CHUNK_ROWS", 1)
+    monkeypatch.setattr(losses.logprobs, "_CHUNK_ROWS", 1)
 
     def set_elements(number):
-        for module in (MODULE, losses.logprobs):
-            monkeypatch.setattr(module, "_CHUNK_ELEMENTS", number)
+        for name in ("_CHUNK_ELEMENTS", "_HEAD_CHUNK_ELEMENTS"):
+            monkeypatch.setattr(losses.logprobs, name, number)
 
     return set_elements
 

@@ -19,7 +19,7 @@ def network(monkeypatch):
     for name in getproxies():
         monkeypatch.delenv(f"{name}_proxy", raising=False)
         monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
-    hub.has_network.cache_clear()
+    checkpoint_files.has_network.cache_clear()
 
     def fail(error):
         def look_up(*_):
@@ -28,7 +28,7 @@ def network(monkeypatch):
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
     yield fail
-    hub.has_network.cache_clear()
+    checkpoint_files.has_network.cache_clear()
 
 
 @pytest.mark.parametrize("part", ["config", "own_tokenizer"])

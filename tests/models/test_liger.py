@@ -13,7 +13,7 @@ from tiny_models import causal_lm
 from transformers.models.llama import modeling_llama
 
 from dschat.models.linear import use_liger
-from dschat.models.recompute import recompute_activations, runs_in_pieces
+from dschat.models.long_rows import recompute_activations, runs_in_pieces
 
 HERE = Path(__file__).parent
 REASON = "needs Liger: pip install 'dschat[kernels]'"

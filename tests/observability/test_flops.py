@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.observability import flops
 from dschat.observability.flops import ModelShape
 from dschat.rlhf.metrics import throughput

@@ -19,7 +19,7 @@ from dschat.data.sources.splits import load_examples
 from dschat.inference import InferenceEngine, SamplingParams
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.generate import generate
-from dschat.offline.rows import Prompts, Rows
+from dschat.offline.rows import AnswerFile, Prompts, Rows
 
 
 def rows_of(path: str | Path) -> list[dict]:

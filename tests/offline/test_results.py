@@ -8,7 +8,6 @@ import pytest
 from dschat.config import parser
 from dschat.offline.evaluate import Results, interval
 from dschat.offline.flags import EvalConfig
-from dschat.offline.results import Results, interval
 
 Z95 = 1.959964
 

@@ -7,7 +7,7 @@ from quick import slow
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 from torch import nn
 
-from dschat.rlhf.ema import ShardedEMA
+from dschat.hybrid.weight_stream import ShardedEMA
 from dschat.runtime.deepspeed_engine import unwrap
 
 

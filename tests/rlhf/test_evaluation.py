@@ -20,9 +20,9 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout
 from dschat.rewards.scoring import SourceScores
+from dschat.rlhf.collector import prompt_table
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy, pass_at
 from dschat.rlhf.experience import from_rollout
-from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED

@@ -21,8 +21,7 @@ from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.collector import Collector
-from dschat.rlhf.prompts import PromptQueue
+from dschat.rlhf.collector import Collector, PromptQueue
 from dschat.rlhf.rollout_policies import PartialRollouts
 from dschat.rlhf.rollout_scorer import RolloutScorer
 

@@ -20,7 +20,7 @@ from dschat.config import SFTConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.distributed.stop_signals import TrainingStopped
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.reporter import Reporter

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat.observability.metrics_log import MetricsLog
 from dschat.supervised import loop, setup
-from dschat.supervised.tasks import SFTTask
+from dschat.supervised.loop import SFTTask
 
 SFT = Case("sft", micro=4)
 

@@ -32,7 +32,7 @@ from own_forward import (
 from quick import each_once, slow, some
 from torch import nn
 
-from dschat.models.language_model import LanguageModel
+from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.lora import adapters_off, prepare_for_training
 from dschat.models.packing import pack
 
