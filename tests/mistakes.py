@@ -44,7 +44,7 @@ from dschat.estimate import PlanRequest
 from dschat.launch.preflight import check
 from dschat.config import RLHFConfig
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.user_code import imports
+from dschat.user_code import calls
 from transformers import AutoTokenizer
 
 load = InferenceEngine.from_pretrained

@@ -7,7 +7,7 @@ import torch
 import transformers
 from packaging import version
 from quick import each_once
-from tests.observability.test_flops_of_families import COUNTED, EXPERTS, config_of
+from tests.observability.test_flops import COUNTED, EXPERTS, config_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import RewardConfig

@@ -14,7 +14,7 @@ from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.routing import AGREEMENT, replay_routing, routers_of, routing_metrics
 from tests.models.test_router_loss import FAMILIES, ROWS, recorded
-from tests.observability.test_flops_of_families import COUNTED, config_of
+from tests.observability.test_flops import COUNTED, config_of
 
 KNOWN = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3")
 SHARED = [[5, 9, 11, 3, 8, 20, 31], [5, 9, 11, 7], [12, 40, 41]]

@@ -86,7 +86,7 @@ IDS = torch.arange(3, 14).unsqueeze(0)
 
 
 def config_of(family: str, **sizes):
-    given = COUNTED[family] | sizes
+    given = COUNTED.get(family, {}) | sizes
     return CONFIG_MAPPING[family](**given if family == "gemma3" else SMALL | given)
 
 
