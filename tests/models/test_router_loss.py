@@ -7,7 +7,6 @@ import torch
 import transformers
 from packaging import version
 from quick import each_once
-from tests.observability.test_flops import COUNTED, EXPERTS, config_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat.config import RewardConfig
@@ -16,6 +15,7 @@ from dschat.models.lora import prepare_for_training
 from dschat.models.routing import MAX_LOAD, METRIC, router_metrics, routers_of, watch_routers
 from dschat.supervised.loop import RewardTask, SFTTask
 from dschat.supervised.preference import PreferenceTask
+from tests.observability.test_flops import COUNTED, EXPERTS, config_of
 
 LATER = {
     "jetmoe": EXPERTS | {"kv_channels": 8, "num_key_value_heads": 2, "num_attention_heads": 4},
