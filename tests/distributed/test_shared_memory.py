@@ -30,9 +30,9 @@ def test_what_one_writes_all_read(on_buffers, tmp_path):
         seen, first = [], 10 * member.rank
         for turn in range(5):
             part = buffers.next(30).view(torch.int8)
-            assert list(tmp_path.iterdir()) == []  # gone from the folder while still mapped
             part[first : first + 10] = 10 * turn + member.rank
             member.gather_objects(None)
+            assert list(tmp_path.iterdir()) == []  # gone from the folder while still mapped
             seen.append(part.view(3, 10)[:, 0].tolist())
         return seen
 
