@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.models.lora import MAMBAS, expert_parameters
+from dschat.startup.performance import return_freed_memory
 
 
 def check_quantizable(model: PreTrainedModel, bits: int) -> None:
@@ -72,6 +73,8 @@ def finish_loading(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.clone()  # of a view all files would stay in memory
     # A save holds dequantized weights, and what reads the configuration must not expect others.
     del model.config.quantization_config
+    # Between quantized weights lie the blocks of whole ones, each too small for the next.
+    return_freed_memory()
 
 
 def _weight_only(layer: Any, x: Tensor) -> Tensor:
