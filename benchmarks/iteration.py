@@ -56,7 +56,7 @@ from report import (
 )
 
 from dschat.distributed import device
-from dschat.memory import free_bytes
+from dschat.distributed.memory import free_bytes
 
 DSCHAT, PADDED, REFERENCE, LONGEST, TRL = SIDES = (
     "dschat",

@@ -55,7 +55,7 @@ def main() -> None:
     import torch
 
     import dschat.distributed as dist
-    from dschat.memory import peak_memory_gib
+    from dschat.distributed.memory import peak_memory_gib
     from dschat.observability import console
     from dschat.startup.performance import return_freed_memory
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dschat.distributed as dist
 from dschat.config import SFTConfig
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.memory import peak_bytes, restart_peak
+from dschat.distributed.memory import peak_bytes, restart_peak
 from dschat.models.heads import LanguageModel
 from dschat.runtime.deepspeed_engine import trained_engine, zero_settings
 from dschat.supervised.loop import SFTTask, train_step

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import dschat.distributed as dist
+from dschat.distributed.memory import peak_bytes, restart_peak
 from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout, Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, module_shards, weight_stream
 from dschat.inference import EngineConfig, SamplingParams
-from dschat.memory import peak_bytes, restart_peak
 from dschat.models.lora import add_lora
 from dschat.models.training_engine import TrainingEngine
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap

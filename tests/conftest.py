@@ -140,7 +140,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def container(tmp_path_factory, monkeypatch):
     """``container(limit, used, cached)``: a container's memory, in bytes."""
-    from dschat import memory
+    from dschat.distributed import memory
 
     folder = tmp_path_factory.mktemp("cgroup")
 

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dschat"
 WRITES_IN_ITS_OWN_FOLDER = {
     "checkpoint/hf_export.py",
     "inference/kernels/cpu.py",
-    "memory.py",  # /proc
+    "distributed/memory.py",  # /proc
     "models/cpu_matmul.py",
     "models/tokenizer.py",
     "rewards/judge.py",

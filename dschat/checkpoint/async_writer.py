@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dschat.distributed as dist
 from dschat.checkpoint import atomic_files, manifest
 from dschat.checkpoint.manifest import CheckpointInfo, Damaged
-from dschat.memory import available_memory
+from dschat.distributed.memory import available_memory
 from dschat.startup.files import replace_file
 from dschat.user_code.calls import settle
 

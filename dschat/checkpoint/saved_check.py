@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import dschat.distributed as dist
 from dschat.config.errors import first_line
-from dschat.memory import available_memory
+from dschat.distributed.memory import available_memory
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CONFIG
 from dschat.models.config_files import muted

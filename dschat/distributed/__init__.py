@@ -1,4 +1,4 @@
-"""Ranks, collectives, failure detection and stop signals.
+"""Ranks, collectives, failure detection, stop signals, and the memory of this process.
 
 Callers write ``import dschat.distributed as dist``. Importing it does not load torch; the modules
 that need it load on the first use of one of their names.

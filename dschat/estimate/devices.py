@@ -12,8 +12,8 @@ from typing import Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.distributed.memory import available_memory
 from dschat.estimate import PlanRequest
-from dschat.memory import available_memory
 
 GIB = 2**30
 GB = 1e9

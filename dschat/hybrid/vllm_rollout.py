@@ -26,12 +26,12 @@ from dschat.checkpoint.hf_export import hub_tensors
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed.env import complete_environment
+from dschat.distributed.memory import free_bytes
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import Buckets, weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.speculation import Speculation
 from dschat.inference.stats import DeviceSpan
-from dschat.memory import free_bytes
 from dschat.models.long_rows import num_positions
 from dschat.models.training_engine import without_adapters
 

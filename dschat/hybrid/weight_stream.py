@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.distributed.memory import free_bytes
 from dschat.inference.model.borrowed import are_adjacent
-from dschat.memory import free_bytes
 from dschat.models.lora import LoraAdapter, adapters, merge, unwrapped_name
 from dschat.models.quantized import dequantized, is_quantized, whole_dtype
 from dschat.models.training_engine import full_shape

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from dschat.config.errors import UserError
 from dschat.distributed import RankGroup
+from dschat.distributed.memory import free_bytes
 from dschat.inference.captured_core import CapturedCore
 from dschat.inference.core import Core
 from dschat.inference.cuda_graphs import Capture, capture_for
@@ -41,7 +42,6 @@ from dschat.inference.sequence import Request
 from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
-from dschat.memory import free_bytes
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.checkpoint_tensors import names_on_disk, sound_weights

@@ -23,7 +23,7 @@ from typing import Any, Literal, Optional
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import flag, read_text
-from dschat.memory import available_memory
+from dschat.distributed.memory import available_memory
 
 FIRST_PORT = 29500
 PROCESS_BYTES = 350 * 2**20  # one process with its libraries (proportional set size, measured)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dschat.config import UserError
-from dschat.memory import available_memory
+from dschat.distributed.memory import available_memory
 from dschat.models import checkpoint_files
 from dschat.models.checkpoint_files import ADAPTER_CONFIG, CONFIG, CheckpointFiles
 from dschat.models.config_files import blamed_on, read_config, read_generation_config

@@ -60,7 +60,7 @@ class RowFile:
         self._truncate(size, position["rows"].encode())
 
     def begin(self) -> None:
-        """Drop the rows of an earlier run, when there is no checkpoint to resume from."""
+        """Drop the rows of an earlier run: this one starts without a checkpoint."""
         if self._initial_size:
             new_rows = self.path.read_bytes()[self._initial_size :]
             self._truncate(0, new_rows + self._unwritten)
@@ -194,7 +194,7 @@ class MetricsLog:
         record_start(self._folder, "resume", step)
 
     def begin(self) -> None:
-        """Drop the rows of an earlier run, when there is no checkpoint to resume from."""
+        """Drop the rows of an earlier run: this one starts without a checkpoint."""
         if self._rows is None:
             return
         for file in self._row_files:

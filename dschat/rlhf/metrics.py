@@ -12,11 +12,11 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.distributed.memory import peak_memory_gib
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
 from dschat.losses import group_has_variance, group_stats, kl_penalty
-from dschat.memory import peak_memory_gib
 from dschat.models.routing import METRIC
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.memory import free_bytes, peak_bytes, restart_peak
+from dschat.distributed.memory import free_bytes, peak_bytes, restart_peak
 from dschat.models.training_engine import TrainingEngine, full_shape
 from dschat.runtime.optimizer_step import OptimizerStep
 

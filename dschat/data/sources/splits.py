@@ -30,7 +30,7 @@ from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, kn
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.turns import unread_keys
 from dschat.data.tables import iterate, made_table
-from dschat.memory import available_memory
+from dschat.distributed.memory import available_memory
 
 logger = logging.getLogger("dschat")
 

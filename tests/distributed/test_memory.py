@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat import memory
+from dschat.distributed import memory
 
 STATUS = Path("/proc/self/status")
 
