@@ -233,14 +233,15 @@ class DecodeAttention(Operation):
         decodes = Decodes(self.rows, lengths, num_pages * page_size, table, ragged=True)
         step = decoder._step(positions, _no_attention, kernels)
         layout = HeadLayout.of(self.spec.num_heads, self.spec.num_kv_heads)
-        layer, biases = _layer(layout=layout, rotary=decoder.rotary), {}
+        rotary = next(iter(decoder._rotaries.values()), None)
+        layer, biases = _layer(layout=layout, rotary=rotary), {}
 
         def run(heads: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
             cache = _CacheLayer(pairs, page_size)
             attention = Attention(decoder.spec, cache, slots, decodes, [], decoder.slopes, biases)
             attend = attention
             if kernels is not None:
-                attend = kernels.attention(attention, decoder.rotary, {}, {})
+                attend = kernels.attention(attention, [layer])
             return (attend(0, decoder._heads(layer, heads, step), layout),)
 
         return run

@@ -23,7 +23,7 @@ from dschat.inference.captured_core import CapturedCore
 from dschat.inference.core import Core
 from dschat.inference.cuda_graphs import Capture, capture_for
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
-from dschat.inference.kernels.cuda import dispatch
+from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.decoder import Decoder
@@ -107,7 +107,7 @@ class InferenceEngine:
         self.module = module
         self._decoder: AnyDecoder | None = None
         self._kernels = None if self._capture is None else dispatch.choose(device)
-        if self._kernels is not None and not self.spec.has_plain_attention:
+        if self._kernels is not None and self.spec.head_size > MAX_HEAD_SIZE:
             self._kernels = self._kernels.without("attention")
         self._separate_prefill = device.type == "cuda"
         self._samples_apart = False  # where nothing is captured; benchmarks compare both

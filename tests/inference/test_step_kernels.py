@@ -121,14 +121,13 @@ def test_steps_with_drafts_run_all_but_attention(kernels):
 
 
 @pytest.mark.parametrize(
-    ("name", "by_kernel"), [("gemma3_text", 2), ("qwen3_5_text", 1), ("gpt_oss", 0)]
+    ("name", "by_kernel"), [("gemma3_text", 2), ("qwen3_5_text", 1), ("gpt_oss", 2)]
 )
 def test_modules_attend_by_the_kernel(name, by_kernel, kernels):
-    """But not those with sinks, or other scores that it does not know."""
     captured, _ = decode_step(config_of(name), in_module=True, page_size=16)
     assert captured["paged_decode"] == by_kernel
-    assert captured["read_rows"] == bool(by_kernel)
-    assert captured["scaled_dot_product_attention"] == 0 or not by_kernel
+    assert captured["read_rows"] == 1
+    assert captured["scaled_dot_product_attention"] == 0
     assert captured["draw"] == 1
     assert waits(captured) == 0
 
@@ -195,13 +194,9 @@ def test_every_family_decodes_by_kernels(name, kernels):
     config = CONFIGS[name]()
     captured, _ = decode_step(config, page_size=16)
     assert waits(captured) == 0
-    spec = model_spec(config)
-    if spec.has_plain_attention:
-        assert captured["paged_decode"] == config.num_hidden_layers
-        assert captured["scaled_dot_product_attention"] == 0
-        assert spec.experts is not None or captured["index_copy_"] == 0
-    else:  # the kernel does not know softcaps, sinks, several rotations, ...
-        assert "paged_decode" not in captured
+    assert captured["paged_decode"] == config.num_hidden_layers
+    assert captured["scaled_dot_product_attention"] == captured["index"] == 0
+    assert model_spec(config).experts is not None or captured["index_copy_"] == 0
 
 
 # -- where torch computes --------------------------------------------------------------------------

@@ -23,6 +23,12 @@ class Case:
     page_size: int = 16
     splits: int = 1
     window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    offset: float = 0.0  # of the norms' weights
+    adjacent: bool = False  # elements that are rotated
+    growth: bool = False  # of queries
     alibi: bool = False
     norms: bool = False
     rotary_dim: int = 0
@@ -57,53 +63,71 @@ def inputs(case):
     page = table.gather(1, (position // case.page_size).unsqueeze(1)).squeeze(1)
     slots = page * case.page_size + position % case.page_size
     angles = drawn(max(case.lengths), case.rotary_dim // 2, seed=3)
-    cos = torch.cat([angles.cos()] * 2, 1).to(case.dtype) if case.rotary_dim else None
-    sin = torch.cat([-angles.sin(), angles.sin()], 1).to(case.dtype) if case.rotary_dim else None
+    pairs = [
+        torch.stack(x).to(case.dtype) for x in ([angles.cos()] * 2, [-angles.sin(), angles.sin()])
+    ]
+    order = (1, 2, 0) if case.adjacent else (1, 0, 2)
+    cos, sin = (
+        x.permute(order).flatten(1).contiguous() if case.rotary_dim else None for x in pairs
+    )
+    growth = drawn(max(case.lengths), seed=6, dtype=case.dtype) + 2 if case.growth else None
+    sinks = drawn(H, seed=7, dtype=case.dtype) if case.sinks else None
     norms = [drawn(D, seed=s, dtype=case.dtype) + 1 if case.norms else None for s in (4, 5)]
     return (
         *(drawn(B, H + 2 * K, D, dtype=case.dtype), case.layout.origins, rows),
         poisoned(B, H * D, dtype=case.dtype),
         *(lengths, slots, table, case.page_size, alibi_slopes(H) if case.alibi else None),
-        *(case.window, D**-0.5, *norms, EPS, cos, sin, workspace(torch.device("cpu"), 1 << 19)),
-        case.splits,
+        *(case.window, case.chunk, D**-0.5, case.softcap, sinks, *norms, case.offset, EPS),
+        *(cos, sin, case.adjacent, growth, workspace(torch.device("cpu"), 1 << 19), case.splits),
     )
 
 
-def transformed(x, norm, cos, sin):
-    """Heads (n, D): RMS norm, then the rotation of halves."""
+def transformed(case, x, norm, cos, sin):
+    """Heads (n, D): RMS norm, then the rotation of halves, or of adjacent elements."""
     if norm is not None:
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * exact(norm)
+        scale = exact(norm) + case.offset
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * scale
     if cos is None:
         return x
-    half = len(cos) // 2
-    a, b, rest = x[:, :half], x[:, half : 2 * half], x[:, 2 * half :]
-    c, s = exact(cos)[:half], exact(sin)[half:]
-    return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=1)
+    x, half = x.copy(), len(cos) // 2
+    first = slice(0, 2 * half, 2) if case.adjacent else slice(half)
+    second = slice(1, 2 * half, 2) if case.adjacent else slice(half, 2 * half)
+    a, b, c, s = x[:, first].copy(), x[:, second].copy(), exact(cos)[first], exact(sin)[second]
+    x[:, first], x[:, second] = a * c - b * s, b * c + a * s
+    return x
 
 
 def expected(case, args):
     """The outputs and the cache afterwards."""
     heads, _, rows, _, _, slots, table, size, slopes, *_ = args
-    q_norm, k_norm, _, cos, sin, _, _ = args[11:]
+    sinks, q_norm, k_norm, _, _, cos, sin, _, growth, *_ = args[13:]
     K, H = case.kv_heads, case.heads
     cache, outputs = exact(rows).copy(), []
     for b, length in enumerate(case.lengths):
         q, k, v = case.split(exact(heads[b]))
         position = length - 1
         angles = (None, None) if cos is None else (cos[position], sin[position])
-        cache[slots[b], :K] = transformed(k, k_norm, *angles)
+        cache[slots[b], :K] = transformed(case, k, k_norm, *angles)
         cache[slots[b], K:] = v
         where = [table[b, i // size].item() * size + i % size for i in range(length)]
-        queries = transformed(q, q_norm, *angles)
+        queries = transformed(case, q, q_norm, *angles)
+        queries *= 1 if growth is None else exact(growth)[position]
         for h in range(H):
             kv = h * K // H
             scores = cache[where, kv] @ queries[h] * case.size**-0.5
+            if case.softcap:
+                scores = case.softcap * np.tanh(scores / case.softcap)
             if slopes is not None:
                 scores += slopes[h].item() * (np.arange(length) - position)
             if case.window:
                 scores[: max(length - case.window, 0)] = -np.inf
+            if case.chunk:
+                scores[: position // case.chunk * case.chunk] = -np.inf
+            if sinks is not None:
+                scores = np.append(scores, exact(sinks)[h])
             weights = np.exp(scores - scores.max())
-            outputs.append(weights / weights.sum() @ cache[where, K + kv])
+            weights = (weights / weights.sum())[:length]
+            outputs.append(weights @ cache[where, K + kv])
     return np.array(outputs).reshape(len(heads), -1), cache
 
 
@@ -134,6 +158,11 @@ QUICK = {
     "values-first-grouped": replace(GROUPED, order="vkq", lengths=(70,)),
     "whole-shuffled-half": replace(SMALL, page_size=90, dtype=torch.float16, rotary_dim=16),
     "grouped": GROUPED,
+    "gemma": replace(GROUPED, offset=1.0, softcap=0.5, window=40),
+    "sinks": replace(SMALL, heads=4, sinks=True, rotary_dim=64),
+    "sinks-splits": replace(GROUPED, sinks=True, softcap=0.3, norms=False),
+    "chunks": replace(SMALL, chunk=16, lengths=(1, 16, 17, 70), growth=True),
+    "adjacent": replace(SMALL, rotary_dim=32, adjacent=True, norms=True),
     "grouped-80-alibi": replace(SMALL, heads=4, size=80, alibi=True, lengths=(65, 20)),
     "grouped-brain-float": replace(GROUPED, dtype=torch.bfloat16, lengths=(70,)),
 }
@@ -148,7 +177,7 @@ def test_decode_attention(interpreted, case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (34, 2)])
-@pytest.mark.parametrize("variant", range(5))
+@pytest.mark.parametrize("variant", range(7))
 def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, variant):
     case = Case(heads, kv_heads, size, (1, 2, 63, 64, 65, 66, 150), dtype=dtype)
     check(
@@ -159,5 +188,7 @@ def test_decode_attention_everywhere(interpreted, dtype, size, heads, kv_heads, 
             replace(case, page_size=7, alibi=True),
             replace(case, page_size=200, window=1, splits=3),
             replace(case, order="kvq" if heads > kv_heads else "", rotary_dim=size),
+            replace(case, softcap=2.0, sinks=True, splits=2, rotary_dim=size, adjacent=True),
+            replace(case, chunk=64, growth=True, norms=True, offset=1.0, rotary_dim=size),
         ][variant],
     )

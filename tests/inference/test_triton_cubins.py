@@ -67,7 +67,9 @@ def attention(batch, heads, kv_heads, size, page_size=32, **options):
             page_size,
             slopes,
         ),
-        *(options.get("window"), 0.1, *norms, 1e-6, *angles, SPACE),
+        *(options.get("window"), options.get("chunk"), 0.1, options.get("softcap")),
+        *(meta(heads) if options.get("sinks") else None, *norms, options.get("offset", 0.0), 1e-6),
+        *(*angles, options.get("adjacent", False), None, SPACE),
     )
 
 
@@ -143,6 +145,16 @@ WANTED = {
     "attention-gpt2-splits": Wanted(attention(1, 12, 12, 64), 5, 16, True),
     "attention-page-64": Wanted(attention(8, 32, 32, 64, page_size=64), 5, 16, True),
     "attention-llama": Wanted(attention(64, 32, 32, 128, rotary=128), 3, 24, True, ahead=0),
+    "attention-gemma3": Wanted(
+        attention(32, 4, 1, 256, rotary=256, norms=True, offset=1.0, window=512), 2, 32, True
+    ),
+    "attention-gemma2": Wanted(attention(8, 16, 8, 256, rotary=256, softcap=50.0), 2, 32, True),
+    "attention-gpt-oss": Wanted(
+        attention(32, 64, 8, 64, rotary=64, sinks=True, window=128), 4, 16, True
+    ),
+    "attention-llama4": Wanted(
+        attention(8, 40, 8, 128, rotary=128, adjacent=True, chunk=8192), 3, 24, True
+    ),
     "attention-bloom": Wanted(attention(8, 32, 32, 128, alibi=True), 3, 24, True),
     "attention-qwen3": Wanted(attention(8, 32, 8, 128, rotary=128, norms=True), 4, 24, True),
     "attention-phi": Wanted(attention(8, 32, 32, 80, rotary=32), 3, 24, True),

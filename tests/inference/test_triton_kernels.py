@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 # -- sum and norm ----------------------------------------------------------------------------------
 
 
-def check_norm(interpreted, size, dtype, with_added=True, layer_norm=True):
+def check_norm(interpreted, size, dtype, with_added=True, layer_norm=True, offset=0.0):
     h = poisoned(5, size, dtype=dtype)
     h.copy_(drawn(5, size) + 0.5)
     added = drawn(5, size, seed=1, dtype=dtype) if with_added else None
@@ -26,10 +26,11 @@ def check_norm(interpreted, size, dtype, with_added=True, layer_norm=True):
     bias = drawn(size, seed=3, dtype=dtype) + 2 if layer_norm else None
     total = exact(h) + (exact(added) if with_added else 0)
     centred = total - total.mean(-1, keepdims=True) if layer_norm else total
-    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * exact(weight)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2)
+    expected *= exact(weight) + offset
     expected += exact(bias) if layer_norm else 0
-    args = (h, added, weight, bias, 1e-2, poisoned(5, size, dtype=dtype))
-    stored, *_, out = interpreted("run", "add_norm", args)
+    args = (h, added, weight, bias, 1e-2, poisoned(5, size, dtype=dtype), offset)
+    stored, *_, out, _ = interpreted("run", "add_norm", args)
     assert_written(stored, total)
     assert_written(out, expected)
 
@@ -38,7 +39,7 @@ def check_norm(interpreted, size, dtype, with_added=True, layer_norm=True):
 @pytest.mark.parametrize("size", [1, 100, 768])
 def test_norms(interpreted, size, dtype):
     check_norm(interpreted, size, dtype)
-    check_norm(interpreted, size, dtype, with_added=False, layer_norm=False)
+    check_norm(interpreted, size, dtype, with_added=False, layer_norm=False, offset=1.0)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -90,6 +91,15 @@ PRODUCTS = {
     "half": (16, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
     "bf16": (16, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
 }
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_new"])
+@pytest.mark.parametrize(("gate_first", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_gates(interpreted, activation, gate_first, dtype):
+    inner, out = drawn(3, 2 * 70, dtype=dtype), poisoned(3, 70, dtype=dtype)
+    gate, up = np.split(exact(inner), 2, axis=1)[:: 1 if gate_first else -1]
+    _, out, *_ = interpreted("run", "skinny_linear.plan_gate", (inner, out, activation, gate_first))
+    assert_written(out, ACTIVATIONS[activation](gate) * up)
 
 
 @pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
@@ -271,9 +281,16 @@ def test_operators_state_what_they_change(interpreted):
     one = torch.ones(1, dtype=torch.float64)
     integers, fields = (torch.ones(n, 4, dtype=torch.int64) for n in (3, 8))
     rows = torch.arange(4)
-    kv = drawn(8, 2, 16), integers[0], rows, rows.view(4, 1), 2, None, None, 0.25
+    kv = drawn(8, 2, 16), integers[0], rows, rows.view(4, 1), 2, None, None, None, 0.25, None, one
+    norms = None, None, 0.0, 0.0, None, None, False, None
     operands = {
         "add_norm": (x, x + 1, ones, ones, 1e-5),
+        "gate": (x, "silu", True),
+        "choose_experts": (x, 3, True),
+        "experts": (
+            *(x, integers[:2].T.contiguous(), drawn(4, 2), drawn(2, 12, 32), None),
+            *(drawn(2, 32, 6), None, "halves", "silu", 0.0, 0.0),
+        ),
         "skinny_linear": (x, drawn(6, 32), None, "silu", True, False, *scratch),
         "draw": (
             *(x, one.expand(3, 4).contiguous() / 2, integers, integers),
@@ -285,7 +302,7 @@ def test_operators_state_what_they_change(interpreted):
             *(integers[0, :3].clone(), drawn(3), fields, drawn(4, 2, 1, 4).double()),
             *(integers[0, :1].clone(), integers.T.contiguous()),
         ),
-        "paged_decode": (drawn(4, 3, 16), [0, 1, 2, 1], *kv, None, None, 0.0, None, None, *scratch),
+        "paged_decode": (drawn(4, 3, 16), [0, 1, 2, 1], *kv, *norms, *scratch),
     }
     for name, args in operands.items():
         checks = interpreted("check_operator", name, args)

@@ -69,8 +69,9 @@ def module(name, fault=None):
 
 
 def launches_of(name, *args, **options):
-    """What ``plan`` of a module returns, as a list."""
-    planned = module(name).plan(*args, **options)
+    """What ``plan`` of a module, or another function that is named, returns, as a list."""
+    home, _, function = name.partition(".")
+    planned = getattr(module(home), function or "plan")(*args, **options)
     return list(planned) if isinstance(planned, tuple) else [planned]
 
 

@@ -68,7 +68,6 @@ class Decoder:
             for rope in dict.fromkeys(spec.rope(i) for i in range(spec.num_layers))
             if rope is not None
         }
-        self.rotary = next(iter(self._rotaries.values()), None)  # a kernel takes no others
         scales = query_scales(spec, num_positions)
         self._query_scales = None if scales is None else scales.to(device=device, dtype=dtype)
         # As transformers rounds it.
@@ -98,9 +97,8 @@ class Decoder:
         """
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
-            attend = kernels.attention(
-                attention, self.rotary, self.weights.tensors, self.weights.linears
-            )
+            self._look_up()
+            attend = kernels.attention(attention, self._layers, self._query_scales)
         hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
@@ -119,8 +117,7 @@ class Decoder:
         If ``kernels`` run the attention, ``attend`` is theirs: it gets heads before their norms and
         rotation. ``keep_experts``: see `Experts`.
         """
-        if self._version != self.weights.version:
-            self._look_up()
+        self._look_up()
         h, added = self._embed(tokens, positions, kernels), None
         if self._embed_scale != 1.0:
             h.mul_(self._embed_scale)
@@ -188,6 +185,8 @@ class Decoder:
     def _look_up(self) -> None:
         """Collect each layer's weights, so that a step does not look them up by name."""
         weights, spec = self.weights, self.spec
+        if self._version == weights.version:
+            return
         self._embed_norm, self._final_norm = (
             Norm.of(weights, name) for name in ("embed_norm", "final_norm")
         )
@@ -232,12 +231,13 @@ class Decoder:
         """
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
-        if step.attend_rotates:
-            return heads
         kernels, norms, rotary = step.kernels, w.qk_norms, w.rotary
-        if norms is not None and (kernels is None or self.spec.whole_qk_norm):
+        by_torch = kernels is None and not step.attend_rotates
+        if norms is not None and (by_torch or self.spec.whole_qk_norm):
             self._norm_heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]])
             norms = None
+        if step.attend_rotates:
+            return heads
         rows = None if rotary is None else step.rows.get(rotary)
         by_kernel = None
         if rotary is not None and rows is None and step.positions is not None:
@@ -270,6 +270,15 @@ class Decoder:
         spec, cuda, mlp = self.spec, step.cuda, w.mlp
         if isinstance(mlp, Experts):
             is_interleaved = mlp.ups[0].interleaved
+            per_token, stacks = mlp.spec.per_token, mlp.stacks
+            num_choices = len(x) * per_token
+            if cuda and stacks and cuda.takes_experts(stacks, num_choices, spec.activation):
+                logits = cuda.linear(mlp.router, x)
+                chosen, shares = cuda.choose_experts(logits, per_token, mlp.spec.renormalized)
+                if step.keep_experts is not None:
+                    step.keep_experts(mlp.layer, chosen, mlp.spec.count)
+                how = spec.activation, mlp.spec.clamped, is_interleaved
+                return cuda.experts(stacks, x, chosen, shares, *how)
             return mlp(
                 x, lambda inner: self._gated(inner, True, step, is_interleaved), step.keep_experts
             )
@@ -289,6 +298,10 @@ class Decoder:
         is_usual = self._activation is F.silu and clamped is None and not is_interleaved
         if step.kernels is not None and is_usual:
             return step.kernels.silu_mul(inner)
+        if step.cuda is not None and clamped is None and not is_interleaved:
+            gated = step.cuda.gate(inner, self.spec.activation, is_gate_first)
+            if gated is not None:
+                return gated
         halves = inner.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else inner.chunk(2, -1)
         gate, up = halves if is_gate_first else halves[::-1]
         if clamped is None:
@@ -313,8 +326,7 @@ class Decoder:
         if step.kernels is not None:
             return step.kernels.add_norm(h, added, norm.scale, norm.bias, self.spec.norm_eps)
         if step.cuda is not None and step.cuda.runs("norm"):
-            how = norm.scale, norm.bias, self.spec.norm_eps
-            return step.cuda.add_norm(h, added, *how, following)
+            return step.cuda.add_norm(norm, h, added, self.spec.norm_eps, following)
         return self._norm(norm, h if added is None else h.add_(added))
 
     def _norm(self, norm: Norm, x: Tensor) -> Tensor:
@@ -346,7 +358,7 @@ class _Step(NamedTuple):
     rows: Mapping[Rotary, tuple[Tensor, Tensor]] = {}  # cos and sin, unless kernels rotate
     query_scales: Tensor | None = None  # (T, 1, 1)
     cuda: StepKernels | None = None
-    attend_rotates: bool = False  # and applies the norms of query and key
+    attend_rotates: bool = False  # and applies the norms of each head
     keep_experts: KeepExperts | None = None
 
     def product(self, linear: AnyLinear, x: Tensor) -> Tensor:

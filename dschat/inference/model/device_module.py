@@ -1,4 +1,5 @@
-"""Runs transformers' own module on a device without a wait for it, as a captured step must.
+"""Runs transformers' own module on a device without a wait for it, as a captured step must, and
+by kernels, where they compute the same.
 
 Some of its code reads numbers on the host, or copies one to the device: experts as grouped
 products outside of torch's fast ones, rotary scalings that depend on the longest row, constants.
@@ -6,31 +7,48 @@ products outside of torch's fast ones, rotary scalings that depend on the longes
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.activations import ACT2FN
+from transformers.integrations import moe
 
+from dschat.inference.kernels.cuda import ACTIVATIONS
 from dschat.inference.model.experts import Stack, all_experts, has_grouped_product
+from dschat.inference.model.layers import Norm
 from dschat.models.training_engine import attributes_replaced
+
+if TYPE_CHECKING:
+    from dschat.inference.kernels.cuda.dispatch import StepKernels
 
 
 class DeviceModule:
     """The parts of ``module`` that would wait; call it for a scope in which they do not."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._experts = [m for m in module.modules() if is_experts(m)]
         self._rotary = [m for m in module.modules() if hasattr(m, "rope_type")]
         self._constants = _Constants()
 
+    @cached_property
+    def _norms(self) -> list["RmsNorm"]:
+        return rms_norms(self._module)
+
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self, kernels: "StepKernels | None" = None) -> Iterator[None]:
+        """``kernels``: of a captured step."""
         with ExitStack() as scope:
             for experts in self._experts:
-                run = partial(_run_experts, experts, experts.forward)
+                run = partial(_run_experts, experts, experts.forward, kernels)
                 scope.enter_context(attributes_replaced(experts, forward=run))
+            if kernels is not None and kernels.runs("norm"):
+                for norm in self._norms:
+                    run = partial(_run_norm, norm, norm.module.forward, kernels)
+                    scope.enter_context(attributes_replaced(norm.module, forward=run))
             # NOTE: up to `num_positions`, where the engine ends, no row changes the frequencies.
             for rotary in self._rotary:
                 kinds = rotary.rope_type
@@ -38,6 +56,56 @@ class DeviceModule:
                 scope.enter_context(attributes_replaced(rotary, rope_type=fixed))
             scope.enter_context(self._constants)
             yield
+
+
+class RmsNorm(NamedTuple):
+    """A module that computes the RMS norm of its last dimension, by its weight + ``offset``."""
+
+    module: Any
+    eps: float
+    offset: float
+
+
+@torch.no_grad()
+def rms_norms(module: nn.Module) -> list[RmsNorm]:
+    """The RMS norms of ``module``, found by a trial of each."""
+    found = []
+    for norm in module.modules():
+        weight = norm._parameters.get("weight")
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if weight is None or weight.dim() != 1 or eps is None or "bias" in norm._parameters:
+            continue
+        if not weight.numel():
+            continue
+        x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
+        x = torch.cat([x, x * eps**0.5]).to(weight)
+        unit = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        limit = 4 * torch.finfo(weight.dtype).eps
+        try:
+            for offset in (0.0, 1.0):
+                expected = unit * (weight.float() + offset)
+                if torch.allclose(norm(x).float(), expected, rtol=limit, atol=limit):
+                    found.append(RmsNorm(norm, eps, offset))
+                    break
+        except (AttributeError, TypeError, RuntimeError):  # takes more than x; tensors are fake
+            continue
+    return found
+
+
+def _run_norm(
+    norm: RmsNorm,
+    forward: Callable[..., Any],
+    kernels: "StepKernels",
+    x: Tensor,
+    *others: Any,
+    **named: Any,
+) -> Any:
+    weight = norm.module.weight.detach()
+    if others or named or x.dtype != weight.dtype:
+        return forward(x, *others, **named)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    how = Norm(weight, None, norm.offset)
+    return kernels.add_norm(how, rows, None, norm.eps).view(x.shape)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -68,21 +136,57 @@ def biases_of(experts: Any) -> list[Any]:
 
 
 def _run_experts(
-    experts: Any, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor
+    experts: Any,
+    forward: Callable[..., Any],
+    kernels: "StepKernels | None",
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
 ) -> Any:
     """(T, E), experts and their shares (T, k) -> (T, E)."""
     weights = weights_of(experts)
     rows = x.to(weights[0].dtype)
-    if not is_plain(experts) or has_grouped_product(rows):
+    if not is_plain(experts):
         return forward(x, chosen, shares)
     pairs = zip(weights, biases_of(experts), strict=True)
     up, down = (Stack(weight, bias, None) for weight, bias in pairs)
+    activation = _activation(experts)
+    if kernels is not None and activation and x.dim() == 2:  # noqa: SIM102
+        if kernels.takes_experts((up, down), chosen.numel(), activation):
+            return kernels.experts((up, down), rows, chosen, shares, activation).to(x.dtype)
+    if has_grouped_product(rows):
+        return forward(x, chosen, shares)
     gated = experts._apply_gate if experts.has_gate else experts.act_fn
     return all_experts((up, down), rows, chosen, shares.to(rows.dtype), gated).to(x.dtype)
 
 
+def _activation(experts: Any) -> str:
+    """The name of act in act(gate) * up of their halves; "": they compute something else."""
+    if not experts.has_gate or type(experts)._apply_gate is not moe._default_apply_gate:
+        return ""
+    kind = type(experts.act_fn)
+    return next((name for name in ACTIVATIONS if name and type(ACT2FN[name]) is kind), "")
+
+
+def _is_one_position(x: Tensor, weight: Tensor, *others: Any, **named: Any) -> bool:
+    """Whether each channel of ``x`` (B, C, k) has its own weights (C, 1, k), as many."""
+    is_default = len(others) <= 1 and all(
+        value in (0, (0,)) for name, value in named.items() if name not in ("bias", "groups")
+    )
+    channels = len(weight)
+    return is_default and x.shape[1:] == (channels, weight.shape[2]) and weight.shape[1] == 1
+
+
+def _one_position(x: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor:
+    y = (x * weight.squeeze(1)).sum(-1, keepdim=True)
+    return y if bias is None else y + bias.unsqueeze(-1)
+
+
 class _Constants(TorchFunctionMode):
-    """Copies a tensor that is made on the host to a device once: in the run before a capture."""
+    """Copies a tensor that is made on the host to a device once: in the run before a capture. Adds
+    up the products of a convolution of one position, for which torch's kernel takes ten times as
+    long.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +196,8 @@ class _Constants(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.conv1d and _is_one_position(*args, **kwargs):
+            return _one_position(*args, **kwargs)
         if func is torch.tensor and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             func, args, kwargs = Tensor.to, (torch.tensor(*args, **kwargs), device), {}

@@ -130,7 +130,7 @@ class ModuleDecoder:
         calls = iter(range(self.spec.num_layers))
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
-            attend = kernels.attention(attention, None, {}, {})
+            attend = kernels.attention(attention)
 
         def one(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
             return _attended(attend, next(calls), q, k, v, how, self.spec)
@@ -149,8 +149,8 @@ class ModuleDecoder:
                 more = _caching(carried.cache)
                 scope.enter_context(reading(carried))
             scope.enter_context(_calling(one, positions))
-            if tokens.is_cuda and not attention.chunks:
-                scope.enter_context(self._on_device())
+            if not attention.chunks and (tokens.is_cuda or kernels is not None):
+                scope.enter_context(self._on_device(kernels))
             if (write := attention.keep_experts) is not None:
                 for router in self._routers:
                     scope.enter_context(router.register_forward_hook(partial(_keep, write)))
@@ -298,7 +298,6 @@ def module_spec(module: "PreTrainedModel | PeftModel") -> ModelSpec:
         activation="",
         max_positions=num_positions(config),
         windows=tuple(how.window or how.chunk for how in scores),
-        has_other_scores=not all(how.is_plain for how in scores),
         states=states,
     )
 

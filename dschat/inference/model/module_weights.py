@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
-from dschat.inference.model.device_module import biases_of, is_experts, is_plain, weights_of
+from dschat.inference.model.device_module import (
+    biases_of,
+    is_experts,
+    is_plain,
+    rms_norms,
+    weights_of,
+)
 from dschat.inference.model.experts import by_expert, chosen_experts
 from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
@@ -200,32 +206,13 @@ class _Norm:
         return self._kernels.add_norm(rows, None, self._weight, None, self._eps).view(x.shape)
 
 
-@torch.no_grad()
 def _norms(module: nn.Module) -> list[_Norm]:
-    """For those norms of ``module`` that compute what the kernel does, by a trial."""
+    """For those norms of ``module`` that the kernel computes."""
     kernels = cpu.load()
-    found: list[_Norm] = []
     if kernels is None:
-        return found
-    for norm in module.modules():
-        weight = norm._parameters.get("weight")
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if weight is None or weight.dim() != 1 or eps is None or "bias" in norm._parameters:
-            continue
-        if weight.dtype != torch.float32 or not weight.numel():
-            continue
-        x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
-        x = torch.cat([x, x * eps**0.5])
-        try:
-            expected = norm(x)
-        except (AttributeError, TypeError):  # takes more than x
-            continue
-        for offset in (0.0, 1.0):
-            fused = _Norm(norm, eps, offset, kernels)
-            if torch.allclose(fused.run(norm.forward, x), expected, rtol=1e-5, atol=1e-6):
-                found.append(fused)
-                break
-    return found
+        return []
+    found = (norm for norm in rms_norms(module) if norm.module.weight.dtype == torch.float32)
+    return [_Norm(*norm, kernels) for norm in found]
 
 
 def _products(

@@ -102,7 +102,6 @@ class ModelSpec:
     states: tuple[StateShape, ...] = ()  # of layers without keys and values
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
     attention_softcap: float | None = None  # c: scores are c * tanh(score / c)
-    has_other_scores: bool = False  # a module's layers have softcaps, sinks or chunks
     tied: bool = False
     logits_scale: float = 1.0
     logits_softcap: float | None = None
@@ -122,20 +121,6 @@ class ModelSpec:
     @property
     def embedding_size(self) -> int:
         return self.embed_size or self.hidden_size
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether attention has a further score per head, whose value is zero."""
-        return any(".sinks." in source.target for source in self.sources)
-
-    @property
-    def has_plain_attention(self) -> bool:
-        """Whether a kernel that knows windows, scales, norms of heads, one rotation of halves,
-        ALiBi and heads of up to 256 computes the attention of all layers.
-        """
-        others = (self.attention_softcap, self.has_sinks, self.query_growth, self.norm_offset)
-        more = (self.has_other_scores, self.head_size > 256, self.interleaved_rotary, self.ropes)
-        return not any((*others, *more, self.whole_qk_norm))
 
     def token_bytes(self, num_ranks: int, itemsize: int) -> int:
         """Bytes of a token's keys and values in all layers, on one of ``num_ranks``."""

@@ -18,6 +18,7 @@ def _add_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,  # of the weight
     PARTS: tl.constexpr,
     THREADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -25,7 +26,7 @@ def _add_norm(
     """The last programs bring the next weight to the L2 cache, while memory is idle."""
     program, num_rows = tl.program_id(0), tl.num_programs(0) - PARTS
     if program < num_rows:
-        _row(h_ptr, added_ptr, weight_ptr, bias_ptr, out_ptr, SIZE, BLOCK, EPS, DEPENDENT)
+        _row(h_ptr, added_ptr, weight_ptr, bias_ptr, out_ptr, SIZE, BLOCK, EPS, OFFSET, DEPENDENT)
     else:
         fetch(next_ptr, program - num_rows, PARTS, THREADS)
 
@@ -40,6 +41,7 @@ def _row(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -60,7 +62,7 @@ def _row(
         x = total.to(tl.float32)
     if bias_ptr is not None:
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS) * weight.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS) * (weight.to(tl.float32) + OFFSET)
     if bias_ptr is not None:
         y += bias.to(tl.float32)
     tl.store(out_ptr + row + column, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -73,6 +75,7 @@ def plan(
     bias: Tensor | None,
     eps: float,
     out: Tensor,
+    offset: float = 0.0,
     next_weight: Tensor | None = None,
 ) -> Launch:
     """The launch that writes `add_norm`'s result to ``out``."""
@@ -82,6 +85,6 @@ def plan(
     block = triton.next_power_of_2(size)
     num_warps = min(max(block // 512, 1), 16)  # 16 numbers per thread, up to 8,192 columns
     fetched = parts_to_fetch(next_weight, num_warps)
-    constants = {"SIZE": size, "BLOCK": block, "EPS": eps, **fetched}
+    constants = {"SIZE": size, "BLOCK": block, "EPS": eps, "OFFSET": offset, **fetched}
     args = (h, added, weight, bias, out, next_weight)
     return Launch(_add_norm, (rows + fetched["PARTS"],), args, constants, num_warps)

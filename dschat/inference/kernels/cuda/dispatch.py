@@ -6,7 +6,7 @@
 import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -15,10 +15,18 @@ from torch import Tensor
 
 from dschat.config.errors import UserError, first_line
 from dschat.config.rollout import STEP_PARTS, VARIABLE, cuda_kernels
-from dschat.inference.kernels.cuda import ACTIVATIONS, MAX_ROWS, Workspace, operators, workspace
+from dschat.inference.kernels.cuda import (
+    ACTIVATIONS,
+    MAX_CHOICES,
+    MAX_ROWS,
+    Workspace,
+    operators,
+    workspace,
+)
 from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.layers import Rotary
+from dschat.inference.model.experts import Stack
+from dschat.inference.model.layers import Layer, Norm
 from dschat.inference.model.weights import AnyLinear
 from dschat.inference.protocol import SamplingParams
 from dschat.models.packing.kernels import Scores
@@ -70,7 +78,7 @@ class StepKernels:
     def __init__(self, device: torch.device, parts: frozenset[str] = frozenset(STEP_PARTS)) -> None:
         self._space = workspace(device)
         self._parts = parts
-        self.embed = operators.embed
+        self.embed, self.choose_experts = operators.embed, operators.choose_experts
         self.read_rows, self.advance_rows = operators.read_rows, operators.advance_rows
 
     def runs(self, part: str) -> bool:
@@ -108,29 +116,56 @@ class StepKernels:
         """``linear(x)``."""
         return self.product(linear, x) if self.takes(linear, x) else linear(x)
 
+    def gate(self, inner: Tensor, activation: str, gate_first: bool) -> Tensor | None:
+        """See `operators.gate`; None: no kernel applies ``activation``."""
+        fits = inner.dim() == 2 and inner.is_contiguous() and activation in ACTIVATIONS
+        if not self.runs("product") or not fits:
+            return None
+        return operators.gate(inner, activation, gate_first)
+
+    def takes_experts(self, stacks: tuple[Stack, Stack], num_choices: int, activation: str) -> bool:
+        """Whether kernels run gated experts of such weights, on so many choices of rows."""
+        fits = num_choices <= MAX_CHOICES and activation in ACTIVATIONS
+        return self.runs("product") and fits and not any(stack.side for stack in stacks)
+
+    def experts(
+        self,
+        stacks: tuple[Stack, Stack],
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        activation: str,
+        clamped: tuple[float, float] | None = None,
+        in_pairs: bool = False,
+    ) -> Tensor:
+        """See `operators.experts`; ``clamped``: factor and limit."""
+        (up, up_bias, _), (down, down_bias, _) = stacks
+        how = "pairs" if in_pairs else "halves", activation, *(clamped or (0.0, 0.0))
+        rows = x.contiguous(), chosen.contiguous(), shares.contiguous()
+        return operators.experts(*rows, up, up_bias, down, down_bias, *how)
+
     def add_norm(
         self,
+        norm: Norm,
         h: Tensor,
         added: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
         eps: float,
         following: AnyLinear | None = None,
     ) -> Tensor:
         """See `operators.add_norm`. ``following``: multiplies the result."""
-        return operators.add_norm(h, added, weight, bias, eps, _read_by(following))
+        how = norm.weight, norm.bias, eps, norm.offset
+        return operators.add_norm(h, added, *how, _read_by(following))
 
     def attention(
         self,
         step: Attention,
-        rotary: Rotary | None,
-        tensors: Mapping[str, Tensor],
-        linears: Mapping[str, AnyLinear],
+        layers: Sequence[Layer] = (),
+        growth: Tensor | None = None,
     ) -> "PagedDecode":
-        """``step``'s attention; ``tensors``: the weights of query and key norms, ``linears``: the
-        products of outputs, by name.
+        """``step``'s attention; ``layers``: without them, heads are normalized and rotated.
+        ``growth``: (positions,), what queries are multiplied by.
         """
-        return PagedDecode(step, rotary, tensors, linears, self._space)
+        return PagedDecode(step, layers, growth, self._space)
 
     def draw(
         self,
@@ -171,28 +206,31 @@ class PagedDecode:
     """
 
     step: Attention
-    rotary: Rotary | None
-    tensors: Mapping[str, Tensor]
-    linears: Mapping[str, AnyLinear]
+    layers: Sequence[Layer]
+    growth: Tensor | None
     space: Workspace
 
     def __call__(
         self, layer: int, heads_BHD: Tensor, layout: HeadLayout, scores: Scores | None = None
     ) -> Tensor:
         """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D)."""
-        step, decodes, rotary = self.step, self.step.decodes, self.rotary
-        how = scores or Scores(step.spec.attention_scale(layer), step.spec.window(layer))
-        assert how.is_plain, "see `ModelSpec.has_plain_attention`"
+        step, decodes, spec = self.step, self.step.decodes, self.step.spec
+        how = scores or Scores(spec.attention_scale(layer), spec.window(layer))
+        rotary = norms = following = None
+        if self.layers:
+            rotary, following = self.layers[layer].rotary, self.layers[layer].out
+            norms = None if spec.whole_qk_norm else self.layers[layer].qk_norms
         assert decodes is not None
         assert decodes.block_table is not None
         assert not step.chunks
-        norms = [self.tensors.get(f"layers.{layer}.{name}.weight") for name in ("q_norm", "k_norm")]
+        weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
         return operators.paged_decode(
             *(heads_BHD, list(layout.origins), step.cache.layers[layer][0]),
             *(decodes.lengths, step.slot_mapping, decodes.block_table, step.cache.page_size),
-            *(step.slopes, how.window, how.scale),
-            *(*norms, step.spec.norm_eps),
+            *(step.slopes, how.window, how.chunk, how.scale, how.softcap, how.sinks),
+            *(*weights, 0.0 if norms is None else norms[0].offset, spec.norm_eps),
             *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
+            *(spec.interleaved_rotary, self.growth),
             *(self.space.partials, self.space.counters),
-            _read_by(self.linears.get(f"layers.{layer}.out")),
+            _read_by(following),
         )

@@ -97,17 +97,18 @@ def add_norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
+    offset: float = 0.0,
     next_weight: Tensor | None = None,
 ) -> Tensor:
     """``h`` += ``added``, in place; returns its LayerNorm, or without ``bias`` its RMSNorm.
 
-    ``h`` and ``added`` (R, E), contiguous; ``weight`` and ``bias`` (E,). Returns (R, E). Sums are
-    in fp32.
+    ``h`` and ``added`` (R, E), contiguous; ``weight``, to which ``offset`` is added, and ``bias``
+    (E,). Returns (R, E). Sums are in fp32.
     """
     from dschat.inference.kernels.cuda import add_norm as kernel
 
     out = torch.empty_like(h)
-    kernel.plan(h, added, weight, bias, eps, out, next_weight).run()
+    kernel.plan(h, added, weight, bias, eps, out, offset, next_weight).run()
     return out
 
 
@@ -150,6 +151,81 @@ def _(
     return x.new_empty(len(x), len(weight) // (2 if gated else 1))
 
 
+@torch.library.custom_op("dschat::gate", mutates_args=())
+def gate(inner: Tensor, activation: str, gate_first: bool) -> Tensor:
+    """act(gate) * up of the halves of ``inner`` (R, 2 I), contiguous: (R, I)."""
+    from dschat.inference.kernels.cuda import skinny_linear as kernel
+
+    out = inner.new_empty(len(inner), inner.shape[1] // 2)
+    kernel.plan_gate(inner, out, activation, gate_first).run()
+    return out
+
+
+@gate.register_fake
+def _(inner: Tensor, activation: str, gate_first: bool) -> Tensor:
+    return inner.new_empty(len(inner), inner.shape[1] // 2)
+
+
+@torch.library.custom_op("dschat::choose_experts", mutates_args=())
+def choose_experts(logits: Tensor, per_token: int, renormalized: bool) -> tuple[Tensor, Tensor]:
+    """The ``per_token`` largest of each row's softmax of ``logits`` (R, N), contiguous, the largest
+    first and the first of equal ones: (R, k) int64, and their shares (R, k) fp32, which add up to 1
+    if they are ``renormalized``.
+    """
+    from dschat.inference.kernels.cuda import experts as kernel
+
+    chosen = logits.new_empty(len(logits), per_token, dtype=torch.int64)
+    shares = logits.new_empty(len(logits), per_token, dtype=torch.float32)
+    kernel.plan_choice(logits, chosen, shares, renormalized).run()
+    return chosen, shares
+
+
+@choose_experts.register_fake
+def _(logits: Tensor, per_token: int, renormalized: bool) -> tuple[Tensor, Tensor]:
+    chosen = logits.new_empty(len(logits), per_token, dtype=torch.int64)
+    return chosen, torch.empty_like(chosen, dtype=torch.float32)
+
+
+@torch.library.custom_op("dschat::experts", mutates_args=())
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    gated: str,
+    activation: str,
+    factor: float,
+    limit: float,
+) -> Tensor:
+    """Each row of ``x`` (R, E) through the experts ``chosen`` (R, k) int64, (R, E): the sum of
+    their outputs by ``shares`` (R, k).
+
+    Args:
+        up: (N, 2 I, E) of gates and ups, of any strides; ``up_bias`` (N, 2 I).
+        down: (N, E, I); ``down_bias`` (N, E).
+        gated: "halves": the gates stand before the ups; "pairs": each before its up.
+        activation: a key of `ACTIVATIONS`, of act(gate) * up. With a ``factor`` instead: (up + 1) *
+            gate * sigmoid(factor * gate), gate and up cut to ``limit``.
+    """
+    from dschat.inference.kernels.cuda import experts as kernel
+
+    inner = x.new_empty(chosen.numel(), down.shape[2])
+    outputs, out = x.new_empty(chosen.numel(), x.shape[1]), torch.empty_like(x)
+    weights = up, up_bias, down, down_bias
+    how = gated, activation, factor, limit
+    for launch in kernel.plan(x, chosen, shares, *weights, *how, inner, outputs, out):
+        launch.run()
+    return out
+
+
+@experts.register_fake
+def _(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("dschat::paged_decode", mutates_args=("rows", "partials", "counters"))
 def paged_decode(
     heads: Tensor,
@@ -161,12 +237,18 @@ def paged_decode(
     page_size: int,
     slopes: Tensor | None,
     window: int | None,
+    chunk: int | None,
     scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    norm_offset: float,
     eps: float,
     cos: Tensor | None,
     sin: Tensor | None,
+    adjacent: bool,
+    growth: Tensor | None,
     partials: Tensor,
     counters: Tensor,
     next_weight: Tensor | None = None,
@@ -181,17 +263,19 @@ def paged_decode(
         slots: (B,) int64, where its key and value belong.
         table: (B, pages) int64.
         slopes: (H,) fp32, of ALiBi.
-        window: keys that a token attends to at most, its own included.
-        q_norm, k_norm, eps: (D,) weights of the RMS norms of each head.
-        cos, sin: (positions, rotary dim), as `Rotary` stores them.
+        window, chunk, scale, softcap, sinks: see `Scores`; a window includes the token's own key.
+        q_norm, k_norm, norm_offset, eps: (D,) weights of the heads' RMS norms, plus the offset.
+        cos, sin: (positions, rotary dim), as `Rotary` stores them, of halves or ``adjacent`` ones.
+        growth: (positions,), what queries are multiplied by.
         partials, counters: a `Workspace`.
     """
     from dschat.inference.kernels.cuda import paged_decode as kernel
 
     out = heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])
     kernel.plan(
-        *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, scale),
-        *(q_norm, k_norm, eps, cos, sin, Workspace(partials, counters)),
+        *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, chunk),
+        *(scale, softcap, sinks, q_norm, k_norm, norm_offset, eps, cos, sin, adjacent, growth),
+        Workspace(partials, counters),
         next_weight=next_weight,
     ).run()
     return out

@@ -44,6 +44,8 @@ def _head(
     sin_ptr,
     D: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    ADJACENT: tl.constexpr,  # whether adjacent elements are rotated, else the halves
+    OFFSET: tl.constexpr,  # of the norm's weight
     EPS: tl.constexpr,
 ):
     """Heads in fp32, normalized and rotated as `Decoder` does."""
@@ -51,17 +53,39 @@ def _head(
     scale = 1.0
     if norm_ptr is not None:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + EPS)[:, None]
-        x *= scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        x *= scale * (tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32) + OFFSET)
     if cos_ptr is not None:
         HALF: tl.constexpr = ROTARY_DIM // 2
         rotated = d < ROTARY_DIM
-        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        partner = d ^ 1 if ADJACENT else tl.where(d < HALF, d + HALF, d - HALF)
         y = tl.load(head_ptrs + partner, mask=inside & rotated, other=0.0).to(tl.float32)
         if norm_ptr is not None:
-            y *= scale * tl.load(norm_ptr + partner, mask=rotated, other=0.0).to(tl.float32)
+            y *= scale * (
+                tl.load(norm_ptr + partner, mask=rotated, other=0.0).to(tl.float32) + OFFSET
+            )
         cos = tl.load(cos_ptr + d, mask=rotated, other=1.0).to(tl.float32)
         x = x * cos + y * tl.load(sin_ptr + d, mask=rotated, other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def _scores(products, scale, SOFTCAP: tl.constexpr):
+    s = products * scale
+    if SOFTCAP > 0:  # c tanh(s / c): 2 sigmoid(2 x) - 1 is tanh(x)
+        s = SOFTCAP * (2.0 * tl.sigmoid(s * (2.0 / SOFTCAP)) - 1.0)
+    return s
+
+
+@triton.jit
+def _store(out_ptrs, acc, m, total, sinks_ptr, q_head, is_head, inside):
+    """A sink is a further score of a head, whose value is zero."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head, mask=is_head, other=0.0).to(tl.float32)
+        largest = tl.maximum(m, sink)
+        kept = tl.exp(m - largest)
+        total = total * kept + tl.exp(sink - largest)
+        acc *= kept
+    tl.store(out_ptrs, (acc / total).to(out_ptrs.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -74,10 +98,12 @@ def _paged_decode(
     table_ptr,  # (B, pages)
     table_stride,
     slopes_ptr,  # (H,), or None
+    sinks_ptr,  # (H,), or None
     q_norm_ptr,
     k_norm_ptr,
     cos_ptr,  # (positions, rotary dim), or None
     sin_ptr,
+    growth_ptr,  # (positions,) factors of queries, or None
     partials_ptr,  # (B, K, SPLITS, ROWS, D_BLOCK + 2)
     counters_ptr,  # (B, K)
     next_ptr,  # the weight that the next kernel reads, or None
@@ -94,7 +120,11 @@ def _paged_decode(
     PAGE_SIZE: tl.constexpr,
     SAME_PAGE: tl.constexpr,  # whether a block of keys lies in one page
     WINDOW: tl.constexpr,  # keys that the token attends to, its own included; 0: all
+    CHUNK: tl.constexpr,  # or those of the same so many positions; 0: all
+    SOFTCAP: tl.constexpr,  # 0: none
     ROTARY_DIM: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    OFFSET: tl.constexpr,
     EPS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -118,7 +148,11 @@ def _paged_decode(
         cos_ptr += position * ROTARY_DIM
         sin_ptr += position * ROTARY_DIM
     q_ptr = token_ptr + (Q_FIRST + q_head * STEP) * D
-    q = _head(q_ptr, d, inside_q, q_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS).to(dtype)
+    q = _head(
+        q_ptr, d, inside_q, q_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, ADJACENT, OFFSET, EPS
+    ).to(dtype)
+    if growth_ptr is not None:
+        q = (q.to(tl.float32) * tl.load(growth_ptr + position).to(tl.float32)).to(dtype)
     slope = 0.0
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_head, mask=row < GROUP, other=0.0)
@@ -128,13 +162,16 @@ def _paged_decode(
     acc = tl.zeros((ROWS, D_BLOCK), tl.float32)
     if split == 0:  # the new token
         k_ptr = token_ptr + (K_FIRST + kv * STEP) * D + tl.zeros((1, 1), tl.int32)
-        new_k = _head(k_ptr, d, d < D, k_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, EPS).to(dtype)
+        new_k = _head(
+            k_ptr, d, d < D, k_norm_ptr, cos_ptr, sin_ptr, D, ROTARY_DIM, ADJACENT, OFFSET, EPS
+        ).to(dtype)
         v_ptr = token_ptr + (V_FIRST + kv * STEP) * D
         new_v = tl.load(v_ptr + d, mask=d < D, other=0.0)
         slot_ptr = rows_ptr + tl.load(slots_ptr + b) * SLOT + kv * D + d
         tl.store(slot_ptr, new_k, mask=d < D)
         tl.store(slot_ptr + K * D, new_v, mask=d < D)
-        m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1)[:, None] * scale
+        product = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1)[:, None]
+        m = _scores(product, scale, SOFTCAP)
         total += 1.0
         acc += new_v.to(tl.float32)
 
@@ -142,6 +179,8 @@ def _paged_decode(
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0)
+    if CHUNK > 0:
+        first = position // CHUNK * CHUNK
     begin = first // BLOCK * BLOCK
     share = tl.cdiv(tl.cdiv(position - begin, BLOCK), SPLITS) * BLOCK
     begin += split * share
@@ -158,7 +197,8 @@ def _paged_decode(
         inside = cached[:, None] & (d < D)
         k = tl.load(k_ptrs, mask=inside, other=0.0)
         v = tl.load(k_ptrs + K * D, mask=inside, other=0.0)
-        s = tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision="ieee") * scale
+        s = tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision="ieee")
+        s = _scores(s, scale, SOFTCAP)
         s += slope * (key - position).to(tl.float32)[None, :]
         s = tl.where(cached[None, :], s, float("-inf"))
         largest = tl.maximum(m, tl.max(s, axis=1)[:, None])
@@ -181,6 +221,8 @@ def _paged_decode(
             _combine(
                 partials_ptr + pair * SPLITS * ROWS * WIDTH,
                 out_ptrs,
+                sinks_ptr,
+                q_head,
                 inside_q,
                 d,
                 row,
@@ -190,7 +232,7 @@ def _paged_decode(
                 SPLITS,
             )
     else:
-        tl.store(out_ptrs, (acc / total).to(dtype), mask=inside_q)
+        _store(out_ptrs, acc, m, total, sinks_ptr, q_head, row < GROUP, inside_q)
     fetch(next_ptr, (b * K + kv) * SPLITS + split, PARTS, THREADS)
 
 
@@ -198,6 +240,8 @@ def _paged_decode(
 def _combine(
     partials_ptr,
     out_ptrs,
+    sinks_ptr,
+    q_head,
     inside,
     d,
     row,
@@ -220,7 +264,7 @@ def _combine(
         total = total * kept + other_total * added
         acc = acc * kept + tl.load(other + d, mask=inside, other=0.0) * added
         m = largest
-    tl.store(out_ptrs, (acc / total).to(out_ptrs.dtype.element_ty), mask=inside)
+    _store(out_ptrs, acc, m, total, sinks_ptr, q_head, row < GROUP, inside)
 
 
 def num_splits(num_pairs: int, room: int) -> int:
@@ -244,12 +288,18 @@ def plan(
     page_size: int,
     slopes: Tensor | None,
     window: int | None,
+    chunk: int | None,
     scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    norm_offset: float,
     eps: float,
     cos: Tensor | None,
     sin: Tensor | None,
+    adjacent: bool,
+    growth: Tensor | None,
     space: Workspace,
     splits: int = 0,
     next_weight: Tensor | None = None,
@@ -277,7 +327,11 @@ def plan(
         "PAGE_SIZE": page_size,
         "SAME_PAGE": table.shape[1] == 1 or page_size % _BLOCK == 0,
         "WINDOW": window or 0,
+        "CHUNK": chunk or 0,
+        "SOFTCAP": softcap or 0.0,
         "ROTARY_DIM": 0 if cos is None else cos.shape[1],
+        "ADJACENT": adjacent,
+        "OFFSET": norm_offset,
         "EPS": eps,
         "SPLITS": splits,
         "BLOCK": _BLOCK,
@@ -285,7 +339,7 @@ def plan(
     }
     args = (
         *(heads, rows, out, lengths, slots, table, table.stride(0)),
-        *(slopes, q_norm, k_norm, cos, sin),
+        *(slopes, sinks, q_norm, k_norm, cos, sin, growth),
         *(space.partials, space.counters, next_weight, float(scale)),
     )
     grid = (batch, num_kv_heads, splits)

@@ -1,8 +1,9 @@
 """Triton kernel: products of up to 16 rows with a large weight, which is read once.
 
-Activation, gate and bias are applied in place. The weight is the left operand, whose tiles are
-large enough for tensor cores. Where outputs are too few for all multiprocessors, programs split the
-inner dimension; the last one of an output adds up the partial sums in order, so results repeat.
+Activation, gate and bias are applied in place (with more rows `gate` applies the first two). The
+weight is the left operand, whose tiles are large enough for tensor cores. Where outputs are too few
+for all multiprocessors, programs split the inner dimension; the last one of an output adds up the
+partial sums in order, so results repeat.
 """
 
 from functools import cache
@@ -61,7 +62,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     """Formulas of torch: relu, silu, and GELU by erf or tanh, in fp32."""
     if ACTIVATION == "relu":
         x = tl.maximum(x, 0.0)
@@ -72,6 +73,45 @@ def _activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "tanh_gelu":  # (1 + tanh z) / 2 is the sigmoid of 2 z
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return x
+
+
+@triton.jit
+def _gate(
+    inner_ptr,  # (R, 2 SIZE)
+    out_ptr,  # (R, SIZE)
+    SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    follow(DEPENDENT)
+    release(DEPENDENT)
+    first_ptrs = inner_ptr + row * (2 * SIZE) + column
+    first = tl.load(first_ptrs, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(first_ptrs + SIZE, mask=inside, other=0.0).to(tl.float32)
+    if GATE_FIRST:
+        y = activated(first, ACTIVATION) * second
+    else:
+        y = activated(second, ACTIVATION) * first
+    tl.store(out_ptr + row * SIZE + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def plan_gate(inner: Tensor, out: Tensor, activation: str, gate_first: bool) -> Launch:
+    """The launch that writes `gate`'s result to ``out``."""
+    rows, size = out.shape
+    assert inner.is_contiguous()
+    block = min(triton.next_power_of_2(size), 1024)
+    constants = {
+        "SIZE": size,
+        "ACTIVATION": ACTIVATIONS[activation],
+        "GATE_FIRST": gate_first,
+        "BLOCK": block,
+    }
+    return Launch(_gate, (rows, triton.cdiv(size, block)), (inner, out), constants)
 
 
 @triton.jit
@@ -173,11 +213,11 @@ def _skinny(
             if GATED:
                 second += tl.load(bias_ptr + NUM_OUTPUTS + wrapped).to(tl.float32)[:, None]
         if not GATED:
-            y = _activated(acc, ACTIVATION)
+            y = activated(acc, ACTIVATION)
         elif GATE_FIRST:
-            y = _activated(acc, ACTIVATION) * second
+            y = activated(acc, ACTIVATION) * second
         else:
-            y = _activated(second, ACTIVATION) * acc
+            y = activated(second, ACTIVATION) * acc
         y_ptrs = y_ptr + row[:, None] * NUM_OUTPUTS + output[None, :]
         inside = (row[:, None] < num_rows) & (output[None, :] < NUM_OUTPUTS)
         tl.store(y_ptrs, tl.trans(y).to(y_ptr.dtype.element_ty), mask=inside)
