@@ -70,9 +70,11 @@ def inputs(case):
     cos, sin = (
         x.permute(order).flatten(1).contiguous() if case.rotary_dim else None for x in pairs
     )
-    growth = drawn(max(case.lengths), seed=6, dtype=case.dtype) + 2 if case.growth else None
+    growth = (1 + drawn(max(case.lengths), seed=6) / 8).to(case.dtype) if case.growth else None
     sinks = drawn(H, seed=7, dtype=case.dtype) if case.sinks else None
-    norms = [drawn(D, seed=s, dtype=case.dtype) + 1 if case.norms else None for s in (4, 5)]
+    norms = [
+        drawn(D, seed=s, dtype=case.dtype) + 1 - case.offset if case.norms else None for s in (4, 5)
+    ]
     return (
         *(drawn(B, H + 2 * K, D, dtype=case.dtype), case.layout.origins, rows),
         poisoned(B, H * D, dtype=case.dtype),
