@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from dschat.inference.kernels.cuda import ACTIVATIONS
+from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
 from dschat.inference.model.experts import Stack, all_experts, has_grouped_product
 from dschat.inference.model.layers import Norm
 from dschat.models.training_engine import attributes_replaced
@@ -31,6 +32,7 @@ class DeviceModule:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._experts = [m for m in module.modules() if is_experts(m)]
+        self._linears = [m for m in module.modules() if type(m) is nn.Linear]
         self._rotary = [m for m in module.modules() if hasattr(m, "rope_type")]
         self._constants = _Constants()
 
@@ -49,6 +51,11 @@ class DeviceModule:
                 for norm in self._norms:
                     run = partial(_run_norm, norm, norm.module.forward, kernels)
                     scope.enter_context(attributes_replaced(norm.module, forward=run))
+            if kernels is not None and kernels.runs("product"):
+                for linear in self._linears:
+                    if "forward" not in linear.__dict__:  # what is not replaced yet
+                        run = partial(_run_linear, _borrowed(linear), kernels)
+                        scope.enter_context(attributes_replaced(linear, forward=run))
             # NOTE: up to `num_positions`, where the engine ends, no row changes the frequencies.
             for rotary in self._rotary:
                 kinds = rotary.rope_type
@@ -56,6 +63,16 @@ class DeviceModule:
                 scope.enter_context(attributes_replaced(rotary, rope_type=fixed))
             scope.enter_context(self._constants)
             yield
+
+
+def _borrowed(linear: nn.Linear) -> BorrowedLinear:
+    bias = None if linear.bias is None else linear.bias.detach()
+    return BorrowedLinear({"": BorrowedPart(linear.weight.detach(), bias)})
+
+
+def _run_linear(linear: BorrowedLinear, kernels: "StepKernels", x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return kernels.linear(linear, rows).view(*x.shape[:-1], -1)
 
 
 class RmsNorm(NamedTuple):
@@ -168,25 +185,8 @@ def _activation(experts: Any) -> str:
     return next((name for name in ACTIVATIONS if name and type(ACT2FN[name]) is kind), "")
 
 
-def _is_one_position(x: Tensor, weight: Tensor, *others: Any, **named: Any) -> bool:
-    """Whether each channel of ``x`` (B, C, k) has its own weights (C, 1, k), as many."""
-    is_default = len(others) <= 1 and all(
-        value in (0, (0,)) for name, value in named.items() if name not in ("bias", "groups")
-    )
-    channels = len(weight)
-    return is_default and x.shape[1:] == (channels, weight.shape[2]) and weight.shape[1] == 1
-
-
-def _one_position(x: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor:
-    y = (x * weight.squeeze(1)).sum(-1, keepdim=True)
-    return y if bias is None else y + bias.unsqueeze(-1)
-
-
 class _Constants(TorchFunctionMode):
-    """Copies a tensor that is made on the host to a device once: in the run before a capture. Adds
-    up the products of a convolution of one position, for which torch's kernel takes ten times as
-    long.
-    """
+    """Copies a tensor that is made on the host to a device once: in the run before a capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +196,6 @@ class _Constants(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.conv1d and _is_one_position(*args, **kwargs):
-            return _one_position(*args, **kwargs)
         if func is torch.tensor and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             func, args, kwargs = Tensor.to, (torch.tensor(*args, **kwargs), device), {}

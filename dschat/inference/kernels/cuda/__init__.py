@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-MAX_ROWS = 16  # of `skinny_linear`, the fewest of a tensor core; cuBLAS is faster at 64
+MAX_ROWS = 32  # of `skinny_linear`; cuBLAS is faster at 64
 MAX_CHOICES = 2048  # of `experts`: rows times experts of each
 MAX_HEAD_SIZE = 256  # of `paged_decode`
 DRAW_BLOCK = 2048  # tokens of a program of `draw`

@@ -77,7 +77,9 @@ def _mass(
     largest, mass = _largest_and_mass(allowed, temperature)
     tl.store(out, largest)
     tl.store(out + num_blocks, mass)
-    largest, mass = _largest_and_mass(x, temperature)
+    ALLOWED: tl.constexpr = 0 if NUM_STOPS > 0 else NUM_TOKENS
+    if (block + 1) * BLOCK > ALLOWED:  # else the same
+        largest, mass = _largest_and_mass(x, temperature)
     release(DEPENDENT)
     tl.store(out + 2 * num_blocks, largest)
     tl.store(out + 3 * num_blocks, mass)

@@ -23,10 +23,15 @@ _COLUMNS = 1024  # of a program of `_combine`
 class Tiles(NamedTuple):
     """Outputs and inputs of a tile, the pipeline's stages, and warps of a program."""
 
-    outputs: int = 64
-    inputs: int = 64
-    num_stages: int = 4
-    num_warps: int = 4
+    outputs: int
+    inputs: int
+    num_stages: int
+    num_warps: int
+
+
+# Of the first and second product: of 24 on an H200 the fastest, or within 4% of it, for the experts
+# of gpt-oss-20b, Qwen3-30B-A3B and Mixtral's size.
+_TILES = Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 8)
 
 
 @triton.jit
@@ -208,7 +213,7 @@ def plan(
     inner: Tensor,
     outputs: Tensor,
     out: Tensor,
-    tiles: tuple[Tiles, Tiles] = (Tiles(), Tiles()),
+    tiles: tuple[Tiles, Tiles] = _TILES,
 ) -> tuple[Launch, ...]:
     """The launches that write `experts`'s result to ``out``, (R, E); ``inner`` (R K, I) and
     ``outputs`` (R K, E): what they write before.
