@@ -53,7 +53,8 @@ class PromptGraphs:
     differently have log-probs that differ in the last bits. After a capture that failed, though, no
     other is tried.
 
-    ``capture``: records a step. ``kernels``: run the operations that they apply to, but attention.
+    ``capture``: records a step. ``kernels``: run the operations that they apply to, of larger
+    steps, too; None after a capture that failed.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PromptGraphs:
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._max_num_seqs = max_num_seqs
-        self._kernels = None if kernels is None else kernels.without("attention")
+        self.kernels = kernels
         self._version = decoder.weights.version
         self._logits: dict[int, Tensor] = {}  # by rows: graphs of all lengths write to them
         self.steps: dict[PaddedShape, tuple[Tensor, Step]] = {}  # inputs, see `_run`, and replay
@@ -130,7 +131,7 @@ class PromptGraphs:
         # NOTE: where one rank cannot, none does: a capture runs the step once, on all ranks.
         if problem := max(self._decoder.weights.group.gather_objects(problem)):
             logger.info("prompts of %d x %d tokens are not captured: %s", *shape, problem)
-            self._failed = True
+            self._failed, self.kernels = True, None
             self.steps.pop(shape, None)
 
     @torch.inference_mode()
@@ -143,7 +144,7 @@ class PromptGraphs:
         chunks = [Chunk(i * shape.length, shape.length, 0, []) for i in range(shape.rows)]
         decoder = self._decoder
         attention = Attention(decoder.spec, self._cache, slots, None, chunks, decoder.slopes)
-        logits = decoder.step(tokens, positions, attention, ready, self._kernels)
+        logits = decoder.step(tokens, positions, attention, ready, self.kernels)
         if shape.rows not in self._logits:  # in the warm-up: no graph's own memory
             with torch.inference_mode(False):
                 self._logits[shape.rows] = torch.empty_like(logits)
@@ -174,7 +175,8 @@ class StepRunner:
         self._graphs: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
         if capture is not None and isinstance(decoder, Decoder):
-            self.prompts = PromptGraphs(decoder, cache, max_num_seqs, capture, kernels)
+            of_prompts = None if kernels is None else kernels.without("attention")
+            self.prompts = PromptGraphs(decoder, cache, max_num_seqs, capture, of_prompts)
 
     def logits(self, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
@@ -223,7 +225,8 @@ class StepRunner:
         ready_R = torch.tensor(ready, dtype=torch.int64).to(self.device) if chunks else None
         inputs = tokens_T, positions_T, attention, ready_R
         if (pool := self._cache.states) is None:
-            return self._decoder.step(*inputs)
+            kernels = None if self.prompts is None else self.prompts.kernels
+            return self._decoder.step(*inputs, kernels=kernels)
         assert isinstance(self._decoder, ModuleDecoder)
         counts, are_new = [count for _, count in spans], [s.computed == 0 for s, _ in spans]
         slots = [s.slot for s, _ in spans if s.slot is not None]
