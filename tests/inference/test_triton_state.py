@@ -47,7 +47,7 @@ def test_rows_are_read(interpreted, size, num_rows):
     rows = state.rows(size, 9)
     out = poisoned(6, size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
     args = state.fields, state.table, PAGE, TRASH, *out
-    *_, numbers, short = interpreted("run", "read_rows", args)
+    *_, numbers, short = interpreted("run", "rows.plan_read", args)
     assert torch.equal(numbers[:3], torch.stack([rows.positions, rows.lengths, rows.slots]))
     assert torch.equal(numbers[3:], torch.stack(rows.key))
     assert torch.equal(short, rows.too_short)
@@ -70,7 +70,7 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
     twin = copy.deepcopy(parts_of(state))
     state.advance(tokens, logprobs, kind, state.rows(size, 9))
     args = tokens, logprobs, *twin, state.sampling.stops(kind)
-    got = interpreted("run", "advance_rows", args)[2:5]
+    got = interpreted("run", "rows.plan_advance", args)[2:5]
     for mine, expected in zip(got, parts_of(state), strict=True):
         assert torch.equal(mine, expected)
 
@@ -87,5 +87,5 @@ def test_embeddings(interpreted, size, offset, dtype):
         expected = expected + of_positions[positions + offset]
         given = positions, of_positions
     args = tokens, table, *given, offset or 0, poisoned(3, size, dtype=dtype)
-    *_, out = interpreted("run", "embed", args)
+    *_, out = interpreted("run", "rows.plan_embed", args)
     assert_written(out, exact(expected))

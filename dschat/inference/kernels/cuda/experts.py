@@ -35,7 +35,7 @@ _TILES = Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 8)
 
 
 @triton.jit
-def _choose(
+def _choose_experts(
     logits_ptr,  # (R, N), the router's
     chosen_ptr,  # (R, K) int64
     shares_ptr,  # (R, K) fp32
@@ -195,7 +195,7 @@ def plan_choice(logits: Tensor, chosen: Tensor, shares: Tensor, renormalized: bo
         "K_BLOCK": triton.next_power_of_2(per_token),
         "RENORMALIZED": renormalized,
     }
-    return Launch(_choose, (rows,), (logits, chosen, shares), constants, num_warps=1)
+    return Launch(_choose_experts, (rows,), (logits, chosen, shares), constants, num_warps=1)
 
 
 def plan(

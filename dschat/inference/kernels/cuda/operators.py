@@ -30,10 +30,10 @@ def read_rows(
         the key of the random number (prompt, sample, place in the answer). Then rows that may draw
         no stop token (size,) bool.
     """
-    from dschat.inference.kernels.cuda import read_rows as kernel
+    from dschat.inference.kernels.cuda import rows as kernel
 
     numbers, short = fields.new_empty(6, size), fields.new_empty(size, dtype=torch.bool)
-    kernel.plan(fields, table, page_size, trash_page, numbers, short).run()
+    kernel.plan_read(fields, table, page_size, trash_page, numbers, short).run()
     return numbers, short
 
 
@@ -53,10 +53,10 @@ def embed(
     """Rows of ``table`` (V, E) for ``tokens`` (R,) int64, (R, E); with ``position_table`` (P, E)
     plus its rows for ``positions`` (R,) + ``offset``.
     """
-    from dschat.inference.kernels.cuda import embed as kernel
+    from dschat.inference.kernels.cuda import rows as kernel
 
     out = table.new_empty(len(tokens), table.shape[1])
-    kernel.plan(tokens, table, positions, position_table, offset, out).run()
+    kernel.plan_embed(tokens, table, positions, position_table, offset, out).run()
     return out
 
 
@@ -80,9 +80,9 @@ def advance_rows(
     ``fields`` (fields, S) int64, see `Field`; ``ring`` (steps, 2, positions, S) float64; ``step``
     (1,) int64, the number of steps so far; rows end at their ``stops`` (rows, S) int64.
     """
-    from dschat.inference.kernels.cuda import advance_rows as kernel
+    from dschat.inference.kernels.cuda import rows as kernel
 
-    kernel.plan(tokens, logprobs, fields, ring, step, stops).run()
+    kernel.plan_advance(tokens, logprobs, fields, ring, step, stops).run()
 
 
 @advance_rows.register_fake
