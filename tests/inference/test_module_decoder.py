@@ -13,14 +13,18 @@ from families import EOS, POSITIONS, PROMPTS, assert_same, logprob_gap
 from peft import LoraConfig, get_peft_model
 from quick import some
 from tiny_models import IDS, LATENT, LINEAR, SMALL, causal_lm, ensure, randomized
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gptj import modeling_gptj
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeRMSNorm
 
 from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.kernels import cpu
+from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import batches_alike, num_slots
 from dschat.inference.sequence import Request
@@ -221,6 +225,23 @@ def test_norms_are_a_kernel_where_it_computes_the_same(name, module_of):
             for norm in norms:
                 norm.weight.add_(0.3)
         made.weights.refresh()
+
+
+@pytest.mark.parametrize("part", ["norm", "product", "attention"])
+def test_a_captured_step_runs_a_modules_parts_by_kernels(part, module_of):
+    module = module_of("qwen3_moe")
+    on_device = DeviceModule(module)
+
+    def replaced():
+        kinds = {"norm": Qwen3MoeRMSNorm, "product": nn.Linear, "experts": Qwen3MoeExperts}
+        return {
+            kind: all("forward" in vars(m) for m in module.modules() if type(m) is cls)
+            for kind, cls in kinds.items()
+        }
+
+    with on_device(StepKernels(torch.device("cpu"), frozenset([part]))):
+        assert replaced() == {"norm": part == "norm", "product": part == "product", "experts": True}
+    assert not any(replaced().values())
 
 
 def test_adapters_of_experts_act_in_their_forward(module_of, monkeypatch):

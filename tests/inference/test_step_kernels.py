@@ -127,6 +127,7 @@ def test_modules_attend_by_the_kernel(name, by_kernel, kernels):
     captured, _ = decode_step(config_of(name), in_module=True, page_size=16)
     assert captured["paged_decode"] == by_kernel
     assert captured["read_rows"] == 1
+    assert captured["skinny_linear"] > 4
     assert captured["scaled_dot_product_attention"] == 0
     assert captured["draw"] == 1
     assert waits(captured) == 0
@@ -240,9 +241,10 @@ def check(interpreted, *args):
         assert_same(got, expected)
 
 
-def test_a_module_draws_the_same_tokens(interpreted):
-    """With a window of six keys in its first layer."""
-    arguments = "gemma3_text", [[5, 6, 7] * 3], LONGER
+@pytest.mark.parametrize("name", ["gemma3_text", *quick.slow(["qwen3_moe", "qwen3_5_text"])])
+def test_a_module_draws_the_same_tokens(interpreted, name):
+    """Of the first one's layers, one has a window of six keys."""
+    arguments = name, [[5, 6, 7] * 3], LONGER
     assert_same(*interpreted("triton_rollouts.module_rollouts", *arguments))
 
 
@@ -263,6 +265,15 @@ def test_tokens_are_those_of_the_plain_loop(interpreted):
         ("qwen3", "kvq", 16),
         ("opt_350m", "", 16),
         ("mistral", "", 16),
+        ("gemma2", "", 16),  # softcaps; norms of 1 + weight
+        ("gemma3", "as is", 16),  # two rotations
+        ("gpt_oss", "as is", 16),  # sinks; experts in pairs, transposed
+        ("gpt_oss", "", None),
+        ("qwen3_moe", "", 16),
+        ("mixtral", "as is", 16),
+        ("cohere2", "", 16),  # adjacent elements are rotated
+        ("olmo2", "", 16),  # norms of all heads together
+        ("ministral3", "", 16),  # queries grow
     ],
 )
 def test_frozen_steps_draw_the_tokens_of_the_plain_loop(interpreted, name, order, page_size):

@@ -73,8 +73,26 @@ def attention(batch, heads, kv_heads, size, page_size=32, **options):
     )
 
 
+def mixture(rows, count, per_token, size, inner, is_transposed=False):
+    """Of gpt-oss if the weights are transposed, else of the usual kind."""
+
+    def weights(outputs, inputs):
+        if is_transposed:
+            return meta(count, inputs, outputs).transpose(1, 2), meta(count, outputs)
+        return meta(count, outputs, inputs), None
+
+    choices = rows * per_token
+    shares = meta(rows, per_token, dtype=torch.float32)
+    gate = ("pairs", "silu", 1.702, 7.0) if is_transposed else ("halves", "silu", 0.0, 0.0)
+    return "experts", (
+        *(meta(rows, size), integers(rows, per_token), shares),
+        *(*weights(2 * inner, size), *weights(size, inner), *gate),
+        *(meta(choices, inner), meta(choices, size), meta(rows, size)),
+    )
+
+
 READ = (
-    "read_rows",
+    "rows.plan_read",
     (integers(8, 64), integers(64, 16), 32, 1023, integers(6, 8), meta(8, dtype=torch.bool)),
 )
 
@@ -82,12 +100,12 @@ READ = (
 def advance(num_stops):
     state = integers(8, 64), meta(128, 2, 1, 64, dtype=torch.float64), integers(1)
     stops = integers(8, num_stops) if num_stops else None
-    return "advance_rows", (integers(8), meta(8, dtype=torch.float32), *state, stops)
+    return "rows.plan_advance", (integers(8), meta(8, dtype=torch.float32), *state, stops)
 
 
 def embedding(size):
     positions = integers(8), meta(2050, size)
-    return "embed", (integers(8), meta(50272, size), *positions, 2, meta(8, size))
+    return "rows.plan_embed", (integers(8), meta(50272, size), *positions, 2, meta(8, size))
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,7 @@ FOLLOWING = {
     "read": (*READ, {}),
     "advance": (*advance(16), {}),
     "embed": (*embedding(2048), {}),
+    "experts": (*mixture(32, 32, 4, 2048, 768), {}),
 }
 QUICK = ("product-opt-out", "attention-opt")
 WANTED = {
@@ -131,6 +150,8 @@ WANTED = {
     "draw-nucleus": Wanted(drawing(50272, truncation=(False, True, False)), 2),
     "draw-truncated": Wanted(drawing(152064, forbids=True, truncation=(True, True, True)), 2),
     "draw-qwen-min-new-tokens": Wanted(drawing(152064, forbids=True), 4),
+    "product-gemma3-32": Wanted(product(32, 6912, 1152, "gelu", True), 1, 8, True),
+    "product-llama-32": Wanted(product(32, 4096, 14336), 2, 8, True),
     "product-opt-qkv": Wanted(product(8, 6144, 2048), 1, 8, True),
     "product-opt-up": Wanted(product(8, 8192, 2048, "relu"), 1, 8, True),
     "product-opt-down": Wanted(product(8, 2048, 8192), 2, 8, True),
@@ -184,6 +205,29 @@ def check(compiling, wanted, capability):
         }
         found = [problem for problem, there in problems.items() if there]
         assert not found, f"{', '.join(found)}: {report}"
+
+
+MIXTURES = {
+    "qwen3-30b-a3b": mixture(64, 128, 8, 2048, 768),
+    "gpt-oss-20b": mixture(32, 32, 4, 2880, 2880, is_transposed=True),
+    "mixtral": mixture(8, 8, 2, 4096, 14336),
+    "many-rows": mixture(256, 64, 8, 2048, 768),
+}
+
+
+@pytest.mark.parametrize("name", some(MIXTURES, ["gpt-oss-20b"]))
+@pytest.mark.parametrize("capability", [90, *slow([80])])
+def test_machine_code_of_experts(compiling, name, capability):
+    """Two products, then a sum that is as short as a norm."""
+    reports = compiling("triton_cubins.cubin", *MIXTURES[name], capability)
+    for report in reports[:2]:
+        assert not report["stack"]
+        assert not report["local"]
+        assert programs_at_once(report, capability) >= 1
+        assert report["wide_loads"] >= 16
+        assert report["tensor_cores"]
+        assert report["copies"] >= 2
+    assert programs_at_once(reports[2], capability) >= 8
 
 
 @pytest.mark.parametrize("name", some(WANTED, QUICK))

@@ -88,6 +88,8 @@ PRODUCTS = {
         {"gated": True, "transposed": True},
     ),
     "gate second": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True, "gate_first": False}),
+    "17 rows": (17, 40, 72, "relu", (32, 64, 2, 4), {}),
+    "32 rows, gated": (32, 40, 96, "silu", (32, 64, 1, 4), {"gated": True}),
     "half": (16, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
     "bf16": (16, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
 }

@@ -2,9 +2,9 @@
 
 import torch
 from captures import again, captured_by, steps_of
-from families import build, engine
+from families import build, empty_engine, engine, on_stacks, stream
 from soft_graph import operators_only, soft_capture
-from test_borrowed import borrowing, lay_out
+from test_borrowed import lay_out
 from test_module_decoder import answers, engine_on, random_module
 
 from dschat.config.rollout import STEP_PARTS
@@ -36,7 +36,11 @@ def rollouts(name, order, freezes, requests, knobs, parts=STEP_PARTS):
         lay_out(module, order)
     with operators_only():
         plain = engine(module, **knobs)
-        made = borrowing(module, **knobs) if order else engine(module, **knobs)
+        made = on_stacks(empty_engine(module.config, **knobs))
+        if order:
+            made.borrow_weights(dict(module.named_parameters()))
+        else:
+            made.weights.load(stream(module))
         kernels = StepKernels(torch.device("cpu"), frozenset(parts))
         captured_by(made, soft_capture if freezes else again, kernels)
         expected = [plain.generate(*request) for request in requests]
