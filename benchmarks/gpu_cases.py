@@ -149,7 +149,10 @@ CASES = {
         },
     ),
     "llama-7b": GpuCase(ROLLOUTS["llama-7b"], in_turns=False),
-    **{name: GpuCase(Case(name, 32, 256, 256, 32, needs_gpu=True)) for name in FAMILIES},
+    **{
+        name: GpuCase(Case(name, 32, 256, 256, 32, needs_gpu=True), stages=(2,))
+        for name in FAMILIES
+    },
     "refresh-7b": GpuCase(
         Case("llama-7b", 1, 16, 2, 1, needs_gpu=True),
         stages=(2, 3),
