@@ -5,6 +5,7 @@ Some of its code reads numbers on the host, or copies one to the device: experts
 products outside of torch's fast ones, rotary scalings that depend on the longest row, constants.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -85,7 +86,7 @@ class RmsNorm(NamedTuple):
 
 @torch.no_grad()
 def rms_norms(module: nn.Module) -> list[RmsNorm]:
-    """The RMS norms of ``module``, found by a trial of each."""
+    """The RMS norms of ``module``, found by a trial of each in fp32."""
     found = []
     for norm in module.modules():
         weight = norm._parameters.get("weight")
@@ -94,14 +95,14 @@ def rms_norms(module: nn.Module) -> list[RmsNorm]:
             continue
         if not weight.numel():
             continue
-        x = torch.linspace(-2, 3, 3 * len(weight)).view(3, -1)
-        x = torch.cat([x, x * eps**0.5]).to(weight)
-        unit = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-        limit = 4 * torch.finfo(weight.dtype).eps
+        twin, scale = copy.copy(norm), weight.float()
+        twin._parameters = {**norm._parameters, "weight": nn.Parameter(scale)}
+        x = torch.linspace(-2, 3, 3 * len(scale), device=scale.device).view(3, -1)
+        x = torch.cat([x, x * eps**0.5])
+        unit = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
         try:
             for offset in (0.0, 1.0):
-                expected = unit * (weight.float() + offset)
-                if torch.allclose(norm(x).float(), expected, rtol=limit, atol=limit):
+                if torch.allclose(twin(x), unit * (scale + offset), rtol=1e-5, atol=1e-6):
                     found.append(RmsNorm(norm, eps, offset))
                     break
         except (AttributeError, TypeError, RuntimeError):  # takes more than x; tensors are fake

@@ -125,7 +125,8 @@ class StepKernels:
 
     def takes_experts(self, stacks: tuple[Stack, Stack], num_choices: int, activation: str) -> bool:
         """Whether kernels run gated experts of such weights, on so many choices of rows."""
-        fits = num_choices <= MAX_CHOICES and activation in ACTIVATIONS
+        most = min(MAX_CHOICES, MAX_ROWS * len(stacks[0].weight))  # more were not timed
+        fits = num_choices <= most and activation in ACTIVATIONS
         return self.runs("product") and fits and not any(stack.side for stack in stacks)
 
     def experts(

@@ -1,8 +1,8 @@
 """Triton kernels: the experts of a decode step, each of which reads its weights once.
 
 A program computes outputs of one expert for the rows that chose it, which it finds among the
-choices of all rows: no launch depends on how many each expert has. Rows come in blocks of 16 to 64,
-as many as an expert has on average. As in `skinny_linear`, the weight is the left operand.
+choices of all rows: no launch depends on how many each expert has. Rows come in blocks of 16 or 32.
+As in `skinny_linear`, the weight is the left operand.
 
 A choice is a row and one of its k experts; choice c is of row c // k.
 """
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dschat.inference.kernels.cuda import ACTIVATIONS
+from dschat.inference.kernels.cuda import ACTIVATIONS, MAX_ROWS
 from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type, release
-from dschat.inference.kernels.cuda.skinny_linear import activated
+from dschat.inference.kernels.cuda.skinny_linear import activated, shared_bytes_of
 
 _COLUMNS = 1024  # of a program of `_combine`
 
@@ -254,7 +254,10 @@ def _product(
 ) -> Launch:
     (count, _, num_inputs), num_choices = weight.shape, chosen.numel()
     num_outputs = y.shape[1]
-    average = triton.next_power_of_2(triton.cdiv(num_choices, count))
+    rows = 16 if num_choices <= 16 * count else MAX_ROWS  # as many as an expert has on average
+    tile_bytes = (tiles.outputs * weight.shape[1] // num_outputs + rows) * tiles.inputs
+    most = shared_bytes_of(x.device) // (tile_bytes * x.element_size())
+    stages = min(tiles.num_stages, most)
     assert bias is None or bias.is_contiguous()
     constants = {
         "K": chosen.shape[1],
@@ -266,10 +269,10 @@ def _product(
         **how,
         "OUTPUTS": tiles.outputs,
         "INPUTS": tiles.inputs,
-        "ROWS": min(max(average, 16), 64),
-        "STAGES": tiles.num_stages,
+        "ROWS": rows,
+        "STAGES": stages,
         "TYPE": operand_type(x.dtype),
     }
     grid = (triton.cdiv(num_outputs, tiles.outputs), count)
     args = x, chosen, weight, bias, y, num_choices, weight.stride(0)
-    return Launch(_expert_product, grid, args, constants, tiles.num_warps, tiles.num_stages)
+    return Launch(_expert_product, grid, args, constants, tiles.num_warps, stages)

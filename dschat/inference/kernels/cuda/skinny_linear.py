@@ -53,7 +53,7 @@ def config(
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes_of(device: torch.device) -> int:
     """What a program may have; on a CPU, where launches are only planned, as on an H100."""
     if device.type != "cuda":
         return 227 * 1024
@@ -241,7 +241,7 @@ def plan(
     assert weight.is_contiguous() or weight.T.is_contiguous()
     rows = 16 if num_rows <= 16 else MAX_ROWS  # as tensor cores take them
     sizes = num_outputs, num_inputs, gated, x.element_size()
-    tiles = tiles or config(*sizes, _shared_bytes(x.device), rows)
+    tiles = tiles or config(*sizes, shared_bytes_of(x.device), rows)
     grid = (triton.cdiv(num_outputs, tiles.outputs), tiles.splits)
     if tiles.splits > 1:
         cells = grid[0] * tiles.splits * tiles.outputs * rows * (2 if gated else 1)
