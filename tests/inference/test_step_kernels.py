@@ -18,6 +18,8 @@ from dschat.config.errors import UserError
 from dschat.config.rollout import STEP_PARTS
 from dschat.inference import SamplingParams, model_spec
 from dschat.inference.kernels.cuda import dispatch
+from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.linear import Linear, SideProduct
 
 slow = pytest.mark.slow
 
@@ -293,6 +295,20 @@ def test_drafts_change_no_token(interpreted, name):
     request = PROMPTS[:2], greedy
     knobs = {"page_size": 16, "speculate": "history"}
     check(interpreted, name, "", False, [request, request], knobs)
+
+
+def test_a_product_has_its_adapters():
+    linear = Linear((6, 32), False, torch.float32, torch.device("cpu"), "plain")
+    linear.open()
+    linear.side = SideProduct(torch.ones(2, 32), torch.ones(6, 2))
+    assert StepKernels(torch.device("cpu")).takes(linear, torch.ones(3, 32), "silu")
+
+
+@pytest.mark.parametrize("name", ["llama", *quick.slow(["gpt2", "opt", "gemma2"])])
+def test_adapters_beside_the_weights(interpreted, name):
+    """Also of fused and gated products."""
+    requests = [([[5, 6, 7]], SHORT)]
+    check(interpreted, name, "", False, requests, PAGES, tuple(OF_TORCH), True)
 
 
 @slow

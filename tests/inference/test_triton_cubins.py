@@ -41,6 +41,13 @@ def product(rows, outputs, inputs, activation="", gated=False, transposed=False)
     return "skinny_linear", args
 
 
+def adapted(rows, outputs, inputs, rank, *how):
+    """A product with LoRA's factors beside the weight."""
+    name, args = product(rows, outputs, inputs, *how)
+    height = args[1].shape[0]
+    return name, (*args, None, True, (meta(rows, rank), meta(height, rank)))
+
+
 def drawing(vocab, greedy=False, forbids=False, truncation=(False, False, False)):
     forbidden = (meta(8, dtype=torch.bool), integers(8, 2)) if forbids else (None, None)
     blocks = meta(8, 4, -(-vocab // 2048), dtype=torch.float32)
@@ -150,6 +157,11 @@ WANTED = {
     "draw-nucleus": Wanted(drawing(50272, truncation=(False, True, False)), 2),
     "draw-truncated": Wanted(drawing(152064, forbids=True, truncation=(True, True, True)), 2),
     "draw-qwen-min-new-tokens": Wanted(drawing(152064, forbids=True), 4),
+    # The factors are multiplied when the weight's copies are done.
+    "product-adapted": Wanted(adapted(8, 6144, 4096, 192), 1, 8, True, ahead=0),
+    "product-adapted-gated": Wanted(
+        adapted(16, 14336, 4096, 64, "silu", True), 1, 8, True, ahead=0
+    ),
     "product-gemma3-32": Wanted(product(32, 6912, 1152, "gelu", True), 1, 8, True),
     "product-llama-32": Wanted(product(32, 4096, 14336), 2, 8, True),
     "product-opt-qkv": Wanted(product(8, 6144, 2048), 1, 8, True),

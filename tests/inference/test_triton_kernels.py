@@ -62,6 +62,10 @@ def check_product(interpreted, rows, outputs, inputs, activation, tiles, **optio
         weight = weight.T.contiguous().T
     bias = drawn(height, seed=2, dtype=dtype) if options.get("bias", True) else None
     z = exact(x) @ exact(weight).T + (0 if bias is None else exact(bias))
+    side, rank = None, options.get("rank", 0)
+    if rank:
+        side = drawn(rows, rank, seed=3, dtype=dtype), drawn(height, rank, seed=4, dtype=dtype)
+        z += exact(side[0]) @ exact(side[1]).T
     gate_first = options.get("gate_first", True)
     halves = (z[:, :outputs], z[:, outputs:])[:: 1 if gate_first else -1]
     expected = (
@@ -70,8 +74,8 @@ def check_product(interpreted, rows, outputs, inputs, activation, tiles, **optio
     space = workspace(CPU, 1 << 16)
     y = poisoned(rows, outputs, dtype=dtype)
     tiles = interpreted("attribute", "skinny_linear", "Config", *tiles)
-    args = (x, weight, bias, activation, gated, y, space, tiles, gate_first)
-    *_, y, space, _, _ = interpreted("run", "skinny_linear", args)
+    args = (x, weight, bias, activation, gated, y, space, tiles, gate_first, side)
+    *_, y, space, _, _, _ = interpreted("run", "skinny_linear", args)
     assert_written(y, expected)
     assert not space.counters.any()
     return y
@@ -90,6 +94,8 @@ PRODUCTS = {
     "gate second": (3, 40, 96, "silu", (32, 64, 2, 4), {"gated": True, "gate_first": False}),
     "17 rows": (17, 40, 72, "relu", (32, 64, 2, 4), {}),
     "32 rows, gated": (32, 40, 96, "silu", (32, 64, 1, 4), {"gated": True}),
+    "adapter": (3, 40, 96, "", (32, 64, 2, 4), {"rank": 5}),
+    "adapter, gated": (20, 40, 96, "silu", (32, 64, 1, 4), {"gated": True, "rank": 70}),
     "half": (16, 64, 128, "gelu_new", (64, 128, 1, 4), {"dtype": torch.float16, "bias": False}),
     "bf16": (16, 70, 128, "silu", (32, 64, 2, 4), {"dtype": torch.bfloat16, "gated": True}),
 }
@@ -293,7 +299,9 @@ def test_operators_state_what_they_change(interpreted):
             *(x, integers[:2].T.contiguous(), drawn(4, 2), drawn(2, 12, 32), None),
             *(drawn(2, 32, 6), None, "halves", "silu", 0.0, 0.0),
         ),
-        "skinny_linear": (x, drawn(6, 32), None, "silu", True, False, *scratch),
+        "skinny_linear": (
+            *(x, drawn(6, 32), None, "silu", True, False, *scratch, drawn(2, 32), drawn(6, 2)),
+        ),
         "draw": (
             *(x, one.expand(3, 4).contiguous() / 2, integers, integers),
             *(True, True, True, True, True, None, None, 30),

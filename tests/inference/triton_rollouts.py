@@ -6,6 +6,7 @@ from families import build, empty_engine, engine, on_stacks, stream
 from soft_graph import operators_only, soft_capture
 from test_borrowed import lay_out
 from test_module_decoder import answers, engine_on, random_module
+from test_weights import factors, with_adapters
 
 from dschat.config.rollout import STEP_PARTS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
@@ -24,13 +25,14 @@ def module_rollouts(name, prompts, sampling):
     return got
 
 
-def rollouts(name, order, freezes, requests, knobs, parts=STEP_PARTS):
+def rollouts(name, order, freezes, requests, knobs, parts=STEP_PARTS, adapted=False):
     """For each of ``requests`` (prompts, sampling), two rollouts: by the kernels and without.
 
     ``order``: weights are borrowed, with q, k, v in this order in memory ("as is": wherever they
     are); "": they are copied. ``freezes``: a replay is the captured step's frozen operators.
-    ``parts``: those that run by kernels.
+    ``parts``: those that run by kernels. ``adapted``: adapters are applied beside the weights.
     """
+    wrapped = with_adapters(name, seed=1) if adapted else None
     module = build(name)
     if len(order) == 3:
         lay_out(module, order)
@@ -41,6 +43,9 @@ def rollouts(name, order, freezes, requests, knobs, parts=STEP_PARTS):
             made.borrow_weights(dict(module.named_parameters()))
         else:
             made.weights.load(stream(module))
+        if wrapped is not None:
+            for one in (plain, made):
+                one.weights.load_adapters(factors(wrapped))
         kernels = StepKernels(torch.device("cpu"), frozenset(parts))
         captured_by(made, soft_capture if freezes else again, kernels)
         expected = [plain.generate(*request) for request in requests]

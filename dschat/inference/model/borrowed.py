@@ -65,11 +65,11 @@ class BorrowedLinear:
 
     @property
     def plain(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (out, in), contiguous or the transpose of what is, and bias, if nothing else makes
-        up the product.
+        """Weight (out, in), contiguous or the transpose of what is, and bias, if these and `side`
+        make up the product.
         """
         part = self.products[0]
-        if len(self.products) > 1 or self.side is not None or not part.weight.is_contiguous():
+        if len(self.products) > 1 or not part.weight.is_contiguous():
             return None
         return (part.weight.T if part.transposed else part.weight), part.bias
 

@@ -194,8 +194,8 @@ class Linear:
 
     @property
     def plain(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight (out, in), contiguous, and bias, if nothing else makes up the product."""
-        return None if self._plain is None or self.side is not None else (self._plain, self.bias)
+        """Weight (out, in), contiguous, and bias, if these and `side` make up the product."""
+        return None if self._plain is None else (self._plain, self.bias)
 
     def open(self) -> Tensor:
         """The plain weight, to be written into."""

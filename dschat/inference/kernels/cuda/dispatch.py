@@ -106,11 +106,12 @@ class StepKernels:
         gated: bool = False,
         gate_first: bool = True,
     ) -> Tensor:
-        """act(x W^T + b), or if ``gated`` act(gate) * up of the two halves of x W^T + b."""
+        """act(y), or if ``gated`` act(gate) * up of the two halves of y, which is ``linear(x)``."""
         assert linear.plain is not None
         options = activation, gated, gate_first
         space = self._space.partials, self._space.counters
-        return operators.skinny_linear(x, *linear.plain, *options, *space)
+        side = (None, None) if linear.side is None else (linear.side.a, linear.side.b)
+        return operators.skinny_linear(x, *linear.plain, *options, *space, *side)
 
     def linear(self, linear: AnyLinear, x: Tensor) -> Tensor:
         """``linear(x)``."""

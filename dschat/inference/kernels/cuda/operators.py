@@ -127,20 +127,27 @@ def skinny_linear(
     gate_first: bool,
     partials: Tensor,
     counters: Tensor,
+    side_a: Tensor | None = None,
+    side_b: Tensor | None = None,
 ) -> Tensor:
     """act(x W^T + b), or if ``gated`` act(x G^T + b) * (x U^T + c), (R, N).
 
     ``x`` (R, E) of at most `MAX_ROWS` rows, ``weight`` (N, E), or (2 N, E) of the gate G and U in
     either order, ``bias`` (N,) or (2 N,); of one dtype and contiguous, or the transpose of
-    ``weight`` is; sums are in fp32. ``activation`` is a key of `ACTIVATIONS`. ``partials`` and
-    ``counters`` are a `Workspace`.
+    ``weight`` is; sums are in fp32. ``side_a`` (r, E) and ``side_b`` (N, r) or (2 N, r), LoRA's
+    factors: (x A^T) B^T is added to the product with ``weight``. ``activation`` is a key of
+    `ACTIVATIONS`. ``partials`` and ``counters`` are a `Workspace`.
     """
     from dschat.inference.kernels.cuda import skinny_linear as kernel
 
     y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
     space = Workspace(partials, counters)
+    side = None
+    if side_a is not None and side_b is not None:
+        side = x.new_empty(len(x), len(side_a)), side_b
+        kernel.plan(x, side_a, None, "", False, side[0], space).run()
     args = x, weight, bias, activation, gated, y, space
-    kernel.plan(*args, gate_first=gate_first).run()
+    kernel.plan(*args, gate_first=gate_first, side=side).run()
     return y
 
 

@@ -1,9 +1,9 @@
 """Triton kernel: products of up to 32 rows with a large weight, which is read once.
 
-Activation, gate and bias are applied in place (with more rows `gate` applies the first two). The
-weight is the left operand, whose tiles are large enough for tensor cores. Where outputs are too few
-for all multiprocessors, programs split the inner dimension; the last one of an output adds up the
-partial sums in order, so results repeat.
+Activation, gate, bias and LoRA's second factor are applied in place (with more rows `gate` applies
+the first two). The weight is the left operand, whose tiles are large enough for tensor cores. Where
+outputs are too few for all multiprocessors, programs split the inner dimension; the last one of an
+output adds up the partial sums in order, so results repeat.
 """
 
 from functools import cache
@@ -76,6 +76,17 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _result(first, second, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATE_FIRST: tl.constexpr):
+    if not GATED:
+        y = activated(first, ACTIVATION)
+    elif GATE_FIRST:
+        y = activated(first, ACTIVATION) * second
+    else:
+        y = activated(second, ACTIVATION) * first
+    return y
+
+
+@triton.jit
 def _gate(
     inner_ptr,  # (R, 2 SIZE)
     out_ptr,  # (R, SIZE)
@@ -93,10 +104,7 @@ def _gate(
     first_ptrs = inner_ptr + row * (2 * SIZE) + column
     first = tl.load(first_ptrs, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(first_ptrs + SIZE, mask=inside, other=0.0).to(tl.float32)
-    if GATE_FIRST:
-        y = activated(first, ACTIVATION) * second
-    else:
-        y = activated(second, ACTIVATION) * first
+    y = _result(first, second, ACTIVATION, True, GATE_FIRST)
     tl.store(out_ptr + row * SIZE + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -135,11 +143,30 @@ def _prefetch_tile(line_ptrs, second, GATED: tl.constexpr):
 
 
 @triton.jit
+def _add_side(
+    acc,
+    factor_ptrs,  # (OUTPUTS, 1), rows of LoRA's second factor
+    side_ptrs,  # (1, ROWS), rows of what it multiplies
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    for start in range(0, RANK, RANKS):
+        k = start + tl.arange(0, RANKS)
+        side = tl.load(side_ptrs + k[:, None], mask=k[:, None] < RANK, other=0.0).to(TYPE)
+        factor = tl.load(factor_ptrs + k[None, :], mask=k[None, :] < RANK, other=0.0).to(TYPE)
+        acc = tl.dot(factor, side, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _skinny(
     x_ptr,  # (num_rows, NUM_INPUTS)
     weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS) of any strides; gated: (2 NUM_OUTPUTS, NUM_INPUTS)
     bias_ptr,  # (NUM_OUTPUTS,) or twice as many, or None
     y_ptr,  # (num_rows, NUM_OUTPUTS)
+    side_ptr,  # (num_rows, RANK), what LoRA's second factor multiplies, or None
+    factor_ptr,  # (NUM_OUTPUTS, RANK) or twice as many, LoRA's second factor
     partials_ptr,
     counters_ptr,
     num_rows,  # NOTE: not a constant, which would compile a kernel per batch size
@@ -147,6 +174,8 @@ def _skinny(
     NUM_OUTPUTS: tl.constexpr,
     OUTPUT_STRIDE: tl.constexpr,
     INPUT_STRIDE: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,  # of a tile
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
@@ -190,6 +219,13 @@ def _skinny(
         if GATED:
             w = _tile(w_ptrs + NUM_OUTPUTS * OUTPUT_STRIDE, column < end, WHOLE, TYPE)
             second = tl.dot(w, x, second, input_precision="ieee")
+    if side_ptr is not None and split == 0:
+        side_ptrs = side_ptr + (row % num_rows)[None, :] * RANK
+        factor_ptrs = factor_ptr + wrapped[:, None] * RANK
+        acc = _add_side(acc, factor_ptrs, side_ptrs, RANK, RANKS, TYPE)
+        if GATED:
+            factor_ptrs += NUM_OUTPUTS * RANK
+            second = _add_side(second, factor_ptrs, side_ptrs, RANK, RANKS, TYPE)
     release(DEPENDENT)
     last = True
     if SPLITS > 1:
@@ -212,12 +248,7 @@ def _skinny(
             acc += tl.load(bias_ptr + wrapped).to(tl.float32)[:, None]
             if GATED:
                 second += tl.load(bias_ptr + NUM_OUTPUTS + wrapped).to(tl.float32)[:, None]
-        if not GATED:
-            y = activated(acc, ACTIVATION)
-        elif GATE_FIRST:
-            y = activated(acc, ACTIVATION) * second
-        else:
-            y = activated(second, ACTIVATION) * acc
+        y = _result(acc, second, ACTIVATION, GATED, GATE_FIRST)
         y_ptrs = y_ptr + row[:, None] * NUM_OUTPUTS + output[None, :]
         inside = (row[:, None] < num_rows) & (output[None, :] < NUM_OUTPUTS)
         tl.store(y_ptrs, tl.trans(y).to(y_ptr.dtype.element_ty), mask=inside)
@@ -233,8 +264,11 @@ def plan(
     space: Workspace,
     tiles: Config | None = None,
     gate_first: bool = True,
+    side: tuple[Tensor, Tensor] | None = None,
 ) -> Launch:
-    """The launch that writes `skinny_linear`'s result to ``y``; ``tiles`` None: `config`."""
+    """The launch that writes `skinny_linear`'s result to ``y``; ``tiles`` None: `config`. ``side``:
+    (R, r) and (N, r), the product of which is added to that with ``weight``.
+    """
     (num_rows, num_inputs), num_outputs = x.shape, y.shape[1]
     assert num_rows <= MAX_ROWS
     assert x.is_contiguous()
@@ -247,9 +281,13 @@ def plan(
         cells = grid[0] * tiles.splits * tiles.outputs * rows * (2 if gated else 1)
         assert cells <= space.partials.numel()
         assert grid[0] <= space.counters.numel()
+    rank = 0 if side is None else side[0].shape[1]
+    assert side is None or (side[0].is_contiguous() and side[1].is_contiguous())
     constants = {
         "NUM_INPUTS": num_inputs,
         "NUM_OUTPUTS": num_outputs,
+        "RANK": rank,
+        "RANKS": min(max(triton.next_power_of_2(rank), 16), 64),
         **dict(zip(("OUTPUT_STRIDE", "INPUT_STRIDE"), weight.stride(), strict=True)),
         "ACTIVATION": ACTIVATIONS[activation],
         "GATED": gated,
@@ -261,5 +299,6 @@ def plan(
         "STAGES": tiles.num_stages,
         "TYPE": operand_type(x.dtype),
     }
-    args = (x, weight, bias, y, space.partials, space.counters, num_rows)
+    added = (None, None) if side is None else side
+    args = (x, weight, bias, y, *added, space.partials, space.counters, num_rows)
     return Launch(_skinny, grid, args, constants, num_stages=tiles.num_stages)
