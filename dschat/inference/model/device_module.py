@@ -105,8 +105,8 @@ def rms_norms(module: nn.Module) -> list[RmsNorm]:
                 if torch.allclose(twin(x), unit * (scale + offset), rtol=1e-5, atol=1e-6):
                     found.append(RmsNorm(norm, eps, offset))
                     break
-        except (AttributeError, TypeError, RuntimeError):  # takes more than x; tensors are fake
-            continue
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            continue  # takes more than x, is a kernel of another device, or tensors are fake
     return found
 
 
