@@ -147,14 +147,14 @@ def _add_side(
     acc,
     factor_ptrs,  # (OUTPUTS, 1), rows of LoRA's second factor
     side_ptrs,  # (1, ROWS), rows of what it multiplies
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
+    LORA_RANK: tl.constexpr,
+    RANK_TILE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    for start in range(0, RANK, RANKS):
-        k = start + tl.arange(0, RANKS)
-        side = tl.load(side_ptrs + k[:, None], mask=k[:, None] < RANK, other=0.0).to(TYPE)
-        factor = tl.load(factor_ptrs + k[None, :], mask=k[None, :] < RANK, other=0.0).to(TYPE)
+    for start in range(0, LORA_RANK, RANK_TILE):
+        k = start + tl.arange(0, RANK_TILE)
+        side = tl.load(side_ptrs + k[:, None], mask=k[:, None] < LORA_RANK, other=0.0).to(TYPE)
+        factor = tl.load(factor_ptrs + k[None, :], mask=k[None, :] < LORA_RANK, other=0.0).to(TYPE)
         acc = tl.dot(factor, side, acc, input_precision="ieee")
     return acc
 
@@ -165,8 +165,8 @@ def _skinny(
     weight_ptr,  # (NUM_OUTPUTS, NUM_INPUTS) of any strides; gated: (2 NUM_OUTPUTS, NUM_INPUTS)
     bias_ptr,  # (NUM_OUTPUTS,) or twice as many, or None
     y_ptr,  # (num_rows, NUM_OUTPUTS)
-    side_ptr,  # (num_rows, RANK), what LoRA's second factor multiplies, or None
-    factor_ptr,  # (NUM_OUTPUTS, RANK) or twice as many, LoRA's second factor
+    side_ptr,  # (num_rows, LORA_RANK), what LoRA's second factor multiplies, or None
+    factor_ptr,  # (NUM_OUTPUTS, LORA_RANK) or twice as many, LoRA's second factor
     partials_ptr,
     counters_ptr,
     num_rows,  # NOTE: not a constant, which would compile a kernel per batch size
@@ -174,8 +174,8 @@ def _skinny(
     NUM_OUTPUTS: tl.constexpr,
     OUTPUT_STRIDE: tl.constexpr,
     INPUT_STRIDE: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,  # of a tile
+    LORA_RANK: tl.constexpr,
+    RANK_TILE: tl.constexpr,  # of a tile
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
@@ -220,12 +220,12 @@ def _skinny(
             w = _tile(w_ptrs + NUM_OUTPUTS * OUTPUT_STRIDE, column < end, WHOLE, TYPE)
             second = tl.dot(w, x, second, input_precision="ieee")
     if side_ptr is not None and split == 0:
-        side_ptrs = side_ptr + (row % num_rows)[None, :] * RANK
-        factor_ptrs = factor_ptr + wrapped[:, None] * RANK
-        acc = _add_side(acc, factor_ptrs, side_ptrs, RANK, RANKS, TYPE)
+        side_ptrs = side_ptr + (row % num_rows)[None, :] * LORA_RANK
+        factor_ptrs = factor_ptr + wrapped[:, None] * LORA_RANK
+        acc = _add_side(acc, factor_ptrs, side_ptrs, LORA_RANK, RANK_TILE, TYPE)
         if GATED:
-            factor_ptrs += NUM_OUTPUTS * RANK
-            second = _add_side(second, factor_ptrs, side_ptrs, RANK, RANKS, TYPE)
+            factor_ptrs += NUM_OUTPUTS * LORA_RANK
+            second = _add_side(second, factor_ptrs, side_ptrs, LORA_RANK, RANK_TILE, TYPE)
     release(DEPENDENT)
     last = True
     if SPLITS > 1:
@@ -286,8 +286,8 @@ def plan(
     constants = {
         "NUM_INPUTS": num_inputs,
         "NUM_OUTPUTS": num_outputs,
-        "RANK": rank,
-        "RANKS": min(max(triton.next_power_of_2(rank), 16), 64),
+        "LORA_RANK": rank,
+        "RANK_TILE": min(max(triton.next_power_of_2(rank), 16), 64),
         **dict(zip(("OUTPUT_STRIDE", "INPUT_STRIDE"), weight.stride(), strict=True)),
         "ACTIVATION": ACTIVATIONS[activation],
         "GATED": gated,
