@@ -304,11 +304,18 @@ def test_a_product_has_its_adapters():
     assert StepKernels(torch.device("cpu")).takes(linear, torch.ones(3, 32), "silu")
 
 
-@pytest.mark.parametrize("name", ["llama", *quick.slow(["gpt2", "opt", "gemma2"])])
-def test_adapters_beside_the_weights(interpreted, name):
-    """Also of fused and gated products."""
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("llama", ""),
+        *quick.slow([("gpt2", ""), ("opt", ""), ("gemma2", "")]),
+        *quick.slow([("llama_biases", "vkq"), ("gpt2", "as is"), ("bloom", "as is")]),
+    ],
+)
+def test_adapters_beside_the_weights(interpreted, name, order):
+    """Also of fused, gated, transposed and interleaved products."""
     requests = [([[5, 6, 7]], SHORT)]
-    check(interpreted, name, "", False, requests, PAGES, tuple(OF_TORCH), True)
+    check(interpreted, name, order, False, requests, PAGES, tuple(OF_TORCH), True)
 
 
 @slow

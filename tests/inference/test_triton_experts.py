@@ -130,3 +130,11 @@ def test_equal_shares_go_to_the_first(interpreted):
     _, chosen, shares, _ = interpreted("run", "experts.plan_choice", args)
     assert chosen.tolist() == [[0, 1, 2]] * 2
     assert torch.allclose(shares, torch.full((2, 3), 1 / 7))
+
+
+def test_rows_that_are_not_a_number_stay_so_and_choose_experts_that_there_are(interpreted):
+    logits = torch.full((2, 7), float("nan"))
+    args = logits, torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3), True
+    _, chosen, shares, _ = interpreted("run", "experts.plan_choice", args)
+    assert ((chosen >= 0) & (chosen < 7)).all()
+    assert shares.isnan().all()

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class DeviceModule:
-    """The parts of ``module`` that would wait; call it for a scope in which they do not."""
+    """The parts of ``module`` that would wait or that kernels compute; call it for a scope in which
+    they do not wait, and kernels compute them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -168,10 +170,10 @@ def _run_experts(
         return forward(x, chosen, shares)
     pairs = zip(weights, biases_of(experts), strict=True)
     up, down = (Stack(weight, bias, None) for weight, bias in pairs)
-    activation = _activation(experts)
-    if kernels is not None and activation and x.dim() == 2:  # noqa: SIM102
-        if kernels.takes_experts((up, down), chosen.numel(), activation):
-            return kernels.experts((up, down), rows, chosen, shares, activation).to(x.dtype)
+    activation = _activation(experts) if kernels is not None and x.dim() == 2 else ""
+    count = chosen.numel()
+    if kernels and activation and kernels.takes_experts((up, down), count, activation):
+        return kernels.experts((up, down), rows, chosen, shares, activation).to(x.dtype)
     if has_grouped_product(rows):
         return forward(x, chosen, shares)
     gated = experts._apply_gate if experts.has_gate else experts.act_fn

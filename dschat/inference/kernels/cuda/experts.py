@@ -58,12 +58,12 @@ def _choose_experts(
     shares = tl.zeros((K_BLOCK,), tl.float32)
     for k in tl.static_range(K):
         largest = tl.max(weights, axis=0)
-        first = tl.min(tl.where(weights == largest, expert, N_BLOCK), axis=0)
+        first = tl.min(tl.where(weights == largest, expert, N - 1), axis=0)  # if NaN the last
         chosen = tl.where(place == k, first.to(tl.int64), chosen)
         shares = tl.where(place == k, largest, shares)
         weights = tl.where(expert == first, -1.0, weights)
     if RENORMALIZED:
-        total = tl.sum(shares, axis=0)
+        total = tl.where(total == total, tl.sum(shares, axis=0), total)  # a largest is never NaN
     tl.store(chosen_ptr + row * K + place, chosen, mask=place < K)
     tl.store(shares_ptr + row * K + place, shares / total, mask=place < K)
 
