@@ -24,6 +24,7 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import flag, read_text
 from dschat.distributed.memory import available_memory
+from dschat.startup.performance import num_cores
 
 FIRST_PORT = 29500
 PROCESS_BYTES = 350 * 2**20  # one process with its libraries (proportional set size, measured)
@@ -279,11 +280,6 @@ def _quoted_for_pdsh(word: str) -> str:
     """
     quoted = re.sub(r"[\\$`]", r"\\\g<0>", word) if " " in word else shlex.quote(word)
     return quoted.replace("%", "%%")
-
-
-def num_cores() -> int:
-    """Number of CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_room(count: int, gpus_here: int) -> None:

@@ -42,6 +42,7 @@ from dschat.launch.step_runs import (
 )
 from dschat.observability.metrics_log import SETTINGS
 from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
+from dschat.startup.performance import num_cores
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def _environment(root: Path, num_processes: int, num_gpus: int) -> dict[str, str
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # of loading weights too
     }
     if not num_gpus:
-        defaults["OMP_NUM_THREADS"] = str(max(1, cluster.num_cores() // num_processes))
+        defaults["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_processes))
     environment = defaults | dict(os.environ)
     # The launcher, pdsh, and ninja for DeepSpeed's kernels are installed beside Python.
     for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", root)):

@@ -39,8 +39,7 @@ def limit_spinning_late() -> None:
         return
     import torch
 
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    for _ in range(num_teams(torch.get_num_threads(), num_cores)):
+    for _ in range(num_teams(torch.get_num_threads(), num_cores())):
         is_parked = threading.Event()
         thread = threading.Thread(target=_park, args=(is_parked,), name="openmp", daemon=True)
         thread.start()
@@ -48,11 +47,16 @@ def limit_spinning_late() -> None:
         _parked.append(thread)
 
 
+def num_cores() -> int:
+    """Number of CPU cores available to this process."""
+    return len(os.sched_getaffinity(0))
+
+
 def num_teams(num_threads: int, num_cores: int) -> int:
     """Teams of ``num_threads`` that, with the main one, make more threads than cores; 0 where a
     process uses few of the cores.
     """
-    if num_threads < 2 or num_cores < 1:
+    if num_threads < 2:
         return 0
     count = max(1, (num_cores - 1) // (num_threads - 1))  # the main thread is in its own team only
     return count if count <= _MAX_TEAMS else 0
@@ -79,10 +83,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(None)
-    except OSError:
-        return None
+    library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
