@@ -241,22 +241,21 @@ class Cluster:
 
 def find(
     config: ClusterConfig,
-    default_nodes: Optional[int],
-    default_gpus: Optional[int],
+    recipe: Mapping[str, Any],
     gpus_here: int,
     example: Path,
     dry_run: bool,
 ) -> Cluster:
-    """The machines that ``config`` names; ``default_*`` come from the recipe.
+    """The machines that ``config`` names, or else ``recipe``'s ``num_nodes`` and ``num_gpus``.
 
     A ``dry_run`` may plan for machines that do not exist, with ``example`` as the hostfile.
 
     Raises:
         UserError: more machines or GPUs than exist, or no launcher that reaches them.
     """
-    num_gpus = config.num_gpus or default_gpus
+    num_gpus = config.num_gpus or recipe.get("num_gpus")
     listed = read_hostfile(config.hostfile) if config.hostfile else {}
-    num_nodes = config.num_nodes or default_nodes or len(listed) or 1
+    num_nodes = config.num_nodes or recipe.get("num_nodes") or len(listed) or 1
     if listed:
         hosts = _of_hostfile(config, listed, num_nodes, num_gpus)
     else:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
 from typing import Any, Optional
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
@@ -47,6 +46,8 @@ STEPS = {
     3: TrainingStep(3, "step3_rlhf", "RLHF", RLHFConfig, "step3_rlhf"),
 }
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
+# Sections of train.py's own flags, and those that they may have.
+_OWN = {"model": ("actor_model", "reward_model"), "launch": ("num_nodes", "num_gpus")}
 
 
 @dataclass
@@ -147,10 +148,8 @@ class Recipe:
 
     name: str = ""
     values: dict[int, dict[str, Any]] = field(default_factory=lambda: {n: {} for n in STEPS})
-    num_nodes: Optional[int] = None
-    num_gpus: Optional[int] = None  # per machine
+    train: dict[str, Any] = field(default_factory=dict)  # train.py's own, of `_OWN`
     summary: bool = False  # print a table of all steps at the end
-    models: dict[int, Optional[str]] = field(default_factory=dict)  # base models of steps 1 and 2
 
 
 def parse_args(argv: Sequence[str]) -> tuple[TrainConfig, list[list[str]]]:
@@ -196,27 +195,26 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     for key, section in sections.items():
         if not isinstance(section, Mapping):
             raise UserError(f"{path}: {key} must be a mapping of names to values")
-    _check_keys(sections["model"], ("actor_model", "reward_model"), f"{path}: model")
-    _check_keys(sections["launch"], ("num_nodes", "num_gpus"), f"{path}: launch")
     _check_keys(
         sections["common"], set().union(*(s.fields for s in STEPS.values())), f"{path}: common"
     )
-
+    for key, name in sections["model"].items():
+        require(
+            name is None or isinstance(name, str),
+            f"{path}: model: {key} {name!r} is not a name; give a folder or a hub model",
+        )
+    train: dict[str, Any] = {}
+    for key, names in _OWN.items():
+        where, section = f"{path}: {key}", sections[key]
+        _check_keys(section, names, where)
+        train |= parser.values_of(TrainConfig, section, where)
     values = {}
     for n, step in STEPS.items():
         where, section = f"{path}: step{n}", sections[f"step{n}"]
         _check_keys(section, step.fields, where)
         shared = {key: value for key, value in sections["common"].items() if key in step.fields}
         values[n] = parser.values_of(step.config_class, shared | section, where)
-    for key, name in sections["model"].items():
-        if not isinstance(name, (str, NoneType)):
-            raise UserError(
-                f"{path}: model: {key} {name!r} is not a name; give a folder or a hub model"
-            )
-    models = {1: sections["model"].get("actor_model"), 2: sections["model"].get("reward_model")}
-    launch = parser.values_of(TrainConfig, sections["launch"], f"{path}: launch")
-    nodes, gpus = launch.get("num_nodes"), launch.get("num_gpus")
-    return Recipe(path.stem, values, nodes, gpus, content.get("summary") is True, models)
+    return Recipe(path.stem, values, train, content.get("summary") is True)
 
 
 def step_values(
@@ -235,8 +233,8 @@ def step_values(
     values = {}
     for n, step in STEPS.items():
         values[n], given = dict(recipe.values[n]), parser.given(step.config_class, flags[n])
-        base = {1: config.actor_model, 2: config.reward_model}.get(n)
-        default = recipe.models.get(n)
+        name = {1: "actor_model", 2: "reward_model"}.get(n, "")
+        base, default = getattr(config, name, None), recipe.train.get(name)
         losses = [given.get("loss", values[n].get("loss")), values[n].get("loss")]
         if losses.count("ipo") == 1:  # its beta is on another scale
             values[n].pop("beta", None)

@@ -116,9 +116,7 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Ru
         check_apart(run.folder, run.fields)
     # On which machines.
     example = root / "training" / "launch" / "hostfile"
-    machines = cluster.find(
-        config, recipe.num_nodes, recipe.num_gpus, _num_gpus(), example, config.dry_run
-    )
+    machines = cluster.find(config, recipe.train, _num_gpus(), example, config.dry_run)
     num_processes = machines.num_processes
     # What becomes of finished and interrupted steps.
     earlier = earlier_step_values(config, groups, recipe, sft_folder)

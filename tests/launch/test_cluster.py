@@ -44,7 +44,8 @@ def find(gpus_here: int = 0, default_nodes=None, default_gpus=None, dry_run=Fals
     config = ClusterConfig(**flags)
     require_valid(config)
     config.validate_cluster()
-    return cluster.find(config, default_nodes, default_gpus, gpus_here, EXAMPLE, dry_run)
+    recipe = {"num_nodes": default_nodes, "num_gpus": default_gpus}
+    return cluster.find(config, recipe, gpus_here, EXAMPLE, dry_run)
 
 
 def test_numbers_come_from_flags_then_recipe_then_hostfile_then_here():
