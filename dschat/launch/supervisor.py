@@ -27,7 +27,7 @@ from dschat.distributed import process_registry, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import watchdog
 from dschat.launch.cluster import Cluster
-from dschat.launch.watchdog import GRACE_S, send
+from dschat.launch.watchdog import end_group, send
 from dschat.reporting.run_files import PAGE
 
 
@@ -93,7 +93,8 @@ class ProcessSupervisor:
             # The launcher may have died of the same signal while its processes still save.
             while signaled and len(self._caught) < 2 and (process.poll() is None or ranks.here()):
                 time.sleep(0.05)
-            _end_group(process, self._caught, ranks)
+            end_group(process.pid, ranks, lambda: len(self._caught) > 1 or _is_gone(process))
+            process.wait()
             caught = tuple(self._caught)
             code = exit_code(process.returncode, caught, signaled, ranks.stopped)
         if caught and code == 128 + caught[0]:
@@ -166,22 +167,12 @@ def _request_stop(
     return bool(here)
 
 
-def _end_group(
-    process: subprocess.Popen, caught: Sequence[int], ranks: process_registry.ProcessRegistry
-) -> None:
-    """SIGTERM to the rest of the group; after ``GRACE_S`` or a second signal, SIGKILL."""
-    # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher prints a traceback on SIGINT.
-    send(os.killpg, process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while send(os.killpg, process.pid, 0) and time.monotonic() < deadline and len(caught) < 2:
-        if process.poll() is not None:  # not before: Popen must reap its own process
-            with suppress(ChildProcessError):  # reap orphans: train.py may be a container's init
-                os.waitpid(-process.pid, os.WNOHANG)
-        time.sleep(0.05)
-    send(os.killpg, process.pid, signal.SIGKILL)
-    for pid in ranks.here():  # started by a remote shell, outside of the group
-        send(os.kill, pid, signal.SIGKILL)
-    process.wait()
+def _is_gone(process: subprocess.Popen) -> bool:
+    """Whether no process of the command's group is left."""
+    if process.poll() is not None:  # not before: Popen must reap its own process
+        with suppress(ChildProcessError):  # reap orphans: train.py may be a container's init
+            os.waitpid(-process.pid, os.WNOHANG)
+    return not send(os.killpg, process.pid, 0)
 
 
 _PREFLIGHT_S = 60.0  # for the checks and the estimate

@@ -71,12 +71,18 @@ def _terminate(group: int, ranks: ProcessRegistry) -> None:
 
     if any([send(os.kill, pid, signal.SIGTERM) for pid in ranks.here()]):
         _wait(gone)
+    end_group(group, ranks, gone)
+    _wait(gone)
+
+
+def end_group(group: int, ranks: ProcessRegistry, gone: Callable[[], bool]) -> None:
+    """SIGTERM to the group; once it is ``gone``, or after ``GRACE_S``, SIGKILL."""
+    # NOTE SIGTERM for Ctrl-C too: DeepSpeed's launcher prints a traceback on SIGINT.
     send(os.killpg, group, signal.SIGTERM)
     _wait(gone)
     send(os.killpg, group, signal.SIGKILL)
     for pid in ranks.here():  # started by a remote shell, outside of the group
         send(os.kill, pid, signal.SIGKILL)
-    _wait(gone)
 
 
 def _wait(gone: Callable[[], bool]) -> None:
