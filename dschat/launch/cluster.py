@@ -22,7 +22,7 @@ from typing import Any, Literal, Optional
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import flag, read_text
+from dschat.config.fields import flag, read_named
 from dschat.distributed.memory import available_memory
 from dschat.startup.performance import num_cores
 
@@ -118,13 +118,7 @@ def read_hostfile(path: str) -> dict[str, tuple[int, int]]:
     Raises:
         UserError: no such file, a malformed line (with its number), a duplicate machine, or none.
     """
-    try:
-        lines = read_text(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise UserError(
-            f"--hostfile {path}: {reason}; name a file of lines NAME slots=GPUS"
-        ) from None
+    lines = read_named(path, f"--hostfile {path}", "one of lines NAME slots=GPUS").splitlines()
     hosts: dict[str, tuple[int, int]] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

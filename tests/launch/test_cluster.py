@@ -68,7 +68,7 @@ def test_numbers_come_from_flags_then_recipe_then_hostfile_then_here():
         ("alpha slots=0\n", ":1: alpha has no slots"),
         ("alpha slots=4\n\nalpha slots=4\n", ":3: duplicate machine alpha"),
         ("# nobody\n", " names no machine"),
-        ("\xff", ": not a text file"),
+        ("\xff", ": not a UTF-8 text file"),
     ],
 )
 def test_hostfile_mistakes_name_the_line(text, message):
