@@ -97,7 +97,7 @@ class ProcessRegistry:
                 name, _, start = file.read().partition(" ")
                 host, _, pid = name.rpartition("@")
                 here = host == socket.gethostname() and pid.isdigit()
-                return Holder(name, not here or (bool(start) and start == _start_time(int(pid))))
+                return Holder(name, not here or _lives(int(pid), start))
         return None
 
     def remove(self) -> None:
@@ -106,13 +106,11 @@ class ProcessRegistry:
 
     def here(self) -> list[int]:
         """Ids of the registered processes of this machine that live."""
-        entries = [path.name.rpartition("@") for path in self._entries()]
-        pids = [int(pid) for host, _, pid in entries if host == socket.gethostname()]
-        return [pid for pid in pids if self._lives(pid)]
+        return [pid for path, pid in self._entries() if pid and _lives(pid, _content(path))]
 
     def elsewhere(self) -> bool:
         """Whether processes of other machines are registered."""
-        return any(path.name.rpartition("@")[0] != socket.gethostname() for path in self._entries())
+        return any(pid is None for _, pid in self._entries())
 
     @property
     def stopped(self) -> bool:
@@ -122,22 +120,15 @@ class ProcessRegistry:
     def remove_stale(self) -> None:
         """Remove the entries of this machine's processes that were killed, and the stopped mark."""
         (self.folder / _STOPPED).unlink(missing_ok=True)
-        living = self.here()
-        for path in self._entries():
-            host, _, pid = path.name.rpartition("@")
-            if host == socket.gethostname() and int(pid) not in living:
+        for path, pid in self._entries():
+            if pid and not _lives(pid, _content(path)):
                 path.unlink(missing_ok=True)
 
-    def _entries(self) -> list[Path]:
-        return [path for path in self.folder.glob("*@*") if not path.name.startswith(".")]
-
-    def _lives(self, pid: int) -> bool:
-        """Whether it is still the process that registered: process ids are reused."""
-        try:
-            start = (self.folder / f"{socket.gethostname()}@{pid}").read_text()
-        except OSError:
-            return False
-        return bool(start) and start == _start_time(pid)
+    def _entries(self) -> Iterator[tuple[Path, Optional[int]]]:
+        """The file of each process, and its id if it is of this machine."""
+        for path in self.folder.glob("[!.]*@*"):
+            host, _, pid = path.name.rpartition("@")
+            yield path, int(pid) if host == socket.gethostname() else None
 
 
 @contextmanager
@@ -160,12 +151,20 @@ def mark_stopped(output_dir: str | Path) -> None:
         replace_file(Path(output_dir) / FOLDER / _STOPPED, "")
 
 
-def _start_time(pid: int) -> str:
-    """Start time of the process in clock ticks since boot, from /proc; empty where that is missing
-    or the process has ended.
-    """
+def _content(path: Path) -> str:
+    """Empty where the file is gone."""
     try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return path.read_text()
     except OSError:
         return ""
+
+
+def _lives(pid: int, start: str) -> bool:
+    """Whether it is still the process that started then: process ids are reused."""
+    return bool(start) and start == _start_time(pid)
+
+
+def _start_time(pid: int) -> str:
+    """Start time of the process in clock ticks since boot; empty where it has ended."""
+    state, *numbers = _content(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or "Z"
     return "" if state == "Z" else numbers[18]
