@@ -4,10 +4,10 @@ the text files that they name.
 
 import errno
 import functools
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -25,32 +25,26 @@ LARGEST = 1e6
 
 @dataclass(frozen=True)
 class Bounds:
-    """An interval of numbers, and what to do about one outside it; None: no bound on that side."""
+    """An interval of numbers, and what to do about one outside it."""
 
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
+    ge: float = -inf
+    gt: float = -inf
+    le: float = inf
+    lt: float = inf
     remedy: str = ""
 
     def __contains__(self, value: float) -> bool:
-        return not (
-            (self.ge is not None and not value >= self.ge)
-            or (self.gt is not None and not value > self.gt)
-            or (self.le is not None and not value <= self.le)
-            or (self.lt is not None and not value < self.lt)
-        )
+        return self.ge <= value <= self.le and self.gt < value < self.lt
 
     def __str__(self) -> str:
         """``must be at least 1``, ``must be in [0, 1); 0 turns it off``."""
-        low = self.ge if self.gt is None else self.gt
-        high = self.le if self.lt is None else self.lt
-        if self.ge is not None and self.le is not None:
+        low, high = max(self.ge, self.gt), min(self.le, self.lt)
+        if self.ge > -inf and self.le < inf:
             wording = f"must be between {low} and {high}"
-        elif high is not None:
-            left, right = "[" if self.gt is None else "(", "]" if self.lt is None else ")"
+        elif high < inf:
+            left, right = "[" if self.ge > -inf else "(", "]" if self.le < inf else ")"
             wording = f"must be in {left}{low}, {high}{right}"
-        elif self.gt is not None:
+        elif self.gt > -inf:
             wording = "must be positive" if low == 0 else f"must be above {low}"
         else:
             wording = "must not be negative" if low == 0 else f"must be at least {low}"
@@ -61,10 +55,10 @@ def flag(
     default: Any,
     help: str,
     *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
+    ge: float = -inf,
+    gt: float = -inf,
+    le: float = inf,
+    lt: float = inf,
     remedy: str = "",
     short: bool = False,
     **metadata: Any,
@@ -72,16 +66,13 @@ def flag(
     """A dataclass field with a help text; a list default is copied per instance.
 
     Args:
-        ge, gt, le, lt: bounds of a number, which may equal ``ge`` and ``le``. ``ge`` or ``gt`` is
-            given wherever there is a bound.
+        ge, gt, le, lt: bounds of a number, which may equal ``ge`` and ``le``.
         remedy: ends the message about a number out of bounds.
         short: whether ``--help`` shows the flag; ``--help all`` shows every one.
         metadata: what argparse takes; ``needs``, a flag without which this one has no effect;
             ``reads`` is "files" where the value names local files, whose contents count.
     """
-    metadata |= {"help": help, "short": short}
-    if ge is not None or gt is not None:
-        metadata["bounds"] = Bounds(ge, gt, le, lt, remedy)
+    metadata |= {"help": help, "short": short, "bounds": Bounds(ge, gt, le, lt, remedy)}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -96,9 +87,7 @@ place_flag = functools.partial(flag, affects="place")
 
 def changed(config: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from their defaults."""
-    factories = {f.name: f.default_factory for f in fields(config)}
-    defaults = {f.name: f.default for f in fields(config)}
-    defaults |= {name: make() for name, make in factories.items() if make is not MISSING}
+    defaults = asdict(type(config)())
     return {name: v for name, v in asdict(config).items() if v != defaults[name]}
 
 
@@ -170,9 +159,9 @@ def type_problem(value: Any, hint: Any) -> str:
     if hint is float:
         if not isinstance(value, Real) or isinstance(value, bool):
             return "is not a number"
-        if not _is_finite(value):
+        if value != value or abs(value) == inf:
             return "is not a finite number"
-        if value < -LARGEST or not value <= LARGEST:
+        if abs(value) > LARGEST:
             return f"is out of range; it must be between -{LARGEST:.0f} and {LARGEST:.0f}"
         # Read back from a flag it would be a float, and a different number.
         is_exact = not isinstance(value, Integral) or float(value) == value
@@ -196,13 +185,6 @@ def _list_problem(value: Any, hint: Any, may_be_empty: bool) -> str:
         if hint is str and str(item).startswith("-"):
             return f"has {item}, which looks like a flag; write a file name as ./{item}"
     return ""
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond any float
-        return False
 
 
 def read_named(path: str | Path, where: str, kind: str) -> str:
