@@ -12,29 +12,14 @@ from dataclasses import MISSING, Field, fields
 from functools import partial
 from inspect import get_annotations
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    NoReturn,
-    Protocol,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from dschat.config import UserError, renamed
 from dschat.config.fields import AUTO, IntOrAuto, read_named, type_problem
 
-
-class _Validated(Protocol):
-    def validate(self) -> None: ...
-
-
-Config = TypeVar("Config", bound=_Validated)
+Config = TypeVar("Config")
 # argparse's message -> ours, after the name of the flag.
 _REWORDINGS = (
     (r"invalid choice: (.*?) \(choose from (.*)\)", r"\1 is not one of \2"),
@@ -63,16 +48,14 @@ def parse(
     words = sys.argv[1:] if argv is None else argv
     if first is not None and words and not words[0].startswith("-"):
         words = [f"--{first}", *words]
-    config = config_class(**given(config_class, words, takes_file))
+    config: Any = config_class(**given(config_class, words, takes_file))
     config.validate()
     return config
 
 
-def given(
-    config_class: type, argv: Sequence[str] | None = None, takes_file: bool = True
-) -> dict[str, Any]:
+def given(config_class: type, argv: Sequence[str], takes_file: bool = True) -> dict[str, Any]:
     """The fields set in ``argv`` or its ``--config`` file, with their types; no defaults."""
-    flags = _Parser(config_class, takes_file).values(sys.argv[1:] if argv is None else argv)
+    flags = _Parser(config_class, takes_file).values(argv)
     path = flags.pop("config", None)
     if path is None:
         return flags

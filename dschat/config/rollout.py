@@ -6,7 +6,7 @@ Part of `dschat.config.RLHFConfig`.
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Optional
+from typing import Any, Literal, Optional
 
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, speed_flag
@@ -126,10 +126,6 @@ class RolloutConfig:
         ge=1,
     )
 
-    if TYPE_CHECKING:
-
-        def mini_batch_size(self, world_size: int) -> int: ...
-
     @property
     def staleness_bound(self) -> int:
         """Iterations after which a prompt under way is completed."""
@@ -139,8 +135,9 @@ class RolloutConfig:
         """Prompts in one rollout, over all processes; at least those of an optimizer step, for
         which DeepSpeed-Chat's gradient accumulation takes several rollouts of one policy.
         """
+        config: Any = self  # the step's dataclass has the other flags
         prompts = self.per_device_generation_batch_size * self.generation_batches * world_size
-        return max(prompts, self.mini_batch_size(world_size) // self.num_samples_per_prompt)
+        return max(prompts, config.mini_batch_size(world_size) // self.num_samples_per_prompt)
 
     def rollout_samples(self, world_size: int) -> int:
         """Sequences in one rollout, over all processes."""
