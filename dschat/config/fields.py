@@ -161,7 +161,7 @@ def type_problem(value: Any, hint: Any) -> str:
             return "is not a number"
         if value != value or abs(value) == inf:
             return "is not a finite number"
-        if abs(value) > LARGEST:
+        if value < -LARGEST or not value <= LARGEST:
             return f"is out of range; it must be between -{LARGEST:.0f} and {LARGEST:.0f}"
         # Read back from a flag it would be a float, and a different number.
         is_exact = not isinstance(value, Integral) or float(value) == value

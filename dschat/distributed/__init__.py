@@ -25,22 +25,8 @@ from dschat.distributed.failure_detector import (
 )
 
 if TYPE_CHECKING:
-    from dschat.distributed.collectives import (
-        RankGroup,
-        all_gather_shards,
-        all_reduce_sum,
-        barrier,
-        exchange_objects,
-        gather_objects,
-        gather_on_host,
-        main_process_first,
-        max_int,
-        my_share,
-        shared_bytes,
-        sum_floats,
-        sum_named,
-    )
-    from dschat.distributed.process_group import check_same, init, shutdown
+    from dschat.distributed.collectives import *  # noqa: F403
+    from dschat.distributed.process_group import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:

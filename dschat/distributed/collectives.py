@@ -162,7 +162,7 @@ def all_gather_shards(
         _all_gather(joined.view(-1), local)
         return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
     dtype = parts[0].dtype
-    shared = _buffers().next(world * total * dtype.itemsize)
+    shared = _buffers("shards").next(world * total * dtype.itemsize)
     # Without shared memory: a sum with zeros. gloo's all-gather makes a flat copy of its output and
     # takes 1.5 times as long.
     joined = torch.zeros(world * total, dtype=dtype) if shared is None else shared.view(dtype)
@@ -187,7 +187,7 @@ def gather_on_host(output: Tensor, shard: Tensor, group: Any = None) -> bool:
     by_rank, step = output.view(world, -1), _PIECE_BYTES // (world * size)
     for start in range(0, shard.numel(), step):
         piece = shard[start : start + step]
-        shared = _pieces().next(_PIECE_BYTES)
+        shared = _buffers("pieces").next(_PIECE_BYTES)
         if shared is None:
             return False
         all_pieces = shared[: world * piece.numel() * size].view(shard.dtype).view(world, -1)
@@ -199,16 +199,12 @@ def gather_on_host(output: Tensor, shard: Tensor, group: Any = None) -> bool:
 
 def shared_bytes() -> int:
     """Shared memory of a CPU host's processes for `all_gather_shards`; freed by `shutdown`."""
-    return _buffers().num_bytes
+    return _buffers("shards").num_bytes
 
 
 @functools.cache
-def _buffers() -> AlternatingBuffers:
-    return AlternatingBuffers(is_main_process(), gather_objects)
-
-
-@functools.cache
-def _pieces() -> AlternatingBuffers:
+def _buffers(use: str) -> AlternatingBuffers:
+    """The pair of buffers for ``use``: shards or pieces."""
     return AlternatingBuffers(is_main_process(), gather_objects)
 
 
@@ -337,4 +333,3 @@ def forget_group() -> None:
     """Drop the groups and buffers of the process group that is being destroyed."""
     _handles.clear()
     _buffers.cache_clear()
-    _pieces.cache_clear()

@@ -65,7 +65,7 @@ class FailureDetector:
         if server is None or size == 1:
             self.all_connected.set()
         port_and_token = server and (server.getsockname()[1], secrets.token_hex(16))
-        ranks = gather((port_and_token, _process_name()))
+        ranks = gather((port_and_token, f"pid {os.getpid()} on {socket.gethostname()}"))
         self._names = [name for _, name in ranks]
         if ranks[0][0] is None:
             return
@@ -288,7 +288,3 @@ def _send(connection: socket.socket, line: str) -> None:
 
 def _code(word: str) -> int | None:
     return None if word == "None" else int(word)
-
-
-def _process_name() -> str:
-    return f"pid {os.getpid()} on {socket.gethostname()}"

@@ -166,5 +166,5 @@ def _lives(pid: int, start: str) -> bool:
 
 def _start_time(pid: int) -> str:
     """Start time of the process in clock ticks since boot; empty where it has ended."""
-    state, *numbers = _content(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or "Z"
+    state, *numbers = _content(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split() or ["Z"]
     return "" if state == "Z" else numbers[18]

@@ -204,9 +204,9 @@ def load_recipe(name: str, folder: Path) -> Recipe:
             f"{path}: model: {key} {name!r} is not a name; give a folder or a hub model",
         )
     train: dict[str, Any] = {}
-    for key, names in _OWN.items():
+    for key, own in _OWN.items():
         where, section = f"{path}: {key}", sections[key]
-        _check_keys(section, names, where)
+        _check_keys(section, own, where)
         train |= parser.values_of(TrainConfig, section, where)
     values = {}
     for n, step in STEPS.items():
