@@ -54,7 +54,8 @@ def main() -> int:
         return 0
     lines = []
     if plan.runs and plan.cluster.is_first:
-        lines = preflight_lines(request)  # raises for what a later step cannot use
+        # Raises for what a later step cannot use.
+        lines = preflight_lines(request, plan.environment)
     for line in [*plan.notes, *lines]:
         say(line)
 

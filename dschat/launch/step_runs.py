@@ -91,9 +91,8 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
         return _two_steps(config, pairs.loss)
     rlhf = RLHFConfig(**values[3])
     needs_no_model = rlhf.has_reward_functions or rlhf.has_teacher
-    if not needs_no_model or rlhf.reward_model_name_or_path:
-        return dict(STEPS), []
-    if config.reward_model or 2 in (config.step or ()):
+    names_model = rlhf.reward_model_name_or_path or config.reward_model
+    if not needs_no_model or names_model or 2 in (config.step or ()):
         return dict(STEPS), []
     if values[2].get(BASE) and not config.step:
         return dict(STEPS), [
@@ -328,14 +327,11 @@ def resume(
             f"--resume {paths[0].fields['resume']} is a checkpoint of one step; name the step: "
             f"--step{paths[-1].number}.resume"
         )
-    made: list[StepRun] = []
-    notes = []
-    for run in runs:
-        made_here = {earlier.folder for earlier in made}
-        changed, note = _resumed(run, made_here, config, num_processes)
-        made.append(changed)
-        notes += [note] if note else []
-    return made, notes
+    resumed = [
+        _resumed(run, {earlier.folder for earlier in runs[:index]}, config, num_processes)
+        for index, run in enumerate(runs)
+    ]
+    return [run for run, _ in resumed], [note for _, note in resumed if note]
 
 
 def _resumed(

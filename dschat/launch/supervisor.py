@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -31,23 +31,20 @@ from dschat.launch.watchdog import end_group, send
 from dschat.reporting.run_files import PAGE
 
 
-class ProcessSupervisor:
+class ProcessSupervisor(ExitStack):
     """Context manager that catches signals and runs commands meanwhile."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._caught: list[int] = []
-        self._restore = ExitStack()
 
     def __enter__(self) -> "ProcessSupervisor":
         for signum in stop_signals.SIGNALS:
             handler = signal.getsignal(signum)
             if handler is not signal.SIG_IGN:  # nohup, or a background job
                 signal.signal(signum, lambda number, _frame: self._caught.append(number))
-                self._restore.callback(signal.signal, signum, handler)
+                self.callback(signal.signal, signum, handler)
         return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._restore.close()
 
     @property
     def stop_requested(self) -> bool:
@@ -179,7 +176,7 @@ _PREFLIGHT_S = 60.0  # for the checks and the estimate
 _LONGEST_S = 300.0  # for the last report, which train.py waits for
 
 
-def preflight_lines(request: PlanRequest) -> list[str]:
+def preflight_lines(request: PlanRequest, environment: Mapping[str, str]) -> list[str]:
     """Check data and models of all steps, and return the memory plan, one line per step. A failed
     estimate is one line too, not an error.
 
@@ -190,13 +187,11 @@ def preflight_lines(request: PlanRequest) -> list[str]:
         if not _is_here(name):
             return [f"no plan: the configuration of {name} is not cached, and the hub is offline"]
     command = [sys.executable, "-m", "dschat.launch.preflight"]
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
             command,
             input=request.to_json(),
-            env=os.environ | {"PYTHONPATH": path},
+            env={**environment},
             capture_output=True,
             text=True,
             timeout=_PREFLIGHT_S,
@@ -229,7 +224,7 @@ def _is_here(name: str) -> bool:
     return not constants.HF_HUB_OFFLINE or bool(try_to_load_from_cache(name, "config.json"))
 
 
-class RunReport:
+class RunReport(AbstractContextManager):
     """``every_s``: seconds between reports while steps run; 0: none of those.
 
     As a context manager, kills a report that is being written on exit.
@@ -242,19 +237,13 @@ class RunReport:
         self._last = time.monotonic()
         self._process: subprocess.Popen | None = None
 
-    def __enter__(self) -> "RunReport":
-        return self
-
     def __exit__(self, *_: Any) -> None:
         self._stop()
 
     def is_current(self, marks: Iterable[Path]) -> bool:
         """Whether there is a page not older than any of ``marks``, files of finished steps."""
-        try:
-            written = (self._output_dir / PAGE).stat().st_mtime
-        except OSError:
-            return False
-        return all(mark.stat().st_mtime <= written for mark in marks)
+        page = self._output_dir / PAGE
+        return page.exists() and all(mark.stat().st_mtime <= page.stat().st_mtime for mark in marks)
 
     def poll(self) -> None:
         """Start a report if one is due and none is being written."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import forked
 import pytest
 from estimates import estimated
+from python_process import environment
 
 from dschat.config import RLHFConfig, UserError
 from dschat.estimate import PlanRequest
@@ -72,11 +73,12 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     monkeypatch.setattr("dschat.estimate.models.shape_of", fail)
     with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
         tables(request)  # --plan: one line, not a traceback
-    (line,) = preflight_lines(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+    nothing = PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)
+    (line,) = preflight_lines(nothing, {})
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
-        tables(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1))
+        tables(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1), {})
 
 
 def test_hours_are_those_of_gpus(monkeypatch):
@@ -99,7 +101,7 @@ def test_hours_are_those_of_gpus(monkeypatch):
 @pytest.mark.slow  # tests of wrong inputs run that process too
 def test_the_preflight_process_returns_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
-    (line,) = preflight_lines(PlanRequest({1: fields}, 1, 1, 0.9))
+    (line,) = preflight_lines(PlanRequest({1: fields}, 1, 1, 0.9), environment())
     assert line.startswith("plan: step 1: training (")
     assert " of 0.9 GiB: " in line
 
