@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dschat.distributed.env import (
     device,
-    first_host,
     has_gpu,
     is_main_process,
     local_rank,

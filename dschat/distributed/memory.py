@@ -54,16 +54,15 @@ def restart_peak(device: "torch.device") -> int:
 
     First what no tensor uses is returned to the device or the system.
     """
+    earlier_peaks[device.type] = _highest_bytes(device)
     if device.type == "cuda":
         import torch
 
-        _note_peak(device, torch.cuda.max_memory_allocated(device))
         torch.cuda.empty_cache()  # else a peak within it would not be seen
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_reserved(device)
     import psutil
 
-    _note_peak(device, peak_bytes(device))
     return_freed_memory()
     with suppress(OSError):  # not permitted: the peak stays the process's
         Path("/proc/self/clear_refs").write_text("5")
@@ -82,21 +81,20 @@ def peak_bytes(device: "torch.device") -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def peak_memory_gib(device: "str | torch.device") -> float:
+def peak_memory_gib(device: "torch.device") -> float:
     """Most memory held so far, in GiB (2^30 bytes).
 
     CUDA: tensors on this device. Otherwise: this process's resident set since it began, children
     and other ranks not included.
     """
-    import torch
+    return _highest_bytes(device) / 2**30
 
-    device = torch.device(device)
+
+def _highest_bytes(device: "torch.device") -> int:
     if device.type == "cuda":
+        import torch
+
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = peak_bytes(device)
-    return max(peak, earlier_peaks.get(device.type, 0)) / 2**30
-
-
-def _note_peak(device: "torch.device", peak: int) -> None:
-    earlier_peaks[device.type] = max(peak, earlier_peaks.get(device.type, 0))
+    return max(peak, earlier_peaks.get(device.type, 0))

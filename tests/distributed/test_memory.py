@@ -62,7 +62,7 @@ def test_peak_memory_of_a_cpu_process_is_its_high_water_mark():
     memory.earlier_peaks.clear()  # of tests in this process that restarted it
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     high_water_gib = int(line.split()[1]) / 2**20  # given in KiB
-    assert memory.peak_memory_gib("cpu") == pytest.approx(high_water_gib, rel=0.1)
+    assert memory.peak_memory_gib(torch.device("cpu")) == pytest.approx(high_water_gib, rel=0.1)
 
 
 def take(num_bytes):
@@ -112,6 +112,6 @@ def test_free_memory_shrinks_by_what_a_tensor_takes():
 def test_peak_memory_of_a_gpu_counts_its_tensors():
     torch.cuda.reset_peak_memory_stats()
     memory.earlier_peaks.clear()
-    before = memory.peak_memory_gib("cuda")
+    before = memory.peak_memory_gib(torch.device("cuda"))
     torch.ones(2**28, device="cuda")  # 1 GiB, dropped at once
-    assert memory.peak_memory_gib("cuda") == pytest.approx(before + 1.0, abs=0.01)
+    assert memory.peak_memory_gib(torch.device("cuda")) == pytest.approx(before + 1.0, abs=0.01)

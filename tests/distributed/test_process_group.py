@@ -81,7 +81,7 @@ def test_slurm_tasks_meet_on_the_first_machine(variables):
     ],
 )
 def test_first_host(machines, first):
-    assert dist.first_host(machines) == first
+    assert env.first_host(machines) == first
 
 
 JOIN = """
