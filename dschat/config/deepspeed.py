@@ -24,6 +24,11 @@ _MEMORY = ("cpu", "nvme")
 FROZEN = ("reference", "reward", "teacher")
 
 
+def _flag_of(model: str, name: str) -> str:
+    """``actor_zero_stage``, or ``zero_stage`` in steps 1 and 2."""
+    return f"{model}_{name}" if model else name
+
+
 @dataclass
 class DeepSpeedConfig(QuantizedConfig):
     """DeepSpeed."""
@@ -55,7 +60,7 @@ class DeepSpeedConfig(QuantizedConfig):
         Raises:
             UserError: the file is missing, broken or contradicts a flag.
         """
-        path, origin = self._deepspeed_file(model)[1], self.deepspeed_origin(model)
+        path, origin = self.deepspeed_file(model)
         if not path:
             return {}
         if path not in self._contents:
@@ -63,10 +68,14 @@ class DeepSpeedConfig(QuantizedConfig):
         decided = self._decided(model, world_size)
         return deepspeed_json.accepted(self._contents[path], origin, decided)
 
-    def deepspeed_origin(self, model: str = "") -> str:
-        """``--deepspeed_config FILE``, the start of an error message; empty without a file."""
-        name, path = self._deepspeed_file(model)
-        return f"--{name} {path}" if path else ""
+    def deepspeed_file(self, model: str) -> tuple[str, str]:
+        """The file of ``model``, and ``--deepspeed_config FILE``, the start of an error message;
+        both empty without a file.
+        """
+        own = _flag_of(model, "deepspeed_config")
+        name = own if getattr(self, own) else "deepspeed_config"
+        path = getattr(self, name) or ""
+        return path, f"--{name} {path}" if path else ""
 
     @property
     def training_dtype(self) -> str:
@@ -102,7 +111,7 @@ class DeepSpeedConfig(QuantizedConfig):
         return self.offloads(part) or self.offloads("auto")
 
     def validate_deepspeed(self) -> None:
-        stages = [f"--{m}_zero_stage".replace("--_", "--") for m in self.deepspeed_models]
+        stages = [f"--{_flag_of(m, 'zero_stage')}" for m in self.deepspeed_models]
         sharded = [m for m in self.deepspeed_models if self._flag(m, "zero_stage") == 3]
         for part in self.offload or ():
             require(
@@ -114,7 +123,7 @@ class DeepSpeedConfig(QuantizedConfig):
             not self.offloads("params") or bool(sharded),
             f"--offload params needs {' or '.join(stages)} 3: lower stages do not shard parameters",
         )
-        flags = [f"{model}_gradient_checkpointing".strip("_") for model in self.deepspeed_models]
+        flags = [_flag_of(m, "gradient_checkpointing") for m in self.deepspeed_models]
         require(
             not self.offloads("activations") or any(getattr(self, flag) for flag in flags),
             f"--offload activations needs --{' or --'.join(flags)}",
@@ -122,20 +131,14 @@ class DeepSpeedConfig(QuantizedConfig):
         for model in self.deepspeed_models:
             require(
                 not self._file_offloads(model, "offload_param") or model in sharded,
-                f"{self.deepspeed_origin(model)}: offload_param needs "
-                f"{'--' + model + '_zero_stage' if model else '--zero_stage'} 3",
+                f"{self.deepspeed_file(model)[1]}: offload_param needs "
+                f"--{_flag_of(model, 'zero_stage')} 3",
             )
         self._precision_of_files()
         self.validate_quantization()
 
     def _flag(self, model: str, name: str) -> Any:
-        return getattr(self, f"{model}_{name}" if model else name)
-
-    def _deepspeed_file(self, model: str) -> tuple[str, str | None]:
-        """The name of the flag, and the file of ``model``."""
-        own = f"{model}_deepspeed_config"
-        name = own if model and getattr(self, own) else "deepspeed_config"
-        return name, getattr(self, name)
+        return getattr(self, _flag_of(model, name))
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, Any]]:
@@ -150,15 +153,14 @@ class DeepSpeedConfig(QuantizedConfig):
     def _decided(self, model: str, world_size: int | None) -> deepspeed_json.Decided:
         """DeepSpeed settings of ``model`` that flags decide."""
         config: Any = self  # the step's dataclass has the other flags
-        prefix = f"{model}_" if model else ""
         micro = "per_device_training_batch_size" if model else "per_device_train_batch_size"
         flags = {
-            "zero_optimization.stage": f"{prefix}zero_stage",
+            "zero_optimization.stage": _flag_of(model, "zero_stage"),
             "gradient_clipping": "max_grad_norm",
             "gradient_accumulation_steps": "gradient_accumulation_steps",
             "train_micro_batch_size_per_gpu": micro,
-            "optimizer.params.lr": f"{prefix}learning_rate",
-            "optimizer.params.weight_decay": f"{prefix}weight_decay",
+            "optimizer.params.lr": _flag_of(model, "learning_rate"),
+            "optimizer.params.weight_decay": _flag_of(model, "weight_decay"),
             "optimizer.params.betas": "adam_betas",
             "scheduler.params.warmup_num_steps": "num_warmup_steps",
         }

@@ -153,7 +153,7 @@ def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
     """
     dtype = resolve_dtype(config.training_dtype)
     zero = ZeroSettings.of(config, model, dtype, dist.world_size())
-    return _checked(zero, config.deepspeed_origin(model))
+    return _checked(zero, config.deepspeed_file(model)[1])
 
 
 def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
