@@ -50,19 +50,14 @@ def init(timeout_minutes: float = 60.0) -> None:
     # Both backends on CUDA: metrics and flags live on the CPU and should not wait for kernels.
     backend = "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    if launched:
-        store = meet()
-        store.set_timeout(timeout)
-        torch_dist.init_process_group(
-            backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
-        )
+    store = meet() if launched else torch_dist.HashStore()
+    store.set_timeout(timeout)
+    torch_dist.init_process_group(
+        backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
+    )
+    if world_size() > 1:
         check_same(flags_of(sys.argv))  # else they would hang
-        if world_size() > 1:
-            address = os.environ["MASTER_ADDR"]
-            watch(FailureDetector(rank(), world_size(), address, gather_objects))
-    else:
-        store = torch_dist.HashStore()
-        torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        watch(FailureDetector(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects))
 
 
 def meet() -> torch_dist.Store:
