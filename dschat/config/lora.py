@@ -112,10 +112,8 @@ class LoraConfig:
         "without a reward model.",
     )
 
-    def validate_shared_base(
-        self, sharded: bool, dropouts: tuple[Optional[float], Optional[float]]
-    ) -> None:
-        """``sharded``: a model is, by ZeRO-3 or offloading; ``dropouts``: of actor and critic."""
+    def validate_shared_base(self) -> None:
+        config: Any = self  # the step's dataclass has the other flags
         if not self.share_base:
             return
         require(
@@ -123,11 +121,12 @@ class LoraConfig:
             "--share_base needs frozen weights: pass --actor_lora_dim, such as 64",
         )
         require(
-            not sharded,
+            max(config.actor_zero_stage, config.critic_zero_stage) < 3
+            and not config.offloads("reward"),
             "--share_base excludes ZeRO-3 and --offload reward, which shard a model's weights: use "
             "--actor_zero_stage and --critic_zero_stage 2 or less",
         )
-        actor, critic = (dropout or 0.0 for dropout in dropouts)
+        actor, critic = config.actor_dropout or 0.0, config.critic_dropout or 0.0
         require(
             actor == critic,
             f"--share_base: --actor_dropout {actor:g} and --critic_dropout {critic:g} must be one",

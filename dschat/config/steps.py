@@ -367,10 +367,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         self.validate_algorithm(self.num_samples_per_prompt, self.max_answer_seq_len)
         self.validate_rewards()
         self.validate_distillation()
-        self.validate_shared_base(
-            3 in (self.actor_zero_stage, self.critic_zero_stage) or self.offloads("reward"),
-            (self.actor_dropout, self.critic_dropout),
-        )
+        self.validate_shared_base()
         require(
             bool(self.actor_model_name_or_path),
             "--actor_model_name_or_path is missing; name a folder or a hub model",

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 import dschat.distributed as dist
 from dschat.config import UserError
@@ -98,7 +98,9 @@ def _stopped(stop: stop_signals.TrainingStopped) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    """The exit code after one line about a full disk or memory; else a bug, with its traceback."""
+    """The exit code after one line about a full disk or memory; else a bug, with its traceback.
+    Neither is printed where another rank failed first.
+    """
     shortage = host_checks.shortage(error)
     if shortage is None and is_full(error):
         name = getattr(error, "filename", None)
@@ -107,11 +109,6 @@ def _unexpected(error: Exception) -> int:
         return 2
     if shortage is None and dist.world_size() == 1:
         raise error
-    return _fail_among_others(shortage)
-
-
-def _fail_among_others(shortage: Optional[str]) -> int:
-    """Print ``shortage`` or the traceback, unless another rank failed first; the exit code."""
     failure = dist.first_failure(FAILURE_NEWS_S)
     if failure is not None:
         return failure.code or 1
