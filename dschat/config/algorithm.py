@@ -153,7 +153,6 @@ class AlgorithmConfig:
 
     @property
     def kl_by(self) -> Literal["k1", "k2", "k3"]:
-        """The KL estimator: k1, k2 or k3."""
         if self.kl_estimator or not self.kl_is_in_loss:
             return self.kl_estimator or "k1"
         return "k2" if self.advantage_estimator == "reinforce_pp_baseline" else "k3"
@@ -171,7 +170,6 @@ class AlgorithmConfig:
 
     @property
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
-        """How token losses are averaged: token, sequence or constant."""
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
         if self.policy_loss == "gspo":

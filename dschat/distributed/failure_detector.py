@@ -234,7 +234,6 @@ def announce_exit(code: int) -> None:
 
 
 def is_watched() -> bool:
-    """Whether a failure detector runs."""
     return bool(_detectors)
 
 

@@ -114,7 +114,6 @@ class ProcessRegistry:
 
     @property
     def stopped(self) -> bool:
-        """Whether the step stopped on request."""
         return (self.folder / _STOPPED).exists()
 
     def remove_stale(self) -> None:

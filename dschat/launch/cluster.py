@@ -81,7 +81,6 @@ class ClusterConfig:
     ssh_port: Optional[int] = flag(None, "Port of ssh on the other machines; default: 22.", **_PORT)
 
     def validate_cluster(self) -> None:
-        """Raise ``UserError`` for flags that exclude each other."""
         by_hand = self.node_rank is not None
         require(by_hand or not self.no_ssh, "--no_ssh needs --node_rank: the rank of this machine")
         if self.node_rank is not None:

@@ -125,7 +125,6 @@ class TrainConfig(ClusterConfig):
     )
 
     def validate(self) -> None:
-        """Raise ``UserError`` for the first invalid flag."""
         require_valid(self)
         for number in self.step or ():
             if number not in STEPS:

@@ -61,7 +61,6 @@ class RunPlan:
 
     @property
     def commands(self) -> list[tuple[TrainingStep, list[str]]]:
-        """The command of every step that runs."""
         return [(run.step, self._command(run)) for run in self.runs]
 
     def _command(self, run: StepRun) -> list[str]:
@@ -69,7 +68,6 @@ class RunPlan:
         return self.cluster.command(run.number, [script, *parser.to_flags(run.fields)])
 
     def folder(self, step: TrainingStep) -> Path:
-        """The output folder of ``step``."""
         return self.output_dir / step.folder
 
     def finished(self, step: TrainingStep) -> bool:

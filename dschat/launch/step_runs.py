@@ -231,7 +231,6 @@ def _inputs_of(steps: Mapping[int, TrainingStep], values: Values) -> dict[int, t
 
 
 def folder_of(out: Path, step: TrainingStep) -> str:
-    """The output folder of ``step``."""
     return str(out / step.folder)
 
 

@@ -48,7 +48,6 @@ def limit_spinning_late() -> None:
 
 
 def num_cores() -> int:
-    """Number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
