@@ -111,7 +111,7 @@ class TrainConfig(ClusterConfig):
         None, "Dollars of a device hour for --plan; default: hours only.", short=True, ge=0
     )
     plan_nodes: Optional[list[int]] = flag(
-        None, "Numbers of nodes to compare in --plan, with this batch and with the fastest."
+        None, "Numbers of nodes to compare in --plan, with this batch and with the fastest.", ge=1
     )
     plan_tokens: Optional[list[int]] = flag(
         None,
@@ -127,12 +127,9 @@ class TrainConfig(ClusterConfig):
     def validate(self) -> None:
         require_valid(self)
         for number in self.step or ():
-            if number not in STEPS:
-                raise UserError(f"--step {number} does not exist; choose from 1, 2 and 3")
+            require(number in STEPS, f"--step {number} does not exist; choose from 1, 2 and 3")
         if self.plan_device is not None:
             find_speed(self.plan_device)
-        for nodes in self.plan_nodes or ():
-            require(nodes > 0, f"--plan_nodes {nodes}: give numbers of at least 1")
         tokens = self.plan_tokens
         require(
             tokens is None or (len(tokens) == 2 and min(tokens) > 0),
