@@ -147,6 +147,7 @@ def write_files(folder: Path) -> None:
         "recipe_key.yaml": "step3: {kl_cof: 0.1}",
         "recipe_value.yaml": "step1: {seed: x}",
         "recipe_model.yaml": "model: {actor_model: [1, 2], reward_model: {a: b}}",
+        "recipe_nodes.yaml": "launch: {num_nodes: -1}",
         "scores.py": "def tested(answers, tests):\n    return [1.0] * len(answers)\n",
         "broken.py": "def score(:",
         "endless.py": "import time\ntime.sleep(600)\n",

@@ -204,6 +204,7 @@ def load_recipe(name: str, folder: Path) -> Recipe:
         where, section = f"{path}: {key}", sections[key]
         _check_keys(section, own, where)
         train |= parser.values_of(TrainConfig, section, where)
+    require_valid(TrainConfig(**train), f"{path}: launch: --")
     values = {}
     for n, step in STEPS.items():
         where, section = f"{path}: step{n}", sections[f"step{n}"]

@@ -70,6 +70,8 @@ def test_a_recipes_beta_is_not_on_the_scale_of_ipo(tree, flags, beta):
         ("step1: {seed: x}", "step1: --seed 'x' is not a whole number"),
         ("launch: {num_gpus: two}", "launch: --num_gpus 'two' is not a whole number"),
         ("launch: {hostfile: x}", "launch: unknown key hostfile"),
+        ("launch: {num_nodes: -1}", "launch: --num_nodes -1 must be at least 1"),
+        ("launch: {num_gpus: 0}", "launch: --num_gpus 0 must be at least 1"),
     ],
 )
 def test_recipe_mistakes(tree, text, message):
