@@ -8,20 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from dschat.distributed.env import (
-    device,
-    has_gpu,
-    is_main_process,
-    local_rank,
-    rank,
-    world_size,
-)
-from dschat.distributed.failure_detector import (
-    announce_exit,
-    exit_process,
-    first_failure,
-    is_watched,
-)
+from dschat.distributed.env import device, has_gpu, is_main_process, local_rank, rank, world_size
+from dschat.distributed.failure_detector import exit_process
 
 if TYPE_CHECKING:
     from dschat.distributed.collectives import *  # noqa: F403

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.distributed import host_checks, stop_signals
+from dschat.distributed import failure_detector, host_checks, stop_signals
 from dschat.distributed.machine import is_full
 from dschat.distributed.stop_signals import LAUNCHED_BY
 from dschat.startup import is_importing
@@ -73,8 +73,8 @@ def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
     if code == 0 and (failure := host_checks.output_failure()):
         sys.stderr.write(f"error: {failure}\n")
         code = 1
-    dist.announce_exit(code)
-    dist.exit_process(code)
+    failure_detector.announce_exit(code)
+    failure_detector.exit_process(code)
 
 
 def _refuse(message: str) -> None:
@@ -83,9 +83,9 @@ def _refuse(message: str) -> None:
     if _speaks():
         return
     # NOTE: the launcher stops all ranks as soon as one exits: rank 0 prints the reason first.
-    if not dist.is_watched():
+    if not failure_detector.is_watched():
         time.sleep(SAME_ERROR_S)
-    elif dist.first_failure(SAME_ERROR_S) is None:
+    elif failure_detector.first_failure(SAME_ERROR_S) is None:
         sys.stderr.write(f"error: process {dist.rank()}: {message}\n")
 
 
@@ -109,7 +109,7 @@ def _unexpected(error: Exception) -> int:
         return 2
     if shortage is None and dist.world_size() == 1:
         raise error
-    failure = dist.first_failure(FAILURE_NEWS_S)
+    failure = failure_detector.first_failure(FAILURE_NEWS_S)
     if failure is not None:
         return failure.code or 1
     if shortage:
@@ -129,7 +129,7 @@ def _raise_or_exit(signum: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
     if is_importing(frame):
         code = _print_signal(signum)
-        dist.announce_exit(code)
+        failure_detector.announce_exit(code)
         os._exit(code)
     raise KeyboardInterrupt if signum == signal.SIGINT else _Terminated
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import dschat.distributed as dist
-from dschat.distributed import process_registry
+from dschat.distributed import failure_detector, process_registry
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_CODE = 75  # EX_TEMPFAIL of BSD's sysexits.h: try again later
@@ -101,13 +101,13 @@ class StopRequest:
         now = time.monotonic()
         if self._first is None:
             self._first = signum, now
-            if dist.first_failure() is None:  # else the launcher is ending the other ranks
+            if failure_detector.first_failure() is None:  # else the launcher ends the others
                 _print("stopping after this step; a second signal ends it at once")
             return
         first, since = self._first
         if signum == first == signal.SIGINT or now - since > REPEATED_S:
             _print("interrupted" if signum == signal.SIGINT else "terminated")
-            dist.announce_exit(128 + signum)
+            failure_detector.announce_exit(128 + signum)
             os._exit(128 + signum)
 
     def reset(self) -> None:
