@@ -4,7 +4,6 @@ import ctypes
 import os
 import sys
 import threading
-from functools import cache
 
 # -- openmp ----------------------------------------------------------------------------------------
 #
@@ -80,13 +79,11 @@ def _park(is_parked: threading.Event) -> None:
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
 
 
-@cache
 def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
-@cache
 def keep_freed_memory() -> None:
     """From now on, keep freed blocks of any size for later ones. MALLOC_* variables of the
     environment have precedence; does nothing without glibc.
