@@ -273,20 +273,13 @@ class RankGroup:
             raise ValueError(f"groups of {size} do not divide {world_size()} processes")
         self.size = size
         self.rank = rank() % size
-        self._handle: Any = None
         self._first = rank() - self.rank
-        if size == 1:
-            return
-        if size not in _handles:  # one for each size: it holds threads and sockets
+        if size > 1 and size not in _handles:  # one for each size: it holds threads and sockets
             from dschat.distributed.process_group import init
 
             init()
-            groups = [
-                torch_dist.new_group(list(range(first, first + size)))
-                for first in range(0, world_size(), size)
-            ]
-            _handles[size] = groups[rank() // size]
-        self._handle = _handles[size]
+            _handles[size], _ = torch_dist.new_subgroups(size)
+        self._handle = _handles.get(size)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Collective. Sum over the group, in place."""
