@@ -5,38 +5,32 @@ score). ``warnings``: what went wrong in step 3, a line each.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from dschat.checkpoint.manifest import COMPLETE
 from dschat.launch.recipe import STEPS
 from dschat.observability.health import findings
 from dschat.observability.metrics_log import METRICS
-from dschat.reporting.run_files import is_finite, read_rows
+from dschat.reporting.run_files import Step, read_rows
 from dschat.startup.files import replace_file
 
 Number = Optional[float]
-Rows = Sequence[Mapping[str, Any]]
 
 
-def _column(rows: Rows, name: str) -> list[float]:
-    """The finite values of a metric, in order; null is the mean of no values."""
-    return [row[name] for row in rows if is_finite(row.get(name))]
+def _last(step: Step, name: str) -> Number:
+    return next((value for _, value in reversed(step.series(name))), None)
 
 
-def _last(rows: Rows, name: str) -> Number:
-    return next(reversed(_column(rows, name)), None)
-
-
-def _at_start(rows: Rows, name: str) -> Number:
+def _at_start(step: Step, name: str) -> Number:
     """The metric before the first step of training."""
-    return next(iter(_column([row for row in rows if row.get("step") == 0], name)), None)
+    return next((value for number, value in step.series(name) if number == 0), None)
 
 
-def _median(rows: Rows, name: str) -> Number:
-    values = _column(rows, name)
+def _median(step: Step, name: str) -> Number:
+    values = [value for _, value in step.series(name)]
     return median(values) if values else None
 
 
@@ -46,7 +40,7 @@ class _Line(NamedTuple):
     key: str
     title: str
     step: int  # whose folder has the rows
-    take: Optional[Callable[[Rows, str], Number]] = None  # None: wall seconds of the step
+    take: Optional[Callable[[Step, str], Number]] = None  # None: wall seconds of the step
     metric: str = ""
 
 
@@ -93,16 +87,16 @@ def write_summary(
         UserError: a line of a metrics file is not a JSON object.
     """
     folder = Path(output_dir)
-    rows = {n: _read_rows(folder / step.folder) for n, step in STEPS.items()}
+    steps = {n: _read_step(folder / step.folder) for n, step in STEPS.items()}
     previous = _read_previous(folder / "summary.json")
     summary: dict[str, Number] = {}
-    for line in _PAIRS if _column(rows[3], _PAIR_ACCURACY) else _PPO:
+    for line in _PAIRS if steps[3].series(_PAIR_ACCURACY) else _PPO:
         if line.take is not None:
-            summary[line.key] = line.take(rows[line.step], line.metric)
+            summary[line.key] = line.take(steps[line.step], line.metric)
             continue
         before, ran = previous.get(line.key), step_seconds.get(line.step)
         summary[line.key] = before if ran is None else ran + (before or 0.0 if resumed else 0.0)
-    content = summary | {"warnings": [str(finding) for finding in findings(rows[3])]}
+    content = summary | {"warnings": [str(finding) for finding in findings(steps[3].rows)]}
     replace_file(folder / "summary.json", json.dumps(content, indent=2) + "\n")
     return summary
 
@@ -122,11 +116,11 @@ def _shown(key: str, value: Number) -> str:
     return f"{value:.0f}" if key.endswith("_s") else f"{value:.3f}"
 
 
-def _read_rows(step: Path) -> list[dict[str, Any]]:
+def _read_step(folder: Path) -> Step:
     """The rows of a finished step's metrics file, in order; none of another: its last evaluation is
     not that of its result.
     """
-    return read_rows(step / METRICS) if (step / COMPLETE).is_file() else []
+    return Step(folder, read_rows(folder / METRICS) if (folder / COMPLETE).is_file() else [])
 
 
 def _read_previous(path: Path) -> dict[str, Number]:
