@@ -74,10 +74,9 @@ class ProcessSupervisor(ExitStack):
             except BlockingIOError:
                 raise _held(output_dir, "another train.py") from None
             announce = block.enter_context(watchdog.watched(ranks, environment))
-            launched_by = {stop_signals.LAUNCHED_BY: str(os.getpid())}
             process = subprocess.Popen(
                 command,
-                env={**environment, **launched_by},
+                env={**environment, stop_signals.LAUNCHED_BY: str(os.getpid())},
                 start_new_session=True,
                 preexec_fn=announce,
             )
