@@ -206,8 +206,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument ([^\s/:]+)[^:]*: (.*)", message, flags=re.DOTALL)
-        if not match:
-            raise UserError(message)
+        assert match, message
         flag, problem = match.groups()
         for pattern, wording in _REWORDINGS:
             problem = re.sub(pattern, wording, problem)
