@@ -214,10 +214,8 @@ def _is_here(name: str) -> bool:
     if os.path.isdir(folder):
         try:
             return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
-        except (ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return True  # broken: the estimate reports it
-        except OSError:
-            return False
     from huggingface_hub import constants, try_to_load_from_cache
 
     return not constants.HF_HUB_OFFLINE or bool(try_to_load_from_cache(name, "config.json"))
