@@ -85,7 +85,7 @@ def _created(size: int, folder: str) -> str | None:
     try:
         os.posix_fallocate(handle, 0, size)
         return path
-    except OSError:
+    except (OSError, AttributeError):  # no such call on this system
         os.unlink(path)
         return None
     finally:

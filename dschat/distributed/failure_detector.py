@@ -34,7 +34,7 @@ LATE_CONNECT_S = 2.0  # a failing rank 0 waits for ranks that have just started 
 # probes, and the number of probes without an answer.
 _MAX_STRANGERS = 64  # connections that have not said hello; the oldest are closed
 _LONGEST_HELLO = 256
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 8), (socket.TCP_KEEPINTVL, 4), (socket.TCP_KEEPCNT, 3))
+_KEEPALIVE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,9 @@ def _listen(address: str) -> socket.socket | None:
 
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, name, value)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _receive(connection: socket.socket) -> bytes:

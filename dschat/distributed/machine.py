@@ -12,8 +12,11 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """Processor model and instruction sets."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    """Processor model and instruction sets, as far as the system reports them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
     fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     first = {line.split(":")[0].strip(): line for line in reversed(lines)}
     return "\n".join([platform.machine(), *(first.get(name, "") for name in fields)])

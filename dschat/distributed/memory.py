@@ -1,6 +1,7 @@
 """Free and peak memory of this process's devices and host, container limits included."""
 
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ def restart_peak(device: "torch.device") -> int:
     import psutil
 
     return_freed_memory()
-    with suppress(OSError):  # not permitted: the peak stays the process's
+    with suppress(OSError):  # not Linux, or not permitted: the peak stays the process's
         Path("/proc/self/clear_refs").write_text("5")
     return psutil.Process().memory_info().rss
 
@@ -78,7 +79,8 @@ def peak_bytes(device: "torch.device") -> int:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, else KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def peak_memory_gib(device: "torch.device") -> float:

@@ -47,7 +47,8 @@ def limit_spinning_late() -> None:
 
 
 def num_cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """Number of CPU cores available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_teams(num_threads: int, num_cores: int) -> int:
@@ -80,7 +81,10 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
 
 
 def _glibc() -> ctypes.CDLL | None:
-    library = ctypes.CDLL(None)
+    try:
+        library = ctypes.CDLL(None)
+    except OSError:
+        return None
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
