@@ -29,10 +29,20 @@ PromptBatch = PromptTable | list[list[int]] | Mapping[str, Tensor | list[list[in
 
 
 def prompt_table(batch: PromptBatch) -> PromptTable:
-    """Any form of prompt batch as a table; ``UserError`` for another type."""
-    if not isinstance(batch, PromptTable):
-        return PromptTable(prompt_lists(batch))
-    return replace(batch, ids=_checked(batch.ids))
+    """Any form of prompt batch as a table, without padding; ``UserError`` for another type."""
+    if isinstance(batch, PromptTable):
+        return replace(batch, ids=_checked(batch.ids))
+    if not isinstance(batch, Mapping):
+        return PromptTable(_checked(batch))
+    if "input_ids" not in batch:
+        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
+    rows = _checked(batch["input_ids"])
+    if (mask := batch.get("attention_mask")) is not None:
+        masks = _checked(mask)
+        if list(map(len, masks)) != list(map(len, rows)):
+            raise UserError("a prompt batch's attention_mask has another shape than its input_ids")
+        rows = _checked([list(compress(row, keep)) for row, keep in zip(rows, masks, strict=True)])
+    return PromptTable(rows)
 
 
 class PromptQueue:
@@ -68,21 +78,6 @@ class PromptQueue:
         rows = list(range(len(self._left.ids)))
         taken, self._left = self._left.pick(rows[:size]), self._left.pick(rows[size:])
         return taken.pick(dist.my_share(rows[:size]))
-
-
-def prompt_lists(batch: PromptBatch) -> list[list[int]]:
-    """Prompts without padding, from any form of prompt batch; ``UserError`` for another type."""
-    if not isinstance(batch, Mapping):
-        return _checked(batch)
-    if "input_ids" not in batch:
-        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
-    rows = _checked(batch["input_ids"])
-    if (mask := batch.get("attention_mask")) is None:
-        return rows
-    masks = _checked(mask)
-    if list(map(len, masks)) != list(map(len, rows)):
-        raise UserError("a prompt batch's attention_mask has another shape than its input_ids")
-    return _checked([list(compress(row, keep)) for row, keep in zip(rows, masks, strict=True)])
 
 
 def _checked(rows: Iterable[Any]) -> list[list[int]]:
