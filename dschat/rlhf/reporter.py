@@ -29,7 +29,7 @@ from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress
 from dschat.observability.health import RunHealth
 from dschat.observability.metrics_log import MetricsLog
-from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
+from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import TrainingCheckpointer
@@ -176,10 +176,7 @@ class Reporter:
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
         name = self._args.keep_best
-        if name is None:
-            return
-        require_metric(name, metrics)
-        if metrics[name] > self._best:
+        if name is not None and metrics[name] > self._best:
             self._best = metrics[name]
             self._engine.save_actor(self._best_folder)
             self._best_print = model_fingerprint(str(self._best_folder))
