@@ -127,11 +127,11 @@ class DeepSpeedRLHFEngine:
         self.teacher = self._frozen("teacher", self._actor_zero, self.checkpoints.teacher)
         self._retokenizer = None
         if self.checkpoints.reward_tokenizer is not None:
+            assert self.checkpoints.reward is not None
+            text = self.checkpoints.reward.config.get_text_config()
+            longest = getattr(text, "max_position_embeddings", None)
             self._retokenizer = Retokenizer(
-                tokenizer,
-                self.checkpoints.reward_tokenizer,
-                self.stop_ids,
-                self.checkpoints.reward_positions,
+                tokenizer, self.checkpoints.reward_tokenizer, self.stop_ids, longest
             )
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
@@ -142,11 +142,7 @@ class DeepSpeedRLHFEngine:
         self._announce()
 
     def _trained(
-        self,
-        model: nn.Module,
-        name: str,
-        zero: ZeroSettings,
-        wrap: type[PackedModel],
+        self, model: nn.Module, name: str, zero: ZeroSettings, wrap: type[PackedModel]
     ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
         args, iterations = self.args, self.num_iters
@@ -165,10 +161,10 @@ class DeepSpeedRLHFEngine:
         return actor
 
     def _build_critic(self) -> TrainingEngine | None:
-        if self.checkpoints.critic is None:
+        found, dropout = self.checkpoints, self.args.critic_dropout or 0.0
+        if found.critic is None:
             return None
-        dropout = self.args.critic_dropout or 0.0
-        model = self.checkpoints.critic_model(self._critic_zero, dropout)
+        model = found.score_model(found.critic, self._critic_zero, dropout, found.critic_tokenizer)
         return self._trained(model, "critic", self._critic_zero, ScoreModel)
 
     @property
@@ -185,13 +181,11 @@ class DeepSpeedRLHFEngine:
         if checkpoint is None:
             return None
         zero = twin.frozen(self.args, name)
+        form = self.args.row_form
         if name == "reward":
-            model: PackedModel = ScoreModel(
-                self.checkpoints.reward_model(zero), *self.args.row_form
-            )
+            model: PackedModel = ScoreModel(self.checkpoints.score_model(checkpoint, zero), *form)
         else:
-            weights = self.checkpoints.language_model(checkpoint, zero)
-            model = LanguageModel(weights, *self.args.row_form)
+            model = LanguageModel(self.checkpoints.language_model(checkpoint, zero), *form)
         return initialize_frozen(model, zero)
 
     def _announce(self) -> None:
