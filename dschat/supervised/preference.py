@@ -172,10 +172,15 @@ class PreferenceTask:
             if name != "pairs" and not name.startswith("num/")
         }
 
-    def precompute(self, model: ModelOrEngine, pairs: Pairs, size: MicroBatchSize) -> None:
-        """Collective. Set the reference log-probs of ``pairs`` from ``model``, which before its
-        first step is its own reference.
+    def precompute(
+        self, model: ModelOrEngine, pairs: RowTable | RowStream, size: MicroBatchSize
+    ) -> None:
+        """Collective. If asked for, set the reference log-probs of ``pairs`` from ``model``, which
+        before its first step is its own reference.
         """
+        if not self._config.precompute_ref_logprobs:
+            return
+        assert isinstance(pairs, Pairs)
         share = dist.my_share(list(range(len(pairs))))
         micro_batches = size.split([row_tokens(pairs[i]) for i in share])
         local: dict[int, list[float]] = {}

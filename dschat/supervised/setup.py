@@ -25,11 +25,9 @@ from dschat.models.heads import LanguageModel
 from dschat.models.packing.model import PackedModel, packed_model
 from dschat.models.tokenizer import match_vocabulary, num_ids, stop_ids
 from dschat.models.training_engine import TrainingEngine
-from dschat.observability import console
-from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
 from dschat.runtime.hub import write_card
-from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
+from dschat.runtime.output_dir import check_room
 from dschat.runtime.start import warn_of_few_steps
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.loop import Task
@@ -166,14 +164,6 @@ def _measured_budget(config: SupervisedConfig, engine: TrainingEngine, task: Tas
         return task.loss(engine, batch.to(dist.device()))[0]
 
     return measure_budget([(engine, forward)], longest, config.global_batch_size(1))
-
-
-def claim_output(config: SupervisedConfig) -> MetricsLog:
-    """Collective. Claim the output folder, print the log lines held so far, open metrics.jsonl."""
-    assert config.output_dir is not None
-    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
-    console.release()
-    return MetricsLog(config.output_dir, config)
 
 
 def save(
