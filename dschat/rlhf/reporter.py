@@ -16,6 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -247,10 +248,10 @@ def sample_row(
     for i, prompt in enumerate((e.numbers // num_samples_per_prompt).tolist()):
         first.setdefault(prompt, i)
     rows = list(first.values())[:NUM_ANSWERS]
-    scores = _numbers(e.scores[:_MAX_SEQUENCES], e.scored[:_MAX_SEQUENCES].tolist())
+    scores = torch.where(e.scored, e.scores, math.nan)
     return {
         "samples": [_sample(e, i, tokenizer, has_kl) for i in rows],
-        "scores": scores,
+        "scores": _numbers(scores[:_MAX_SEQUENCES]),
         "answer_lengths": (e.lengths - e.prompt_lengths)[:_MAX_SEQUENCES].tolist(),
     }
 
@@ -283,10 +284,8 @@ def _number(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def _numbers(values: Tensor, known: list[bool] | None = None) -> list[float | None]:
-    """``known``: False where the value is unknown."""
-    known = known or [True] * len(values)
-    return [_number(v) if k else None for v, k in zip(values.tolist(), known, strict=True)]
+def _numbers(values: Tensor) -> list[float | None]:
+    return [_number(value) for value in values.tolist()]
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
