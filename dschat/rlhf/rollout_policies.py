@@ -78,18 +78,10 @@ class OpenPrompt:
         self.experts = [None if s.experts is None else s.experts.cpu() for s in begun]
 
 
-@dataclass
-class _Wanted:
-    """What a rank waits for: prompts to be complete, and some of them by all means."""
-
-    requests: list[Request]
-    number: int
-    num_due: int
-
-    @property
-    def is_served(self) -> bool:
-        complete = [request.is_complete for request in self.requests]
-        return sum(complete) >= self.number and all(complete[: self.num_due])
+def _is_served(requests: list[Request], wanted: int, num_due: int) -> bool:
+    """Whether a rank has what it waits for: complete prompts, and some of them by all means."""
+    complete = [request.is_complete for request in requests]
+    return sum(complete) >= wanted and all(complete[:num_due])
 
 
 def advance(
@@ -116,12 +108,10 @@ def advance(
 
     # NOTE: nothing is drafted, because where the answers stop would depend on it.
     with closing(engine.core()) as core:
-        ranks = [
-            _Wanted(requests, *counts) for requests, counts in core.add_all(mine, (wanted, num_due))
-        ]
+        ranks = core.add_all(mine, (wanted, num_due))
         for request in mine:
             report(request)
-        for event in core.events(until=lambda: all(rank.is_served for rank in ranks)):
+        for event in core.events(until=lambda: all(_is_served(of, *n) for of, n in ranks)):
             if event.is_last:
                 report(event.sequence.request)
     for open_prompt, request in zip(prompts, mine, strict=True):
