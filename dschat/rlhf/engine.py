@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint.hf_export import export_adapter, export_hf
@@ -226,7 +226,8 @@ class DeepSpeedRLHFEngine:
             logger.warning("%s", note)
 
     def _rollout_form(self) -> RolloutForm:
-        module, config, settings = unwrap(self.actor), self.actor_config, self.rollout_settings()
+        module, settings = unwrap(self.actor), self.rollout_settings()
+        config = base_of(self.actor).config
         if self.args.rollout_backend == "vllm":
             return VLLMRollout(module, config, settings)
         return rollout_form(module, config, settings, self.args.enable_hybrid_engine)
@@ -302,10 +303,6 @@ class DeepSpeedRLHFEngine:
     def _actor_stream(self, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         replace = self.ema.shards() if ema and self.ema is not None else None
         return weight_stream(unwrap(self.actor), dist.device(), replace)
-
-    @property
-    def actor_config(self) -> PretrainedConfig:
-        return base_of(self.actor).config
 
     def save(self, output_dir: str | Path) -> None:
         """Collective. Write actor, any critic and any actor_ema as Hugging Face folders."""
