@@ -122,7 +122,9 @@ class DeepSpeedRLHFEngine:
         self.ref = self._frozen("reference", self._actor_zero, actor)
         self.critic = self._build_critic()
         if self.args.output_dir is not None:
-            check_room(self.args.output_dir, self._saved_bytes())
+            models = [self.actor] * (1 + self.args.enable_ema + bool(self.args.keep_best))
+            models += [] if self.critic is None else [self.critic]
+            check_room(self.args.output_dir, [weight_bytes(unwrap(model)) for model in models])
         self.reward = self._frozen("reward", self._critic_zero, self.checkpoints.reward)
         self.teacher = self._frozen("teacher", self._actor_zero, self.checkpoints.teacher)
         self._retokenizer = None
@@ -314,12 +316,6 @@ class DeepSpeedRLHFEngine:
             stream = weight_stream(unwrap(self.critic), dist.device())
             tokenizer = self.checkpoints.critic_tokenizer
             self._export(output_dir / "critic", self.critic, stream, tokenizer)
-
-    def _saved_bytes(self) -> list[int]:
-        """Bytes of each model folder that the run writes."""
-        actors = 1 + self.args.enable_ema + bool(self.args.keep_best)
-        critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic))]
-        return [weight_bytes(unwrap(self.actor))] * actors + critics
 
     def save_actor(self, folder: str | Path, ema: bool = False) -> None:
         """Collective. Write the actor, or its moving average, as a Hugging Face folder."""

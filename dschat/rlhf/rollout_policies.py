@@ -54,10 +54,6 @@ class OpenPrompt:
     def is_complete(self) -> bool:
         return bool(self.finish_reasons) and None not in self.finish_reasons
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
-
     def request(self, sampling: SamplingParams, number: int) -> Request:
         """A request that continues the answers."""
         request = Request(self.ids, sampling, number)
@@ -260,7 +256,7 @@ class PartialRollouts(RolloutPolicy):
         staleness = [self._open[i].staleness for i in done]
         self._leave([i for i in range(len(self._open)) if i not in set(done)])
         self._ages = [age + 1 for age in self._ages]
-        carried = sum(prompt.num_tokens for prompt in self._open)
+        carried = sum(len(ids) for prompt in self._open for ids in prompt.token_ids)
         oldest = max(dist.gather_objects(max(staleness, default=0)))
         total, count, num_open, tokens = dist.sum_floats(
             [float(sum(staleness)), float(len(staleness)), float(len(self._open)), float(carried)]
