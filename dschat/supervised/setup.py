@@ -122,21 +122,14 @@ def step_batches(
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
     order. ``UserError`` where ranks have other rows. ``together``: see `StepBatches`.
     """
-    world, tokens = dist.world_size(), fixed_or_zero(config.max_tokens_per_micro_batch)
-
-    def batches(
-        rows: RowTable | RowStream, size: int, per_device: int, shuffle: bool
-    ) -> StepBatches:
-        micro_batch = MicroBatchSize(per_device, tokens, ranks=config.sequence_parallel_size)
-        return StepBatches(
-            rows, size, micro_batch, dist.rank(), world, config.seed, shuffle, together=together
-        )
-
     check_same_rows(train, held_out)
-    train_size, eval_size = config.per_device_train_batch_size, config.per_device_eval_batch_size
+    world, rows = dist.world_size(), config.per_device_eval_batch_size
+    tokens, ranks = fixed_or_zero(config.max_tokens_per_micro_batch), config.sequence_parallel_size
+    size = MicroBatchSize(config.per_device_train_batch_size, tokens, ranks=ranks)
+    share = dist.rank(), world, config.seed
     return (
-        batches(train, config.global_batch_size(world), train_size, True),
-        batches(held_out, eval_size * world, eval_size, False),
+        StepBatches(train, config.global_batch_size(world), size, *share, together=together),
+        StepBatches(held_out, rows * world, replace(size, rows=rows), *share, shuffle=False),
     )
 
 
