@@ -99,11 +99,11 @@ class Reporter:
             return
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
-        is_kept = values.get("best_print") == self._best_print
-        if is_kept and values["best_metric"] == self._args.keep_best:
-            self._best = values["best"]
+        if (values["best_metric"] or "eval/score") == self._metric:
+            self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
+            if values.get("best_print") == self._best_print:
+                self._best = values["best"]
         self._health = RunHealth(**values.get("health", {}))
-        self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation

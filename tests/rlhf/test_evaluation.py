@@ -204,7 +204,7 @@ def test_the_best_actor_is_kept(keeper, models_folder):
     report.close()
 
 
-def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
+def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper, caplog):
     (trainer, found, folder), states = keeper, []
     found |= {"eval/score": 0.5, "eval/kl": 0.1}
     first = Reporter(trainer, held_out(), 3)
@@ -221,6 +221,7 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
         second.evaluate()
         second.close()
         assert ((folder / "model.safetensors").stat().st_mtime_ns > before) == is_better
+    assert "best held-out" not in caplog.text  # 0.1 is no loss of the other metric's 0.5
 
 
 # -- without any model: which answers pass, which flags are refused before loading
