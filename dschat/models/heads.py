@@ -25,13 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 import dschat.distributed as dist
-from dschat.losses import (
-    entropy_from_logits,
-    linear_logprobs,
-    linear_top_ids,
-    token_entropy,
-    token_logprobs,
-)
+from dschat.losses import linear_logprobs, linear_top_ids
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import ADAPTER_CONFIG
 from dschat.models.linear import OneDnnLinear, product_of
@@ -89,15 +83,12 @@ class LanguageModel(PackedModel):
             head = self.base.get_output_embeddings()
             hidden = self.hidden_states(rows)
             return head(hidden, ids, temperature, with_entropy, top_k, num_ids)
-        logits = self.run(rows, "logits")[None]  # the family changes them after the head
+        logits = self.run(rows, "logits")  # the family changes them after the head
         if top_k:
-            top = logits[0, :, :num_ids].topk(min(top_k, num_ids)).indices
+            top = logits[:, :num_ids].topk(min(top_k, num_ids)).indices
             ids = torch.cat([ids, top], dim=1)
-        logprobs, entropy = token_logprobs(logits, ids[None], temperature)[0], None
-        if with_entropy:
-            compute = token_entropy if logits.requires_grad else entropy_from_logits
-            entropy = compute(logits, temperature)[0]
-        return (logprobs, entropy, ids) if top_k else (logprobs, entropy)
+        results = linear_logprobs(logits, None, None, ids, temperature, with_entropy)
+        return (*results, ids) if top_k else results
 
     def _check(self, device: torch.device) -> None:
         super()._check(device)

@@ -171,5 +171,4 @@ def _global_group_stats(scores: Tensor, scored: Tensor, groups: Tensor, num_grou
 
 def _whitened(x: Tensor, mask: Tensor) -> Tensor:
     """Collective. ``x`` whitened by the statistics of all ranks."""
-    stats = torch.stack(losses.masked_whiten_stats(x, mask))
-    return losses.whiten(x, mask, *dist.all_reduce_sum(stats))
+    return losses.whiten(x, mask, *dist.all_reduce_sum(losses.masked_whiten_stats(x, mask)))

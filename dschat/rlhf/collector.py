@@ -8,6 +8,7 @@ Prompts come in any form in which a caller gives them, or from a rank's queue.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress, count
 from typing import Any
 
@@ -29,10 +30,20 @@ PromptBatch = PromptTable | list[list[int]] | Mapping[str, Tensor | list[list[in
 
 
 def prompt_table(batch: PromptBatch) -> PromptTable:
-    """Any form of prompt batch as a table; ``UserError`` for another type."""
-    if not isinstance(batch, PromptTable):
-        return PromptTable(prompt_lists(batch))
-    return replace(batch, ids=_checked(batch.ids))
+    """Any form of prompt batch as a table, without padding; ``UserError`` for another type."""
+    if isinstance(batch, PromptTable):
+        return replace(batch, ids=_checked(batch.ids))
+    if not isinstance(batch, Mapping):
+        return PromptTable(_checked(batch))
+    if "input_ids" not in batch:
+        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
+    rows = _checked(batch["input_ids"])
+    if (mask := batch.get("attention_mask")) is not None:
+        masks = _checked(mask)
+        if list(map(len, masks)) != list(map(len, rows)):
+            raise UserError("a prompt batch's attention_mask has another shape than its input_ids")
+        rows = _checked([list(compress(row, keep)) for row, keep in zip(rows, masks, strict=True)])
+    return PromptTable(rows)
 
 
 class PromptQueue:
@@ -70,21 +81,6 @@ class PromptQueue:
         return taken.pick(dist.my_share(rows[:size]))
 
 
-def prompt_lists(batch: PromptBatch) -> list[list[int]]:
-    """Prompts without padding, from any form of prompt batch; ``UserError`` for another type."""
-    if not isinstance(batch, Mapping):
-        return _checked(batch)
-    if "input_ids" not in batch:
-        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
-    rows = _checked(batch["input_ids"])
-    if (mask := batch.get("attention_mask")) is None:
-        return rows
-    masks = _checked(mask)
-    if list(map(len, masks)) != list(map(len, rows)):
-        raise UserError("a prompt batch's attention_mask has another shape than its input_ids")
-    return _checked([list(compress(row, keep)) for row, keep in zip(rows, masks, strict=True)])
-
-
 def _checked(rows: Iterable[Any]) -> list[list[int]]:
     prompts = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in rows]
     for problem in filter(None, map(prompt_problem, count(), prompts)):
@@ -102,46 +98,23 @@ class Group:
     rewards: list[list[float]] | None = None  # of an environment, for each token of each answer
 
 
+Ask = Callable[..., Collected]  # see `Collector.ask`
+
+
 class RolloutPolicy:
-    """What a rollout asks, when it has enough, and what it keeps: all answers to an iteration's
-    prompts, in one round.
+    """What a rollout asks and what it keeps: all answers to an iteration's prompts, in one round.
 
     ``more``: prompts in addition to an iteration's, for policies that ask for them.
-
-    Attributes:
-        num_wanted: groups of a round that are kept, the first ones; None: all.
     """
 
-    num_wanted: int | None = None
+    def __init__(self, more: PromptQueue) -> None:
+        self._more = more
 
-    def __init__(self, more: PromptQueue | None = None) -> None:
-        self._more = more or PromptQueue()
-
-    def begin(self, prompts: PromptTable, num_samples: int) -> None:
-        """Collective. Begin the rollout of an iteration that takes ``prompts`` of this rank, with
-        ``num_samples`` answers to each.
+    def rollout(self, prompts: PromptTable, num_samples: int, ask: Ask) -> Collected:
+        """Collective. The rollout of an iteration that takes ``prompts`` of this rank, with
+        ``num_samples`` answers to each. ``ask``: `Collector.ask`.
         """
-        self._prompts, self._kept = prompts, list[Collected]()
-
-    def enough(self) -> bool:
-        """Whether no further round is needed; the same on all ranks."""
-        return bool(self._kept)
-
-    def ask(self) -> PromptTable:
-        """Collective. This rank's prompts of the next round."""
-        return self._prompts
-
-    def generator(self, generator: Generator) -> Generator:
-        """What answers them."""
-        return generator
-
-    def keep(self, answered: Collected) -> None:
-        """Collective. Keep what of a round belongs to the rollout."""
-        self._kept.append(answered)
-
-    def rollout(self) -> Collected:
-        """Collective. What was kept."""
-        return self._kept.pop()
+        return ask(prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
@@ -153,15 +126,19 @@ class RolloutPolicy:
 
 
 class Collector:
-    """Collects the rollouts of a run."""
+    """Collects the rollouts of a run.
+
+    Attributes:
+        cuts_rounds: whether functions may score the answers of a call of the generator during the
+            next; the same on every rank: tensor-parallel ranks generate together.
+    """
+
+    cuts_rounds = True
 
     def __init__(
-        self,
-        engine: DeepSpeedRLHFEngine,
-        scorer: RolloutScorer,
-        policy: RolloutPolicy | None = None,
+        self, engine: DeepSpeedRLHFEngine, scorer: RolloutScorer, policy: RolloutPolicy
     ) -> None:
-        self.scorer, self.policy = scorer, policy or RolloutPolicy()
+        self.scorer, self.policy = scorer, policy
         self._engine, self._functions = engine, scorer.functions
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,25 +155,31 @@ class Collector:
 
         The caller may do other work before `Collected.score`, while reward functions run.
         """
-        self.policy.begin(prompts, sampling.n)
-        sampled = 0  # prompts of earlier rounds, over all ranks
-        while not self.policy.enough():
-            answered = self._round(sampling, sampled)
-            sampled += answered.num_prompts
-            self.policy.keep(answered)
-        return self.policy.rollout()
+        return self.policy.rollout(prompts, sampling.n, partial(self.ask, sampling))
 
-    def _round(self, sampling: SamplingParams, before: int) -> Collected:
-        """Collective. ``before``: prompts of earlier rounds, over all ranks."""
+    def ask(
+        self,
+        sampling: SamplingParams,
+        prompts: PromptTable,
+        before: int = 0,
+        wanted: int | None = None,
+        through: Callable[[Generator], Generator] = lambda generator: generator,
+    ) -> Collected:
+        """Collective. One round of a rollout: answers to this rank's ``prompts``.
+
+        Args:
+            before: prompts of earlier rounds, over all ranks.
+            wanted: groups that are kept, the first ones; None: all.
+            through: what answers, given the actor's generator.
+        """
         started = time.perf_counter()
-        prompts, wanted = self.policy.ask(), self.policy.num_wanted
         num_asked = len(prompts.ids)
         counts = dist.gather_objects((num_asked, num_asked if wanted is None else wanted))
         first, first_kept = (before + sum(of[: dist.rank()]) for of in zip(*counts, strict=True))
+        is_cut = self.cuts_rounds and self._functions.overlaps and wanted is None
+        calls = self.scorer.args.generation_batches if is_cut else 1
         with self._engine.rollout_mode() as generator:
-            answered = self.answers_of(
-                self.policy.generator(generator), prompts, sampling, first, self._num_calls, wanted
-            )
+            answered = self.answers_of(through(generator), prompts, sampling, first, calls, wanted)
             answered.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
         # Draws depend on the numbers of all prompts that are asked; those of an experience are
         # consecutive over the ranks' kept ones.
@@ -204,14 +187,6 @@ class Collector:
         answered.num_prompts = sum(num_kept for _, num_kept in counts)
         answered.metrics["time/generate_s"] = time.perf_counter() - started
         return answered
-
-    @property
-    def _num_calls(self) -> int:
-        """Calls of the generator in a round: one, unless functions score a call's answers during
-        the next. The same number on every rank: tensor-parallel ranks generate together.
-        """
-        is_cut = self._functions.overlaps and self.policy.num_wanted is None
-        return self.scorer.args.generation_batches if is_cut else 1
 
     def answers_of(
         self,

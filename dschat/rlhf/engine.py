@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.checkpoint.hf_export import export_adapter, export_hf
@@ -122,16 +122,18 @@ class DeepSpeedRLHFEngine:
         self.ref = self._frozen("reference", self._actor_zero, actor)
         self.critic = self._build_critic()
         if self.args.output_dir is not None:
-            check_room(self.args.output_dir, self._saved_bytes())
+            models = [self.actor] * (1 + self.args.enable_ema + bool(self.args.keep_best))
+            models += [] if self.critic is None else [self.critic]
+            check_room(self.args.output_dir, [weight_bytes(unwrap(model)) for model in models])
         self.reward = self._frozen("reward", self._critic_zero, self.checkpoints.reward)
         self.teacher = self._frozen("teacher", self._actor_zero, self.checkpoints.teacher)
         self._retokenizer = None
         if self.checkpoints.reward_tokenizer is not None:
+            assert self.checkpoints.reward is not None
+            text = self.checkpoints.reward.config.get_text_config()
+            longest = getattr(text, "max_position_embeddings", None)
             self._retokenizer = Retokenizer(
-                tokenizer,
-                self.checkpoints.reward_tokenizer,
-                self.stop_ids,
-                self.checkpoints.reward_positions,
+                tokenizer, self.checkpoints.reward_tokenizer, self.stop_ids, longest
             )
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
@@ -142,11 +144,7 @@ class DeepSpeedRLHFEngine:
         self._announce()
 
     def _trained(
-        self,
-        model: nn.Module,
-        name: str,
-        zero: ZeroSettings,
-        wrap: type[PackedModel],
+        self, model: nn.Module, name: str, zero: ZeroSettings, wrap: type[PackedModel]
     ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
         args, iterations = self.args, self.num_iters
@@ -165,10 +163,10 @@ class DeepSpeedRLHFEngine:
         return actor
 
     def _build_critic(self) -> TrainingEngine | None:
-        if self.checkpoints.critic is None:
+        found, dropout = self.checkpoints, self.args.critic_dropout or 0.0
+        if found.critic is None:
             return None
-        dropout = self.args.critic_dropout or 0.0
-        model = self.checkpoints.critic_model(self._critic_zero, dropout)
+        model = found.score_model(found.critic, self._critic_zero, dropout, found.critic_tokenizer)
         return self._trained(model, "critic", self._critic_zero, ScoreModel)
 
     @property
@@ -185,13 +183,11 @@ class DeepSpeedRLHFEngine:
         if checkpoint is None:
             return None
         zero = twin.frozen(self.args, name)
+        form = self.args.row_form
         if name == "reward":
-            model: PackedModel = ScoreModel(
-                self.checkpoints.reward_model(zero), *self.args.row_form
-            )
+            model: PackedModel = ScoreModel(self.checkpoints.score_model(checkpoint, zero), *form)
         else:
-            weights = self.checkpoints.language_model(checkpoint, zero)
-            model = LanguageModel(weights, *self.args.row_form)
+            model = LanguageModel(self.checkpoints.language_model(checkpoint, zero), *form)
         return initialize_frozen(model, zero)
 
     def _announce(self) -> None:
@@ -232,7 +228,8 @@ class DeepSpeedRLHFEngine:
             logger.warning("%s", note)
 
     def _rollout_form(self) -> RolloutForm:
-        module, config, settings = unwrap(self.actor), self.actor_config, self.rollout_settings()
+        module, settings = unwrap(self.actor), self.rollout_settings()
+        config = base_of(self.actor).config
         if self.args.rollout_backend == "vllm":
             return VLLMRollout(module, config, settings)
         return rollout_form(module, config, settings, self.args.enable_hybrid_engine)
@@ -309,10 +306,6 @@ class DeepSpeedRLHFEngine:
         replace = self.ema.shards() if ema and self.ema is not None else None
         return weight_stream(unwrap(self.actor), dist.device(), replace)
 
-    @property
-    def actor_config(self) -> PretrainedConfig:
-        return base_of(self.actor).config
-
     def save(self, output_dir: str | Path) -> None:
         """Collective. Write actor, any critic and any actor_ema as Hugging Face folders."""
         output_dir = Path(output_dir)
@@ -323,12 +316,6 @@ class DeepSpeedRLHFEngine:
             stream = weight_stream(unwrap(self.critic), dist.device())
             tokenizer = self.checkpoints.critic_tokenizer
             self._export(output_dir / "critic", self.critic, stream, tokenizer)
-
-    def _saved_bytes(self) -> list[int]:
-        """Bytes of each model folder that the run writes."""
-        actors = 1 + self.args.enable_ema + bool(self.args.keep_best)
-        critics = [] if self.critic is None else [weight_bytes(unwrap(self.critic))]
-        return [weight_bytes(unwrap(self.actor))] * actors + critics
 
     def save_actor(self, folder: str | Path, ema: bool = False) -> None:
         """Collective. Write the actor, or its moving average, as a Hugging Face folder."""

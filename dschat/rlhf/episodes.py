@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ ENVIRONMENT = "environment"  # the name of its rewards
 class EpisodeCollector(Collector):
     """`Collector` whose answers are episodes with environments of ``source``."""
 
+    cuts_rounds = False
+
     def __init__(
         self,
         engine: DeepSpeedRLHFEngine,
         scorer: RolloutScorer,
         source: EnvironmentSource,
-        policy: RolloutPolicy | None = None,
+        policy: RolloutPolicy,
     ) -> None:
         super().__init__(engine, scorer, policy)
         self._source = source
@@ -49,11 +52,6 @@ class EpisodeCollector(Collector):
             self._make = source.processes(
                 engine.tokenizer, feedback, args.environment_workers, args.environment_timeout_s
             )
-        self._observations: dict[bool, ObservationTokens] = {}
-
-    @property
-    def _num_calls(self) -> int:
-        return 1
 
     def answers(
         self,
@@ -70,17 +68,18 @@ class EpisodeCollector(Collector):
         if not isinstance(generator, InferenceEngine):
             raise UserError("--environment needs the hybrid engine, which does not run this model")
 
-        def appended(row: int, text: str) -> list[int]:
-            return self._appended(prompts, row, text)
-
         def answered(row: int, episodes: list[Episode]) -> None:
             rewards = [episode.rewards for episode in episodes]
             own = own_prompts(prompts, episodes)
             add(Group(numbers[row], own, rollout_of(episodes), rewards))
 
-        observations = self._observations_of(prompts)
         runner = EpisodeRunner(
-            generator, self._engine.tokenizer, self._make, observations, self.scorer.args, appended
+            generator,
+            self._engine.tokenizer,
+            self._make,
+            self._observations_of(prompts),
+            self.scorer.args,
+            partial(self._appended, prompts),
         )
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
@@ -142,11 +141,10 @@ class EpisodeCollector(Collector):
             is_chat = bool(self._engine.tokenizer.chat_template)
         else:
             is_chat = any(not isinstance(source, str) for source in prompts.sources)
-        if is_chat not in self._observations:
-            self._observations[is_chat] = ObservationTokens(self._engine.tokenizer, is_chat)
-            if self._source.tools:
-                self._observations[is_chat].require_tools()
-        return self._observations[is_chat]
+        observations = ObservationTokens(self._engine.tokenizer, is_chat)
+        if self._source.tools:
+            observations.require_tools()
+        return observations
 
 
 def environment_of(

@@ -7,7 +7,7 @@ which training never sees.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,6 @@ class HeldOutPrompts:
     """This rank's share of the held-out prompts."""
 
     prompts: PromptTable
-    texts: list[str]  # as the gold scorer reads them
     first_index: int  # number of the first prompt among those of all ranks
     total: int  # prompts of all ranks
     gold: bool  # whether the gold scorer knows these prompts: the built-in ones
@@ -51,7 +50,6 @@ class HeldOutPrompts:
         rows = [table[i] for i in numbers]
         return cls(
             prompts=prompt_table(prompts_of(rows, prompt_columns(table))),
-            texts=[row["prompt_text"] for row in rows],
             first_index=numbers[0] if numbers else 0,
             total=len(table),
             gold=gold_knows(args.eval_data_path or args.data_path),
@@ -127,23 +125,11 @@ def _kl(engine: DeepSpeedRLHFEngine, other: ModelOrEngine, e: Experience) -> flo
 
 
 def _scores_of(name: str, sources: list[SourceScores]) -> Tensor:
-    """The scores of source ``name``: (S,) float64, NaN where it declined.
-
-    Raises ``UserError`` where no source has that name.
-    """
-    require_source(name, [source.name for source in sources])
+    """The scores of source ``name``: (S,) float64, NaN where it declined."""
     (source,) = (source for source in sources if source.name == name)
     if source.applies is None:
         return source.scores.double()
     return torch.where(source.applies, source.scores.double(), math.nan)
-
-
-def require_source(name: str, names: Sequence[str]) -> None:
-    """Raise ``UserError`` where no source is called ``name``."""
-    require(
-        name in names,
-        f"--eval_pass_source {name} does not score here; choose from {', '.join(names)}",
-    )
 
 
 def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> None:
@@ -156,20 +142,22 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
     Raises:
         UserError: ``keep_best`` without held-out prompts, an unknown metric or source.
     """
-    if args.eval_pass_source:
-        require_source(args.eval_pass_source, sources)
+    require(
+        not args.eval_pass_source or args.eval_pass_source in sources,
+        f"--eval_pass_source {args.eval_pass_source} does not score here; choose from "
+        f"{', '.join(sources)}",
+    )
     if not num_held_out:
         none = "no prompt is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
         require(not args.keep_best, f"--keep_best needs evaluations, but {none}")
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
     elif args.keep_best:
-        require_metric(args.keep_best, _metric_names(args, sources))
-
-
-def require_metric(name: str, names: Collection[str]) -> None:
-    """Raise ``UserError`` where an evaluation has no metric ``name``."""
-    require(name in names, f"--keep_best {name} is not measured; choose from {', '.join(names)}")
+        names = _metric_names(args, sources)
+        require(
+            args.keep_best in names,
+            f"--keep_best {args.keep_best} is not measured; choose from {', '.join(names)}",
+        )
 
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
@@ -203,7 +191,7 @@ def _answer_sums(
         for row, start, length in zip(e.input_ids, e.prompt_lengths.tolist(), lengths, strict=True)
     ]
     answers = continued_texts(engine.tokenizer, ids)
-    texts = [text for text in held_out.texts for _ in range(n)]
+    texts = [text for text in held_out.prompts.texts or () for _ in range(n)]
     means = answer_metrics(texts, answers, lengths, e.finished.tolist(), gold=held_out.gold)
     return {name: means[name] * e.num_sequences for name in names}
 

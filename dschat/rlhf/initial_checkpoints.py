@@ -63,14 +63,6 @@ class InitialCheckpoints:
         """The ids that end an answer of the actor."""
         return stop_ids(self.tokenizer, self.actor.generation_config)
 
-    @property
-    def reward_positions(self) -> int | None:
-        """Longest text that the reward model reads; None: not bounded."""
-        assert self.reward is not None
-        return getattr(self.reward.config.get_text_config(), "max_position_embeddings", None)
-
-    # -- weights -----------------------------------------------------------------------------------
-
     def language_model(
         self, checkpoint: Checkpoint, zero: ZeroSettings, dropout: float = 0.0
     ) -> nn.Module:
@@ -83,25 +75,18 @@ class InitialCheckpoints:
             self.base = SharedBase(model)
         return model
 
-    def critic_model(self, zero: ZeroSettings, dropout: float) -> nn.Module:
-        """Collective. The critic, with a new score head if it starts from a language model."""
-        assert self.critic is not None
-        tokenizer = self.critic_tokenizer or self.tokenizer
-        return self._score_model(self.critic, zero, dropout, tokenizer)
-
-    def reward_model(self, zero: ZeroSettings) -> nn.Module:
-        """Collective. The reward model."""
-        assert self.reward is not None
-        return self._score_model(self.reward, zero)
-
-    def _score_model(
+    def score_model(
         self,
         checkpoint: Checkpoint,
         zero: ZeroSettings,
         dropout: float = 0.0,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> nn.Module:
-        """``tokenizer``: whose ids a critic reads; None: a reward model, which reads its own."""
+        """Collective. The critic, with a new score head if it starts from a language model; or the
+        reward model.
+
+        ``tokenizer``: whose ids a critic reads; None: a reward model, which reads its own.
+        """
         pad_id = checkpoint.config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
         if pad_id is None:
             pad_id = (self.critic_tokenizer or self.tokenizer).pad_token_id

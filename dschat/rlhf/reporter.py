@@ -16,6 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +30,7 @@ from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress
 from dschat.observability.health import RunHealth
 from dschat.observability.metrics_log import MetricsLog
-from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy, require_metric
+from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import TrainingCheckpointer
@@ -98,11 +99,11 @@ class Reporter:
             return
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
-        is_kept = values.get("best_print") == self._best_print
-        if is_kept and values["best_metric"] == self._args.keep_best:
-            self._best = values["best"]
+        if (values["best_metric"] or "eval/score") == self._metric:
+            self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
+            if values.get("best_print") == self._best_print:
+                self._best = values["best"]
         self._health = RunHealth(**values.get("health", {}))
-        self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
@@ -176,10 +177,7 @@ class Reporter:
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
         name = self._args.keep_best
-        if name is None:
-            return
-        require_metric(name, metrics)
-        if metrics[name] > self._best:
+        if name is not None and metrics[name] > self._best:
             self._best = metrics[name]
             self._engine.save_actor(self._best_folder)
             self._best_print = model_fingerprint(str(self._best_folder))
@@ -250,10 +248,10 @@ def sample_row(
     for i, prompt in enumerate((e.numbers // num_samples_per_prompt).tolist()):
         first.setdefault(prompt, i)
     rows = list(first.values())[:NUM_ANSWERS]
-    scores = _numbers(e.scores[:_MAX_SEQUENCES], e.scored[:_MAX_SEQUENCES].tolist())
+    scores = torch.where(e.scored, e.scores, math.nan)
     return {
         "samples": [_sample(e, i, tokenizer, has_kl) for i in rows],
-        "scores": scores,
+        "scores": _numbers(scores[:_MAX_SEQUENCES]),
         "answer_lengths": (e.lengths - e.prompt_lengths)[:_MAX_SEQUENCES].tolist(),
     }
 
@@ -286,10 +284,8 @@ def _number(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def _numbers(values: Tensor, known: list[bool] | None = None) -> list[float | None]:
-    """``known``: False where the value is unknown."""
-    known = known or [True] * len(values)
-    return [_number(v) if k else None for v, k in zip(values.tolist(), known, strict=True)]
+def _numbers(values: Tensor) -> list[float | None]:
+    return [_number(value) for value in values.tolist()]
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:

@@ -53,18 +53,12 @@ class Retokenizer:
     def batch(self, e: Experience) -> list[list[int]]:
         """The sequences of ``e`` re-tokenized."""
         sources: Sequence[Content | None] = e.sources or [None] * e.num_sequences
-        rows = []
-        for ids, length, prompt_length, finished, source in zip(
-            e.input_ids.tolist(),
-            e.lengths.tolist(),
-            e.prompt_lengths.tolist(),
-            e.finished.tolist(),
-            sources,
-            strict=True,
-        ):
-            prompt, answer = ids[:prompt_length], ids[prompt_length:length]
-            rows.append(self.sequence(prompt, answer, bool(finished), source))
-        return rows
+        tensors = e.input_ids, e.lengths, e.prompt_lengths, e.finished
+        columns = zip(*(tensor.tolist() for tensor in tensors), sources, strict=True)
+        return [
+            self.sequence(ids[:start], ids[start:end], finished, source)
+            for ids, end, start, finished, source in columns
+        ]
 
     def sequence(
         self, prompt_ids: list[int], answer_ids: list[int], finished: bool, source: Content | None

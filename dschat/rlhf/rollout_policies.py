@@ -21,7 +21,7 @@ from dschat.inference.engine import InferenceEngine
 from dschat.inference.protocol import Answered, FinishReason, Generator, Rollout, SamplingParams
 from dschat.inference.sequence import Request
 from dschat.losses import clip_scores, group_has_variance, group_stats
-from dschat.rlhf.collector import PromptQueue, RolloutPolicy
+from dschat.rlhf.collector import Ask, PromptQueue, RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
 from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 
@@ -54,10 +54,6 @@ class OpenPrompt:
     def is_complete(self) -> bool:
         return bool(self.finish_reasons) and None not in self.finish_reasons
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
-
     def request(self, sampling: SamplingParams, number: int) -> Request:
         """A request that continues the answers."""
         request = Request(self.ids, sampling, number)
@@ -78,18 +74,10 @@ class OpenPrompt:
         self.experts = [None if s.experts is None else s.experts.cpu() for s in begun]
 
 
-@dataclass
-class _Wanted:
-    """What a rank waits for: prompts to be complete, and some of them by all means."""
-
-    requests: list[Request]
-    number: int
-    num_due: int
-
-    @property
-    def is_served(self) -> bool:
-        complete = [request.is_complete for request in self.requests]
-        return sum(complete) >= self.number and all(complete[: self.num_due])
+def _is_served(requests: list[Request], wanted: int, num_due: int) -> bool:
+    """Whether a rank has what it waits for: complete prompts, and some of them by all means."""
+    complete = [request.is_complete for request in requests]
+    return sum(complete) >= wanted and all(complete[:num_due])
 
 
 def advance(
@@ -116,12 +104,10 @@ def advance(
 
     # NOTE: nothing is drafted, because where the answers stop would depend on it.
     with closing(engine.core()) as core:
-        ranks = [
-            _Wanted(requests, *counts) for requests, counts in core.add_all(mine, (wanted, num_due))
-        ]
+        ranks = core.add_all(mine, (wanted, num_due))
         for request in mine:
             report(request)
-        for event in core.events(until=lambda: all(rank.is_served for rank in ranks)):
+        for event in core.events(until=lambda: all(_is_served(of, *n) for of, n in ranks)):
             if event.is_last:
                 report(event.sequence.request)
     for open_prompt, request in zip(prompts, mine, strict=True):
@@ -149,61 +135,47 @@ class DynamicSampling(RolloutPolicy):
         super().__init__(more)
         self._scorer, self._max_rounds = scorer, max_rounds
 
-    def begin(self, prompts: PromptTable, num_samples: int) -> None:
-        self._prompts, self._num_samples = prompts, num_samples
-        self._num_needed = sum(dist.gather_objects(len(prompts.ids)))
-        self._rounds: list[Experience] = []
-        self._found: list[int] = []  # numbers of prompts whose scores differ, over all ranks
-        self._sampled = 0
-        self._sums: dict[str, float] = {}
-
-    def enough(self) -> bool:
-        rounds = len(self._rounds)
-        return rounds == self._max_rounds or len(self._found) >= self._num_needed
-
-    def ask(self) -> PromptTable:
-        if not self._rounds:
-            return self._prompts
-        missing = self._num_needed - len(self._found)
-        likely = math.ceil(missing * self._sampled / max(len(self._found), 1))
-        return self._more.take(min(self._num_needed, likely), self._prompts)
-
-    def keep(self, answered: Collected) -> None:
-        self._rounds.append(answered.score())
-        self._found += self._with_variance(self._rounds[-1], self._sampled, answered.num_prompts)
-        for name, value in answered.metrics.items():
-            added = value if _adds_up(name) else value * answered.num_prompts
-            self._sums[name] = self._sums.get(name, 0.0) + added
-        self._sampled += answered.num_prompts
-
-    def rollout(self) -> Collected:
-        kept, rounds = self._found[: self._num_needed], len(self._rounds)
+    def rollout(self, prompts: PromptTable, num_samples: int, ask: Ask) -> Collected:
+        needed, asked = sum(dist.gather_objects(len(prompts.ids))), prompts
+        rounds, sums = list[Experience](), dict[str, float]()
+        found = list[int]()  # numbers of prompts whose scores differ, over all ranks
+        sampled = 0
+        while len(rounds) < self._max_rounds and len(found) < needed:
+            if rounds:
+                likely = math.ceil((needed - len(found)) * sampled / max(len(found), 1))
+                asked = self._more.take(min(needed, likely), prompts)
+            answered = ask(asked, sampled)
+            rounds.append(answered.score())
+            found += self._with_variance(rounds[-1], num_samples, sampled, answered.num_prompts)
+            for name, value in answered.metrics.items():
+                added = value if _adds_up(name) else value * answered.num_prompts
+                sums[name] = sums.get(name, 0.0) + added
+            sampled += answered.num_prompts
+        kept = found[:needed]
         if not kept:
             logger.warning(
                 "none of %d sampled prompts (%d rounds) has answers of different scores: this "
                 "iteration trains nothing",
-                self._sampled,
-                rounds,
+                *(sampled, len(rounds)),
             )
-        every, sampled = joined(self._rounds), max(self._sampled, 1)
-        self._rounds.clear()  # frees them while the rollout trains
+        every = joined(rounds)
         score, num_scored = dist.sum_floats(
             [float(every.scores.double().sum()), float(every.scored.sum())]
         )
-        metrics = {n: v if _adds_up(n) else v / sampled for n, v in self._sums.items()} | {
-            "sampling/rounds": float(rounds),
-            "sampling/prompts": float(self._sampled),
+        metrics = {n: v if _adds_up(n) else v / sampled for n, v in sums.items()} | {
+            "sampling/rounds": float(len(rounds)),
+            "sampling/prompts": float(sampled),
             "sampling/kept_prompts": float(len(kept)),
             "sampling/waste": 1 - len(kept) / sampled,
             "sampling/scores": score / max(num_scored, 1.0),
         }
-        return Collected(_renumbered(every, kept, self._num_samples), len(kept), metrics)
+        return Collected(_renumbered(every, kept, num_samples), len(kept), metrics)
 
-    def _with_variance(self, e: Experience, before: int, total: int) -> list[int]:
+    def _with_variance(self, e: Experience, n: int, before: int, total: int) -> list[int]:
         """Collective. Numbers of this round's prompts whose clipped scores differ, or are not
         finite. Answers without a score do not count. ``before``: prompts of earlier rounds.
         """
-        groups = e.numbers // self._num_samples - before
+        groups = e.numbers // n - before
         scores = torch.where(
             e.scores.isfinite(), clip_scores(e.scores, self._scorer.clip), e.scores
         )
@@ -273,17 +245,31 @@ class PartialRollouts(RolloutPolicy):
             order = sorted(range(len(self._ages)), key=lambda i: -self._ages[i])
             self._leave(dist.my_share(order))
 
-    def begin(self, prompts: PromptTable, num_samples: int) -> None:
-        super().begin(prompts, num_samples)
-        self.num_wanted = wanted = len(prompts.ids)
+    def rollout(self, prompts: PromptTable, num_samples: int, ask: Ask) -> Collected:
+        """The oldest complete prompts are in the rollout; the others grow older."""
+        self._num_wanted = wanted = len(prompts.ids)
         self._start(prompts)
         missing = wanted + math.ceil(self._oversample * wanted) - len(self._open)
         self._start(self._more.take(sum(dist.gather_objects(max(0, missing))), prompts))
+        answered = ask(self._table, 0, wanted, self._through)
+        done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][:wanted]
+        staleness = [self._open[i].staleness for i in done]
+        self._leave([i for i in range(len(self._open)) if i not in set(done)])
+        self._ages = [age + 1 for age in self._ages]
+        carried = sum(len(ids) for prompt in self._open for ids in prompt.token_ids)
+        oldest = max(dist.gather_objects(max(staleness, default=0)))
+        total, count, num_open, tokens = dist.sum_floats(
+            [float(sum(staleness)), float(len(staleness)), float(len(self._open)), float(carried)]
+        )
+        answered.metrics |= {
+            "rollout/staleness": total / max(count, 1.0),
+            "rollout/staleness_max": float(oldest),
+            "rollout/carried_prompts": num_open,
+            "rollout/carried_tokens": tokens,
+        }
+        return answered
 
-    def ask(self) -> PromptTable:
-        return self._table
-
-    def generator(self, generator: Generator) -> Generator:
+    def _through(self, generator: Generator) -> Generator:
         if not isinstance(generator, InferenceEngine):
             raise UserError(
                 "--partial_rollout needs the hybrid engine, which does not run this model"
@@ -302,29 +288,9 @@ class PartialRollouts(RolloutPolicy):
         """Continue the prompts until enough are complete on every rank, and all that are due; only
         what is complete is reported, to ``answered``.
         """
-        numbers, wanted = indices or [], self.num_wanted or 0
-        num_due = sum(age >= self._max_staleness for age in self._ages)
-        advance(self._engine, self._open, sampling, numbers, wanted, num_due, answered)
+        numbers, num_due = indices or [], sum(age >= self._max_staleness for age in self._ages)
+        advance(self._engine, self._open, sampling, numbers, self._num_wanted, num_due, answered)
         return Rollout()
-
-    def keep(self, answered: Collected) -> None:
-        """The oldest complete prompts are in the rollout; the others grow older."""
-        done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][: self.num_wanted]
-        staleness = [self._open[i].staleness for i in done]
-        self._leave([i for i in range(len(self._open)) if i not in set(done)])
-        self._ages = [age + 1 for age in self._ages]
-        carried = sum(prompt.num_tokens for prompt in self._open)
-        oldest = max(dist.gather_objects(max(staleness, default=0)))
-        total, count, prompts, tokens = dist.sum_floats(
-            [float(sum(staleness)), float(len(staleness)), float(len(self._open)), float(carried)]
-        )
-        answered.metrics |= {
-            "rollout/staleness": total / max(count, 1.0),
-            "rollout/staleness_max": float(oldest),
-            "rollout/carried_prompts": prompts,
-            "rollout/carried_tokens": tokens,
-        }
-        super().keep(answered)
 
     def _start(self, prompts: PromptTable) -> None:
         self._add(prompts, [OpenPrompt(ids) for ids in prompts.ids], [0] * len(prompts.ids))

@@ -94,7 +94,6 @@ class DeepSpeedPPOTrainer:
         self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
         self._unsupervised = unsupervised
         self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
-        self._device = dist.device()
         self._warned_of_gap = self.args.partial_rollout  # there, old policies explain the gap
         self._old_are_rollouts: bool | None = None
         # Whether the next pass measures the gap to the generator: scoring ran no actor forward.
@@ -292,7 +291,7 @@ class DeepSpeedPPOTrainer:
         size = self.args.per_device_training_batch_size
         cut = micro_batches(self.engine, experience, rows, size)
         # All on the device before the first forward: a copy from host memory waits for the device.
-        batches = [experience.take(part, self._device) for part in cut]
+        batches = [experience.take(part, dist.device()) for part in cut]
         sums = {"actions": num_actions, "policy_count": policy_count}
         parts: list[DeviceSums] = []
         if train_actor and not all_policy:

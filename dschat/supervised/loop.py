@@ -74,8 +74,7 @@ class SFTTask(Task):
 
     columns = ("loss", "perplexity")
 
-    def collate(self, rows: Rows) -> WeightedBatch:
-        return collate_sft(rows)
+    collate = staticmethod(collate_sft)
 
     def longest_row(self, num_tokens: int) -> dict[str, Any]:
         return {"input_ids": [0] * num_tokens, "loss_mask": [True] * num_tokens}
@@ -109,8 +108,7 @@ class RewardTask(Task):
     def __init__(self, most_answers: int = 2) -> None:
         self._most_answers = most_answers
 
-    def collate(self, rows: Rows) -> RankedBatch:
-        return collate_pairs(rows)
+    collate = staticmethod(collate_pairs)
 
     def longest_row(self, num_tokens: int) -> dict[str, Any]:
         chosen, rejected, *others = [[0] * num_tokens] * self._most_answers

@@ -4,8 +4,8 @@ The reference is a frozen copy of the policy, the policy without its LoRA adapte
 computed before the first step.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +138,9 @@ class PreferenceTask:
         # NOTE: all of this precedes the step's first forward with gradients. Two forwards before
         # their backwards break ZeRO-3's gradients.
         if not self._config.precompute_ref_logprobs:
-            with self._reference_of(model) as reference:
+            frozen = self.reference
+            reference = model if frozen is None else frozen
+            with adapters_off(unwrap(model)) if frozen is None else nullcontext():
                 batches = [
                     replace(batch, ref_logps=self._all_logps(reference, batch)) for batch in batches
                 ]
@@ -172,10 +174,15 @@ class PreferenceTask:
             if name != "pairs" and not name.startswith("num/")
         }
 
-    def precompute(self, model: ModelOrEngine, pairs: Pairs, size: MicroBatchSize) -> None:
-        """Collective. Set the reference log-probs of ``pairs`` from ``model``, which before its
-        first step is its own reference.
+    def precompute(
+        self, model: ModelOrEngine, pairs: RowTable | RowStream, size: MicroBatchSize
+    ) -> None:
+        """Collective. If asked for, set the reference log-probs of ``pairs`` from ``model``, which
+        before its first step is its own reference.
         """
+        if not self._config.precompute_ref_logprobs:
+            return
+        assert isinstance(pairs, Pairs)
         share = dist.my_share(list(range(len(pairs))))
         micro_batches = size.split([row_tokens(pairs[i]) for i in share])
         local: dict[int, list[float]] = {}
@@ -188,14 +195,6 @@ class PreferenceTask:
         bar.close()
         shares = dist.gather_objects([local[i] for i in range(len(share))])
         pairs.ref_logps = [row for part in shares for row in part]
-
-    @contextmanager
-    def _reference_of(self, model: ModelOrEngine) -> Iterator[ModelOrEngine]:
-        if self.reference is not None:
-            yield self.reference
-            return
-        with adapters_off(unwrap(model)):
-            yield model
 
     def _all_logps(self, model: ModelOrEngine, batch: PreferenceBatch) -> Tensor:
         """Log-probs of every block, without gradient."""

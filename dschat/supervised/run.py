@@ -1,6 +1,6 @@
 """Whole runs of steps 1 and 2: checks, model, loop, checkpoints, evaluation, the saved model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,12 @@ from dschat.data.preference_rows import most_answers
 from dschat.data.tokenize import preference_dataset, sft_dataset
 from dschat.models.heads import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, num_ids, stop_ids
+from dschat.observability import console
+from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish
-from dschat.runtime.output_dir import mark_complete
+from dschat.runtime.output_dir import claim_output_dir, mark_complete, record_of
 from dschat.runtime.start import Callbacks, start_step
 from dschat.supervised import loop, preference, setup
 
@@ -39,8 +41,8 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
-    is_whole = not zero.shards_parameters
-    return _trained(config, engine, loop.SFTTask(), batches, files, call, is_whole)
+    task, is_whole = loop.SFTTask(), not zero.shards_parameters
+    return _trained(config, engine, task, batches, files, call, is_whole)
 
 
 def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) -> Any:
@@ -94,15 +96,8 @@ def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call:
     model = load(zero, config.dropout or 0.0)
     files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
-    reference = preference.load_reference(config, zero, load)
-    task = preference.PreferenceTask(config, reference)
-
-    def precompute() -> None:
-        for table in tables if config.precompute_ref_logprobs else ():
-            task.precompute(engine, table, batches[1].size)
-
-    is_whole = not zero.shards_parameters
-    return _trained(config, engine, task, batches, files, call, is_whole, precompute)
+    task = preference.PreferenceTask(config, preference.load_reference(config, zero, load))
+    return _trained(config, engine, task, batches, files, call, not zero.shards_parameters)
 
 
 def _trained(
@@ -113,27 +108,30 @@ def _trained(
     files: setup.HubFiles,
     call: Callbacks,
     generates: bool = False,
-    before: Callable[[], None] = lambda: None,
 ) -> Any:
     """Collective. Run the loop, save the model and finish the step; returns ``engine``.
 
     ``generates``: the model can, for the gold score; not where ZeRO-3 shards its weights.
-    ``before``: called once the output folder is claimed.
     """
+    assert config.output_dir is not None
     setup.settle_micro_batches(config, engine, task, *batches)
-    metrics_log = setup.claim_output(config)
-    before()
+    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
+    console.release()
+    metrics_log = MetricsLog(config.output_dir, config)
+    subfolder = ""
+    if isinstance(task, preference.PreferenceTask):
+        subfolder = "actor"
+        for each in batches:
+            task.precompute(engine, each.dataset, batches[1].size)
     gold = partial(log_gold, config, unwrap(engine), files.tokenizer, files.stop_ids, metrics_log)
     if generates:
         gold(0)
-    subfolder = "actor" if isinstance(task, preference.PreferenceTask) else ""
     save = partial(setup.save, engine, config, files, subfolder)
     loop.train(engine, task, config, *batches, metrics_log, save, call)
     if generates:
         gold(loop.num_total_steps(config, batches[0]))
     call("on_end", engine)
     metrics_log.close()
-    assert config.output_dir is not None
     mark_complete(config.output_dir)
     publish(config)
     return engine

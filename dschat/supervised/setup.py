@@ -25,11 +25,9 @@ from dschat.models.heads import LanguageModel
 from dschat.models.packing.model import PackedModel, packed_model
 from dschat.models.tokenizer import match_vocabulary, num_ids, stop_ids
 from dschat.models.training_engine import TrainingEngine
-from dschat.observability import console
-from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime.deepspeed_engine import ZeroSettings, sharded_loading, trained_engine, unwrap
 from dschat.runtime.hub import write_card
-from dschat.runtime.output_dir import check_room, claim_output_dir, record_of
+from dschat.runtime.output_dir import check_room
 from dschat.runtime.start import warn_of_few_steps
 from dschat.runtime.token_budget import measure_budget
 from dschat.supervised.loop import Task
@@ -124,21 +122,14 @@ def step_batches(
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
     order. ``UserError`` where ranks have other rows. ``together``: see `StepBatches`.
     """
-    world, tokens = dist.world_size(), fixed_or_zero(config.max_tokens_per_micro_batch)
-
-    def batches(
-        rows: RowTable | RowStream, size: int, per_device: int, shuffle: bool
-    ) -> StepBatches:
-        micro_batch = MicroBatchSize(per_device, tokens, ranks=config.sequence_parallel_size)
-        return StepBatches(
-            rows, size, micro_batch, dist.rank(), world, config.seed, shuffle, together=together
-        )
-
     check_same_rows(train, held_out)
-    train_size, eval_size = config.per_device_train_batch_size, config.per_device_eval_batch_size
+    world, rows = dist.world_size(), config.per_device_eval_batch_size
+    tokens, ranks = fixed_or_zero(config.max_tokens_per_micro_batch), config.sequence_parallel_size
+    size = MicroBatchSize(config.per_device_train_batch_size, tokens, ranks=ranks)
+    share = dist.rank(), world, config.seed
     return (
-        batches(train, config.global_batch_size(world), train_size, True),
-        batches(held_out, eval_size * world, eval_size, False),
+        StepBatches(train, config.global_batch_size(world), size, *share, together=together),
+        StepBatches(held_out, rows * world, replace(size, rows=rows), *share, shuffle=False),
     )
 
 
@@ -166,14 +157,6 @@ def _measured_budget(config: SupervisedConfig, engine: TrainingEngine, task: Tas
         return task.loss(engine, batch.to(dist.device()))[0]
 
     return measure_budget([(engine, forward)], longest, config.global_batch_size(1))
-
-
-def claim_output(config: SupervisedConfig) -> MetricsLog:
-    """Collective. Claim the output folder, print the log lines held so far, open metrics.jsonl."""
-    assert config.output_dir is not None
-    claim_output_dir(config.output_dir, bool(config.resume), record_of(config))
-    console.release()
-    return MetricsLog(config.output_dir, config)
 
 
 def save(

@@ -39,9 +39,8 @@ def build_preference(case: Case, models: Path, out: Path):
     rows = training_rows(case)
     tables = preference.as_pairs(config, rows, rows[:NUM_HELD_OUT])
     budget = fixed_or_zero(config.max_tokens_per_micro_batch)
-    if config.precompute_ref_logprobs:
-        for table in tables:
-            task.precompute(engine, table, MicroBatchSize(5, budget))
+    for table in tables:
+        task.precompute(engine, table, MicroBatchSize(5, budget))
     return engine, task, config, tables, files
 
 

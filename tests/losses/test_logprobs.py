@@ -3,6 +3,7 @@ gradients, chunks and memory.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,14 +20,16 @@ M, D, V = 8, 5, 11
 
 
 def from_logits(hidden, weight, bias, targets, temperature=1.0, with_entropy=False):
-    """`linear_logprobs` by the functions that take logits, of a slice that has no flat view."""
-    logits = F.linear(hidden, weight, bias).view(2, -1, V)
-    logits = F.pad(logits, (0, 0, 0, 1), value=math.nan)[:, :-1]
-    ids = targets.view(2, -1, *targets.shape[1:])
-    logprobs = losses.token_logprobs(logits, ids, temperature).flatten(0, 1)
-    if not with_entropy:
-        return logprobs, None
-    return logprobs, losses.token_entropy(logits, temperature).flatten()
+    """`linear_logprobs` of given logits."""
+    logits = F.linear(hidden, weight, bias)
+    return linear_logprobs(logits, None, None, targets, temperature, with_entropy)
+
+
+def entropies(logits, temperature=1.0):
+    """(B, T) of logits (B, T, V)."""
+    ids = torch.zeros(logits.shape[:-1]).long().flatten()
+    results = linear_logprobs(logits.flatten(0, 1), None, None, ids, temperature, True)
+    return results[1].view(logits.shape[:-1])
 
 
 either = pytest.mark.parametrize("function", [linear_logprobs, from_logits])
@@ -37,11 +40,7 @@ def chunks(monkeypatch):
     """``chunks(num_elements)``: of any number of rows, as many as have so many logits."""
     monkeypatch.setattr(losses.logprobs, "_CHUNK_ROWS", 1)
 
-    def set_elements(number):
-        for name in ("_CHUNK_ELEMENTS", "_HEAD_CHUNK_ELEMENTS"):
-            monkeypatch.setattr(losses.logprobs, name, number)
-
-    return set_elements
+    return partial(monkeypatch.setattr, losses.logprobs, "_HEAD_CHUNK_ELEMENTS")
 
 
 def inputs(num_rows=M, dtype=torch.float32):
@@ -163,15 +162,14 @@ def test_of_16_bit_logits_only_the_gradient_is_rounded(chunks, dtype):
     logits = torch.tensor(rng.normal(0, 4, (3, 5, V))).to(dtype)
     logits[1, 2] += 60  # exp overflows in fp16 and, unshifted, loses digits everywhere
     targets = torch.tensor(rng.integers(0, V, (3, 5)))
-    for function, number in ((losses.token_logprobs, 0), (losses.token_entropy, 1)):
-        given = logits.clone().requires_grad_()
-        double = logits.double().requires_grad_()
-        rows = double.flatten(0, 1)
-        expected = exact(rows, torch.eye(V).double(), None, targets.flatten(), 0.7)[number]
-        actual = function(*([given, targets] if number == 0 else [given]), 0.7)
+    for number in (0, 1):  # log-probs, entropies
+        given = logits.flatten(0, 1).requires_grad_()
+        double = given.detach().double().requires_grad_()
+        expected = exact(double, torch.eye(V).double(), None, targets.flatten(), 0.7)[number]
+        actual = linear_logprobs(given, None, None, targets.flatten(), 0.7, True)[number]
         assert actual.dtype == torch.float32
-        np.testing.assert_allclose(as_np(actual).flatten(), as_np(expected), rtol=1e-5, atol=2e-5)
-        (actual.flatten() * torch.arange(15)).sum().backward()
+        np.testing.assert_allclose(as_np(actual), as_np(expected), rtol=1e-5, atol=2e-5)
+        (actual * torch.arange(15)).sum().backward()
         (expected * torch.arange(15)).sum().backward()
         assert given.grad.dtype == dtype
         unit = torch.finfo(dtype).eps
@@ -220,7 +218,7 @@ def test_garbage_under_a_mask_does_not_reach_other_rows(
 
 
 @pytest.mark.parametrize(
-    "function", [losses.token_entropy, lambda x: losses.token_logprobs(x, torch.ones(2, 3).long())]
+    "function", [entropies, lambda x: losses.token_logprobs(x, torch.ones(2, 3).long())]
 )
 def test_garbage_logits_under_a_mask_do_not_reach_the_gradient(function):
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
@@ -285,20 +283,13 @@ def test_large_logits_do_not_overflow():
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_token_entropy_by_hand(logits, bits, slopes, temperature):
+def test_entropies_by_hand(logits, bits, slopes, temperature):
     in_nats = torch.tensor([[logits]]) * math.log(2) * temperature
-    entropy = losses.token_entropy(in_nats.requires_grad_(), temperature)
+    entropy = entropies(in_nats.requires_grad_(), temperature)
     assert entropy.item() == pytest.approx(bits * math.log(2), rel=1e-5, abs=1e-6)
     entropy.sum().backward()
     expected = [slope * math.log(2) / temperature for slope in slopes]
     assert in_nats.grad.flatten().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-def test_entropy_from_logits_is_token_entropy_without_a_gradient():
-    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    seen = losses.entropy_from_logits(logits, 0.7)
-    assert not seen.requires_grad
-    assert_close(seen, losses.token_entropy(logits, 0.7), 1e-6)
 
 
 @either

@@ -51,12 +51,11 @@ def test_groups_that_the_clip_makes_equal_are_dropped(collector_of):
     rollout = Rollout([[5]] * 14, [[-1.0]] * 14, ["stop"] * 14)
     for functions, reward, kept in (([], object(), [1, 2, 3, 4]), ([rule], None, range(5))):
         scorer = collector_of(*functions, reward=reward).scorer
-        sampling = DynamicSampling(scorer, 10, PromptQueue())
-        sampling.begin(PromptTable([[1]] * 7), 2)
+        sampling = DynamicSampling(scorer, 1, PromptQueue())
         e = from_rollout([[i // 2] for i in range(14)], rollout, 0)
         e.scores, e.scored = scores, scored
-        sampling.keep(Collected(e, 7, {}))
-        ids = sampling.rollout().experience.input_ids
+        made = sampling.rollout(PromptTable([[1]] * 7), 2, lambda *_, e=e: Collected(e, 7, {}))
+        ids = made.experience.input_ids
         assert ids[::2, 0].tolist() == [*kept]
 
 
@@ -137,10 +136,7 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(collector_of)
 
     more = PromptQueue([[i]] for i in range(100))
     sampling = DynamicSampling(collector_of(rule).scorer, 10, more)
-    sampling.begin(PromptTable([[i] for i in range(8)]), 2)
-    while not sampling.enough():
-        sampling.keep(answered(sampling.ask(), sum(asked)))
-    rollout = sampling.rollout()
+    rollout = sampling.rollout(PromptTable([[i] for i in range(8)]), 2, answered)
     assert asked == [8, 3, 2]
     assert rollout.num_prompts == 8
     assert rollout.experience.numbers.tolist() == list(range(16))

@@ -123,7 +123,7 @@ def test_evaluation_measures_the_kl_to_the_teacher(models_folder):
     engine, prompts = trainer.engine, prompt_table(PROMPTS[:4])
     sampling = SamplingParams.from_config(trainer.args, EVAL_SEED, 1)
     with engine.rollout_mode() as generator:
-        held_out = HeldOutPrompts(prompts, ["a"] * 4, 0, 4, gold=False)
+        held_out = HeldOutPrompts(prompts, 0, 4, gold=False)
         metrics = evaluate_policy(engine, generator, held_out, trainer.collector)
         e = trainer.collector.answers_of(generator, prompts, sampling, 0).experience
     actor, teacher = (drawn(plain_logprobs(causal_lm(name), e), e) for name in ("llama", "gpt2"))

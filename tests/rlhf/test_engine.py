@@ -91,7 +91,7 @@ def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, mode
     assert ("--actor_zero_stage 3 has nothing to shard in one process" in caplog.text) == (
         zero == 3
     )
-    assert engine.actor_config.vocab_size == base_of(engine.critic).config.vocab_size == 65
+    assert base_of(engine.actor).config.vocab_size == base_of(engine.critic).config.vocab_size == 65
     rows = pack([[5, 64, 6]], [[0, 1]])
     with torch.no_grad(), engine.reference() as reference:
         logprobs = [model(rows)[0] for model in (engine.actor, reference)]

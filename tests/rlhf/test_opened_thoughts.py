@@ -13,7 +13,7 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import AnswerLines, Row
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.collector import Group
+from dschat.rlhf.collector import Group, PromptQueue, RolloutPolicy
 from dschat.rlhf.episodes import EpisodeCollector
 from dschat.rlhf.retokenize import Retokenizer
 from dschat.rlhf.rollout_scorer import RolloutScorer
@@ -55,7 +55,8 @@ def seen_of(tokenizer, rollout, tools):
     scorer = RolloutScorer(engine, args, RewardFunctions(args, [reward]))
     source = SimpleNamespace(tools=tools, rewards=False, maker=lambda *_: None)
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])
-    Told(engine, scorer, source).answers_of(rollout, prompts, SamplingParams(), 0).sources(8)
+    collector = Told(engine, scorer, source, RolloutPolicy(PromptQueue()))
+    collector.answers_of(rollout, prompts, SamplingParams(), 0).sources(8)
     return seen
 
 

@@ -64,7 +64,8 @@ def merged_reward(trainer):
     args = replace(trainer.args, share_base=False)
     names = args.actor_model_name_or_path, args.critic_model_name_or_path
     zero = zero_settings(args, "critic")
-    model = find_checkpoints(*names, args).reward_model(zero)
+    found = find_checkpoints(*names, args)
+    model = found.score_model(found.reward, zero)
     return initialize_frozen(ScoreModel(model), zero)
 
 

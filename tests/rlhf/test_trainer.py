@@ -124,7 +124,7 @@ def test_scoring_and_evaluation_have_no_dropout(models_folder):
     assert trainer.metrics["rollout/logprob_gap"] < 1e-5
     # The reference is the actor without its adapters, which have not learned anything yet.
     assert trainer.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)
-    prompts = HeldOutPrompts(PromptTable(PROMPTS[:4]), [""] * 4, 0, 4, gold=False)
+    prompts = HeldOutPrompts(PromptTable(PROMPTS[:4]), 0, 4, gold=False)
     with engine.rollout_mode() as generator:
         evaluated = evaluate_policy(engine, generator, prompts, trainer.collector)
     assert evaluated["eval/kl"] == pytest.approx(0, abs=1e-4)

@@ -30,7 +30,7 @@ from dschat.supervised import setup
 ITERATIONS = 4
 
 
-NOBODY = HeldOutPrompts(PromptTable(), [], 0, 0, gold=False)
+NOBODY = HeldOutPrompts(PromptTable(), 0, 0, gold=False)
 
 
 def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
@@ -109,7 +109,7 @@ def rows(out):
 
 def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, tmp_path):
     """In that after iteration 2, and in the last; each resumes once."""
-    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
+    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), 0, 2, gold=False)
     options = {"held_out": held_out, "eval_steps": 2, "save_steps": 3}
     loop(models_folder, tmp_path / "whole", parity, **options)
     cut = tmp_path / "cut"
@@ -208,7 +208,7 @@ def evaluated(*levels):
 
 
 def test_the_best_actor_of_a_branch_that_is_given_up_is_replaced(models_folder, tmp_path):
-    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), [""] * 2, 0, 2, gold=False)
+    held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), 0, 2, gold=False)
     options = {"held_out": held_out, "eval_steps": 2, "save_steps": 1, "keep_best": "eval/score"}
     best = str(tmp_path / "actor_best")
 
