@@ -5,10 +5,12 @@ Rows of qkv, up, embedding and head are shared out, columns of out and down; of 
 belongs to the rank's heads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from dschat.config import UserError
 from dschat.inference.model.states import StateShape
@@ -150,6 +152,19 @@ def check_shares(spec: ModelSpec, size: int) -> None:
             )
 
 
+def sizes(c: PretrainedConfig) -> dict[str, Any]:
+    """Fields of a `ModelSpec` that configs name alike."""
+    return {
+        "num_layers": c.num_hidden_layers,
+        "hidden_size": c.hidden_size,
+        "num_heads": c.num_attention_heads,
+        "num_kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        "head_size": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "vocab_size": c.vocab_size,
+        "tied": c.tie_word_embeddings,
+    }
+
+
 # -- weight sources --------------------------------------------------------------------------------
 
 
@@ -169,6 +184,19 @@ def both(
     ]
 
 
+def per_layer(
+    module: str,
+    names: Mapping[str, str],
+    bias: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> list[WeightSource]:
+    """`both` of each of a layer's ``names``: the decoder's -> those inside of ``module``."""
+    pairs = ((f"{module}.{name}", f"layers.{{i}}.{target}") for target, name in names.items())
+    how = bias, "", transposed, interleaved
+    return [s for name, target in pairs for s in both(name, target, *how)]
+
+
 def embeddings(name: str, tied: bool) -> list[WeightSource]:
     weight = f"{name}.weight"
     head = weight if tied else "lm_head.weight"
@@ -176,11 +204,8 @@ def embeddings(name: str, tied: bool) -> list[WeightSource]:
 
 
 def separate_qkv(module: str, bias: bool) -> list[WeightSource]:
-    return [
-        source
-        for part in "qkv"
-        for source in both(f"{module}.{part}_proj", "layers.{i}.qkv", bias, part=part)
-    ]
+    parts = ((f"{module}.{part}_proj", part) for part in "qkv")
+    return [s for name, part in parts for s in both(name, "layers.{i}.qkv", bias, part)]
 
 
 def gated_mlp(module: str, bias: bool = False) -> list[WeightSource]:
