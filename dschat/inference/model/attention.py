@@ -107,16 +107,10 @@ class Attention:
             and (not chunk.prefix or tokens <= _GATHERED_TOKENS)
         )
 
-    def __call__(
-        self, layer: int, heads_THD: Tensor, layout: HeadLayout, scores: Scores | None = None
-    ) -> Tensor:
-        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D).
-
-        ``scores``: default, those of the spec.
-        """
+    def __call__(self, layer: int, heads_THD: Tensor, layout: HeadLayout, how: Scores) -> Tensor:
+        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D)."""
         rows, keys, values = self.cache.layers[layer]
         decodes = self.decodes
-        how = scores or Scores(self.spec.attention_scale(layer), self.spec.window(layer))
         kernel = self._kernel if layout.in_order and how.is_plain else None
         if kernel is not None and not self.chunks:
             return kernel(heads_THD, rows, how.window, how.scale)

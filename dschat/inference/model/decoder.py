@@ -28,9 +28,9 @@ from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
 
-# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used, if
-# it is not only as the spec's windows and scales say -> (T, H * D)
-Attend = Callable[[int, Tensor, HeadLayout, Scores | None], Tensor]
+# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used
+# -> (T, H * D)
+Attend = Callable[[int, Tensor, HeadLayout, Scores], Tensor]
 
 # torch's fused versions of activations that transformers composes of small operations.
 _TANH_GELU = partial(F.gelu, approximate="tanh")

@@ -153,7 +153,7 @@ class Layer(NamedTuple):
     mlp: Mlp | Experts
     layout: HeadLayout  # of the output of `qkv`
     rotary: Rotary | None
-    scores: Scores | None  # None: as the spec says
+    scores: Scores
 
     @classmethod
     def of(cls, weights: Weights, i: int, rotary: Rotary | None) -> "Layer":
@@ -171,9 +171,7 @@ class Layer(NamedTuple):
             mlp = Experts.of(spec.experts, linears, tensors, name)
         else:
             mlp = Mlp(linears[f"{name}.up"], linears[f"{name}.down"])
-        sinks, scores = tensors.get(f"{name}.sinks.weight"), None
-        if sinks is not None or spec.attention_softcap is not None:
-            scores = Scores(spec.attention_scale(i), spec.window(i), spec.attention_softcap, sinks)
+        how = spec.attention_scale(i), spec.window(i), spec.attention_softcap
         return cls(
             **norms,
             qk_norms=(q_norm, k_norm) if q_norm and k_norm else None,
@@ -182,7 +180,7 @@ class Layer(NamedTuple):
             mlp=mlp,
             layout=HeadLayout.of(*heads, qkv.order or "qkv", qkv.interleaved),
             rotary=rotary,
-            scores=scores,
+            scores=Scores(*how, tensors.get(f"{name}.sinks.weight")),
         )
 
     @property

@@ -176,13 +176,12 @@ class StepKernels:
         layer: int,
         heads_BHD: Tensor,
         layout: HeadLayout,
-        scores: Scores | None = None,
+        how: Scores,
     ) -> Tensor:
         """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D): by
         one kernel, which normalizes and rotates heads and writes keys and values to the cache.
         """
         decodes, spec = step.decodes, step.spec
-        how = scores or Scores(spec.attention_scale(layer), spec.window(layer))
         rotary = norms = following = None
         if layers:
             rotary, following = layers[layer].rotary, layers[layer].out
