@@ -61,10 +61,7 @@ class Decoder:
         self._activation = _FUSED.get(spec.activation) or ACT2FN[spec.activation]
         device, dtype = weights.device, weights.dtype
         self._rotaries = {
-            rope: Rotary(
-                *(config, spec.partial_rotary, num_positions, dtype, device),
-                *(rope, spec.interleaved_rotary),
-            )
+            rope: Rotary(spec, config, rope, num_positions, dtype, device)
             for rope in dict.fromkeys(spec.rope(i) for i in range(spec.num_layers))
             if rope is not None
         }
