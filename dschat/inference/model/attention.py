@@ -250,7 +250,9 @@ class Attention:
         """
         bias = self._prompt_bias(how, q, dense.prefix, dense.prefix + dense.longest)
         shared = k.shape[1] != q.shape[1]
-        in_place = shared and _reads_shared_heads(q, bias)
+        # Flash attention, in 16 bits without a bias, reads a key head for several query heads in
+        # place; torch's other kernels would compute all scores at once.
+        in_place = shared and q.is_cuda and q.dtype != torch.float32 and bias is None
         if shared and not in_place:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if how.sinks is not None:
@@ -326,11 +328,3 @@ def copy_rows(rows: Tensor, index: Tensor, values: Tensor) -> None:
     ):
         rows, values = rows.view(torch.int64), values.view(torch.int64)
     rows.index_copy_(0, index, values)
-
-
-def _reads_shared_heads(q: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch has a kernel that reads a key head for several query heads in place.
-
-    Flash attention does, in 16 bits without a bias; the others would compute all scores at once.
-    """
-    return q.is_cuda and q.dtype != torch.float32 and bias is None

@@ -59,7 +59,9 @@ class DeviceModule:
             if kernels is not None and kernels.runs("product"):
                 for linear in self._linears:
                     if "forward" not in linear.__dict__:  # what is not replaced yet
-                        run = partial(_run_linear, _borrowed(linear), kernels)
+                        bias = None if linear.bias is None else linear.bias.detach()
+                        part = BorrowedPart(linear.weight.detach(), bias)
+                        run = partial(_run_linear, BorrowedLinear({"": part}), kernels)
                         scope.enter_context(attributes_replaced(linear, forward=run))
             # NOTE: up to `num_positions`, where the engine ends, no row changes the frequencies.
             for rotary in self._rotary:
@@ -68,11 +70,6 @@ class DeviceModule:
                 scope.enter_context(attributes_replaced(rotary, rope_type=fixed))
             scope.enter_context(self._constants)
             yield
-
-
-def _borrowed(linear: nn.Linear) -> BorrowedLinear:
-    bias = None if linear.bias is None else linear.bias.detach()
-    return BorrowedLinear({"": BorrowedPart(linear.weight.detach(), bias)})
 
 
 def _run_linear(linear: BorrowedLinear, kernels: "StepKernels", x: Tensor) -> Tensor:

@@ -131,17 +131,14 @@ class KVCache:
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` lowest free pages, with one user each."""
         assert count <= self.num_free, "more pages than there are"
-        pages = [self._take() for _ in range(count)]
+        pages = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        while len(pages) < count:
+            page, _ = self._idle.popitem(last=False)
+            self._index.remove(page)
+            pages.append(page)
         for page in pages:
             self._users[page] = 1
         return pages
-
-    def _take(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        page, _ = self._idle.popitem(last=False)
-        self._index.remove(page)
-        return page
 
     def retain(self, pages: list[int]) -> None:
         for page in pages:
