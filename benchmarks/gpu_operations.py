@@ -29,6 +29,7 @@ from dschat.inference.model.layers import Layer, Mlp, Norm
 from dschat.inference.model.weights import Weights
 from dschat.inference.sampler import Sampler, SamplingKind, StepSampling
 from dschat.inference.sequence import Request
+from dschat.models.packing.kernels import Scores
 
 DTYPE = torch.bfloat16
 Operands = tuple[Tensor | None, ...]
@@ -234,7 +235,8 @@ class DecodeAttention(Operation):
         step = decoder._step(positions, _no_attention, kernels)
         layout = HeadLayout.of(self.spec.num_heads, self.spec.num_kv_heads)
         rotary = next(iter(decoder._rotaries.values()), None)
-        layer, biases = _layer(layout=layout, rotary=rotary), {}
+        scores = Scores(self.spec.attention_scale(0), self.spec.window(0))
+        layer, biases = _layer(layout=layout, rotary=rotary, scores=scores), {}
 
         def run(heads: Tensor, pairs: Tensor) -> tuple[Tensor, ...]:
             cache = _CacheLayer(pairs, page_size)
@@ -242,7 +244,7 @@ class DecodeAttention(Operation):
             attend = attention
             if kernels is not None:
                 attend = kernels.attention(attention, [layer])
-            return (attend(0, decoder._heads(layer, heads, step), layout),)
+            return (attend(0, decoder._heads(layer, heads, step), layout, scores),)
 
         return run
 

@@ -227,7 +227,7 @@ class Run:
                 end += len(s.draft)
             numbers = prefix_numbers(s.request.ids + s.answer + s.draft)[first:end]
             for position, number in enumerate(numbers, start=first):
-                self.cache.keys[0, s.pages[position // size], position % size] = number
+                self.cache.pairs[0, s.pages[position // size], position % size, 0] = number
             self.prefilled += count if not s.answer else 0
             if self.states is not None:
                 self.check_state(s, first)
@@ -242,7 +242,7 @@ class Run:
     def check_content(self, s, count):
         assert s.computed == count
         self.check_state(s, count)
-        held = self.cache.keys[0, s.pages].flatten()[:count].tolist()
+        held = self.cache.pairs[0, s.pages, :, 0].flatten()[:count].tolist()
         assert held == prefix_numbers(s.request.ids + s.answer)[:count]
 
     def check_found(self):
@@ -250,7 +250,7 @@ class Run:
         for number, _, answer in self.finished:
             text = self.prompts[number].ids + list(answer)
             pages, _ = self.cache.find(text)
-            found = self.cache.keys[0, pages].flatten().tolist()
+            found = self.cache.pairs[0, pages, :, 0].flatten().tolist()
             assert found == prefix_numbers(text)[: len(found)]
 
     def advance(self, first):

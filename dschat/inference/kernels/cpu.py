@@ -79,17 +79,10 @@ class Kernels:
             for library in (holding, releasing):
                 function = getattr(library, name)
                 function.argtypes, function.restype = types, None
-        self._add_norm = holding.dschat_add_norm
-        self._silu_mul = holding.dschat_silu_mul
-        self._norm_and_rotate = holding.dschat_norm_and_rotate
-        self.attend = releasing.dschat_decode_attention
-        self._pack, self._product = releasing.dschat_pack, releasing.dschat_product
-        self._products = releasing.dschat_products
-        self._packed_size = holding.dschat_packed_size
-        self._packed_size.restype = _INT
+        holding.dschat_packed_size.restype = _INT
         if openmp is not None:
             holding.dschat_use_openmp(*openmp)
-        self._draw = releasing.dschat_draw
+        self._holding, self.releasing = holding, releasing
 
     def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -98,7 +91,7 @@ class Kernels:
         ``bias`` is None (Zhang and Sennrich 2019, equation 4).
         """
         out = torch.empty_like(x)
-        self._add_norm(
+        self._holding.dschat_add_norm(
             x.data_ptr(),
             None if added is None else added.data_ptr(),
             weight.data_ptr(),
@@ -113,7 +106,7 @@ class Kernels:
         """``gate_up`` (rows, 2 n) -> silu(gate) * up (rows, n)."""
         rows, size = gate_up.shape
         out = gate_up.new_empty(rows, size // 2)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size // 2)
+        self._holding.dschat_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size // 2)
         return out
 
     def pack(self, weight: Tensor, packed: Tensor | None = None) -> Tensor:
@@ -122,8 +115,10 @@ class Kernels:
         """
         weight = weight.contiguous()
         if packed is None:
-            packed = weight.new_empty(self._packed_size(*weight.shape))
-        self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, weight.itemsize)
+            packed = weight.new_empty(self._holding.dschat_packed_size(*weight.shape))
+        self.releasing.dschat_pack(
+            weight.data_ptr(), packed.data_ptr(), *weight.shape, weight.itemsize
+        )
         return packed
 
     def product(
@@ -141,7 +136,7 @@ class Kernels:
             x = x.contiguous()
         rows, size = x.shape
         out = x.new_empty(rows, outs)
-        self._product(
+        self.releasing.dschat_product(
             x.data_ptr(),
             packed.data_ptr(),
             None if scales is None else scales.data_ptr(),
@@ -174,7 +169,7 @@ class Kernels:
         def addresses(tensors: list[Tensor] | None) -> ctypes.Array[Any] | None:
             return None if tensors is None else pointers(*(t.data_ptr() for t in tensors))
 
-        self._products(
+        self.releasing.dschat_products(
             x.data_ptr(),
             addresses(packed),
             addresses(scales),
@@ -210,7 +205,7 @@ class Kernels:
         if rotary is not None:
             positions, cos, sin = rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[2].data_ptr()
             rotary_dim = rotary[1].shape[1]
-        self._norm_and_rotate(
+        self._holding.dschat_norm_and_rotate(
             heads_THD.data_ptr(),
             rows,
             all_heads * head_size,
@@ -235,7 +230,7 @@ class Kernels:
         num_rows, size = logits.shape
         ids = uniform.new_empty(num_rows, dtype=torch.int64)
         logprobs = logits.new_empty(num_rows)
-        self._draw(
+        self.releasing.dschat_draw(
             logits.data_ptr(),
             num_rows,
             size,
@@ -269,7 +264,7 @@ class DecodeAttention:
         page_size: int,
         slopes: Tensor | None,
     ) -> None:
-        self._function = kernels.attend
+        self._function = kernels.releasing.dschat_decode_attention
         self._tensors = lengths, slot_mapping, block_table, slopes
         self._step = _Step(
             rows=lengths.shape[0],

@@ -5,12 +5,11 @@ the decoder weight that each checkpoint tensor fills. A new family is a new row 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from dschat.inference.model import recent_families as recent
+from dschat.inference.model import recent_families
 from dschat.inference.model.spec import (
     ModelSpec,
     UnsupportedModel,
@@ -18,7 +17,9 @@ from dschat.inference.model.spec import (
     both,
     check_shares,
     embeddings,
+    per_layer,
     separate_qkv,
+    sizes,
 )
 
 __all__ = ["ModelSpec", "UnsupportedModel", "WeightSource", "check_shares", "model_spec"]
@@ -54,41 +55,24 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
     return spec
 
 
-def _sizes(c: PretrainedConfig) -> dict[str, Any]:
-    """Config fields shared by the families with as many key-value heads as query heads."""
-    return {
-        "num_layers": c.num_hidden_layers,
-        "hidden_size": c.hidden_size,
-        "num_heads": c.num_attention_heads,
-        "num_kv_heads": c.num_attention_heads,
-        "head_size": c.hidden_size // c.num_attention_heads,
-        "vocab_size": c.vocab_size,
-        "tied": c.tie_word_embeddings,
-    }
-
-
 def _opt(c: PretrainedConfig) -> ModelSpec:
     base, layer = "model.decoder", "model.decoder.layers.{i}"
-    affine, bias = c.layer_norm_elementwise_affine, c.enable_bias
+    bias = c.enable_bias
     sources = embeddings(f"{base}.embed_tokens", c.tie_word_embeddings)
     sources += [WeightSource(f"{base}.embed_positions.weight", "positions.weight")]
     if c.word_embed_proj_dim != c.hidden_size:
         sources += both(f"{base}.project_in", "project_in", bias=False)
         sources += both(f"{base}.project_out", "project_out", bias=False)
     sources += separate_qkv(f"{layer}.self_attn", bias)
-    sources += both(f"{layer}.self_attn.out_proj", "layers.{i}.out", bias)
-    sources += both(f"{layer}.fc1", "layers.{i}.up", bias)
-    sources += both(f"{layer}.fc2", "layers.{i}.down", bias)
-    if affine:
-        sources += both(f"{layer}.self_attn_layer_norm", "layers.{i}.norm1")
-        sources += both(f"{layer}.final_layer_norm", "layers.{i}.norm2")
+    sources += per_layer(layer, {"out": "self_attn.out_proj", "up": "fc1", "down": "fc2"}, bias)
+    sources += per_layer(layer, {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"})
     has_final_norm = c.do_layer_norm_before and not c._remove_final_layer_norm
-    if has_final_norm and affine:
+    if has_final_norm:
         sources += both(f"{base}.final_layer_norm", "final_norm")
-    if not affine or (c.do_layer_norm_before and not has_final_norm):
+    if not c.layer_norm_elementwise_affine or (c.do_layer_norm_before and not has_final_norm):
         raise UnsupportedModel("this OPT has layer norms without weights, or no final one")
     return ModelSpec(
-        **_sizes(c),
+        **sizes(c),
         intermediate_size=c.ffn_dim,
         sources=tuple(sources),
         prefix="model.",
@@ -107,19 +91,15 @@ def _gpt2(c: PretrainedConfig) -> ModelSpec:
         raise UnsupportedModel("this GPT-2 has cross-attention")
     sources = embeddings("transformer.wte", c.tie_word_embeddings)
     sources += [WeightSource("transformer.wpe.weight", "positions.weight")]
-    sources += both(f"{layer}.ln_1", "layers.{i}.norm1")
-    sources += both(f"{layer}.attn.c_attn", "layers.{i}.qkv", transposed=True)
-    sources += both(f"{layer}.attn.c_proj", "layers.{i}.out", transposed=True)
-    sources += both(f"{layer}.ln_2", "layers.{i}.norm2")
-    sources += both(f"{layer}.mlp.c_fc", "layers.{i}.up", transposed=True)
-    sources += both(f"{layer}.mlp.c_proj", "layers.{i}.down", transposed=True)
+    sources += per_layer(layer, {"norm1": "ln_1", "norm2": "ln_2"})
+    products = {"qkv": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+    sources += per_layer(layer, products, transposed=True)
     sources += both("transformer.ln_f", "final_norm")
-    head_size = c.hidden_size // c.num_attention_heads
-    scale = head_size**-0.5 if c.scale_attn_weights else 1.0
+    scale = sizes(c)["head_size"] ** -0.5 if c.scale_attn_weights else 1.0
     by_layer = c.scale_attn_by_inverse_layer_idx
     scales = tuple(scale / (i + 1 if by_layer else 1) for i in range(c.num_hidden_layers))
     return ModelSpec(
-        **_sizes(c),
+        **sizes(c),
         intermediate_size=c.n_inner or 4 * c.hidden_size,
         sources=tuple(sources),
         prefix="transformer.",
@@ -131,23 +111,24 @@ def _gpt2(c: PretrainedConfig) -> ModelSpec:
     )
 
 
+_NORMS_AND_MLP = {
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+
+
 def _gpt_neox(c: PretrainedConfig) -> ModelSpec:
     layer = "gpt_neox.layers.{i}"
     sources = embeddings("gpt_neox.embed_in", c.tie_word_embeddings)
-    sources += both(f"{layer}.input_layernorm", "layers.{i}.norm1")
-    sources += both(f"{layer}.post_attention_layernorm", "layers.{i}.norm2")
-    sources += both(
-        f"{layer}.attention.query_key_value",
-        "layers.{i}.qkv",
-        c.attention_bias,
-        interleaved=True,
-    )
-    sources += both(f"{layer}.attention.dense", "layers.{i}.out", c.attention_bias)
-    sources += both(f"{layer}.mlp.dense_h_to_4h", "layers.{i}.up")
-    sources += both(f"{layer}.mlp.dense_4h_to_h", "layers.{i}.down")
+    sources += per_layer(layer, _NORMS_AND_MLP)
+    qkv, out = {"qkv": "attention.query_key_value"}, {"out": "attention.dense"}
+    sources += per_layer(layer, qkv, c.attention_bias, interleaved=True)
+    sources += per_layer(layer, out, c.attention_bias)
     sources += both("gpt_neox.final_layer_norm", "final_norm")
     return ModelSpec(
-        **_sizes(c),
+        **sizes(c),
         intermediate_size=c.intermediate_size,
         sources=tuple(sources),
         prefix="gpt_neox.",
@@ -164,15 +145,11 @@ def _bloom(c: PretrainedConfig) -> ModelSpec:
     layer = "transformer.h.{i}"
     sources = embeddings("transformer.word_embeddings", c.tie_word_embeddings)
     sources += both("transformer.word_embeddings_layernorm", "embed_norm")
-    sources += both(f"{layer}.input_layernorm", "layers.{i}.norm1")
-    sources += both(f"{layer}.self_attention.query_key_value", "layers.{i}.qkv", interleaved=True)
-    sources += both(f"{layer}.self_attention.dense", "layers.{i}.out")
-    sources += both(f"{layer}.post_attention_layernorm", "layers.{i}.norm2")
-    sources += both(f"{layer}.mlp.dense_h_to_4h", "layers.{i}.up")
-    sources += both(f"{layer}.mlp.dense_4h_to_h", "layers.{i}.down")
+    sources += per_layer(layer, _NORMS_AND_MLP | {"out": "self_attention.dense"})
+    sources += per_layer(layer, {"qkv": "self_attention.query_key_value"}, interleaved=True)
     sources += both("transformer.ln_f", "final_norm")
     return ModelSpec(
-        **_sizes(c),
+        **sizes(c),
         intermediate_size=4 * c.hidden_size,
         sources=tuple(sources),
         prefix="transformer.",
@@ -188,23 +165,5 @@ ARCHITECTURES: dict[str, Row] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "bloom": _bloom,
-    "llama": recent.llama,
-    "mistral": recent.mistral,
-    "qwen2": recent.qwen2,
-    "qwen3": recent.qwen3,
-    "qwen3_moe": recent.qwen3_moe,
-    "gemma3_text": recent.gemma3,
-    "gemma2": recent.gemma2,
-    "olmo2": recent.olmo2,
-    "olmo3": recent.olmo3,
-    "phi3": recent.phi3,
-    "granite": recent.granite,
-    "smollm3": recent.smollm3,
-    "glm": recent.glm,
-    "glm4": recent.glm4,
-    "ministral3": recent.ministral3,
-    "gpt_oss": recent.gpt_oss,
-    "mixtral": recent.mixtral,
-    "seed_oss": recent.seed_oss,
-    "cohere2": recent.cohere2,
+    **recent_families.ROWS,
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,10 +67,9 @@ class _Dense:
     longest: int
     prefix: int
     pages: Tensor | None
-    cells: Tensor | None  # (rows * longest,): packed index of each cell; None: no padding
-    packed: Tensor | None  # cell of each packed token
-    first: int
-    num_tokens: int
+    tokens: slice  # of the packed ones
+    cells: Tensor | None = None  # (rows * longest,): packed index of each cell; None: no padding
+    packed: Tensor | None = None  # cell of each packed token
 
 
 @dataclass
@@ -89,14 +89,12 @@ class Attention:
     def __post_init__(self) -> None:
         if self.decodes is not None:
             self._kernel = self._kernel_for(self.decodes)
-        group: list[Chunk] = []
+        groups: list[list[Chunk]] = []
         for chunk in self.chunks:
-            if group and not self._joins(group, chunk):
-                self._dense.append(self._padded(group))
-                group = []
-            group.append(chunk)
-        if group:
-            self._dense.append(self._padded(group))
+            if not groups or not self._joins(groups[-1], chunk):
+                groups.append([])
+            groups[-1].append(chunk)
+        self._dense += map(self._padded, groups)
 
     def _joins(self, group: list[Chunk], chunk: Chunk) -> bool:
         """Whether a padded batch of ``group``, which is sorted by length, takes ``chunk`` too."""
@@ -109,16 +107,10 @@ class Attention:
             and (not chunk.prefix or tokens <= _GATHERED_TOKENS)
         )
 
-    def __call__(
-        self, layer: int, heads_THD: Tensor, layout: HeadLayout, scores: Scores | None = None
-    ) -> Tensor:
-        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D).
-
-        ``scores``: default, those of the spec.
-        """
+    def __call__(self, layer: int, heads_THD: Tensor, layout: HeadLayout, how: Scores) -> Tensor:
+        """Query, key and value heads (T, H + 2 K, D), in the order of ``layout`` -> (T, H * D)."""
         rows, keys, values = self.cache.layers[layer]
         decodes = self.decodes
-        how = scores or Scores(self.spec.attention_scale(layer), self.spec.window(layer))
         kernel = self._kernel if layout.in_order and how.is_plain else None
         if kernel is not None and not self.chunks:
             return kernel(heads_THD, rows, how.window, how.scale)
@@ -133,12 +125,15 @@ class Attention:
         elif decodes is not None:
             outputs.append(self._decode(decodes, how, q_THD[: decodes.count], keys, values))
         for dense in self._dense:
-            end = dense.first + dense.num_tokens
-            part = slice(dense.first, end)
+            part = dense.tokens
             if dense.pages is None:
-                outputs.append(self._fresh(how, dense, q_THD[part], k_TKD[part], v_TKD[part]))
-            else:
-                outputs.append(self._continued(how, dense, q_THD[part], keys, values))
+                k, v = (self._rows(dense, x[part]) for x in (k_TKD, v_TKD))
+            else:  # in the cache, which already holds those of the chunks after their prefixes
+                total = dense.prefix + dense.longest
+                k, v = (
+                    x[dense.pages].flatten(1, 2)[:, :total].transpose(1, 2) for x in (keys, values)
+                )
+            outputs.append(self._prompts(how, dense, self._rows(dense, q_THD[part]), k, v))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     @property
@@ -212,21 +207,12 @@ class Attention:
             return None
         key = ("decode", reach)
         if key not in self._biases:
-            positions = torch.arange(num_keys, device=q.device)
-            seen = positions < d.lengths.unsqueeze(1)
-            if any(reach):
-                seen &= positions >= how.first_key(d.lengths - 1).unsqueeze(1)
-            hidden = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-            hidden = hidden.masked_fill_(~seen, float("-inf"))[:, None, None, :]
-            if self.slopes is not None:
-                # Distances count from the newest key: a softmax ignores a constant per row.
-                distance = positions - (d.lengths - 1).unsqueeze(1)
-                slopes = self.slopes.view(q.shape[1], -1, 1)
-                hidden = hidden + (slopes * distance[:, None, None, :]).to(q.dtype)
+            query, slopes = (d.lengths - 1).view(-1, 1, d.width, 1), self.slopes
             if d.width > 1:
-                hidden = hidden.expand(-1, -1, q.shape[2] // d.width, -1)
-                hidden = hidden.unflatten(0, (-1, d.width)).transpose(1, 2).flatten(2, 3)
-            self._biases[key] = hidden
+                query = query.repeat_interleave(q.shape[2] // d.width, dim=2)
+            if slopes is not None:
+                slopes = slopes.view(q.shape[1], -1).repeat(1, d.width).unsqueeze(2)
+            self._biases[key] = _bias(how, query, num_keys, slopes, q.dtype)
         return self._biases[key]
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -236,37 +222,20 @@ class Attention:
         first, num_tokens = group[0].start, sum(c.length for c in group)
         device, prefix = self.slot_mapping.device, group[0].prefix
         pages = self._pages(group, prefix + longest) if prefix else None
+        dense = _Dense(rows, longest, prefix, pages, slice(first, first + num_tokens))
         if num_tokens == rows * longest:
-            return _Dense(rows, longest, prefix, pages, None, None, first, num_tokens)
-        cells = torch.zeros(rows, longest, dtype=torch.int64)
-        packed = torch.empty(num_tokens, dtype=torch.int64)
-        for row, chunk in enumerate(group):
-            offset = chunk.start - first
-            inside = torch.arange(chunk.length)
-            cells[row, : chunk.length] = offset + inside
-            packed[offset : offset + chunk.length] = row * longest + inside
-        cells, packed = cells.view(-1).to(device), packed.to(device)
-        return _Dense(rows, longest, prefix, pages, cells, packed, first, num_tokens)
+            return dense
+        inside = np.arange(longest) < np.array([[chunk.length] for chunk in group])
+        packed, cells = np.flatnonzero(inside), np.zeros(inside.size, np.int64)
+        cells[packed] = np.arange(num_tokens)
+        dense.cells, dense.packed = (torch.from_numpy(x).to(device) for x in (cells, packed))
+        return dense
 
     def _pages(self, group: list[Chunk], num_tokens: int) -> Tensor:
         """The pages that a batch attends to, (rows, pages); where a row has fewer, any."""
         width = self.cache.pages_for(num_tokens)
         rows = [(c.pages + c.pages[:1] * width)[:width] for c in group]
         return torch.tensor(rows, device=self.slot_mapping.device)
-
-    def _fresh(self, how: Scores, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of whole prompts: no token attends to the padding on its right."""
-        q, k, v = (self._rows(dense, x) for x in (q, k, v))
-        return self._packed(dense, self._attend(how, dense, q, k, v))
-
-    def _continued(
-        self, how: Scores, dense: _Dense, q: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Attention of chunks over the cache, which already holds them after their prefixes."""
-        assert dense.pages is not None
-        total = dense.prefix + dense.longest
-        k, v = (x[dense.pages].flatten(1, 2)[:, :total].transpose(1, 2) for x in (keys, values))
-        return self._packed(dense, self._attend(how, dense, self._rows(dense, q), k, v))
 
     @staticmethod
     def _rows(dense: _Dense, packed: Tensor) -> Tensor:
@@ -275,22 +244,22 @@ class Attention:
             packed = packed.index_select(0, dense.cells)
         return packed.view(dense.rows, dense.longest, *packed.shape[1:]).transpose(1, 2)
 
-    @staticmethod
-    def _packed(dense: _Dense, rows: Tensor) -> Tensor:
-        """The inverse of `_rows`, with heads joined: (tokens, H * D)."""
-        out = rows.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
-        return out if dense.packed is None else out.index_select(0, dense.packed)
-
-    def _attend(self, how: Scores, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of (rows, heads, tokens, D)."""
+    def _prompts(self, how: Scores, dense: _Dense, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of (rows, heads, tokens, D) -> (packed tokens, H * D). No token of a
+        chunk attends to the padding on its right.
+        """
         bias = self._prompt_bias(how, q, dense.prefix, dense.prefix + dense.longest)
         shared = k.shape[1] != q.shape[1]
-        in_place = shared and _reads_shared_heads(q, bias)
+        # Flash attention, in 16 bits without a bias, reads a key head for several query heads in
+        # place; torch's other kernels would compute all scores at once.
+        in_place = shared and q.is_cuda and q.dtype != torch.float32 and bias is None
         if shared and not in_place:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if how.sinks is not None:
             how = how._replace(sinks=how.sinks.unsqueeze(1))
-        return _attended(q, k, v, how, bias, is_causal=bias is None, enable_gqa=in_place)
+        out = _attended(q, k, v, how, bias, is_causal=bias is None, enable_gqa=in_place)
+        out = out.transpose(1, 2).reshape(dense.rows * dense.longest, -1)
+        return out if dense.packed is None else out.index_select(0, dense.packed)
 
     def _prompt_bias(self, how: Scores, q: Tensor, prefix: int, total: int) -> Tensor | None:
         """Bias of the scores, (1 or H, tokens, total); None if a causal mask is enough."""
@@ -299,18 +268,24 @@ class Attention:
             return None
         key = (prefix, total, reach)
         if key not in self._biases:
-            query = torch.arange(prefix, total, device=q.device).unsqueeze(1)
-            positions = torch.arange(total, device=q.device)
-            seen = positions <= query
-            if any(reach):
-                seen &= positions >= how.first_key(query)
-            bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-            bias = bias.masked_fill_(~seen, float("-inf")).unsqueeze(0)
-            if self.slopes is not None:
-                distance = (positions - query).unsqueeze(0)
-                bias = bias + (self.slopes.view(-1, 1, 1) * distance).to(q.dtype)
-            self._biases[key] = bias
+            query = torch.arange(prefix, total, device=q.device).view(1, -1, 1)
+            slopes = None if self.slopes is None else self.slopes.view(-1, 1, 1)
+            self._biases[key] = _bias(how, query, total, slopes, q.dtype)
         return self._biases[key]
+
+
+def _bias(
+    how: Scores, query: Tensor, num_keys: int, slopes: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """What is added to the scores of queries at positions ``query`` (..., 1): (..., keys)."""
+    positions = torch.arange(num_keys, device=query.device)
+    seen = positions <= query
+    if any(how.within(num_keys)):
+        seen &= positions >= how.first_key(query)
+    bias = torch.zeros(seen.shape, dtype=dtype, device=query.device)
+    bias = bias.masked_fill_(~seen, float("-inf"))
+    # Distances count from the query: a softmax ignores a constant per row.
+    return bias if slopes is None else bias + (slopes * (positions - query)).to(dtype)
 
 
 def _attended(
@@ -353,11 +328,3 @@ def copy_rows(rows: Tensor, index: Tensor, values: Tensor) -> None:
     ):
         rows, values = rows.view(torch.int64), values.view(torch.int64)
     rows.index_copy_(0, index, values)
-
-
-def _reads_shared_heads(q: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch has a kernel that reads a key head for several query heads in place.
-
-    Flash attention does, in 16 bits without a bias; the others would compute all scores at once.
-    """
-    return q.is_cuda and q.dtype != torch.float32 and bias is None

@@ -9,6 +9,7 @@ elsewhere have a product each.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +44,13 @@ class BorrowedLinear:
     """
 
     def __init__(self, parts: Mapping[str, BorrowedPart]) -> None:
-        order = tuple(parts)
-        self.products = list(parts.values())
-        if len(parts) > 1 and (adjacent := _order_if_adjacent(parts)) is not None:
-            order = adjacent
-            self.products = [_joined([parts[name] for name in order])]
+        joined = _joined(parts) if len(parts) > 1 else None
+        order = tuple(parts) if joined is None else joined[0]
+        self.products = list(parts.values()) if joined is None else [joined[1]]
         self.order = order if len(order) > 1 else ()
         self.interleaved = any(part.interleaved for part in parts.values())
-        self.first_row: dict[str, int] = {}  # of each part in `y`
-        row = 0
-        for name in order:
-            self.first_row[name] = row
-            row += parts[name].num_rows
+        firsts = accumulate((parts[name].num_rows for name in order), initial=0)
+        self.first_row = dict(zip(order, firsts, strict=False))  # of each part in `y`
         self.side: SideProduct | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -79,12 +75,14 @@ class BorrowedLinear:
         return self.side.nbytes if self.side is not None else 0
 
 
-def _order_if_adjacent(parts: Mapping[str, BorrowedPart]) -> tuple[str, ...] | None:
-    """The names in the order of memory, if weights and biases can be read as one; else None."""
+def _joined(parts: Mapping[str, BorrowedPart]) -> tuple[tuple[str, ...], BorrowedPart] | None:
+    """The names in the order of memory, and all parts as one, if they can be read so; else None."""
     order = tuple(sorted(parts, key=lambda name: parts[name].weight.storage_offset()))
+    weights = [parts[name].weight for name in order]
     biases = [b for name in order if (b := parts[name].bias) is not None]
-    fits = are_adjacent([parts[name].weight for name in order])
-    return order if fits and (not biases or are_adjacent(biases)) else None
+    if not are_adjacent(weights) or (biases and not are_adjacent(biases)):
+        return None
+    return order, BorrowedPart(_view_of(weights), _view_of(biases) if biases else None)
 
 
 def are_adjacent(tensors: Sequence[Tensor]) -> bool:
@@ -100,26 +98,15 @@ def are_adjacent(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _joined(parts: Sequence[BorrowedPart]) -> BorrowedPart:
-    weight = _view_of([part.weight for part in parts])
-    biases = [part.bias for part in parts if part.bias is not None]
-    return BorrowedPart(weight, _view_of(biases) if biases else None)
-
-
 def _view_of(tensors: Sequence[Tensor]) -> Tensor:
     """The view of `are_adjacent`."""
     first, num_rows = tensors[0], sum(t.shape[0] for t in tensors)
     return first.as_strided((num_rows, *first.shape[1:]), first.stride())
 
 
-# -- head layout -----------------------------------------------------------------------------------
-#
-# Says where query, key and value heads stand in the output of their fused product.
-
-
 @dataclass(frozen=True)
 class HeadLayout:
-    """The query, key and value heads among the H + 2 K heads of a token, as slices.
+    """The query, key and value heads among the H + 2 K heads of a fused product, as slices.
 
     A copied weight has queries, keys, values. A borrowed one has the order of its storage, where
     heads may also alternate.

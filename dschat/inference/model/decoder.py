@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
+from dschat.inference.kernels.cuda import ACTIVATIONS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
@@ -28,20 +29,16 @@ from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
 
-# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used, if
-# it is not only as the spec's windows and scales say -> (T, H * D)
-Attend = Callable[[int, Tensor, HeadLayout, Scores | None], Tensor]
+# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used
+# -> (T, H * D)
+Attend = Callable[[int, Tensor, HeadLayout, Scores], Tensor]
 
 # torch's fused versions of activations that transformers composes of small operations.
-_TANH_GELU = partial(F.gelu, approximate="tanh")
 _FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu_,
     "silu": F.silu,
-    "swish": F.silu,
     "gelu": F.gelu,
-    "gelu_new": _TANH_GELU,
-    "gelu_fast": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
+    "tanh_gelu": partial(F.gelu, approximate="tanh"),
 }
 
 # The CPU kernels run on one thread and read their operands once; torch's operations run on all
@@ -58,13 +55,11 @@ class Decoder:
     ) -> None:
         self.spec, self.weights = spec, weights
         self._group = weights.group
-        self._activation = _FUSED.get(spec.activation) or ACT2FN[spec.activation]
+        fused = _FUSED.get(ACTIVATIONS.get(spec.activation, ""))
+        self._activation = fused or ACT2FN[spec.activation]
         device, dtype = weights.device, weights.dtype
         self._rotaries = {
-            rope: Rotary(
-                *(config, spec.partial_rotary, num_positions, dtype, device),
-                *(rope, spec.interleaved_rotary),
-            )
+            rope: Rotary(spec, config, rope, num_positions, dtype, device)
             for rope in dict.fromkeys(spec.rope(i) for i in range(spec.num_layers))
             if rope is not None
         }

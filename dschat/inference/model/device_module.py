@@ -52,12 +52,16 @@ class DeviceModule:
                 scope.enter_context(attributes_replaced(experts, forward=run))
             if kernels is not None and kernels.runs("norm"):
                 for norm in self._norms:
-                    run = partial(_run_norm, norm, norm.module.forward, kernels)
+                    how = Norm(norm.module.weight.detach(), None, norm.offset)
+                    kernel = partial(kernels.add_norm, how, added=None, eps=norm.eps)
+                    run = partial(norm.run, kernel, norm.module.forward)
                     scope.enter_context(attributes_replaced(norm.module, forward=run))
             if kernels is not None and kernels.runs("product"):
                 for linear in self._linears:
                     if "forward" not in linear.__dict__:  # what is not replaced yet
-                        run = partial(_run_linear, _borrowed(linear), kernels)
+                        bias = None if linear.bias is None else linear.bias.detach()
+                        part = BorrowedPart(linear.weight.detach(), bias)
+                        run = partial(_run_linear, BorrowedLinear({"": part}), kernels)
                         scope.enter_context(attributes_replaced(linear, forward=run))
             # NOTE: up to `num_positions`, where the engine ends, no row changes the frequencies.
             for rotary in self._rotary:
@@ -66,11 +70,6 @@ class DeviceModule:
                 scope.enter_context(attributes_replaced(rotary, rope_type=fixed))
             scope.enter_context(self._constants)
             yield
-
-
-def _borrowed(linear: nn.Linear) -> BorrowedLinear:
-    bias = None if linear.bias is None else linear.bias.detach()
-    return BorrowedLinear({"": BorrowedPart(linear.weight.detach(), bias)})
 
 
 def _run_linear(linear: BorrowedLinear, kernels: "StepKernels", x: Tensor) -> Tensor:
@@ -84,6 +83,21 @@ class RmsNorm(NamedTuple):
     module: Any
     eps: float
     offset: float
+
+    def run(
+        self,
+        kernel: Callable[[Tensor], Tensor],
+        forward: Callable[..., Any],
+        x: Tensor,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        """The module's output by ``kernel``, on contiguous rows; ``forward`` where that is not all
+        that it is called for.
+        """
+        if others or named or torch.is_grad_enabled() or x.dtype != self.module.weight.dtype:
+            return forward(x, *others, **named)
+        return kernel(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
 
 
 @torch.no_grad()
@@ -112,22 +126,6 @@ def rms_norms(module: nn.Module) -> list[RmsNorm]:
     return found
 
 
-def _run_norm(
-    norm: RmsNorm,
-    forward: Callable[..., Any],
-    kernels: "StepKernels",
-    x: Tensor,
-    *others: Any,
-    **named: Any,
-) -> Any:
-    weight = norm.module.weight.detach()
-    if others or named or x.dtype != weight.dtype:
-        return forward(x, *others, **named)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    how = Norm(weight, None, norm.offset)
-    return kernels.add_norm(how, rows, None, norm.eps).view(x.shape)
-
-
 def is_experts(module: nn.Module) -> bool:
     """Whether ``module`` has transformers' experts interface."""
     return hasattr(module, "_apply_gate") and hasattr(module, "has_gate")
@@ -140,19 +138,14 @@ def is_plain(experts: Any) -> bool:
     return not any(getattr(experts, name, False) for name in names)
 
 
-def weights_of(experts: Any) -> list[Tensor]:
-    """First and second layer, (N, out, in)."""
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    pair = [first.detach(), experts.down_proj.detach()]
-    return [w.transpose(1, 2) for w in pair] if experts.is_transposed else pair
-
-
-def biases_of(experts: Any) -> list[Any]:
-    """(N, out) of the first and second layer, or None."""
-    if not experts.has_bias:
-        return [None, None]
-    first = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
-    return [first.detach(), experts.down_proj_bias.detach()]
+def layers_of(experts: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight (N, out, in) and bias (N, out) of the first and second layer."""
+    names = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+    weights = [getattr(experts, name).detach() for name in names]
+    weights = [w.transpose(1, 2) for w in weights] if experts.is_transposed else weights
+    has_bias = experts.has_bias
+    biases = [getattr(experts, f"{name}_bias").detach() if has_bias else None for name in names]
+    return [*zip(weights, biases, strict=True)]
 
 
 def _run_experts(
@@ -164,12 +157,10 @@ def _run_experts(
     shares: Tensor,
 ) -> Any:
     """(T, E), experts and their shares (T, k) -> (T, E)."""
-    weights = weights_of(experts)
-    rows = x.to(weights[0].dtype)
     if not is_plain(experts):
         return forward(x, chosen, shares)
-    pairs = zip(weights, biases_of(experts), strict=True)
-    up, down = (Stack(weight, bias, None) for weight, bias in pairs)
+    up, down = (Stack(weight, bias, None) for weight, bias in layers_of(experts))
+    rows = x.to(up.weight.dtype)
     activation = _activation(experts) if kernels is not None and x.dim() == 2 else ""
     count = chosen.numel()
     if kernels and activation and kernels.takes_experts((up, down), count, activation):

@@ -16,22 +16,18 @@ from torch import Tensor
 
 from dschat.inference.model.states import StatePool
 
-# -- prefix index ----------------------------------------------------------------------------------
-#
-# Finds cache pages by their tokens, so that a prefix that was computed once is not again.
-#
-# Keys and values of a page depend on its tokens and on all tokens before them. A page's key is
-# therefore the entry of the page before it together with its own tokens: two pages have the same
-# key exactly if the whole prefix is the same.
-
 Key = tuple[int, tuple[int, ...]]  # the entry before (0: none), the page's tokens
 
 _ROOT = 0
 
 
 class PrefixIndex:
-    """Pages of a cache that are full, by their content. Depends on tokens alone, so that all ranks
-    of a tensor-parallel group find the same.
+    """Pages of a cache that are full, by their content, so that a prefix is computed once. Depends
+    on tokens alone, so that all ranks of a tensor-parallel group find the same.
+
+    Keys and values of a page depend on its tokens and on all tokens before them. A page's key is
+    therefore the entry of the page before it together with its own tokens: two pages have the same
+    key exactly if the whole prefix is the same.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -110,7 +106,6 @@ class KVCache:
         # inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.pairs = torch.zeros(shape, dtype=dtype, device=device)
-            self.keys, self.values = self.pairs.unbind(3)
             # Views that every step needs: slots, keys and values.
             self.layers = [
                 (layer.view(-1, 2 * num_kv_heads, head_size), layer[:, :, 0], layer[:, :, 1])
@@ -131,26 +126,21 @@ class KVCache:
         return len(self._free) + len(self._idle)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
         """Take the ``count`` lowest free pages, with one user each."""
         assert count <= self.num_free, "more pages than there are"
-        pages = [self._take() for _ in range(count)]
+        pages = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        while len(pages) < count:
+            page, _ = self._idle.popitem(last=False)
+            self._index.remove(page)
+            pages.append(page)
         for page in pages:
             self._users[page] = 1
         return pages
 
-    def _take(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        page, _ = self._idle.popitem(last=False)
-        self._index.remove(page)
-        return page
-
     def retain(self, pages: list[int]) -> None:
-        """Add a user to each page."""
         for page in pages:
             if self._users[page] == 0:
                 del self._idle[page]

@@ -23,26 +23,24 @@ class Rotary:
 
     Su et al. 2021 (RoFormer), in the "rotate half" layout of most families, or of adjacent elements
     (``interleaved``). sin is stored with the sign of the rotation: a rotated x is ``x * cos +
-    swapped(x) * sin``. ``partial``: the family rotates only the share of each head in
-    ``partial_rotary_factor``. ``layer_type``: of the layers that have these positions; "": all.
+    swapped(x) * sin``. ``layer_type``: of the layers that have these positions; "": all.
     """
 
     def __init__(
         self,
+        spec: ModelSpec,
         config: PretrainedConfig,
-        partial: bool,
+        layer_type: str,
         num_positions: int,
         dtype: torch.dtype,
         device: torch.device,
-        layer_type: str = "",
-        interleaved: bool = False,
     ) -> None:
-        inv_freq, scale = _frequencies(config, partial, layer_type)
+        inv_freq, scale = _frequencies(config, spec, layer_type)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self.dim, self.interleaved = 2 * inv_freq.numel(), interleaved
+        self.dim, self.interleaved = 2 * inv_freq.numel(), spec.interleaved_rotary
         pairs = torch.stack([cos, cos]), torch.stack([-sin, sin])  # (2, num_positions, half)
-        order = (1, 2, 0) if interleaved else (1, 0, 2)
+        order = (1, 2, 0) if self.interleaved else (1, 0, 2)
         # NOTE: kernels read it by address, and of a single pair the flattened one is a view.
         self.cos, self.sin = (
             x.permute(order).flatten(1).to(device=device, dtype=dtype).contiguous() for x in pairs
@@ -64,7 +62,9 @@ class Rotary:
         x.mul_(cos).addcmul_(swapped, sin)
 
 
-def _frequencies(config: PretrainedConfig, partial: bool, layer_type: str) -> tuple[Tensor, float]:
+def _frequencies(
+    config: PretrainedConfig, spec: ModelSpec, layer_type: str
+) -> tuple[Tensor, float]:
     """Inverse frequencies (rotary_dim / 2,) fp32, and the factor of cos and sin.
 
     Scaled kinds (linear, dynamic, yarn, llama3, longrope) use transformers' functions. Some depend
@@ -77,11 +77,9 @@ def _frequencies(config: PretrainedConfig, partial: bool, layer_type: str) -> tu
         function, device = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
         inv_freq, scale = function(config, device, layer_type=layer_type or None)
         return inv_freq.float(), float(scale)
-    head_size = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
     # NOTE: other families ignore such a factor in their config, as their transformers modules do.
-    dim = int(head_size * (parameters.get("partial_rotary_factor", 1.0) if partial else 1.0))
+    part = parameters.get("partial_rotary_factor", 1.0) if spec.partial_rotary else 1.0
+    dim = int(spec.head_size * part)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
@@ -153,7 +151,7 @@ class Layer(NamedTuple):
     mlp: Mlp | Experts
     layout: HeadLayout  # of the output of `qkv`
     rotary: Rotary | None
-    scores: Scores | None  # None: as the spec says
+    scores: Scores
 
     @classmethod
     def of(cls, weights: Weights, i: int, rotary: Rotary | None) -> "Layer":
@@ -171,9 +169,7 @@ class Layer(NamedTuple):
             mlp = Experts.of(spec.experts, linears, tensors, name)
         else:
             mlp = Mlp(linears[f"{name}.up"], linears[f"{name}.down"])
-        sinks, scores = tensors.get(f"{name}.sinks.weight"), None
-        if sinks is not None or spec.attention_softcap is not None:
-            scores = Scores(spec.attention_scale(i), spec.window(i), spec.attention_softcap, sinks)
+        how = spec.attention_scale(i), spec.window(i), spec.attention_softcap
         return cls(
             **norms,
             qk_norms=(q_norm, k_norm) if q_norm and k_norm else None,
@@ -182,7 +178,7 @@ class Layer(NamedTuple):
             mlp=mlp,
             layout=HeadLayout.of(*heads, qkv.order or "qkv", qkv.interleaved),
             rotary=rotary,
-            scores=scores,
+            scores=Scores(*how, tensors.get(f"{name}.sinks.weight")),
         )
 
     @property

@@ -5,9 +5,10 @@ input (queries, keys and values; gate and up) as one. So do experts, on the rows
 RMS norms, half a dozen operators there, are a call of our kernel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,11 @@ from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.device_module import (
-    biases_of,
+    RmsNorm,
     is_experts,
     is_plain,
+    layers_of,
     rms_norms,
-    weights_of,
 )
 from dschat.inference.model.experts import by_expert, chosen_experts
 from dschat.inference.model.linear import Linear, fastest_backends
@@ -73,9 +74,7 @@ class ModuleWeights:
         addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
         self.version += addresses != self._addresses
         self._addresses = addresses
-        with ExitStack() as scope:
-            scope.enter_context(paged(self.module))
-            scope.enter_context(self.products_in_use())
+        with paged(self.module), self.products_in_use():
             yield
 
     @contextmanager
@@ -83,7 +82,9 @@ class ModuleWeights:
         """Runs the module's linear layers as the engine does."""
         with ExitStack() as scope:
             for product in self._products:
-                scope.enter_context(product.in_use())
+                for module, run in product.runs:
+                    forward = partial(run, module.forward)
+                    scope.enter_context(attributes_replaced(module, forward=forward))
             yield
 
     def use(self) -> None:
@@ -94,6 +95,10 @@ class ModuleWeights:
         pass
 
 
+# Modules, and what runs for their forward, which is its first argument.
+_Runs = Sequence[tuple[Any, Callable[..., Any]]]
+
+
 class _Product:
     """One packed product for linear ``layers`` that read the same input."""
 
@@ -102,11 +107,15 @@ class _Product:
         shape = sum(self._sizes), layers[0].in_features
         weight = layers[0].weight
         self._linear = Linear(shape, False, weight.dtype, weight.device, backend)
-        self._input: Tensor | None = None
         self._input_version = 0  # another one after a change in place
-        self._outputs: tuple[Tensor, ...] = ()
+        self._forget()
+
+    @property
+    def runs(self) -> _Runs:
+        return [(layer, partial(self._run, n)) for n, layer in enumerate(self._layers)]
 
     def pack(self) -> None:
+        self._forget()
         weights = [layer.weight.detach() for layer in self._layers]
         self._linear.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
         self._linear.bias = None
@@ -118,17 +127,9 @@ class _Product:
                 ]
             )
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        with ExitStack() as scope:
-            for number, layer in enumerate(self._layers):
-                forward = partial(self._run, number, layer.forward)
-                scope.enter_context(attributes_replaced(layer, forward=forward))
-            scope.callback(self._forget)
-            yield
-
     def _forget(self) -> None:
-        self._input, self._outputs = None, ()
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
 
     def _run(self, number: int, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
         """A layer's output; ``forward`` where training calls a head for more than its product."""
@@ -151,26 +152,22 @@ class _Experts:
 
     def __init__(self, experts: nn.Module, backends: list[Backend]) -> None:
         self._module: Any = experts
-        kinds = zip(weights_of(experts), backends, strict=True)
         self._layers = [
             [Linear((w.shape[0], w.shape[1]), False, w.dtype, w.device, backend) for w in weights]
-            for weights, backend in kinds
+            for (weights, _), backend in zip(layers_of(experts), backends, strict=True)
         ]
 
+    @property
+    def runs(self) -> _Runs:
+        return [(self._module, self._run)]
+
     def pack(self) -> None:
-        experts = self._module
-        kinds = zip(self._layers, weights_of(experts), biases_of(experts), strict=True)
-        for layers, weights, biases in kinds:
+        pairs = layers_of(self._module)
+        for layers, (weights, biases) in zip(self._layers, pairs, strict=True):
             of_each = [None] * len(layers) if biases is None else biases
             for layer, weight, bias in zip(layers, weights, of_each, strict=True):
                 layer.pack(weight)
                 layer.bias = bias
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        run = partial(self._run, self._module.forward)
-        with attributes_replaced(self._module, forward=run):
-            yield
 
     def _run(self, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
         """(T, E), experts and their shares (T, k) -> (T, E)."""
@@ -183,27 +180,21 @@ class _Experts:
 
 
 class _Norm:
-    """An RMS norm of ``dschat.inference.kernels.cpu``; ``offset`` is added to the weight."""
+    """An RMS norm of ``dschat.inference.kernels.cpu``."""
 
-    def __init__(self, norm: Any, eps: float, offset: float, kernels: cpu.Kernels) -> None:
-        self._norm, self._eps, self._offset, self._kernels = norm, eps, offset, kernels
-        self.pack()
+    def __init__(self, norm: RmsNorm, kernels: cpu.Kernels) -> None:
+        self._norm, self._kernels = norm, kernels
+
+    @property
+    def runs(self) -> _Runs:
+        return [(self._norm.module, partial(self._norm.run, self._kernel))]
 
     def pack(self) -> None:
-        weight = self._norm.weight.detach()
-        self._weight = weight + self._offset if self._offset else weight
+        weight = self._norm.module.weight.detach()
+        self._weight = weight + self._norm.offset if self._norm.offset else weight
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        run = partial(self.run, self._norm.forward)
-        with attributes_replaced(self._norm, forward=run):
-            yield
-
-    def run(self, forward: Callable[..., Any], x: Tensor, *others: Any, **named: Any) -> Any:
-        if others or named or torch.is_grad_enabled() or x.dtype != torch.float32:
-            return forward(x, *others, **named)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._kernels.add_norm(rows, None, self._weight, None, self._eps).view(x.shape)
+    def _kernel(self, rows: Tensor) -> Tensor:
+        return self._kernels.add_norm(rows, None, self._weight, None, self._norm.eps)
 
 
 def _norms(module: nn.Module) -> list[_Norm]:
@@ -212,7 +203,7 @@ def _norms(module: nn.Module) -> list[_Norm]:
     if kernels is None:
         return []
     found = (norm for norm in rms_norms(module) if norm.module.weight.dtype == torch.float32)
-    return [_Norm(*norm, kernels) for norm in found]
+    return [_Norm(norm, kernels) for norm in found]
 
 
 def _products(
@@ -244,16 +235,15 @@ def _packed_experts(
     # NOTE: adapters of experts' weights (PEFT's target_parameters) act inside of their forward.
     adapted = {getattr(m, "base_layer", None) for m in module.modules()}
     found = [m for m in module.modules() if is_experts(m) and m not in adapted]
-    weights = [weights_of(experts) for experts in found]
-    shapes = [[(w.shape[1], w.shape[2]) for w in pair] for pair in weights]
-    backends = fastest_backends(sum(shapes, []), weight.dtype, weight.device, in_int8)
-    chosen = [[backends[shape] for shape in pair] for pair in shapes]
-    pairs = zip(found, weights, chosen, strict=True)
-    return [
-        _Experts(experts, ways)
-        for experts, (first, _), ways in pairs
-        if first.dtype == weight.dtype and "plain" not in ways
-    ]
+    pairs = {m: [w for w, _ in layers_of(m)] for m in found}
+    shapes = {
+        m: [(w.shape[1], w.shape[2]) for w in pair]
+        for m, pair in pairs.items()
+        if pair[0].dtype == weight.dtype
+    }
+    backends = fastest_backends(chain(*shapes.values()), weight.dtype, weight.device, in_int8)
+    ways = {m: [backends[shape] for shape in pair] for m, pair in shapes.items()}
+    return [_Experts(m, chosen) for m, chosen in ways.items() if "plain" not in chosen]
 
 
 def _readers_of_one_input(

@@ -2,7 +2,7 @@
 positions, gated MLPs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -15,7 +15,9 @@ from dschat.inference.model.spec import (
     both,
     embeddings,
     gated_mlp,
+    per_layer,
     separate_qkv,
+    sizes,
     stacked_experts,
 )
 
@@ -46,12 +48,11 @@ def _llama_like(
     biases. ``facts``: fields of `ModelSpec`.
     """
     sources = embeddings("model.embed_tokens", c.tie_word_embeddings)
-    for target, name in norms.items():
-        sources += both(f"{_LAYER}.{name}", f"layers.{{i}}.{target}", bias=False)
+    sources += per_layer(_LAYER, norms, bias=False)
     sources += separate_qkv(f"{_LAYER}.self_attn", qkv_bias) if qkv is None else qkv
     if qk_norm:
-        sources += both(f"{_LAYER}.self_attn.q_norm", "layers.{i}.q_norm", bias=False)
-        sources += both(f"{_LAYER}.self_attn.k_norm", "layers.{i}.k_norm", bias=False)
+        names = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+        sources += per_layer(_LAYER, names, bias=False)
     sources += both(f"{_LAYER}.self_attn.o_proj", "layers.{i}.out", out_bias)
     sources += gated_mlp(f"{_LAYER}.mlp") if mlp is None else mlp
     sources += both("model.norm", "final_norm", bias=False)
@@ -61,19 +62,13 @@ def _llama_like(
         "norm_eps": getattr(c, "rms_norm_eps", None),
     }
     return ModelSpec(
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads or c.num_attention_heads,
-        head_size=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        **sizes(c),
         intermediate_size=c.intermediate_size,
-        vocab_size=c.vocab_size,
         sources=tuple(sources),
         prefix="model.",
         gated=True,
         max_positions=c.max_position_embeddings,
         rotary=True,
-        tied=c.tie_word_embeddings,
         **usual | facts,
     )
 
@@ -95,23 +90,12 @@ def _same(c: PretrainedConfig, value: Any) -> tuple[Any, ...]:
     return (value,) * c.num_hidden_layers
 
 
-def llama(c: PretrainedConfig, **facts: Any) -> ModelSpec:
-    return _llama_like(c, **_biases(c), mlp=gated_mlp(f"{_LAYER}.mlp", c.mlp_bias), **facts)
+def _llama(c: PretrainedConfig, **facts: Any) -> ModelSpec:
+    facts = _biases(c) | facts
+    return _llama_like(c, mlp=gated_mlp(f"{_LAYER}.mlp", c.mlp_bias), **facts)
 
 
-def mistral(c: PretrainedConfig) -> ModelSpec:
-    return _llama_like(c, windows=_same(c, c.sliding_window))
-
-
-def qwen2(c: PretrainedConfig) -> ModelSpec:
-    return _llama_like(c, qkv_bias=True, windows=_layer_windows(c))
-
-
-def qwen3(c: PretrainedConfig) -> ModelSpec:
-    return _llama_like(c, **_biases(c), qk_norm=True, windows=_layer_windows(c))
-
-
-def qwen3_moe(c: PretrainedConfig) -> ModelSpec:
+def _qwen3_moe(c: PretrainedConfig) -> ModelSpec:
     module, mlp = f"{_LAYER}.mlp", list[WeightSource]()
     one = [f"{module}.experts.{{e}}.{part}_proj" for part in ("gate", "up", "down")]
     experts = both(f"{module}.gate", "layers.{i}.router", bias=False)
@@ -120,13 +104,13 @@ def qwen3_moe(c: PretrainedConfig) -> ModelSpec:
         is_mixed = i not in c.mlp_only_layers and c.num_experts > 0
         is_mixed = is_mixed and (i + 1) % c.decoder_sparse_step == 0
         mlp += [s.of_layer(i) for s in (experts if is_mixed else gated_mlp(module))]
-    sizes = c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size
+    each = c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size
     return _llama_like(
         c,
         **_biases(c),
         mlp=mlp,
         qk_norm=True,
-        experts=ExpertSpec(*sizes, renormalized=c.norm_topk_prob),
+        experts=ExpertSpec(*each, renormalized=c.norm_topk_prob),
         windows=_same(c, c.sliding_window),
     )
 
@@ -148,36 +132,23 @@ def _gemma(c: PretrainedConfig, **facts: Any) -> ModelSpec:
     )
 
 
-def gemma2(c: PretrainedConfig) -> ModelSpec:
-    return _gemma(c, attention_softcap=c.attn_logit_softcapping)
-
-
-def gemma3(c: PretrainedConfig) -> ModelSpec:
-    return _gemma(c, qk_norm=True, ropes=tuple(c.layer_types))
-
-
-def olmo2(c: PretrainedConfig, **facts: Any) -> ModelSpec:
+def _olmo2(c: PretrainedConfig, **facts: Any) -> ModelSpec:
     facts |= {"qk_norm": True, "whole_qk_norm": True}
     return _llama_like(c, **_biases(c), norms=_AFTER, **facts)
 
 
-def olmo3(c: PretrainedConfig) -> ModelSpec:
-    return olmo2(c, windows=_layer_windows(c), ropes=tuple(c.layer_types))
-
-
 def _fused_mlp() -> list[WeightSource]:
-    up = both(f"{_LAYER}.mlp.gate_up_proj", "layers.{i}.up", bias=False)
-    return up + both(f"{_LAYER}.mlp.down_proj", "layers.{i}.down", bias=False)
+    return per_layer(f"{_LAYER}.mlp", {"up": "gate_up_proj", "down": "down_proj"}, bias=False)
 
 
-def phi3(c: PretrainedConfig) -> ModelSpec:
+def _phi3(c: PretrainedConfig) -> ModelSpec:
     qkv = both(f"{_LAYER}.self_attn.qkv_proj", "layers.{i}.qkv", bias=False)
     windows = _same(c, c.sliding_window)
     return _llama_like(c, qkv=qkv, mlp=_fused_mlp(), partial_rotary=True, windows=windows)
 
 
-def granite(c: PretrainedConfig) -> ModelSpec:
-    return llama(
+def _granite(c: PretrainedConfig) -> ModelSpec:
+    return _llama(
         c,
         attention_scales=_same(c, c.attention_multiplier),
         embed_scale=c.embedding_multiplier,
@@ -186,12 +157,14 @@ def granite(c: PretrainedConfig) -> ModelSpec:
     )
 
 
-def smollm3(c: PretrainedConfig) -> ModelSpec:
+def _smollm3(c: PretrainedConfig) -> ModelSpec:
     windows = _layer_windows(c) if c.use_sliding_window else ()
-    return llama(c, windows=windows, ropes=tuple("" if rope else None for rope in c.no_rope_layers))
+    return _llama(
+        c, windows=windows, ropes=tuple("" if rope else None for rope in c.no_rope_layers)
+    )
 
 
-def glm(c: PretrainedConfig, norms: Mapping[str, str] = _BEFORE) -> ModelSpec:
+def _glm(c: PretrainedConfig, norms: Mapping[str, str] = _BEFORE) -> ModelSpec:
     return _llama_like(
         c,
         qkv_bias=c.attention_bias,
@@ -202,19 +175,19 @@ def glm(c: PretrainedConfig, norms: Mapping[str, str] = _BEFORE) -> ModelSpec:
     )
 
 
-def glm4(c: PretrainedConfig) -> ModelSpec:
+def _glm4(c: PretrainedConfig) -> ModelSpec:
     after = {"out_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
-    return glm(c, _BEFORE | after)
+    return _glm(c, _BEFORE | after)
 
 
-def ministral3(c: PretrainedConfig) -> ModelSpec:
+def _ministral3(c: PretrainedConfig) -> ModelSpec:
     rope, growth = c.rope_parameters, None
     if beta := rope.get("llama_4_scaling_beta"):
         growth = beta, rope["original_max_position_embeddings"]
     return _llama_like(c, windows=_same(c, c.sliding_window), query_growth=growth)
 
 
-def gpt_oss(c: PretrainedConfig) -> ModelSpec:
+def _gpt_oss(c: PretrainedConfig) -> ModelSpec:
     experts = ExpertSpec(
         *(c.num_local_experts, c.num_experts_per_tok, c.intermediate_size),
         # NOTE: transformers 5.17 has them as constants of the module.
@@ -227,24 +200,19 @@ def gpt_oss(c: PretrainedConfig) -> ModelSpec:
     return _llama_like(c, **_biases(c), mlp=mlp + sinks, experts=experts, windows=_layer_windows(c))
 
 
-def mixtral(c: PretrainedConfig) -> ModelSpec:
+def _mixtral(c: PretrainedConfig) -> ModelSpec:
     module, published = f"{_LAYER}.mlp", f"{_LAYER}.block_sparse_moe"
     one = [f"{published}.experts.{{e}}.{name}" for name in ("w1", "w3", "w2")]
-    sizes = c.num_local_experts, c.num_experts_per_tok, c.intermediate_size
+    each = c.num_local_experts, c.num_experts_per_tok, c.intermediate_size
     gate, router = f"{module}.gate.weight", "layers.{i}.router.weight"
     mlp = [WeightSource(gate, router)]
     mlp += [WeightSource(f"{published}.gate.weight", router, instead=gate)]
     mlp += stacked_experts(f"{module}.experts", c.num_local_experts, one)
     windows = _same(c, c.sliding_window)
-    return _llama_like(c, mlp=mlp, experts=ExpertSpec(*sizes), windows=windows)
+    return _llama_like(c, mlp=mlp, experts=ExpertSpec(*each), windows=windows)
 
 
-def seed_oss(c: PretrainedConfig) -> ModelSpec:
-    biases = {"qkv_bias": c.attention_bias, "out_bias": c.attention_out_bias}
-    return _llama_like(c, **biases, mlp=gated_mlp(f"{_LAYER}.mlp", c.mlp_bias))
-
-
-def cohere2(c: PretrainedConfig) -> ModelSpec:
+def _cohere2(c: PretrainedConfig) -> ModelSpec:
     windows = _layer_windows(c)
     return _llama_like(
         c,
@@ -258,3 +226,26 @@ def cohere2(c: PretrainedConfig) -> ModelSpec:
         interleaved_rotary=True,
         logits_scale=c.logit_scale,
     )
+
+
+ROWS: dict[str, Callable[[PretrainedConfig], ModelSpec]] = {
+    "llama": _llama,
+    "mistral": lambda c: _llama_like(c, windows=_same(c, c.sliding_window)),
+    "qwen2": lambda c: _llama_like(c, qkv_bias=True, windows=_layer_windows(c)),
+    "qwen3": lambda c: _llama_like(c, **_biases(c), qk_norm=True, windows=_layer_windows(c)),
+    "qwen3_moe": _qwen3_moe,
+    "gemma3_text": lambda c: _gemma(c, qk_norm=True, ropes=tuple(c.layer_types)),
+    "gemma2": lambda c: _gemma(c, attention_softcap=c.attn_logit_softcapping),
+    "olmo2": _olmo2,
+    "olmo3": lambda c: _olmo2(c, windows=_layer_windows(c), ropes=tuple(c.layer_types)),
+    "phi3": _phi3,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "glm": _glm,
+    "glm4": _glm4,
+    "ministral3": _ministral3,
+    "gpt_oss": _gpt_oss,
+    "mixtral": _mixtral,
+    "seed_oss": lambda c: _llama(c, out_bias=c.attention_out_bias),
+    "cohere2": _cohere2,
+}

@@ -5,10 +5,12 @@ Rows of qkv, up, embedding and head are shared out, columns of out and down; of 
 belongs to the rank's heads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from dschat.config import UserError
 from dschat.inference.model.states import StateShape
@@ -150,6 +152,19 @@ def check_shares(spec: ModelSpec, size: int) -> None:
             )
 
 
+def sizes(c: PretrainedConfig) -> dict[str, Any]:
+    """Fields of a `ModelSpec` that configs name alike."""
+    return {
+        "num_layers": c.num_hidden_layers,
+        "hidden_size": c.hidden_size,
+        "num_heads": c.num_attention_heads,
+        "num_kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        "head_size": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "vocab_size": c.vocab_size,
+        "tied": c.tie_word_embeddings,
+    }
+
+
 # -- weight sources --------------------------------------------------------------------------------
 
 
@@ -169,6 +184,19 @@ def both(
     ]
 
 
+def per_layer(
+    module: str,
+    names: Mapping[str, str],
+    bias: bool = True,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> list[WeightSource]:
+    """`both` of each of a layer's ``names``: the decoder's -> those inside of ``module``."""
+    pairs = ((f"{module}.{name}", f"layers.{{i}}.{target}") for target, name in names.items())
+    how = bias, "", transposed, interleaved
+    return [s for name, target in pairs for s in both(name, target, *how)]
+
+
 def embeddings(name: str, tied: bool) -> list[WeightSource]:
     weight = f"{name}.weight"
     head = weight if tied else "lm_head.weight"
@@ -176,11 +204,8 @@ def embeddings(name: str, tied: bool) -> list[WeightSource]:
 
 
 def separate_qkv(module: str, bias: bool) -> list[WeightSource]:
-    return [
-        source
-        for part in "qkv"
-        for source in both(f"{module}.{part}_proj", "layers.{i}.qkv", bias, part=part)
-    ]
+    parts = ((f"{module}.{part}_proj", part) for part in "qkv")
+    return [s for name, part in parts for s in both(name, "layers.{i}.qkv", bias, part)]
 
 
 def gated_mlp(module: str, bias: bool = False) -> list[WeightSource]:
@@ -220,113 +245,97 @@ def stacked_experts(
     return sources
 
 
+_LINEAR = ("qkv", "out", "up", "down", "router", "head", "project_in", "project_out")
+
+
 class Share:
     """The share of ``rank`` among ``size`` ranks."""
 
     def __init__(self, spec: ModelSpec, rank: int, size: int) -> None:
         self.spec, self.rank, self.size = spec, rank, size
-        self.num_heads = spec.num_heads // size
-        self.num_kv_heads = spec.num_kv_heads // size
-        self.intermediate_size = spec.intermediate_size // size
-        self.vocab_size = -(-spec.vocab_size // size)  # the last rank's may be padding
 
-    def _inner_size(self, base: str) -> int:
-        """Intermediate size of the MLP or expert that ``base`` is of, before sharding."""
+    def _inner_size(self, base: str, num_ranks: int) -> int:
+        """Intermediate size of the MLP or expert that ``base`` is of, on one of ``num_ranks``."""
         experts = self.spec.experts
-        return experts.size if experts and is_expert(base) else self.spec.intermediate_size
+        size = experts.size if experts and is_expert(base) else self.spec.intermediate_size
+        return size // num_ranks
+
+    def _part_rows(self, base: str, num_ranks: int) -> dict[str, int]:
+        """Rows of each part of a fused matrix, in order, on one of ``num_ranks``; {}: not fused."""
+        spec, kind = self.spec, kind_of(base)
+        if kind == "up":
+            parts = ("gate", "up") if spec.gated else ("",)
+            return dict.fromkeys(parts, self._inner_size(base, num_ranks))
+        heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
+        rows = {part: count // num_ranks * spec.head_size for part, count in heads.items()}
+        return rows if kind == "qkv" else {}
+
+    def _shape(self, base: str, num_ranks: int) -> tuple[int, ...]:
+        """Of a weight on one of ``num_ranks``; of linear layers, (out, in)."""
+        spec, size = self.spec, self.spec.hidden_size
+        fused = sum(self._part_rows(base, num_ranks).values())
+        heads, kv_heads = spec.num_heads // num_ranks, spec.num_kv_heads // num_ranks
+        normed = (heads, kv_heads) if spec.whole_qk_norm else (1, 1)
+        vocab = -(-spec.vocab_size // num_ranks)  # the last rank's may be padding
+        return {
+            "embed": (vocab, spec.embedding_size),
+            "positions": (spec.num_positions, size),
+            "q_norm": (normed[0] * spec.head_size,),
+            "k_norm": (normed[1] * spec.head_size,),
+            "sinks": (heads,),
+            "qkv": (fused, size),
+            "out": (size, heads * spec.head_size),
+            "up": (fused, size),
+            "down": (size, self._inner_size(base, num_ranks)),
+            "router": (spec.experts.count if spec.experts else 0, size),
+            "head": (vocab, spec.embedding_size),
+            "project_in": (size, spec.embedding_size),
+            "project_out": (spec.embedding_size, size),
+        }.get(kind_of(base), (size,))
+
+    def shape(self, base: str) -> tuple[int, ...]:
+        """Of this rank's share."""
+        return self._shape(base, self.size)
 
     def linear_shape(self, base: str) -> tuple[int, int] | None:
         """(out, in) of this rank's share; None if ``base`` is not a linear layer."""
-        spec, size = self.spec, self.spec.hidden_size
-        inner = self._inner_size(base) // self.size
-        return {
-            "qkv": ((self.num_heads + 2 * self.num_kv_heads) * spec.head_size, size),
-            "out": (size, self.num_heads * spec.head_size),
-            "up": (inner * (2 if spec.gated else 1), size),
-            "down": (size, inner),
-            "router": (spec.experts.count if spec.experts else 0, size),
-            "head": (self.vocab_size, spec.embedding_size),
-            "project_in": (size, spec.embedding_size),
-            "project_out": (spec.embedding_size, size),
-        }.get(kind_of(base))
+        if kind_of(base) not in _LINEAR:
+            return None
+        rows, columns = self.shape(base)
+        return rows, columns
 
     def full_shape(self, source: WeightSource) -> tuple[int, ...]:
         """Shape of the whole tensor, as the checkpoint stores it."""
-        shape, experts = self._full_part_shape(source), self.spec.experts
+        base, _, suffix = source.target.rpartition(".")
+        shape, experts = self._shape(base, 1), self.spec.experts
+        if kind_of(base) in _LINEAR:
+            rows = self._part_rows(base, 1).get(source.part, shape[0])
+            shape = (rows,) if suffix == "bias" else (rows, shape[1])
+        shape = shape[::-1] if source.transposed else shape
         return (experts.count, *shape) if experts and source.index is not None else shape
-
-    def _full_part_shape(self, source: WeightSource) -> tuple[int, ...]:
-        """Shape of what fills the target: of an expert, where the tensor has all."""
-        spec, base = self.spec, source.target.rpartition(".")[0]
-        kind, inner = kind_of(base), self._inner_size(base)
-        if source.target == "embed.weight":
-            return (spec.vocab_size, spec.embedding_size)
-        if source.target == "positions.weight":
-            return (spec.num_positions, spec.hidden_size)
-        shape = self.linear_shape(base)
-        if shape is None:
-            return (self.vector_size(kind, self.size),)
-        rows = {
-            ("qkv", "q"): spec.num_heads * spec.head_size,
-            ("qkv", "k"): spec.num_kv_heads * spec.head_size,
-            ("qkv", "v"): spec.num_kv_heads * spec.head_size,
-            ("qkv", ""): (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size,
-            ("up", ""): inner * (2 if spec.gated else 1),
-            ("up", "gate"): inner,
-            ("up", "up"): inner,
-            ("head", ""): spec.vocab_size,
-        }.get((kind, source.part), shape[0])
-        columns = {
-            "out": spec.num_heads * spec.head_size,
-            "down": inner,
-        }.get(kind, shape[1])
-        if source.target.endswith(".bias"):
-            return (rows,)
-        return (columns, rows) if source.transposed else (rows, columns)
-
-    def vector_size(self, kind: str, num_ranks: int = 1) -> int:
-        """Elements on one rank, or on ``num_ranks`` together, of what is not a linear layer."""
-        spec, num_heads = self.spec, self.num_heads * num_ranks
-        if kind == "sinks":
-            return num_heads
-        if kind not in ("q_norm", "k_norm"):
-            return spec.hidden_size
-        count = num_heads if kind == "q_norm" else self.num_kv_heads * num_ranks
-        return spec.head_size * (count if spec.whole_qk_norm else 1)
 
     def _rank_slice(self, rows: Tensor, count: int) -> Tensor:
         return rows[self.rank * count : (self.rank + 1) * count]
 
     def local_rows(self, source: WeightSource, full: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yields (first row in the target, rows): this rank's share of the rows of ``full``."""
-        base, spec = source.target.rpartition(".")[0], self.spec
-        kind, inner = kind_of(base), self._inner_size(base) // self.size
-        q, kv = self.num_heads * spec.head_size, self.num_kv_heads * spec.head_size
-        if kind == "qkv" and not source.part:
-            if source.interleaved:
-                per_head = full.view(spec.num_heads, 3, spec.head_size, *full.shape[1:])
-                parts = [p.reshape(-1, *full.shape[1:]) for p in per_head.unbind(1)]
-            else:
-                whole = spec.num_kv_heads * spec.head_size
-                parts = full.split([spec.num_heads * spec.head_size, whole, whole])
-            for first, count, part in zip((0, q, q + kv), (q, kv, kv), parts, strict=True):
-                yield first, self._rank_slice(part, count)
-        elif kind == "qkv":
-            first = {"q": 0, "k": q, "v": q + kv}[source.part]
-            yield first, self._rank_slice(full, q if source.part == "q" else kv)
-        elif kind == "up" and spec.gated and not source.part:
-            halves = (full[::2], full[1::2]) if source.interleaved else full.chunk(2)
-            for first, half in zip((0, inner), halves, strict=True):
-                yield first, self._rank_slice(half, inner)
-        elif kind == "up":
-            yield inner if source.part == "up" else 0, self._rank_slice(full, inner)
-        elif kind in ("head", "embed"):
-            yield 0, self._rank_slice(full, self.vocab_size)
-        elif kind in ("q_norm", "k_norm", "sinks"):
-            count = self.vector_size(kind)
+        base, first = source.target.rpartition(".")[0], 0
+        kind, fused = kind_of(base), self._part_rows(base, self.size)
+        if not fused:
+            count = self.shape(base)[0]
             yield 0, self._rank_slice(full, count) if full.shape[0] > count else full
+        elif source.part:
+            pieces = {source.part: full}
+        elif source.interleaved:
+            of_each = self.spec.head_size if kind == "qkv" else 1
+            alternating = full.unflatten(0, (-1, len(fused), of_each)).unbind(1)
+            pieces = {p: x.flatten(0, 1) for p, x in zip(fused, alternating, strict=True)}
         else:
-            yield 0, full
+            pieces = dict(zip(fused, full.split([*self._part_rows(base, 1).values()]), strict=True))
+        for part, count in fused.items():
+            if part in pieces:
+                yield first, self._rank_slice(pieces[part], count)
+            first += count
 
     def factors(self, source: WeightSource, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """LoRA's factors A (r, in) and B (out, r) of an expert, as PEFT has them of all."""
@@ -336,13 +345,9 @@ class Share:
         return a.unflatten(0, (count, -1))[i], b.unflatten(1, (-1, count))[..., i]
 
     def local_columns(self, source: WeightSource, matrix: Tensor) -> Tensor:
-        """``matrix`` (..., in) cut to this rank's inputs."""
-        base = source.target.rpartition(".")[0]
-        kind, inner = kind_of(base), self._inner_size(base) // self.size
-        count = {"out": self.num_heads * self.spec.head_size, "down": inner}
-        if kind not in count:
-            return matrix
-        return self._rank_slice(matrix.T, count[kind]).T
+        """``matrix`` (rows, in) of a linear layer cut to this rank's inputs."""
+        count = self.shape(source.target.rpartition(".")[0])[1]
+        return matrix if matrix.shape[1] == count else self._rank_slice(matrix.T, count).T
 
 
 def is_expert(base: str) -> bool:

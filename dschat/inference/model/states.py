@@ -7,7 +7,7 @@ continue from its state share its slot; a running sequence has one of its own.
 
 import heapq
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -175,7 +175,6 @@ class StatePool:
         return slot
 
     def retain(self, slot: int) -> int:
-        """Add a user to a slot."""
         self._users[slot] += 1
         return slot
 
@@ -195,11 +194,9 @@ class StatePool:
         self.release(slot)
         return copy
 
-    @contextmanager
-    def carried(self, slots: list[int], is_first: bool) -> Iterator[StepCache]:
+    def carried(self, slots: list[int], is_first: bool) -> AbstractContextManager[StepCache]:
         """The states of ``slots``, which a forward changes; ``is_first``: it starts new ones."""
-        with _carried(self.empty(), self.tensors, self.index(slots), is_first) as cache:
-            yield cache
+        return _carried(self.empty(), self.tensors, self.index(slots), is_first)
 
     def index(self, slots: list[int]) -> slice | Tensor:
         """Of ``slots`` in a tensor: a slice, which copies nothing, if they are adjacent."""
@@ -229,11 +226,9 @@ class RowStates:
         for where, states in self._pool.tensors.items():
             states[slots] = self.tensors[where][: len(slots)]
 
-    @contextmanager
-    def of_step(self, size: int) -> Iterator[StepCache]:
+    def of_step(self, size: int) -> AbstractContextManager[StepCache]:
         """The states of the first ``size`` rows, which a forward changes."""
-        with _carried(self._pool.empty(), self.tensors, slice(size), is_first=False) as cache:
-            yield cache
+        return _carried(self._pool.empty(), self.tensors, slice(size), is_first=False)
 
 
 @contextmanager

@@ -60,9 +60,11 @@ class Weights:
         check_shares(spec, group.size)
         self.spec, self.dtype, self.device, self.group = spec, dtype, device, group
         self._in_int8 = in_int8
-        self._share = share = Share(spec, group.rank, group.size)
-        self.num_heads, self.num_kv_heads = share.num_heads, share.num_kv_heads
-        self.intermediate_size, self.vocab_size = share.intermediate_size, share.vocab_size
+        self._share = Share(spec, group.rank, group.size)
+        self.num_heads = spec.num_heads // group.size
+        self.num_kv_heads = spec.num_kv_heads // group.size
+        self.intermediate_size = spec.intermediate_size // group.size
+        self.vocab_size = self._share.shape("embed")[0]
         self.linears: dict[str, AnyLinear] = {}
         self.tensors: dict[str, Tensor] = {}
         self._sources = list(spec.layer_sources())
@@ -90,34 +92,29 @@ class Weights:
         self.version += 1
         for source in self._sources:
             base = source.target.rpartition(".")[0]
-            shape = self._share.linear_shape(base)
-            if shape is None:
-                self._create_tensor(source)
-            elif base not in self.linears:
-                has_bias = f"{base}.bias" in self._parts
-                shared = self.tensors["embed.weight"] if self._head_is_shared(base) else None
-                if self._stacks and is_expert(base):
-                    shared = self._slice_of_stack(f"{base}.weight", shape)
-                backend = self.backends[shape]
-                if shared is None and kind_of(base) not in _WHOLE:
-                    backend = self.int8_backends.get(shape, backend)
-                linear = Linear(shape, has_bias, self.dtype, self.device, backend, shared)
-                if self._stacks and is_expert(base) and has_bias:
-                    linear.bias = self._slice_of_stack(f"{base}.bias", shape[:1])
-                self.linears[base] = linear
+            shape, dtype = self._share.linear_shape(base), self.dtype
+            if shape is not None and base not in self.linears:
+                self.linears[base] = self._new_linear(base, shape)
+            elif shape is None and source.target not in self.tensors:
+                if self.spec.norm_offset and "norm" in kind_of(base):
+                    dtype = (
+                        torch.float32
+                    )  # in 16 bits 1 + weight would be rounded to steps of 1/128
+                zeros = torch.zeros(self._share.shape(base), dtype=dtype, device=self.device)
+                self.tensors[source.target] = zeros
 
-    def _create_tensor(self, source: WeightSource) -> None:
-        if source.target in self.tensors:
-            return
-        kind, dtype = kind_of(source.target.rpartition(".")[0]), self.dtype
-        full = self._share.full_shape(source)
-        if source.target == "embed.weight":
-            full = (self.vocab_size, full[1])
-        elif len(full) == 1:
-            full = (self._share.vector_size(kind),)
-        if self.spec.norm_offset and "norm" in kind:
-            dtype = torch.float32  # in 16 bits 1 + weight would be rounded to steps of 1/128
-        self.tensors[source.target] = torch.zeros(full, dtype=dtype, device=self.device)
+    def _new_linear(self, base: str, shape: Shape) -> Linear:
+        has_bias = f"{base}.bias" in self._parts
+        is_stacked = self._stacks and is_expert(base)
+        shared = self.tensors["embed.weight"] if self._head_is_shared(base) else None
+        shared = self._slice_of_stack(f"{base}.weight", shape) if is_stacked else shared
+        backend = self.backends[shape]
+        if shared is None and kind_of(base) not in _WHOLE:
+            backend = self.int8_backends.get(shape, backend)
+        linear = Linear(shape, has_bias, self.dtype, self.device, backend, shared)
+        if is_stacked and has_bias:
+            linear.bias = self._slice_of_stack(f"{base}.bias", shape[:1])
+        return linear
 
     def _slice_of_stack(self, target: str, shape: tuple[int, ...]) -> Tensor:
         """An expert's part of the tensor that has all experts' ``target``."""

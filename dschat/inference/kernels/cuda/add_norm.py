@@ -78,7 +78,6 @@ def plan(
     offset: float = 0.0,
     next_weight: Tensor | None = None,
 ) -> Launch:
-    """The launch that writes `add_norm`'s result to ``out``."""
     rows, size = h.shape
     assert h.is_contiguous()
     assert added is None or added.is_contiguous()

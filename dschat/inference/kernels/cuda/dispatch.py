@@ -6,8 +6,8 @@
 import copy
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -19,7 +19,6 @@ from dschat.inference.kernels.cuda import (
     ACTIVATIONS,
     MAX_CHOICES,
     MAX_ROWS,
-    Workspace,
     operators,
     workspace,
 )
@@ -163,11 +162,44 @@ class StepKernels:
         step: Attention,
         layers: Sequence[Layer] = (),
         growth: Tensor | None = None,
-    ) -> "PagedDecode":
-        """``step``'s attention; ``layers``: without them, heads are normalized and rotated.
-        ``growth``: (positions,), what queries are multiplied by.
+    ) -> Callable[..., Tensor]:
+        """``step``'s attention, see `_attend`; ``layers``: without them, heads are normalized and
+        rotated. ``growth``: (positions,), what queries are multiplied by.
         """
-        return PagedDecode(step, layers, growth, self._space)
+        return partial(self._attend, step, layers, growth)
+
+    def _attend(
+        self,
+        step: Attention,
+        layers: Sequence[Layer],
+        growth: Tensor | None,
+        layer: int,
+        heads_BHD: Tensor,
+        layout: HeadLayout,
+        how: Scores,
+    ) -> Tensor:
+        """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D): by
+        one kernel, which normalizes and rotates heads and writes keys and values to the cache.
+        """
+        decodes, spec = step.decodes, step.spec
+        rotary = norms = following = None
+        if layers:
+            rotary, following = layers[layer].rotary, layers[layer].out
+            norms = None if spec.whole_qk_norm else layers[layer].qk_norms
+        assert decodes is not None
+        assert decodes.block_table is not None
+        assert not step.chunks
+        weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+        return operators.paged_decode(
+            *(heads_BHD, list(layout.origins), step.cache.layers[layer][0]),
+            *(decodes.lengths, step.slot_mapping, decodes.block_table, step.cache.page_size),
+            *(step.slopes, how.window, how.chunk, how.scale, how.softcap, how.sinks),
+            *(*weights, 0.0 if norms is None else norms[0].offset, spec.norm_eps),
+            *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
+            *(spec.interleaved_rotary, growth),
+            *(self._space.partials, self._space.counters),
+            _read_by(following),
+        )
 
     def draw(
         self,
@@ -199,40 +231,3 @@ class StepKernels:
 def _read_by(linear: AnyLinear | None) -> Tensor | None:
     """The weight that a product reads; None: it is not in one piece, or not known."""
     return None if linear is None or linear.plain is None else linear.plain[0]
-
-
-@dataclass(frozen=True)
-class PagedDecode:
-    """Attention of a step: normalizes and rotates the heads, writes new keys and values to the
-    cache and attends, by one kernel a layer.
-    """
-
-    step: Attention
-    layers: Sequence[Layer]
-    growth: Tensor | None
-    space: Workspace
-
-    def __call__(
-        self, layer: int, heads_BHD: Tensor, layout: HeadLayout, scores: Scores | None = None
-    ) -> Tensor:
-        """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D)."""
-        step, decodes, spec = self.step, self.step.decodes, self.step.spec
-        how = scores or Scores(spec.attention_scale(layer), spec.window(layer))
-        rotary = norms = following = None
-        if self.layers:
-            rotary, following = self.layers[layer].rotary, self.layers[layer].out
-            norms = None if spec.whole_qk_norm else self.layers[layer].qk_norms
-        assert decodes is not None
-        assert decodes.block_table is not None
-        assert not step.chunks
-        weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
-        return operators.paged_decode(
-            *(heads_BHD, list(layout.origins), step.cache.layers[layer][0]),
-            *(decodes.lengths, step.slot_mapping, decodes.block_table, step.cache.page_size),
-            *(step.slopes, how.window, how.chunk, how.scale, how.softcap, how.sinks),
-            *(*weights, 0.0 if norms is None else norms[0].offset, spec.norm_eps),
-            *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
-            *(spec.interleaved_rotary, self.growth),
-            *(self.space.partials, self.space.counters),
-            _read_by(following),
-        )

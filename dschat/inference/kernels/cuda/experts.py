@@ -185,7 +185,6 @@ def _combine(
 
 
 def plan_choice(logits: Tensor, chosen: Tensor, shares: Tensor, renormalized: bool) -> Launch:
-    """The launch that writes `choose_experts`'s results."""
     (rows, count), per_token = logits.shape, chosen.shape[1]
     assert logits.is_contiguous()
     constants = {
@@ -213,7 +212,6 @@ def plan(
     inner: Tensor,
     outputs: Tensor,
     out: Tensor,
-    tiles: tuple[Tiles, Tiles] = _TILES,
 ) -> tuple[Launch, ...]:
     """The launches that write `experts`'s result to ``out``, (R, E); ``inner`` (R K, I) and
     ``outputs`` (R K, E): what they write before.
@@ -237,8 +235,8 @@ def plan(
         {"K": per_token, "SIZE": size, "BLOCK": min(_COLUMNS, triton.next_power_of_2(size))},
     )
     return (
-        _product(*first, how | {"SHARED": True}, tiles[0]),
-        _product(*second, plain | {"SHARED": False}, tiles[1]),
+        _product(*first, how | {"SHARED": True}, _TILES[0]),
+        _product(*second, plain | {"SHARED": False}, _TILES[1]),
         combine,
     )
 

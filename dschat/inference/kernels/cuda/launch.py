@@ -1,7 +1,8 @@
 """A Triton kernel's launch (grid, arguments and compile options, as data), and what kernels share.
 
-Each kernel module plans launches and runs them; tests compile the same plans for devices that the
-machine does not have, so what is checked there is what runs.
+A kernel module's plans are the launches that write an operator's results to tensors of the caller;
+tests compile the same plans for devices that the machine does not have, so what is checked there is
+what runs.
 """
 
 import ctypes

@@ -4,13 +4,40 @@ Triton is imported when an operator first runs, so that steps can be traced on f
 it. Operands are checked by each kernel's `plan`.
 """
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dschat.inference.kernels.cuda import DRAW_BLOCK, Workspace
 
 
-@torch.library.custom_op("dschat::read_rows", mutates_args=())
+def _operator(*changed: str) -> Callable[[Callable[..., Any]], Any]:
+    """Declares a function that changes the arguments ``changed``, and is its own fake version."""
+
+    def declare(function: Callable[..., Any]) -> Any:
+        name = f"dschat::{function.__name__}"
+        operator = torch.library.custom_op(name, function, mutates_args=changed)
+        operator.register_fake(function)
+        return operator
+
+    return declare
+
+
+def _launch(plan: str, *args: Any, **options: Any) -> None:
+    """Run what the function ``plan`` of a module here plans; of fake tensors, nothing."""
+    if isinstance(args[0], FakeTensor):
+        return
+    module, _, function = plan.partition(".")
+    planned = getattr(import_module(f"{__package__}.{module}"), function)(*args, **options)
+    for launch in planned if isinstance(planned, tuple) else (planned,):
+        launch.run()
+
+
+@_operator()
 def read_rows(
     fields: Tensor,
     table: Tensor,
@@ -30,19 +57,12 @@ def read_rows(
         the key of the random number (prompt, sample, place in the answer). Then rows that may draw
         no stop token (size,) bool.
     """
-    from dschat.inference.kernels.cuda import rows as kernel
-
     numbers, short = fields.new_empty(6, size), fields.new_empty(size, dtype=torch.bool)
-    kernel.plan_read(fields, table, page_size, trash_page, numbers, short).run()
+    _launch("rows.plan_read", fields, table, page_size, trash_page, numbers, short)
     return numbers, short
 
 
-@read_rows.register_fake
-def _(fields: Tensor, table: Tensor, size: int, *rest: object) -> tuple[Tensor, Tensor]:
-    return fields.new_empty(6, size), fields.new_empty(size, dtype=torch.bool)
-
-
-@torch.library.custom_op("dschat::embed", mutates_args=())
+@_operator()
 def embed(
     tokens: Tensor,
     table: Tensor,
@@ -53,19 +73,12 @@ def embed(
     """Rows of ``table`` (V, E) for ``tokens`` (R,) int64, (R, E); with ``position_table`` (P, E)
     plus its rows for ``positions`` (R,) + ``offset``.
     """
-    from dschat.inference.kernels.cuda import rows as kernel
-
     out = table.new_empty(len(tokens), table.shape[1])
-    kernel.plan_embed(tokens, table, positions, position_table, offset, out).run()
+    _launch("rows.plan_embed", tokens, table, positions, position_table, offset, out)
     return out
 
 
-@embed.register_fake
-def _(tokens: Tensor, table: Tensor, *rest: object) -> Tensor:
-    return table.new_empty(len(tokens), table.shape[1])
-
-
-@torch.library.custom_op("dschat::advance_rows", mutates_args=("fields", "ring", "step"))
+@_operator("fields", "ring", "step")
 def advance_rows(
     tokens: Tensor,
     logprobs: Tensor,
@@ -80,17 +93,10 @@ def advance_rows(
     ``fields`` (fields, S) int64, see `Field`; ``ring`` (steps, 2, positions, S) float64; ``step``
     (1,) int64, the number of steps so far; rows end at their ``stops`` (rows, S) int64.
     """
-    from dschat.inference.kernels.cuda import rows as kernel
-
-    kernel.plan_advance(tokens, logprobs, fields, ring, step, stops).run()
+    _launch("rows.plan_advance", tokens, logprobs, fields, ring, step, stops)
 
 
-@advance_rows.register_fake
-def _(*rest: object) -> None:
-    return None
-
-
-@torch.library.custom_op("dschat::add_norm", mutates_args=("h",))
+@_operator("h")
 def add_norm(
     h: Tensor,
     added: Tensor | None,
@@ -105,19 +111,12 @@ def add_norm(
     ``h`` and ``added`` (R, E), contiguous; ``weight``, to which ``offset`` is added, and ``bias``
     (E,). Returns (R, E). Sums are in fp32.
     """
-    from dschat.inference.kernels.cuda import add_norm as kernel
-
     out = torch.empty_like(h)
-    kernel.plan(h, added, weight, bias, eps, out, offset, next_weight).run()
+    _launch("add_norm.plan", h, added, weight, bias, eps, out, offset, next_weight)
     return out
 
 
-@add_norm.register_fake
-def _(h: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(h)
-
-
-@torch.library.custom_op("dschat::skinny_linear", mutates_args=("partials", "counters"))
+@_operator("partials", "counters")
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -138,62 +137,37 @@ def skinny_linear(
     factors: (x A^T) B^T is added to the product with ``weight``. ``activation`` is a key of
     `ACTIVATIONS`. ``partials`` and ``counters`` are a `Workspace`.
     """
-    from dschat.inference.kernels.cuda import skinny_linear as kernel
-
     y = x.new_empty(len(x), len(weight) // (2 if gated else 1))
-    space = Workspace(partials, counters)
-    side = None
+    space, side = Workspace(partials, counters), None
     if side_a is not None and side_b is not None:
         side = x.new_empty(len(x), len(side_a)), side_b
-        kernel.plan(x, side_a, None, "", False, side[0], space).run()
+        _launch("skinny_linear.plan", x, side_a, None, "", False, side[0], space)
     args = x, weight, bias, activation, gated, y, space
-    kernel.plan(*args, gate_first=gate_first, side=side).run()
+    _launch("skinny_linear.plan", *args, gate_first=gate_first, side=side)
     return y
 
 
-@skinny_linear.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool, *rest: object
-) -> Tensor:
-    return x.new_empty(len(x), len(weight) // (2 if gated else 1))
-
-
-@torch.library.custom_op("dschat::gate", mutates_args=())
+@_operator()
 def gate(inner: Tensor, activation: str, gate_first: bool) -> Tensor:
     """act(gate) * up of the halves of ``inner`` (R, 2 I), contiguous: (R, I)."""
-    from dschat.inference.kernels.cuda import skinny_linear as kernel
-
     out = inner.new_empty(len(inner), inner.shape[1] // 2)
-    kernel.plan_gate(inner, out, activation, gate_first).run()
+    _launch("skinny_linear.plan_gate", inner, out, activation, gate_first)
     return out
 
 
-@gate.register_fake
-def _(inner: Tensor, activation: str, gate_first: bool) -> Tensor:
-    return inner.new_empty(len(inner), inner.shape[1] // 2)
-
-
-@torch.library.custom_op("dschat::choose_experts", mutates_args=())
+@_operator()
 def choose_experts(logits: Tensor, per_token: int, renormalized: bool) -> tuple[Tensor, Tensor]:
     """The ``per_token`` largest of each row's softmax of ``logits`` (R, N), contiguous, the largest
     first and the first of equal ones: (R, k) int64, and their shares (R, k) fp32, which add up to 1
     if they are ``renormalized``.
     """
-    from dschat.inference.kernels.cuda import experts as kernel
-
     chosen = logits.new_empty(len(logits), per_token, dtype=torch.int64)
     shares = logits.new_empty(len(logits), per_token, dtype=torch.float32)
-    kernel.plan_choice(logits, chosen, shares, renormalized).run()
+    _launch("experts.plan_choice", logits, chosen, shares, renormalized)
     return chosen, shares
 
 
-@choose_experts.register_fake
-def _(logits: Tensor, per_token: int, renormalized: bool) -> tuple[Tensor, Tensor]:
-    chosen = logits.new_empty(len(logits), per_token, dtype=torch.int64)
-    return chosen, torch.empty_like(chosen, dtype=torch.float32)
-
-
-@torch.library.custom_op("dschat::experts", mutates_args=())
+@_operator()
 def experts(
     x: Tensor,
     chosen: Tensor,
@@ -217,23 +191,15 @@ def experts(
         activation: a key of `ACTIVATIONS`, of act(gate) * up. With a ``factor`` instead: (up + 1) *
             gate * sigmoid(factor * gate), gate and up cut to ``limit``.
     """
-    from dschat.inference.kernels.cuda import experts as kernel
-
+    out = torch.empty_like(x)
     inner = x.new_empty(chosen.numel(), down.shape[2])
-    outputs, out = x.new_empty(chosen.numel(), x.shape[1]), torch.empty_like(x)
-    weights = up, up_bias, down, down_bias
-    how = gated, activation, factor, limit
-    for launch in kernel.plan(x, chosen, shares, *weights, *how, inner, outputs, out):
-        launch.run()
+    outputs = x.new_empty(chosen.numel(), x.shape[1])
+    weights, how = (up, up_bias, down, down_bias), (gated, activation, factor, limit)
+    _launch("experts.plan", x, chosen, shares, *weights, *how, inner, outputs, out)
     return out
 
 
-@experts.register_fake
-def _(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("dschat::paged_decode", mutates_args=("rows", "partials", "counters"))
+@_operator("rows", "partials", "counters")
 def paged_decode(
     heads: Tensor,
     layout: list[int],
@@ -276,24 +242,18 @@ def paged_decode(
         growth: (positions,), what queries are multiplied by.
         partials, counters: a `Workspace`.
     """
-    from dschat.inference.kernels.cuda import paged_decode as kernel
-
     out = heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])
-    kernel.plan(
+    _launch(
+        "paged_decode.plan",
         *(heads, layout, rows, out, lengths, slots, table, page_size, slopes, window, chunk),
         *(scale, softcap, sinks, q_norm, k_norm, norm_offset, eps, cos, sin, adjacent, growth),
         Workspace(partials, counters),
         next_weight=next_weight,
-    ).run()
+    )
     return out
 
 
-@paged_decode.register_fake
-def _(heads: Tensor, layout: list[int], rows: Tensor, *rest: object) -> Tensor:
-    return heads.new_empty(heads.shape[0], (heads.shape[1] - rows.shape[1]) * heads.shape[2])
-
-
-@torch.library.custom_op("dschat::draw", mutates_args=())
+@_operator()
 def draw(
     logits: Tensor,
     numbers: Tensor,
@@ -325,25 +285,13 @@ def draw(
     Returns:
         ids (R,) int64 and log-probs (R,) fp32, as `dschat.inference.sampling.sample`.
     """
-    from dschat.inference.kernels.cuda import draw as kernel
-
     num_rows = len(logits)
-    ids = counters.new_empty(num_rows)
-    logprobs = logits.new_empty(num_rows, dtype=torch.float32)
+    ids, logprobs = counters.new_empty(num_rows), logits.new_empty(num_rows, dtype=torch.float32)
     blocks = logprobs.new_empty(num_rows, 4, -(-logits.shape[1] // DRAW_BLOCK))
     bounds = counters.new_empty(num_rows, 2)
-    launches = kernel.plan(
+    _launch(
+        "draw.plan",
         *(logits, numbers, integers, counters, greedy, draws, has_top_k, has_top_p, has_min_p),
         *(short, stops, num_tokens, blocks, bounds, ids, logprobs),
     )
-    for launch in launches:
-        launch.run()
     return ids, logprobs
-
-
-@draw.register_fake
-def _(
-    logits: Tensor, numbers: Tensor, integers: Tensor, counters: Tensor, *rest: object
-) -> tuple[Tensor, Tensor]:
-    ids = counters.new_empty(len(logits))
-    return ids, logits.new_empty(len(logits), dtype=torch.float32)

@@ -64,7 +64,6 @@ def plan_read(
     numbers: Tensor,
     short: Tensor,
 ) -> Launch:
-    """The launch that writes `read_rows`' results to ``numbers`` and ``short``."""
     assert fields.stride(1) == table.stride(1) == 1
     args = (fields, fields.stride(0), table, table.stride(0), numbers, short)
     size = len(short)
@@ -104,7 +103,6 @@ def plan_embed(
     offset: int,
     out: Tensor,
 ) -> Launch:
-    """The launch that writes `embed`'s result to ``out``."""
     rows, size = out.shape
     assert table.is_contiguous()
     assert position_table is None or position_table.is_contiguous()
@@ -164,7 +162,6 @@ def plan_advance(
     step: Tensor,
     stops: Tensor | None,
 ) -> Launch:
-    """The launch that does what `advance_rows` says."""
     assert fields.stride(1) == ring.stride(3) == 1
     size = len(tokens)
     args = (tokens, logprobs, fields, fields.stride(0), ring, ring.stride(0), ring.stride(1), step)

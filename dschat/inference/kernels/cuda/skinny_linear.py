@@ -109,7 +109,6 @@ def _gate(
 
 
 def plan_gate(inner: Tensor, out: Tensor, activation: str, gate_first: bool) -> Launch:
-    """The launch that writes `gate`'s result to ``out``."""
     rows, size = out.shape
     assert inner.is_contiguous()
     block = min(triton.next_power_of_2(size), 1024)
