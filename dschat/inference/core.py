@@ -152,7 +152,7 @@ class Core:
         events = self._advance(rows, tokens, logprobs)
         num_sequences = sum(map(len, rows))
         drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
-        stats.count_draws(schedule, len(events), drafted, accepted)
+        stats.count_draws(bool(schedule.chunks), len(events), drafted, accepted)
         if self._drafter is not None:
             for event in events:
                 if event.is_last:
