@@ -133,7 +133,6 @@ class CapturedCore(Core):
         size, kind = graphs.size_for(len(sequences)), SamplingKind.of(sequences)
         widths = [1] if self._drafter is None else graphs.widths(size)
         self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
-        graphs.state.prepare(kind)
         self._replays = {width: graphs.step(size, pages, kind, width) for width in widths}
         graphs.enter(sequences, kind)
         self._rows, self._live = sequences, list(enumerate(sequences))

@@ -256,6 +256,7 @@ class DecodeGraphs:
         key = size, pages, kind, width
         if key in self._graphs:
             return self._graphs[key]
+        self.state.sampling.prepare(kind)
         step = partial(self._run, size, pages, kind, width)
         if self.failed:
             return step
@@ -298,6 +299,7 @@ class DecodeGraphs:
             with self._row_states.of_step(size) as states:
                 carried = Carried(states, size, num_ready=1)
                 logits = decoder.step(*inputs, kernels=kernels, carried=carried)
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)
+        draws = kind, rows.key, rows.too_short, self._num_tokens
+        drawn, logprobs = state.sampling.draw(logits, *draws, kernels, width)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, rows, kernels)

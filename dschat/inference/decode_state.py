@@ -138,10 +138,6 @@ class DecodeState:
         self._fetches.clear()
         self.queue.put(self.step.zero_)
 
-    def prepare(self, kind: SamplingKind) -> None:
-        """Make the memory that steps of ``kind`` read, before one is captured."""
-        self.sampling.prepare(kind)
-
     @torch.inference_mode(False)
     def enter(self, sequences: list[Sequence], kind: SamplingKind) -> None:
         """Make row b the b-th sequence, all of whose tokens are known; the other rows are dead.
@@ -290,18 +286,6 @@ class DecodeState:
             f = f.unsqueeze(2).expand(-1, -1, width).flatten(1)
         key = f[Field.PROMPT], f[Field.SAMPLE], position - f[Field.ORIGIN]
         return key, position < f[Field.YOUNGEST_STOP]
-
-    def draw(
-        self,
-        logits: Tensor,
-        kind: SamplingKind,
-        num_tokens: int,
-        rows: StepRows,
-        kernels: StepKernels | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V)."""
-        draws, width = (rows.key, rows.too_short), len(logits) // len(rows.table)
-        return self.sampling.draw(logits, kind, *draws, num_tokens, kernels, width)
 
     def advance(
         self,
