@@ -77,17 +77,15 @@ class Sampler:
             for i in special:
                 if (shape := places[i][0].request.shape) is not None:
                     logits[i] = shape(places[i][0], raw[i])
-        if len({s.request.draws for s, _ in places}) == 1:
-            tokens, logprobs = self._draw_alike(logits, places)
-        else:
-            tokens, logprobs = [0] * len(places), [0.0] * len(places)
-            alike: dict[Draws, list[int]] = {}
-            for i, (s, _) in enumerate(places):
-                alike.setdefault(s.request.draws, []).append(i)
-            for rows in alike.values():
-                drawn = self._draw_alike(logits[rows], [places[i] for i in rows])
-                for i, token, logprob in zip(rows, *drawn, strict=True):
-                    tokens[i], logprobs[i] = token, logprob
+        tokens, logprobs = [0] * len(places), [0.0] * len(places)
+        alike: dict[Draws, list[int]] = {}
+        for i, (s, _) in enumerate(places):
+            alike.setdefault(s.request.draws, []).append(i)
+        for rows in alike.values():
+            of_rows = logits if len(alike) == 1 else logits[rows]
+            drawn = self._draw_alike(of_rows, [places[i] for i in rows])
+            for i, token, logprob in zip(rows, *drawn, strict=True):
+                tokens[i], logprobs[i] = token, logprob
         for i in special:
             s, ahead = places[i]
             place = len(s.answer) + ahead
