@@ -212,7 +212,6 @@ class StepSampling:
         self._numbers = numbers.view(torch.float64)
         self._numbers.fill_(1.0)
         self._stops: dict[int, Tensor] = {}  # (S, columns) by number of columns
-        self._loaded: dict[int, Draws] = {}  # whose stop ids all rows of such a tensor have
         self._pinned = device.type == "cuda"
 
     @torch.inference_mode(False)
@@ -242,17 +241,11 @@ class StepSampling:
             self._load_stops([s.request.draws for s in sequences], kind.num_stops, put)
 
     def _load_stops(self, draws: list[Draws], width: int, put: Put) -> None:
-        different = set(draws)
-        if different == {self._loaded.pop(width, None)}:
-            self._loaded[width] = draws[0]
-            return
-        stops = self._stops[width]
-        if len(different) == 1:
-            self._loaded[width] = draws[0]
-            draws = draws[:1] * len(stops)
-        host = self._host_like(stops[: len(draws)])
-        host.copy_(torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in draws]))
-        put(partial(stops[: len(draws)].copy_, host, non_blocking=True))
+        rows = {d: i for i, d in enumerate(dict.fromkeys(draws))}
+        different = torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in rows])
+        stops = self._stops[width][: len(draws)]
+        host = self._host_like(stops).copy_(different[[rows[d] for d in draws]])
+        put(partial(stops.copy_, host, non_blocking=True))
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         # NOTE: fresh memory, which torch does not give to others before the copy is done.
