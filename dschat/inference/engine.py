@@ -21,10 +21,9 @@ from dschat.distributed import RankGroup
 from dschat.distributed.memory import free_bytes
 from dschat.inference.captured_core import CapturedCore
 from dschat.inference.core import Core
-from dschat.inference.cuda_graphs import Capture, capture_for
+from dschat.inference.cuda_graphs import capture_for
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -190,13 +189,6 @@ class InferenceEngine:
     def captures(self) -> bool:
         """Whether decode steps are captured as CUDA graphs."""
         return self._capture is not None
-
-    def capture_with(self, capture: Capture | None, kernels: StepKernels | None = None) -> None:
-        """Record decode steps by ``capture``; None: run them eagerly. ``kernels``: instead of those
-        of the device.
-        """
-        with self.lock:
-            self._capture, self._kernels, self._runner = capture, kernels or self._kernels, None
 
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, on this rank."""
