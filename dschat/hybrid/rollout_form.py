@@ -59,12 +59,10 @@ class RolloutSettings:
 
 
 @dataclass
-class Refresh:
+class Refresh(Buckets):
     """Cost of the last refresh of the rollout weights, on this rank."""
 
     span: DeviceSpan | None = None  # None: nothing was refreshed
-    num_bytes: int = 0  # of the gathered tensors
-    num_collectives: int = 0
 
     @property
     def seconds(self) -> float:
@@ -220,10 +218,10 @@ class EngineRollout:
         moved = self._layout == "zero_copy" and self._borrow()
         if self._version != version or moved:
             span = DeviceSpan(dist.device())
-            buckets = Buckets(max_layers=self._settings.layers_per_bucket)
-            self._refresh(buckets)
+            self.last_refresh = Refresh(max_layers=self._settings.layers_per_bucket, span=span)
+            self._refresh(self.last_refresh)
             self._version = version
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+            span.stop()
         return self._engine
 
     def leave(self) -> None:
@@ -338,12 +336,13 @@ class ModuleRollout:
 
     def _whole_copy(self, is_stale: bool) -> nn.Module:
         """Collective. The copy; with the present weights, if it ``is_stale``."""
-        span, buckets = DeviceSpan(dist.device()), Buckets()
+        span = DeviceSpan(dist.device())
         if self._copy is None:
             self._copy = self._empty_copy()
         if is_stale:
-            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+            self.last_refresh = Refresh(span=span)
+            fill(self._copy, weight_stream(self.module, dist.device(), None, self.last_refresh))
+            span.stop()
         return self._copy
 
     def _empty_copy(self) -> nn.Module:

@@ -28,7 +28,7 @@ from dschat.config.errors import first_line
 from dschat.distributed.env import complete_environment
 from dschat.distributed.memory import free_bytes
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
-from dschat.hybrid.weight_stream import Buckets, weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.speculation import Speculation
 from dschat.inference.stats import DeviceSpan
@@ -69,10 +69,10 @@ class VLLMRollout:
         self._generator.wake()
         if self._version != version:
             span = DeviceSpan(dist.device())
-            buckets = Buckets(max_layers=self._settings.layers_per_bucket)
-            self._load(weight_stream(self._module, dist.device(), None, buckets))
+            self.last_refresh = Refresh(max_layers=self._settings.layers_per_bucket, span=span)
+            self._load(weight_stream(self._module, dist.device(), None, self.last_refresh))
             self._version = version
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+            span.stop()
         return self._generator
 
     def leave(self) -> None:
