@@ -138,21 +138,6 @@ class CudaCapture:
         return is_sound
 
 
-def capture_for(device: torch.device, wanted: bool | None) -> Capture | None:
-    """What records decode steps on ``device``; None: nothing does, they run eagerly.
-
-    ``wanted``: True demands graphs, False turns them off, None takes them where it can.
-
-    Raises:
-        UserError: ``wanted`` is True on another device than CUDA.
-    """
-    if wanted and device.type != "cuda":
-        raise UserError(f"cuda_graphs needs a CUDA device; this one is a {device.type}")
-    if wanted is False or device.type != "cuda":
-        return None
-    return CudaCapture(required=wanted is True)
-
-
 class DecodeGraphs:
     """Captured decode steps of ``decoder`` over ``cache``, and the state that they advance.
 

@@ -21,7 +21,7 @@ from dschat.distributed import RankGroup
 from dschat.distributed.memory import free_bytes
 from dschat.inference.captured_core import CapturedCore
 from dschat.inference.core import Core
-from dschat.inference.cuda_graphs import capture_for
+from dschat.inference.cuda_graphs import CudaCapture
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
@@ -93,10 +93,14 @@ class InferenceEngine:
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = model_positions(self.spec, config)
         self.max_seq_len, self.max_num_seqs = sizes.seq_len(bound), sizes.max_num_seqs
-        self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
-        self._capture = capture_for(device, sizes.cuda_graphs)
+        on_gpu = device.type == "cuda"
+        self.max_num_batched_tokens = sizes.batched_tokens(on_gpu)
+        if sizes.cuda_graphs and not on_gpu:
+            raise UserError(f"cuda_graphs needs a CUDA device; this one is a {device.type}")
+        required = bool(sizes.cuda_graphs)
+        self._capture = CudaCapture(required) if sizes.captures(on_gpu) else None
         page_size = sizes.tokens_per_page(
-            self.max_seq_len, self._capture is not None, self.bytes_per_token(), self._free_bytes()
+            self.max_seq_len, self.captures, self.bytes_per_token(), self._free_bytes()
         )
         self.page_size = min(self.group.gather_objects(page_size))  # the ranks' memory may differ
         self._cache: KVCache | None = None
@@ -105,10 +109,10 @@ class InferenceEngine:
         self._cache_pages = None if sizes.kv_cache_gib is None else self._num_pages()
         self.module = module
         self._decoder: AnyDecoder | None = None
-        self._kernels = None if self._capture is None else dispatch.choose(device)
+        self._kernels = dispatch.choose(device) if self.captures else None
         if self._kernels is not None and self.spec.head_size > MAX_HEAD_SIZE:
             self._kernels = self._kernels.without("attention")
-        self._separate_prefill = device.type == "cuda"
+        self._separate_prefill = on_gpu
         self._samples_apart = False  # where nothing is captured; benchmarks compare both
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
