@@ -255,28 +255,16 @@ def _storage_of(parameter: nn.Parameter) -> Tensor:
 
 
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a weight stream into a whole module. Every weight must appear exactly once.
-
-    Raises:
-        RuntimeError: a weight is missing, unknown, repeated or of another shape (our invariant).
-    """
+    """Copy a weight stream into a whole module. Every weight must appear exactly once."""
     targets = module.state_dict(keep_vars=True)
-    parameters = {name for name, _ in module.named_parameters()}
-    seen: set[str] = set()
     for name, tensor in stream:
-        if name not in targets:
-            raise RuntimeError(f"the weight stream has {name}, which the module does not have")
-        if name in seen:
-            raise RuntimeError(f"the weight stream has {name} twice")
-        target = targets[name]
-        if target.shape != tensor.shape:  # NOTE: copy_ would broadcast
-            shapes = f"{tuple(tensor.shape)} instead of {tuple(target.shape)}"
-            raise RuntimeError(f"the weight stream has {name} in shape {shapes}")
+        assert name in targets, f"the weight stream has {name} twice, or the module does not"
+        target = targets.pop(name)
+        assert target.shape == tensor.shape, f"{name} has another shape"  # copy_ would broadcast
         target.data.copy_(tensor)
-        seen.add(name)
         del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
-    if parameters - seen:
-        raise RuntimeError(f"the weight stream lacks {sorted(parameters - seen)[:3]}")
+    missing = [name for name, _ in module.named_parameters() if name in targets]
+    assert not missing, f"the weight stream lacks {missing[:3]}"
 
 
 def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
