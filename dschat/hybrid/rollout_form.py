@@ -125,14 +125,12 @@ def rollout_form(
 ) -> RolloutForm:
     """Collective. The inference engine if ``enabled`` and it knows the family, else the module.
 
+    ``settings.tp_size`` is above 1 where `check_tensor_parallel` allows it and ``enabled`` alone.
+
     Raises:
-        UserError: ``tp_size`` does not divide the processes or the model, or the layout is not
-            possible.
+        UserError: the layout is not possible.
     """
-    check_tensor_parallel(config, settings.tp_size)
     if not enabled:
-        if settings.tp_size > 1:
-            raise UserError("--inference_tp_size needs --enable_hybrid_engine")
         return ModuleRollout(module, config, settings)
     quantized = any(map(is_quantized, module.parameters()))
     if not runs_module(quantized, settings.layout, settings.lora, settings.tp_size):
