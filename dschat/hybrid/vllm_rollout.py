@@ -42,7 +42,7 @@ OLDEST = 0, 32  # release of vLLM whose arguments are used here
 
 
 class VLLMRollout:
-    """Rollouts with vLLM; see `RolloutForm`."""
+    """Rollouts with vLLM; see `RolloutForm`. It is its own generator."""
 
     speculation: Speculation | None = None
 
@@ -53,64 +53,71 @@ class VLLMRollout:
         # By its class, which vLLM chooses its own by; a config that was never saved has none.
         config.architectures = [type(without_adapters(module)).__name__]
         self._module, self._config, self._settings = module, config, settings
-        self._version: int | None = None  # of the weights in vLLM
+        self._version: int | None = None  # of the weights in vLLM, which are noise at first
         self.last_refresh = Refresh()
-        self._generator = VLLMGenerator(config, settings)
+        self._group = dist.RankGroup(settings.tp_size)
+        self._vocab_size = config.get_text_config().vocab_size
+        self.max_positions = settings.engine.seq_len(num_positions(config))
+        self._vllm: Any = imported()
+        self._engine = self._made()
+        self._is_asleep = False
 
     def describe(self) -> str:
         s = self._settings
         dtype = str(s.dtype).removeprefix("torch.")
-        sizes = f"up to {s.engine.max_num_seqs} sequences of {self._generator.max_positions}"
+        sizes = f"up to {s.engine.max_num_seqs} sequences of {self.max_positions}"
         return f"vLLM {installed_release()} on its own copy, {dtype}, TP {s.tp_size}, {sizes}"
 
-    def enter(self, version: int) -> "VLLMGenerator":
+    def enter(self, version: int) -> "VLLMRollout":
         """Collective. vLLM with the weights of optimizer step ``version``."""
         self.last_refresh = Refresh()
-        self._generator.wake()
+        self._wake()
         if self._version != version:
             span = DeviceSpan(dist.device())
             self.last_refresh = Refresh(max_layers=self._settings.layers_per_bucket, span=span)
             self._load(weight_stream(self._module, dist.device(), None, self.last_refresh))
             self._version = version
             span.stop()
-        return self._generator
+        return self
 
     def leave(self) -> None:
+        """Free the memory of cache and weights, where the device can."""
         s = self._settings
         if s.release_weights:
             self._version = None
-        self._generator.sleep(s.release_cache, s.release_weights)
+        releases = s.release_cache or s.release_weights
+        if dist.device().type == "cuda" and releases and not self._is_asleep:
+            self._engine.sleep(level=2 if s.release_weights else 1)
+            self._is_asleep = True
 
-    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> "VLLMGenerator":
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._engine.wake_up()
+            self._is_asleep = False
+
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> "VLLMRollout":
         """Collective. vLLM with these weights, until `enter` loads the actor's again."""
-        self._generator.wake()
+        self._wake()
         self._load(stream)
         self._version = None
-        return self._generator
+        return self
 
     def _load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Hand the tensors of ``stream`` to vLLM, by their names on the hub."""
         base = without_adapters(self._module)
         named = hub_tensors(base, stream)
         if _unties(self._config):
             named = _with_heads(named, base._tied_weights_keys or {})
-        self._generator.load(named)
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        self.forget_prefixes()
 
+    def forget_prefixes(self) -> None:
+        """Reuse no keys and values of earlier calls."""
+        self._engine.reset_prefix_cache()
 
-class VLLMGenerator:
-    """vLLM's engine as a `Generator`. Its first weights are noise: call `load`."""
-
-    def __init__(self, config: PretrainedConfig, settings: RolloutSettings) -> None:
-        self._group = dist.RankGroup(settings.tp_size)
-        self._stop_ids = settings.engine.stop_ids
-        self._num_tokens = settings.engine.num_tokens
-        self._vocab_size = config.get_text_config().vocab_size
-        self.max_positions = settings.engine.seq_len(num_positions(config))
-        self._vllm: Any = imported()
-        self._engine = self._made(config, settings)
-        self._is_asleep = False
-
-    def _made(self, config: PretrainedConfig, settings: RolloutSettings) -> Any:
-        """vLLM's engine for ``config``, which it reads from a folder that is gone afterwards."""
+    def _made(self) -> Any:
+        """vLLM's engine, which reads the config from a folder that is gone afterwards."""
+        settings, config = self._settings, self._config
         sizes, on_gpu = settings.engine, dist.device().type == "cuda"
         cache_bytes = sizes.cache_bytes(free_bytes(dist.device()))
         if sizes.kv_cache_gib is None:
@@ -149,26 +156,6 @@ class VLLMGenerator:
         # NOTE: at exit it would destroy process groups, which are gone by then.
         engine.engine_core._finalizer.atexit = False
         return engine
-
-    def load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Take over the tensors of ``stream``, by their names on the hub."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        self.forget_prefixes()
-
-    def forget_prefixes(self) -> None:
-        """Reuse no keys and values of earlier calls."""
-        self._engine.reset_prefix_cache()
-
-    def sleep(self, cache: bool, weights: bool) -> None:
-        """Free the memory of cache and weights, where the device can."""
-        if dist.device().type == "cuda" and (cache or weights) and not self._is_asleep:
-            self._engine.sleep(level=2 if weights else 1)
-            self._is_asleep = True
-
-    def wake(self) -> None:
-        if self._is_asleep:
-            self._engine.wake_up()
-            self._is_asleep = False
 
     def generate(
         self,
@@ -224,8 +211,9 @@ class VLLMGenerator:
     def _add(
         self, name: str, ids: list[int], sampling: SamplingParams, seed: int, limit: int
     ) -> None:
-        known = self._num_tokens or self._vocab_size
-        ends = sorted(i for i in sampling.end_ids(self._stop_ids) if 0 <= i < known)
+        sizes = self._settings.engine
+        known = sizes.num_tokens or self._vocab_size
+        ends = sorted(i for i in sampling.end_ids(sizes.stop_ids) if 0 <= i < known)
         params = self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
