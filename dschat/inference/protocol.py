@@ -123,14 +123,7 @@ class Rollout:
 
     def part(self, start: int, stop: int) -> "Rollout":
         """Answers ``start`` to ``stop``."""
-        rows = slice(start, stop)
-        return Rollout(
-            self.token_ids[rows],
-            self.logprobs[rows],
-            self.finish_reasons[rows],
-            None if self.drawn is None else self.drawn[rows],
-            None if self.experts is None else self.experts[rows],
-        )
+        return Rollout(*(rows and rows[start:stop] for rows in vars(self).values()))
 
     @classmethod
     def joined(cls, parts: "Iterable[Rollout]") -> "Rollout":
