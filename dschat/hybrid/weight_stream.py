@@ -232,7 +232,8 @@ def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list
         members = [parameters[name] for name in names if name in parameters]
         if len(members) < len(names) or any(p.requires_grad for p in members):
             continue
-        stored = [_storage_of(p) for p in members]
+        # What holds the values: the parameter, or under ZeRO-3 its partition.
+        stored = [getattr(p, "ds_tensor", p) for p in members]
         first = stored[0]
         is_whole = all(
             t.numel() == getattr(p, "ds_numel", p.numel())
@@ -247,11 +248,6 @@ def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list
             tensor.data = part.view(tensor.shape)
         num_bytes += buffer.nbytes
     return num_bytes
-
-
-def _storage_of(parameter: nn.Parameter) -> Tensor:
-    """What holds the values: the parameter, or under ZeRO-3 its partition."""
-    return getattr(parameter, "ds_tensor", parameter)
 
 
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
