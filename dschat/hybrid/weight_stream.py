@@ -220,14 +220,13 @@ def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[st
 
 
 @torch.no_grad()
-def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list[str]]) -> int:
-    """Give the frozen parameters of each group (names) one buffer; returns the bytes moved.
+def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list[str]]) -> None:
+    """Give the frozen parameters of each group (names) one buffer.
 
     Values stay, and addresses change. Groups with a trained, absent or partitioned member are left
     alone. Call it after DeepSpeed's initialize, which allocates ZeRO-3's partitions; extra memory:
     one group.
     """
-    num_bytes = 0
     for names in groups:
         members = [parameters[name] for name in names if name in parameters]
         if len(members) < len(names) or any(p.requires_grad for p in members):
@@ -246,8 +245,6 @@ def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list
         sizes = [t.numel() for t in stored]
         for tensor, part in zip(stored, buffer.split(sizes), strict=True):
             tensor.data = part.view(tensor.shape)
-        num_bytes += buffer.nbytes
-    return num_bytes
 
 
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
