@@ -201,6 +201,13 @@ class SamplingKind(NamedTuple):
         )
 
 
+def upload(values: Tensor, target: Tensor, put: Put) -> None:
+    """Queue the copy of ``values``, which are on the host, to ``target``."""
+    # NOTE: fresh memory, which torch does not give to others before the copy is done.
+    host = torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
+    put(partial(target.copy_, host.copy_(values), non_blocking=True))
+
+
 class StepSampling:
     """Sampling and stop ids of ``num_rows`` rows, at fixed addresses on ``device``."""
 
@@ -212,7 +219,6 @@ class StepSampling:
         self._numbers = numbers.view(torch.float64)
         self._numbers.fill_(1.0)
         self._stops: dict[int, Tensor] = {}  # (S, columns) by number of columns
-        self._pinned = device.type == "cuda"
 
     @torch.inference_mode(False)
     def prepare(self, kind: SamplingKind) -> None:
@@ -232,24 +238,18 @@ class StepSampling:
             (s.logprob_temperature, s.top_p if s.top_p < 1 else torch.inf, s.min_p)
             for s in samplings
         ]
-        host = self._host_like(self._columns)
-        host[:3, : len(sequences)] = torch.tensor(integers).T
-        values = host[3:].view(torch.float64).fill_(1.0)
+        columns = torch.zeros(self._columns.shape, dtype=torch.int64)
+        columns[:3, : len(sequences)] = torch.tensor(integers).T
+        values = columns[3:].view(torch.float64).fill_(1.0)
         values[:, : len(sequences)] = torch.tensor(numbers, dtype=torch.float64).T
-        put(partial(self._columns.copy_, host, non_blocking=True))
+        upload(columns, self._columns, put)
         if kind.num_stops:
             self._load_stops([s.request.draws for s in sequences], kind.num_stops, put)
 
     def _load_stops(self, draws: list[Draws], width: int, put: Put) -> None:
         rows = {d: i for i, d in enumerate(dict.fromkeys(draws))}
         different = torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in rows])
-        stops = self._stops[width][: len(draws)]
-        host = self._host_like(stops).copy_(different[[rows[d] for d in draws]])
-        put(partial(stops.copy_, host, non_blocking=True))
-
-    def _host_like(self, tensor: Tensor) -> Tensor:
-        # NOTE: fresh memory, which torch does not give to others before the copy is done.
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+        upload(different[[rows[d] for d in draws]], self._stops[width][: len(draws)], put)
 
     def draw(
         self,
