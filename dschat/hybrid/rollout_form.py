@@ -38,8 +38,6 @@ from dschat.models.quantized import is_quantized
 
 T = TypeVar("T")
 
-RolloutBackend = Literal["auto", "engine", "vllm"]
-
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -97,9 +95,7 @@ class RolloutForm(Protocol):
         ...
 
 
-def check_tensor_parallel(
-    config: PretrainedConfig, tp_size: int, backend: RolloutBackend = "auto"
-) -> None:
+def check_tensor_parallel(config: PretrainedConfig, tp_size: int, backend: str = "engine") -> None:
     """Raise ``UserError`` if ``tp_size`` processes cannot share a rollout of this model.
 
     Needs only the config: call it before any weight loads.
