@@ -58,7 +58,10 @@ class VLLMRollout:
         self._group = dist.RankGroup(settings.tp_size)
         self._vocab_size = config.get_text_config().vocab_size
         self.max_positions = settings.engine.seq_len(num_positions(config))
-        self._vllm: Any = imported()
+        installed_release()
+        with _environment(0), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self._vllm: Any = importlib.import_module("vllm")
         self._engine = self._made()
         self._is_asleep = False
 
@@ -254,18 +257,6 @@ def _with_heads(
     for name, tensor in named:
         yield name, tensor
         yield from ((head, tensor) for head, source in tied.items() if source == name)
-
-
-def imported() -> Any:
-    """The package vLLM.
-
-    Raises:
-        UserError: it is missing, or too old.
-    """
-    installed_release()
-    with _environment(0), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return importlib.import_module("vllm")
 
 
 def installed_release() -> str:
