@@ -52,6 +52,10 @@ class VLLMRollout:
         config = copy.deepcopy(config)
         # By its class, which vLLM chooses its own by; a config that was never saved has none.
         config.architectures = [type(without_adapters(module)).__name__]
+        # A tied head as a weight of its own: on a CPU vLLM packs a copy of it, which new embeddings
+        # do not reach.
+        self._unties = config.tie_word_embeddings and dist.device().type == "cpu"
+        config.tie_word_embeddings &= not self._unties
         self._module, self._config, self._settings = module, config, settings
         self._version: int | None = None  # of the weights in vLLM, which are noise at first
         self.last_refresh = Refresh()
@@ -109,7 +113,7 @@ class VLLMRollout:
         """Hand the tensors of ``stream`` to vLLM, by their names on the hub."""
         base = without_adapters(self._module)
         named = hub_tensors(base, stream)
-        if _unties(self._config):
+        if self._unties:
             named = _with_heads(named, base._tied_weights_keys or {})
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.forget_prefixes()
@@ -128,8 +132,6 @@ class VLLMRollout:
             token_bytes = _elements_per_token(config) * settings.dtype.itemsize
             cache_bytes = min(cache_bytes, tokens * token_bytes)
         with tempfile.TemporaryDirectory() as folder, _environment(cache_bytes):
-            config = copy.deepcopy(config)
-            config.tie_word_embeddings &= not _unties(config)
             config.save_pretrained(folder)
             try:
                 engine = self._vllm.LLM(
@@ -242,13 +244,6 @@ def _elements_per_token(config: PretrainedConfig) -> int:
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or heads
     return 2 * text.num_hidden_layers * num_kv_heads * size
-
-
-def _unties(config: PretrainedConfig) -> bool:
-    """Whether vLLM gets a tied head as a weight of its own: on a CPU it packs a copy of it, which
-    new embeddings do not reach.
-    """
-    return config.tie_word_embeddings and dist.device().type == "cpu"
 
 
 def _with_heads(
