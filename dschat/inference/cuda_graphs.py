@@ -164,8 +164,7 @@ class DecodeGraphs:
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._all_widths = WIDTHS if drafts else WIDTHS[:1]
-        self._use(kernels)
-        self._num_tokens = num_tokens
+        self._kernels, self._num_tokens = kernels, num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
         sizes = num_rows, num_pages, cache.page_size, cache.trash_page
@@ -175,10 +174,6 @@ class DecodeGraphs:
         self._num_stateful = 0  # rows whose states are in `_row_states`
         self._graphs: dict[tuple[int, int, SamplingKind, int], Step] = {}
         self.failed = False
-
-    def _use(self, kernels: StepKernels | None) -> None:
-        self._kernels = kernels
-        self._draft_kernels = None if kernels is None else kernels.without("attention")
 
     @property
     def is_current(self) -> bool:
@@ -262,7 +257,7 @@ class DecodeGraphs:
             self.failed = True
             logger.warning("CUDA graph capture failed, decoding eagerly: %s", problem)
             return step
-        self._use(None)
+        self._kernels = None
         message = "a decode step by Triton kernels failed, going on without them: %s"
         logger.warning(message, problem)
         return self.step(size, pages, kind, width)
@@ -271,7 +266,9 @@ class DecodeGraphs:
     def _run(self, size: int, pages: int, kind: SamplingKind, width: int) -> None:
         """One step. NOTE: a number that this reads on the host is frozen in the graph."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        kernels = self._kernels if width == 1 else self._draft_kernels
+        kernels = self._kernels
+        if kernels is not None and width > 1:
+            kernels = kernels.without("attention")
         rows = state.rows(size, pages, kernels, width)
         count, longest = size * width, pages * cache.page_size
         decodes = Decodes(count, rows.lengths, longest, rows.table, ragged=True, width=width)
