@@ -1,5 +1,6 @@
 """Ranks as threads of one process, with collectives that wait for all of them."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,10 @@ class Member:
         self.size, self.rank, self._barrier, self._slots = size, rank, barrier, slots
 
     def gather_objects(self, value):
+        """As between processes, a rank gets copies of what the others have."""
+        return list(map(pickle.loads, self._gather(pickle.dumps(value))))
+
+    def _gather(self, value):
         self._slots[self.rank] = value
         self._barrier.wait(timeout=30)  # a rank that hangs breaks it for all
         values = list(self._slots)
@@ -22,7 +27,7 @@ class Member:
         return values
 
     def all_gather(self, tensor):
-        return torch.stack(self.gather_objects(tensor.clone()))
+        return torch.stack(self._gather(tensor.clone()))
 
     def all_reduce_sum(self, tensor):
         return tensor.copy_(self.all_gather(tensor).sum(0))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from dschat.models.training_engine import (
 # Host memory of each optimizer's states, by name. It is kept: pinning it takes longer than copying.
 _buffers: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Tensor]] = WeakKeyDictionary()
 _ALIGNMENT = 512  # bytes
-_waiting: WeakSet[torch.optim.Optimizer] = WeakSet()  # whose steps wait for the copies back
 
 
 @contextmanager
@@ -78,8 +77,13 @@ def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
 
 
 def _buffers_for(engine: TrainingEngine, states: list[State]) -> list[Tensor]:
-    """The host memory of ``states``, allocated together where it is new."""
-    buffers = _buffers.setdefault(_adam(engine), {})
+    """The host memory of ``states``, allocated together where it is new. Steps wait from then on
+    for the copies back.
+    """
+    if _adam(engine) not in _buffers:
+        _buffers[_adam(engine)] = {}
+        _adam(engine).register_step_pre_hook(lambda *_: wait_for_copies())
+    buffers = _buffers[_adam(engine)]
     new = [s for s in states if s.name not in buffers and s.tensor.numel()]
     sizes = [-(-s.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for s in new]
     parts = _pinned(sum(sizes), _adam(engine)).split(sizes) if new else ()
@@ -126,7 +130,6 @@ def _offload(engine: TrainingEngine) -> None:
 def _reload(engine: TrainingEngine) -> None:
     states = optimizer_states(engine)
     tensors = [torch.empty_like(s.tensor, device=dist.device()) for s in states]
-    _wait_in_steps(engine)
     with on_copy_stream():
         for tensor, state in zip(tensors, states, strict=True):
             tensor.copy_(state.tensor, non_blocking=True)
@@ -135,10 +138,3 @@ def _reload(engine: TrainingEngine) -> None:
             state.replace(tensor)
     if link_views := getattr(engine.optimizer, "_link_all_hp_params", None):
         link_views()
-
-
-def _wait_in_steps(engine: TrainingEngine) -> None:
-    """Have the optimizer's steps wait for the copies back."""
-    if _adam(engine) not in _waiting:
-        _waiting.add(_adam(engine))
-        _adam(engine).register_step_pre_hook(lambda *_: wait_for_copies())

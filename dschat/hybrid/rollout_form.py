@@ -38,8 +38,6 @@ from dschat.models.quantized import is_quantized
 
 T = TypeVar("T")
 
-RolloutBackend = Literal["auto", "engine", "vllm"]
-
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -59,12 +57,10 @@ class RolloutSettings:
 
 
 @dataclass
-class Refresh:
+class Refresh(Buckets):
     """Cost of the last refresh of the rollout weights, on this rank."""
 
     span: DeviceSpan | None = None  # None: nothing was refreshed
-    num_bytes: int = 0  # of the gathered tensors
-    num_collectives: int = 0
 
     @property
     def seconds(self) -> float:
@@ -99,9 +95,7 @@ class RolloutForm(Protocol):
         ...
 
 
-def check_tensor_parallel(
-    config: PretrainedConfig, tp_size: int, backend: RolloutBackend = "auto"
-) -> None:
+def check_tensor_parallel(config: PretrainedConfig, tp_size: int, backend: str = "engine") -> None:
     """Raise ``UserError`` if ``tp_size`` processes cannot share a rollout of this model.
 
     Needs only the config: call it before any weight loads.
@@ -127,14 +121,12 @@ def rollout_form(
 ) -> RolloutForm:
     """Collective. The inference engine if ``enabled`` and it knows the family, else the module.
 
+    ``settings.tp_size`` is above 1 where `check_tensor_parallel` allows it and ``enabled`` alone.
+
     Raises:
-        UserError: ``tp_size`` does not divide the processes or the model, or the layout is not
-            possible.
+        UserError: the layout is not possible.
     """
-    check_tensor_parallel(config, settings.tp_size)
     if not enabled:
-        if settings.tp_size > 1:
-            raise UserError("--inference_tp_size needs --enable_hybrid_engine")
         return ModuleRollout(module, config, settings)
     quantized = any(map(is_quantized, module.parameters()))
     if not runs_module(quantized, settings.layout, settings.lora, settings.tp_size):
@@ -220,10 +212,10 @@ class EngineRollout:
         moved = self._layout == "zero_copy" and self._borrow()
         if self._version != version or moved:
             span = DeviceSpan(dist.device())
-            buckets = Buckets(max_layers=self._settings.layers_per_bucket)
-            self._refresh(buckets)
+            self.last_refresh = Refresh(max_layers=self._settings.layers_per_bucket, span=span)
+            self._refresh(self.last_refresh)
             self._version = version
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+            span.stop()
         return self._engine
 
     def leave(self) -> None:
@@ -338,12 +330,13 @@ class ModuleRollout:
 
     def _whole_copy(self, is_stale: bool) -> nn.Module:
         """Collective. The copy; with the present weights, if it ``is_stale``."""
-        span, buckets = DeviceSpan(dist.device()), Buckets()
+        span = DeviceSpan(dist.device())
         if self._copy is None:
             self._copy = self._empty_copy()
         if is_stale:
-            fill(self._copy, weight_stream(self.module, dist.device(), None, buckets))
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
+            self.last_refresh = Refresh(span=span)
+            fill(self._copy, weight_stream(self.module, dist.device(), None, self.last_refresh))
+            span.stop()
         return self._copy
 
     def _empty_copy(self) -> nn.Module:

@@ -28,7 +28,7 @@ from dschat.config.errors import first_line
 from dschat.distributed.env import complete_environment
 from dschat.distributed.memory import free_bytes
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
-from dschat.hybrid.weight_stream import Buckets, weight_stream
+from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.speculation import Speculation
 from dschat.inference.stats import DeviceSpan
@@ -42,7 +42,7 @@ OLDEST = 0, 32  # release of vLLM whose arguments are used here
 
 
 class VLLMRollout:
-    """Rollouts with vLLM; see `RolloutForm`."""
+    """Rollouts with vLLM; see `RolloutForm`. It is its own generator."""
 
     speculation: Speculation | None = None
 
@@ -52,65 +52,79 @@ class VLLMRollout:
         config = copy.deepcopy(config)
         # By its class, which vLLM chooses its own by; a config that was never saved has none.
         config.architectures = [type(without_adapters(module)).__name__]
+        # A tied head as a weight of its own: on a CPU vLLM packs a copy of it, which new embeddings
+        # do not reach.
+        self._unties = config.tie_word_embeddings and dist.device().type == "cpu"
+        config.tie_word_embeddings &= not self._unties
         self._module, self._config, self._settings = module, config, settings
-        self._version: int | None = None  # of the weights in vLLM
+        self._version: int | None = None  # of the weights in vLLM, which are noise at first
         self.last_refresh = Refresh()
-        self._generator = VLLMGenerator(config, settings)
+        self._group = dist.RankGroup(settings.tp_size)
+        self._vocab_size = config.get_text_config().vocab_size
+        self.max_positions = settings.engine.seq_len(num_positions(config))
+        installed_release()
+        with _environment(0), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self._vllm: Any = importlib.import_module("vllm")
+        self._engine = self._made()
+        self._is_asleep = False
 
     def describe(self) -> str:
         s = self._settings
         dtype = str(s.dtype).removeprefix("torch.")
-        sizes = f"up to {s.engine.max_num_seqs} sequences of {self._generator.max_positions}"
+        sizes = f"up to {s.engine.max_num_seqs} sequences of {self.max_positions}"
         return f"vLLM {installed_release()} on its own copy, {dtype}, TP {s.tp_size}, {sizes}"
 
-    def enter(self, version: int) -> "VLLMGenerator":
+    def enter(self, version: int) -> "VLLMRollout":
         """Collective. vLLM with the weights of optimizer step ``version``."""
         self.last_refresh = Refresh()
-        self._generator.wake()
+        self._wake()
         if self._version != version:
             span = DeviceSpan(dist.device())
-            buckets = Buckets(max_layers=self._settings.layers_per_bucket)
-            self._load(weight_stream(self._module, dist.device(), None, buckets))
+            self.last_refresh = Refresh(max_layers=self._settings.layers_per_bucket, span=span)
+            self._load(weight_stream(self._module, dist.device(), None, self.last_refresh))
             self._version = version
-            self.last_refresh = Refresh(span.stop(), buckets.num_bytes, buckets.num_collectives)
-        return self._generator
+            span.stop()
+        return self
 
     def leave(self) -> None:
+        """Free the memory of cache and weights, where the device can."""
         s = self._settings
         if s.release_weights:
             self._version = None
-        self._generator.sleep(s.release_cache, s.release_weights)
+        releases = s.release_cache or s.release_weights
+        if dist.device().type == "cuda" and releases and not self._is_asleep:
+            self._engine.sleep(level=2 if s.release_weights else 1)
+            self._is_asleep = True
 
-    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> "VLLMGenerator":
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._engine.wake_up()
+            self._is_asleep = False
+
+    def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> "VLLMRollout":
         """Collective. vLLM with these weights, until `enter` loads the actor's again."""
-        self._generator.wake()
+        self._wake()
         self._load(stream)
         self._version = None
-        return self._generator
+        return self
 
     def _load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Hand the tensors of ``stream`` to vLLM, by their names on the hub."""
         base = without_adapters(self._module)
         named = hub_tensors(base, stream)
-        if _unties(self._config):
+        if self._unties:
             named = _with_heads(named, base._tied_weights_keys or {})
-        self._generator.load(named)
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        self.forget_prefixes()
 
+    def forget_prefixes(self) -> None:
+        """Reuse no keys and values of earlier calls."""
+        self._engine.reset_prefix_cache()
 
-class VLLMGenerator:
-    """vLLM's engine as a `Generator`. Its first weights are noise: call `load`."""
-
-    def __init__(self, config: PretrainedConfig, settings: RolloutSettings) -> None:
-        self._group = dist.RankGroup(settings.tp_size)
-        self._stop_ids = settings.engine.stop_ids
-        self._num_tokens = settings.engine.num_tokens
-        self._vocab_size = config.get_text_config().vocab_size
-        self.max_positions = settings.engine.seq_len(num_positions(config))
-        self._vllm: Any = imported()
-        self._engine = self._made(config, settings)
-        self._is_asleep = False
-
-    def _made(self, config: PretrainedConfig, settings: RolloutSettings) -> Any:
-        """vLLM's engine for ``config``, which it reads from a folder that is gone afterwards."""
+    def _made(self) -> Any:
+        """vLLM's engine, which reads the config from a folder that is gone afterwards."""
+        settings, config = self._settings, self._config
         sizes, on_gpu = settings.engine, dist.device().type == "cuda"
         cache_bytes = sizes.cache_bytes(free_bytes(dist.device()))
         if sizes.kv_cache_gib is None:
@@ -118,8 +132,6 @@ class VLLMGenerator:
             token_bytes = _elements_per_token(config) * settings.dtype.itemsize
             cache_bytes = min(cache_bytes, tokens * token_bytes)
         with tempfile.TemporaryDirectory() as folder, _environment(cache_bytes):
-            config = copy.deepcopy(config)
-            config.tie_word_embeddings &= not _unties(config)
             config.save_pretrained(folder)
             try:
                 engine = self._vllm.LLM(
@@ -149,26 +161,6 @@ class VLLMGenerator:
         # NOTE: at exit it would destroy process groups, which are gone by then.
         engine.engine_core._finalizer.atexit = False
         return engine
-
-    def load(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Take over the tensors of ``stream``, by their names on the hub."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        self.forget_prefixes()
-
-    def forget_prefixes(self) -> None:
-        """Reuse no keys and values of earlier calls."""
-        self._engine.reset_prefix_cache()
-
-    def sleep(self, cache: bool, weights: bool) -> None:
-        """Free the memory of cache and weights, where the device can."""
-        if dist.device().type == "cuda" and (cache or weights) and not self._is_asleep:
-            self._engine.sleep(level=2 if weights else 1)
-            self._is_asleep = True
-
-    def wake(self) -> None:
-        if self._is_asleep:
-            self._engine.wake_up()
-            self._is_asleep = False
 
     def generate(
         self,
@@ -224,8 +216,9 @@ class VLLMGenerator:
     def _add(
         self, name: str, ids: list[int], sampling: SamplingParams, seed: int, limit: int
     ) -> None:
-        known = self._num_tokens or self._vocab_size
-        ends = sorted(i for i in sampling.end_ids(self._stop_ids) if 0 <= i < known)
+        sizes = self._settings.engine
+        known = sizes.num_tokens or self._vocab_size
+        ends = sorted(i for i in sampling.end_ids(sizes.stop_ids) if 0 <= i < known)
         params = self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -253,31 +246,12 @@ def _elements_per_token(config: PretrainedConfig) -> int:
     return 2 * text.num_hidden_layers * num_kv_heads * size
 
 
-def _unties(config: PretrainedConfig) -> bool:
-    """Whether vLLM gets a tied head as a weight of its own: on a CPU it packs a copy of it, which
-    new embeddings do not reach.
-    """
-    return config.tie_word_embeddings and dist.device().type == "cpu"
-
-
 def _with_heads(
     named: Iterable[tuple[str, Tensor]], tied: dict[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in named:
         yield name, tensor
         yield from ((head, tensor) for head, source in tied.items() if source == name)
-
-
-def imported() -> Any:
-    """The package vLLM.
-
-    Raises:
-        UserError: it is missing, or too old.
-    """
-    installed_release()
-    with _environment(0), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return importlib.import_module("vllm")
 
 
 def installed_release() -> str:

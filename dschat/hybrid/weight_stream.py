@@ -220,19 +220,19 @@ def adapter_stream(module: nn.Module, device: torch.device) -> Iterator[tuple[st
 
 
 @torch.no_grad()
-def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list[str]]) -> int:
-    """Give the frozen parameters of each group (names) one buffer; returns the bytes moved.
+def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list[str]]) -> None:
+    """Give the frozen parameters of each group (names) one buffer.
 
     Values stay, and addresses change. Groups with a trained, absent or partitioned member are left
     alone. Call it after DeepSpeed's initialize, which allocates ZeRO-3's partitions; extra memory:
     one group.
     """
-    num_bytes = 0
     for names in groups:
         members = [parameters[name] for name in names if name in parameters]
         if len(members) < len(names) or any(p.requires_grad for p in members):
             continue
-        stored = [_storage_of(p) for p in members]
+        # What holds the values: the parameter, or under ZeRO-3 its partition.
+        stored = [getattr(p, "ds_tensor", p) for p in members]
         first = stored[0]
         is_whole = all(
             t.numel() == getattr(p, "ds_numel", p.numel())
@@ -245,38 +245,19 @@ def place_adjacent(parameters: Mapping[str, nn.Parameter], groups: Iterable[list
         sizes = [t.numel() for t in stored]
         for tensor, part in zip(stored, buffer.split(sizes), strict=True):
             tensor.data = part.view(tensor.shape)
-        num_bytes += buffer.nbytes
-    return num_bytes
-
-
-def _storage_of(parameter: nn.Parameter) -> Tensor:
-    """What holds the values: the parameter, or under ZeRO-3 its partition."""
-    return getattr(parameter, "ds_tensor", parameter)
 
 
 def fill(module: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a weight stream into a whole module. Every weight must appear exactly once.
-
-    Raises:
-        RuntimeError: a weight is missing, unknown, repeated or of another shape (our invariant).
-    """
+    """Copy a weight stream into a whole module. Every weight must appear exactly once."""
     targets = module.state_dict(keep_vars=True)
-    parameters = {name for name, _ in module.named_parameters()}
-    seen: set[str] = set()
     for name, tensor in stream:
-        if name not in targets:
-            raise RuntimeError(f"the weight stream has {name}, which the module does not have")
-        if name in seen:
-            raise RuntimeError(f"the weight stream has {name} twice")
-        target = targets[name]
-        if target.shape != tensor.shape:  # NOTE: copy_ would broadcast
-            shapes = f"{tuple(tensor.shape)} instead of {tuple(target.shape)}"
-            raise RuntimeError(f"the weight stream has {name} in shape {shapes}")
+        assert name in targets, f"the weight stream has {name} twice, or the module does not"
+        target = targets.pop(name)
+        assert target.shape == tensor.shape, f"{name} has another shape"  # copy_ would broadcast
         target.data.copy_(tensor)
-        seen.add(name)
         del tensor  # NOTE: it may keep a whole bucket alive while the next one is gathered
-    if parameters - seen:
-        raise RuntimeError(f"the weight stream lacks {sorted(parameters - seen)[:3]}")
+    missing = [name for name, _ in module.named_parameters() if name in targets]
+    assert not missing, f"the weight stream lacks {missing[:3]}"
 
 
 def empty_copy(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -133,7 +133,6 @@ class CapturedCore(Core):
         size, kind = graphs.size_for(len(sequences)), SamplingKind.of(sequences)
         widths = [1] if self._drafter is None else graphs.widths(size)
         self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
-        graphs.state.prepare(kind)
         self._replays = {width: graphs.step(size, pages, kind, width) for width in widths}
         graphs.enter(sequences, kind)
         self._rows, self._live = sequences, list(enumerate(sequences))
@@ -198,7 +197,7 @@ class CapturedCore(Core):
         while len(self._launched) > ahead:
             events += self._read_oldest()
         if events:
-            self.stats.count_decodes(len(events), span.stop())
+            self.stats.add_seconds(False, span.stop())
             self._span = None
         return events
 
@@ -226,7 +225,8 @@ class CapturedCore(Core):
             if is_over and self._drafter is not None:
                 self._drafter.ended(sequence)
         accepted = len(events) - num_sequences
-        self.stats.count_drafts(accepted + num_rejected, accepted)
+        self.stats.count_draws(False, len(events), accepted + num_rejected, accepted)
+        self.stats.decoded_rows += num_sequences
         self._live = [(row, sequence) for row, sequence in self._live if sequence.pages]
         return events
 

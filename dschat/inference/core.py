@@ -79,15 +79,12 @@ class Core:
             UserError: as `add`, on all ranks.
         """
         group = self._engine.group
-        mine = self._engine.problem(requests), [r.parts() for r in requests], more
-        pooled = group.gather_objects(mine)
+        pooled = group.gather_objects((self._engine.problem(requests), requests, more))
         for problem, *_ in pooled:
             if problem is not None:
                 raise UserError(problem)
-        by_rank = [
-            (requests if rank == group.rank else list(map(Request.of_parts, parts)), value)
-            for rank, (_, parts, value) in enumerate(pooled)
-        ]
+        by_rank = [(theirs, value) for _, theirs, value in pooled]
+        by_rank[group.rank] = requests, more
         self._queue([request for part, _ in by_rank for request in part])
         return by_rank
 
@@ -152,7 +149,7 @@ class Core:
         events = self._advance(rows, tokens, logprobs)
         num_sequences = sum(map(len, rows))
         drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
-        stats.count_draws(schedule, len(events), drafted, accepted)
+        stats.count_draws(bool(schedule.chunks), len(events), drafted, accepted)
         if self._drafter is not None:
             for event in events:
                 if event.is_last:

@@ -138,21 +138,6 @@ class CudaCapture:
         return is_sound
 
 
-def capture_for(device: torch.device, wanted: bool | None) -> Capture | None:
-    """What records decode steps on ``device``; None: nothing does, they run eagerly.
-
-    ``wanted``: True demands graphs, False turns them off, None takes them where it can.
-
-    Raises:
-        UserError: ``wanted`` is True on another device than CUDA.
-    """
-    if wanted and device.type != "cuda":
-        raise UserError(f"cuda_graphs needs a CUDA device; this one is a {device.type}")
-    if wanted is False or device.type != "cuda":
-        return None
-    return CudaCapture(required=wanted is True)
-
-
 class DecodeGraphs:
     """Captured decode steps of ``decoder`` over ``cache``, and the state that they advance.
 
@@ -179,8 +164,7 @@ class DecodeGraphs:
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._all_widths = WIDTHS if drafts else WIDTHS[:1]
-        self._use(kernels)
-        self._num_tokens = num_tokens
+        self._kernels, self._num_tokens = kernels, num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
         sizes = num_rows, num_pages, cache.page_size, cache.trash_page
@@ -190,10 +174,6 @@ class DecodeGraphs:
         self._num_stateful = 0  # rows whose states are in `_row_states`
         self._graphs: dict[tuple[int, int, SamplingKind, int], Step] = {}
         self.failed = False
-
-    def _use(self, kernels: StepKernels | None) -> None:
-        self._kernels = kernels
-        self._draft_kernels = None if kernels is None else kernels.without("attention")
 
     @property
     def is_current(self) -> bool:
@@ -256,6 +236,7 @@ class DecodeGraphs:
         key = size, pages, kind, width
         if key in self._graphs:
             return self._graphs[key]
+        self.state.sampling.prepare(kind)
         step = partial(self._run, size, pages, kind, width)
         if self.failed:
             return step
@@ -276,7 +257,7 @@ class DecodeGraphs:
             self.failed = True
             logger.warning("CUDA graph capture failed, decoding eagerly: %s", problem)
             return step
-        self._use(None)
+        self._kernels = None
         message = "a decode step by Triton kernels failed, going on without them: %s"
         logger.warning(message, problem)
         return self.step(size, pages, kind, width)
@@ -285,7 +266,9 @@ class DecodeGraphs:
     def _run(self, size: int, pages: int, kind: SamplingKind, width: int) -> None:
         """One step. NOTE: a number that this reads on the host is frozen in the graph."""
         decoder, cache, state = self._decoder, self._cache, self.state
-        kernels = self._kernels if width == 1 else self._draft_kernels
+        kernels = self._kernels
+        if kernels is not None and width > 1:
+            kernels = kernels.without("attention")
         rows = state.rows(size, pages, kernels, width)
         count, longest = size * width, pages * cache.page_size
         decodes = Decodes(count, rows.lengths, longest, rows.table, ragged=True, width=width)
@@ -298,6 +281,7 @@ class DecodeGraphs:
             with self._row_states.of_step(size) as states:
                 carried = Carried(states, size, num_ready=1)
                 logits = decoder.step(*inputs, kernels=kernels, carried=carried)
-        drawn, logprobs = state.draw(logits, kind, self._num_tokens, rows, kernels)
+        draws = kind, rows.key, rows.too_short, self._num_tokens
+        drawn, logprobs = state.sampling.draw(logits, *draws, kernels, width)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
         state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, rows, kernels)

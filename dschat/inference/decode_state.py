@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dschat.inference.kernels.cuda import Field
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.sampler import SamplingKind, StepSampling
+from dschat.inference.sampler import SamplingKind, StepSampling, upload
 from dschat.inference.sequence import Sequence
 
 RING = 128  # steps that may run before the host reads the first one
@@ -120,7 +120,6 @@ class DecodeState:
         # Of each row: `RowDraft.room`, `RowDraft.first` and the tokens.
         self._drafts = torch.zeros(num_rows, 2 + WINDOW, dtype=torch.int64, device=device)
         self._ahead = torch.arange(width, device=device)
-        self._pinned = pinned
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         # Numbers of steps. A slot is free again when its step has been read.
         self._launched = self._fetched = self._read = 0
@@ -137,10 +136,6 @@ class DecodeState:
         self._launched = self._fetched = self._read = 0
         self._fetches.clear()
         self.queue.put(self.step.zero_)
-
-    def prepare(self, kind: SamplingKind) -> None:
-        """Make the memory that steps of ``kind`` read, before one is captured."""
-        self.sampling.prepare(kind)
 
     @torch.inference_mode(False)
     def enter(self, sequences: list[Sequence], kind: SamplingKind) -> None:
@@ -180,12 +175,7 @@ class DecodeState:
     def load_drafts(self, rows: list[RowDraft]) -> None:
         """The drafts of the next `launch`, of the first rows."""
         packed = [[room, first, *ids] + [-1] * (WINDOW - len(ids)) for room, first, ids in rows]
-        # NOTE: fresh memory, which torch does not give to others before the copy is done.
-        shape = len(rows), 2 + WINDOW
-        written = torch.empty(shape, dtype=torch.int64, pin_memory=self._pinned)
-        written.copy_(torch.tensor(packed))
-        copy = self._drafts[: len(rows)].copy_
-        self.queue.put(partial(copy, written, non_blocking=True))
+        upload(torch.tensor(packed), self._drafts[: len(rows)], self.queue.put)
 
     def _upload(self, first: int) -> None:
         """Queue the copy of the host's rows, from element ``first`` on.
@@ -290,18 +280,6 @@ class DecodeState:
             f = f.unsqueeze(2).expand(-1, -1, width).flatten(1)
         key = f[Field.PROMPT], f[Field.SAMPLE], position - f[Field.ORIGIN]
         return key, position < f[Field.YOUNGEST_STOP]
-
-    def draw(
-        self,
-        logits: Tensor,
-        kind: SamplingKind,
-        num_tokens: int,
-        rows: StepRows,
-        kernels: StepKernels | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """A token (B Q,) int64 and its log-prob (B Q,) fp32 for each row of ``logits`` (B Q, V)."""
-        draws, width = (rows.key, rows.too_short), len(logits) // len(rows.table)
-        return self.sampling.draw(logits, kind, *draws, num_tokens, kernels, width)
 
     def advance(
         self,

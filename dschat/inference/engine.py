@@ -21,10 +21,9 @@ from dschat.distributed import RankGroup
 from dschat.distributed.memory import free_bytes
 from dschat.inference.captured_core import CapturedCore
 from dschat.inference.core import Core
-from dschat.inference.cuda_graphs import Capture, capture_for
+from dschat.inference.cuda_graphs import CudaCapture
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import UnsupportedModel, model_spec
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -94,10 +93,14 @@ class InferenceEngine:
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)
         bound = model_positions(self.spec, config)
         self.max_seq_len, self.max_num_seqs = sizes.seq_len(bound), sizes.max_num_seqs
-        self.max_num_batched_tokens = sizes.batched_tokens(device.type == "cuda")
-        self._capture = capture_for(device, sizes.cuda_graphs)
+        on_gpu = device.type == "cuda"
+        self.max_num_batched_tokens = sizes.batched_tokens(on_gpu)
+        if sizes.cuda_graphs and not on_gpu:
+            raise UserError(f"cuda_graphs needs a CUDA device; this one is a {device.type}")
+        required = bool(sizes.cuda_graphs)
+        self._capture = CudaCapture(required) if sizes.captures(on_gpu) else None
         page_size = sizes.tokens_per_page(
-            self.max_seq_len, self._capture is not None, self.bytes_per_token(), self._free_bytes()
+            self.max_seq_len, self.captures, self.bytes_per_token(), self._free_bytes()
         )
         self.page_size = min(self.group.gather_objects(page_size))  # the ranks' memory may differ
         self._cache: KVCache | None = None
@@ -106,10 +109,10 @@ class InferenceEngine:
         self._cache_pages = None if sizes.kv_cache_gib is None else self._num_pages()
         self.module = module
         self._decoder: AnyDecoder | None = None
-        self._kernels = None if self._capture is None else dispatch.choose(device)
+        self._kernels = dispatch.choose(device) if self.captures else None
         if self._kernels is not None and self.spec.head_size > MAX_HEAD_SIZE:
             self._kernels = self._kernels.without("attention")
-        self._separate_prefill = device.type == "cuda"
+        self._separate_prefill = on_gpu
         self._samples_apart = False  # where nothing is captured; benchmarks compare both
         self._runner: StepRunner | None = None
         self._borrowed_addresses: list[int] = []
@@ -190,13 +193,6 @@ class InferenceEngine:
     def captures(self) -> bool:
         """Whether decode steps are captured as CUDA graphs."""
         return self._capture is not None
-
-    def capture_with(self, capture: Capture | None, kernels: StepKernels | None = None) -> None:
-        """Record decode steps by ``capture``; None: run them eagerly. ``kernels``: instead of those
-        of the device.
-        """
-        with self.lock:
-            self._capture, self._kernels, self._runner = capture, kernels or self._kernels, None
 
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values in all layers, on this rank."""

@@ -78,13 +78,11 @@ class HuggingFaceGenerator:
         self._stop_ids = stop_ids
         base = without_adapters(module)
         self._config, self._name = base.config, type(base).__name__
-        self._num_tokens = num_tokens or self._config.get_text_config().vocab_size
+        self.num_tokens = num_tokens or self._config.get_text_config().vocab_size
         self._parameters = inspect.signature(base.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
-        if self_check:
-            size = self._num_tokens, self.max_positions or 64
-            if (problem := decoding_problem(self, module, nullcontext(), *size)) is not None:
-                raise self._unable(problem)
+        if self_check and (problem := decoding_problem(self, module, nullcontext())) is not None:
+            raise self._unable(problem)
 
     @property
     def max_positions(self) -> int | None:
@@ -163,7 +161,7 @@ class HuggingFaceGenerator:
         prompt_index = torch.full_like(sample_index, index)
         finished = torch.zeros_like(sample_index, dtype=torch.bool)
         end_ids = sampling.end_ids(self._stop_ids)
-        known = [i for i in sorted(end_ids) if 0 <= i < self._num_tokens]
+        known = [i for i in sorted(end_ids) if 0 <= i < self.num_tokens]
         ends = torch.tensor(known, dtype=torch.int64, device=device)
         cache: dict[str, Any] = {}
         for position in range(sampling.max_new_tokens):
@@ -175,7 +173,7 @@ class HuggingFaceGenerator:
                 uniform = uniforms(sampling.seed, prompt_index, sample_index, here)
             if position < sampling.min_new_tokens:
                 forbidden = (torch.ones_like(finished), ends)
-            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self._num_tokens)
+            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self.num_tokens)
             yield tokens.tolist(), logprobs.tolist()
             finished |= torch.isin(tokens, ends)
             if finished.all():
@@ -219,11 +217,10 @@ def module_engine(
     weight, config = next(module.parameters()), without_adapters(module).config
     engine = InferenceEngine(config, weight.dtype, weight.device, sizes, module=module)
     if not is_checked:
-        weights, windows = engine.weights, engine.spec.windows
+        weights = engine.weights
         # NOTE: with the same products: rounding weights to 8 bits is no wrong decoding.
         plain = weights.products_in_use() if sizes.quantization != "off" else None
-        checked = engine.num_tokens, engine.max_seq_len, windows, plain
-        problem = decoding_problem(engine, module, weights.in_use(), *checked)
+        problem = decoding_problem(engine, module, weights.in_use(), engine.spec.windows, plain)
         if problem is not None:
             raise UnsupportedModel(f"{type(module).__name__} in the engine: {problem}")
     engine.stats = GenerationStats()
@@ -252,22 +249,21 @@ def decoding_problem(
     generator: InferenceEngine | HuggingFaceGenerator,
     module: nn.Module,
     scope: AbstractContextManager[None],
-    num_ids: int,
-    positions: int,
     windows: Iterable[int | None] = (),
     plain_scope: AbstractContextManager[None] | None = None,
 ) -> str | None:
     """One line that says why ``generator`` does not compute what ``module`` does; None if it does.
 
     Compares two answers each to a random prompt that is longer than all ``windows`` and a short
-    one, within ``positions``. ``scope``: the generator runs in it, and the plain forward in
-    ``plain_scope``.
+    one. ``scope``: the generator runs in it, and the plain forward in ``plain_scope``.
     """
+    positions = generator.max_positions or 64
     new = max(1, min(_NEW, positions // 2))
     longest = max([_LONG, *(2 + window for window in windows if window)])
     longest = max(1, min(longest, _LONGEST, positions - new))
     draw = torch.Generator().manual_seed(0)
     shapes = (longest,), (min(_SHORT, longest),)
+    num_ids = generator.num_tokens
     prompts = [torch.randint(num_ids, shape, generator=draw).tolist() for shape in shapes]
     try:
         with scope:

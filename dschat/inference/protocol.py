@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from dschat.config import UserError
-from dschat.config.fields import require_valid
+from dschat.config.fields import flag, require_valid
 from dschat.config.rollout import RolloutConfig, temperature_problem
 
 if TYPE_CHECKING:
@@ -24,32 +24,26 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How to draw answers. The defaults sample from the model's own distribution."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = flag(64, "most tokens of an answer", ge=1)
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
+    top_p: float = flag(1.0, "least mass of the tokens", gt=0, le=1, remedy="; 1 turns it off")
+    top_k: int = flag(0, "number of likeliest tokens", ge=0, remedy="; 0 turns it off")
+    min_p: float = flag(0.0, "share of the likeliest", ge=0, lt=1, remedy="; 0 turns it off")
     seed: int = 0
-    n: int = 1  # answers per prompt
+    n: int = flag(1, "answers per prompt", ge=1)
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS
     ignore_eos: bool = False
     min_new_tokens: int = 0  # EOS and stop tokens are not drawn before this many tokens
 
     def __post_init__(self) -> None:
         require_valid(self, prefix="")
-        checks = {
-            f"max_new_tokens {self.max_new_tokens} must be at least 1": self.max_new_tokens >= 1,
-            f"min_new_tokens {self.min_new_tokens} must be between 0 and max_new_tokens "
-            f"({self.max_new_tokens})": 0 <= self.min_new_tokens <= self.max_new_tokens,
-            temperature_problem(self.temperature): not temperature_problem(self.temperature),
-            f"top_p {self.top_p} must be in (0, 1]; 1 turns it off": 0 < self.top_p <= 1,
-            f"top_k {self.top_k} must not be negative; 0 turns it off": self.top_k >= 0,
-            f"min_p {self.min_p} must be in [0, 1); 0 turns it off": 0 <= self.min_p < 1,
-            f"n {self.n} must be at least 1": self.n >= 1,
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise UserError(message)
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens {self.min_new_tokens} must be between 0 and max_new_tokens "
+                f"({self.max_new_tokens})"
+            )
+        if problem := temperature_problem(self.temperature):
+            raise UserError(problem)
 
     @classmethod
     def from_config(cls, config: RolloutConfig, seed: int, n: int) -> "SamplingParams":
@@ -129,14 +123,7 @@ class Rollout:
 
     def part(self, start: int, stop: int) -> "Rollout":
         """Answers ``start`` to ``stop``."""
-        rows = slice(start, stop)
-        return Rollout(
-            self.token_ids[rows],
-            self.logprobs[rows],
-            self.finish_reasons[rows],
-            None if self.drawn is None else self.drawn[rows],
-            None if self.experts is None else self.experts[rows],
-        )
+        return Rollout(*(rows and rows[start:stop] for rows in vars(self).values()))
 
     @classmethod
     def joined(cls, parts: "Iterable[Rollout]") -> "Rollout":

@@ -77,17 +77,15 @@ class Sampler:
             for i in special:
                 if (shape := places[i][0].request.shape) is not None:
                     logits[i] = shape(places[i][0], raw[i])
-        if len({s.request.draws for s, _ in places}) == 1:
-            tokens, logprobs = self._draw_alike(logits, places)
-        else:
-            tokens, logprobs = [0] * len(places), [0.0] * len(places)
-            alike: dict[Draws, list[int]] = {}
-            for i, (s, _) in enumerate(places):
-                alike.setdefault(s.request.draws, []).append(i)
-            for rows in alike.values():
-                drawn = self._draw_alike(logits[rows], [places[i] for i in rows])
-                for i, token, logprob in zip(rows, *drawn, strict=True):
-                    tokens[i], logprobs[i] = token, logprob
+        tokens, logprobs = [0] * len(places), [0.0] * len(places)
+        alike: dict[Draws, list[int]] = {}
+        for i, (s, _) in enumerate(places):
+            alike.setdefault(s.request.draws, []).append(i)
+        for rows in alike.values():
+            of_rows = logits if len(alike) == 1 else logits[rows]
+            drawn = self._draw_alike(of_rows, [places[i] for i in rows])
+            for i, token, logprob in zip(rows, *drawn, strict=True):
+                tokens[i], logprobs[i] = token, logprob
         for i in special:
             s, ahead = places[i]
             place = len(s.answer) + ahead
@@ -203,6 +201,13 @@ class SamplingKind(NamedTuple):
         )
 
 
+def upload(values: Tensor, target: Tensor, put: Put) -> None:
+    """Queue the copy of ``values``, which are on the host, to ``target``."""
+    # NOTE: fresh memory, which torch does not give to others before the copy is done.
+    host = torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
+    put(partial(target.copy_, host.copy_(values), non_blocking=True))
+
+
 class StepSampling:
     """Sampling and stop ids of ``num_rows`` rows, at fixed addresses on ``device``."""
 
@@ -214,8 +219,6 @@ class StepSampling:
         self._numbers = numbers.view(torch.float64)
         self._numbers.fill_(1.0)
         self._stops: dict[int, Tensor] = {}  # (S, columns) by number of columns
-        self._loaded: dict[int, Draws] = {}  # whose stop ids all rows of such a tensor have
-        self._pinned = device.type == "cuda"
 
     @torch.inference_mode(False)
     def prepare(self, kind: SamplingKind) -> None:
@@ -235,30 +238,18 @@ class StepSampling:
             (s.logprob_temperature, s.top_p if s.top_p < 1 else torch.inf, s.min_p)
             for s in samplings
         ]
-        host = self._host_like(self._columns)
-        host[:3, : len(sequences)] = torch.tensor(integers).T
-        values = host[3:].view(torch.float64).fill_(1.0)
+        columns = torch.zeros(self._columns.shape, dtype=torch.int64)
+        columns[:3, : len(sequences)] = torch.tensor(integers).T
+        values = columns[3:].view(torch.float64).fill_(1.0)
         values[:, : len(sequences)] = torch.tensor(numbers, dtype=torch.float64).T
-        put(partial(self._columns.copy_, host, non_blocking=True))
+        upload(columns, self._columns, put)
         if kind.num_stops:
             self._load_stops([s.request.draws for s in sequences], kind.num_stops, put)
 
     def _load_stops(self, draws: list[Draws], width: int, put: Put) -> None:
-        different = set(draws)
-        if different == {self._loaded.pop(width, None)}:
-            self._loaded[width] = draws[0]
-            return
-        stops = self._stops[width]
-        if len(different) == 1:
-            self._loaded[width] = draws[0]
-            draws = draws[:1] * len(stops)
-        host = self._host_like(stops[: len(draws)])
-        host.copy_(torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in draws]))
-        put(partial(stops[: len(draws)].copy_, host, non_blocking=True))
-
-    def _host_like(self, tensor: Tensor) -> Tensor:
-        # NOTE: fresh memory, which torch does not give to others before the copy is done.
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+        rows = {d: i for i, d in enumerate(dict.fromkeys(draws))}
+        different = torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in rows])
+        upload(different[[rows[d] for d in draws]], self._stops[width][: len(draws)], put)
 
     def draw(
         self,

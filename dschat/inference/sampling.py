@@ -185,18 +185,11 @@ def truncate(probs: Tensor, params: SamplingParams, numbers: RowNumbers | None =
     return probs
 
 
-def _without(logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """A copy of ``logits`` (R, V) with minus infinity at ``ids`` (R, K) of ``rows`` (R,) bool."""
-    is_absent = ~rows.unsqueeze(-1) | (ids < 0)
+def _without(logits: Tensor, ids: Tensor, is_absent: Tensor) -> Tensor:
+    """A copy of ``logits`` (R, V) with minus infinity at ``ids`` (R, K) but where ``is_absent``."""
     bounds = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(is_absent, torch.inf)
     bounds = bounds.masked_fill_(~is_absent, -torch.inf)
-    return logits.scatter_reduce(-1, ids.clamp(min=0), bounds, "amin")
-
-
-def _forbidden_mass(scores: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """Logsumexp of ``scores`` (R, K) of ``ids`` in ``rows``, minus infinity in others: (R, 1)."""
-    is_absent = ~rows.unsqueeze(-1) | (ids < 0)
-    return scores.masked_fill(is_absent, -torch.inf).logsumexp(-1, keepdim=True)
+    return logits.scatter_reduce(-1, ids, bounds, "amin")
 
 
 @torch.no_grad()
@@ -227,9 +220,12 @@ def sample(
     tempered = params.logprob_temperature != 1
     temperature = numbers.temperature if numbers else params.logprob_temperature
     logits = logits.float()
+    allowed = logits
     if forbidden is not None:
-        forbidden = forbidden[0], forbidden[1].expand(len(logits), -1)
-    allowed = logits if forbidden is None else _without(logits, *forbidden)
+        rows, ids = forbidden
+        banned = ids.expand(len(logits), -1).clamp(min=0)
+        is_absent = ~rows.unsqueeze(-1) | (ids < 0)
+        allowed = _without(logits, banned, is_absent)
     padding = logits[:, num_tokens:] if num_tokens else logits[:, :0]
     allowed = allowed[:, : allowed.shape[1] - padding.shape[1]]
     best = allowed.amax(-1, keepdim=True)
@@ -253,8 +249,7 @@ def sample(
 
     log_total = cdf[:, -1:].log()
     if forbidden is not None:
-        rows, banned = forbidden
-        mass = _forbidden_mass(scores(banned.clamp(min=0)), rows, banned)
+        mass = scores(banned).masked_fill(is_absent, -torch.inf).logsumexp(-1, keepdim=True)
         log_total = torch.logaddexp(log_total, mass)
     if padding.shape[1]:
         mass = ((padding.double() - best) / temperature).logsumexp(-1, keepdim=True)

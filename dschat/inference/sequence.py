@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -57,19 +57,6 @@ class Request:
         default = self.sampling.max_new_tokens
         self.max_new_tokens = len(self.forced) + (default if self.limit is None else self.limit)
         self.sequences = [Sequence(self, i) for i in range(self.sampling.n)]
-
-    def parts(self) -> tuple[object, ...]:
-        """What another process needs to make the same request, its answers so far included."""
-        fields = self.ids, self.sampling, self.number, self.limit
-        first = self.first_sample, self.first_position, self.num_top, self.forced
-        return (*fields, *first, [(s.answer, s.logprobs, s.stopped) for s in self.sequences])
-
-    @classmethod
-    def of_parts(cls, parts: tuple[Any, ...]) -> "Request":
-        *fields, answers = parts
-        request = cls(*fields)
-        request.resume(answers)
-        return request
 
     def resume(self, answers: Iterable[tuple[list[int], list[float], bool]]) -> None:
         """Continue ``answers``: of each sample the tokens, their log-probs and whether it has

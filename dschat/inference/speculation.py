@@ -22,7 +22,6 @@ from itertools import accumulate, islice, pairwise
 from operator import mul
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +78,10 @@ class AnswerHistory:
             sizes.extend([len(prompt), len(answers), *map(len, answers)])
             for ids in (prompt, *answers):
                 tokens.extend(ids)
-        return {"tokens": _as_tensor(tokens), "sizes": _as_tensor(sizes)}
+        return {
+            "tokens": torch.frombuffer(tokens, dtype=torch.int32),
+            "sizes": torch.frombuffer(sizes, dtype=torch.int32),
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         tokens = array("i", state["tokens"].numpy().tobytes())
@@ -247,10 +249,6 @@ def _index(prompt: list[int], answers: Iterable[Tokens[int]]) -> dict[_Context, 
             index[context] = tokens, i
             context = (context[1], context[2], token)
     return index
-
-
-def _as_tensor(values: "array[int]") -> Tensor:
-    return torch.from_numpy(np.asarray(values))
 
 
 def _end(ids: list[int]) -> _Context:

@@ -102,37 +102,23 @@ class GenerationStats:
         else:
             self.decoded_rows += len(schedule.decodes)
             self.decode_steps += 1
-        self._add(bool(schedule.chunks), span)
+        self.add_seconds(bool(schedule.chunks), span)
 
-    def count_draws(
-        self, schedule: StepSchedule, num_drawn: int, drafted: int, accepted: int
-    ) -> None:
+    def count_draws(self, is_prefill: bool, num_drawn: int, drafted: int, accepted: int) -> None:
         """Add a step's tokens of answers; ``accepted`` of them were among ``drafted`` ones."""
         self.answer_tokens += num_drawn
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
-        if not schedule.chunks:
+        if not is_prefill:
             self.decode_tokens += num_drawn
-
-    def count_decodes(self, num_drawn: int, span: DeviceSpan) -> None:
-        """Add decode steps of the device, whose number is counted when they are launched."""
-        self.answer_tokens += num_drawn
-        self.decode_tokens += num_drawn
-        self.decoded_rows += num_drawn
-        self._add(False, span)
-
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Add drafts of the steps of `count_decodes`; the ``accepted`` are among their tokens."""
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        self.decoded_rows -= accepted
 
     def finish(self) -> None:
         """Add the seconds of all steps; waits for the device."""
         while self._unread:
             self._read()
 
-    def _add(self, is_prefill: bool, span: DeviceSpan) -> None:
+    def add_seconds(self, is_prefill: bool, span: DeviceSpan) -> None:
+        """Add the time of steps, as soon as it can be read without waiting."""
         self._unread.append((is_prefill, span))
         while self._unread and self._unread[0][1].is_over:
             self._read()

@@ -274,7 +274,9 @@ class StepRunner:
         longest, size = max(positions[:count]) + 1, self._cache.page_size
         ragged = min(positions[:count]) + 1 < longest
         table = None
-        if size < longest or count > len(spans) or not _in_order(pages):
+        # Where sequence b is in page b, a batch is a slice of the cache.
+        is_slice = all(p[0] == b for b, p in enumerate(pages))
+        if size < longest or count > len(spans) or not is_slice:
             width = -(-longest // size)
             rows = [(p + [p[0]] * width)[:width] for p in pages]
             table = torch.tensor(rows, device=self.device)
@@ -299,8 +301,3 @@ def _parts(schedule: StepSchedule) -> Iterator[StepSchedule]:
 
     for _, chunks in groupby(schedule.chunks, kind):
         yield StepSchedule([], list(chunks))
-
-
-def _in_order(pages: list[list[int]]) -> bool:
-    """Whether sequence b is in page b, so that a batch is a slice of the cache."""
-    return all(p[0] == b for b, p in enumerate(pages))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfi
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.hybrid.rollout_form import RolloutSettings, rollout_form
+from dschat.hybrid.rollout_form import RolloutSettings, check_tensor_parallel, rollout_form
 from dschat.inference import EngineConfig
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.checkpoint import Checkpoint
@@ -311,6 +311,7 @@ def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
     def message(module: torch.nn.Module, **changes: Any) -> str:
         settings = settings_of(**changes)
         try:
+            check_tensor_parallel(module.config, settings.tp_size)  # as `find_checkpoints` does
             rollout_form(module, module.config, settings, True)
         except UserError as error:
             return str(error)

@@ -17,7 +17,7 @@ from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
-from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout
+from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout, check_tensor_parallel
 from dschat.inference import InferenceEngine, hf_generator
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.checkpoint import Checkpoint
@@ -32,14 +32,17 @@ from dschat.models.checkpoint import Checkpoint
         (0, False, {"layout": "zero_copy", "dtype": torch.bfloat16}, "--rollout_layout zero_copy"),
         (0, True, {"layout": "zero_copy", "frozen_base": False}, "zero_copy .*--rollout_lora side"),
         (0, True, {"lora": "side", "frozen_base": False}, "side needs --only_optimize_lora"),
-        (0, False, {"tp_size": 2}, "^--inference_tp_size 2 does not divide the 1 processes; "),
-        (0, False, {"tp_size": 2, "enabled": False}, "--inference_tp_size"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(zero, lora, settings, message):
     with pytest.raises(UserError, match=message) as raised:
         Actor(build("llama"), zero, lora).form(**settings)
     assert "\n" not in str(raised.value)
+
+
+def test_processes_that_a_group_s_size_does_not_divide():
+    with pytest.raises(UserError, match="^--inference_tp_size 2 does not divide the 1 processes; "):
+        check_tensor_parallel(build("llama").config, 2)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def use(monkeypatch, lag=1, queue=None, fewest_tokens=256):
 
 def captured_by(made, capture, kernels=None):
     """Let an engine decode as on CUDA: ``capture`` records its steps, which may use ``kernels``."""
-    made.capture_with(capture, kernels)
+    made._capture, made._runner = capture, None
+    made._kernels = kernels or made._kernels
     return made
 
 

@@ -228,7 +228,7 @@ def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", in_module=Fals
             module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     made = InferenceEngine(config, dtype, DEVICE, EngineConfig(**knobs), module=module)
     if made.captures:
-        made.capture_with(watch.capture)
+        made._capture = watch.capture
     if in_module:
         with warnings.catch_warnings(action="ignore"):  # fake tensors have no addresses
             made.weights.use()

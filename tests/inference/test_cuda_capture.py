@@ -13,8 +13,8 @@ from captures import captured_by
 from families import empty_engine, engine
 
 from dschat.config import UserError
-from dschat.inference import SamplingParams
-from dschat.inference.cuda_graphs import CudaCapture, capture_for, capture_stream
+from dschat.inference import EngineConfig, SamplingParams
+from dschat.inference.cuda_graphs import CudaCapture, capture_stream
 
 PROMPTS = [[5, 6, 7], [8] * 9]
 SAMPLING = SamplingParams(max_new_tokens=9, seed=4)
@@ -211,8 +211,9 @@ def test_graphs_that_were_demanded_fail_with_one_line(driver, module_of):
 
 
 def test_who_gets_graphs(module_of):
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert capture_for(cpu, None) is capture_for(cpu, False) is capture_for(cuda, False) is None
-    assert [capture_for(cuda, wanted)._required for wanted in (None, True)] == [False, True]
+    for wanted, has_graphs in ((None, True), (True, True), (False, False)):
+        assert EngineConfig(cuda_graphs=wanted).captures(on_gpu=True) == has_graphs
+    for wanted in (None, False):
+        assert not empty_engine(module_of("llama").config, cuda_graphs=wanted).captures
     with pytest.raises(UserError, match="cuda_graphs needs a CUDA device; this one is a cpu"):
         empty_engine(module_of("llama").config, cuda_graphs=True)

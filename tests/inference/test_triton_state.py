@@ -62,7 +62,7 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
     ring.fill_(POISON)
     steps.fill_(step)
     kind = SamplingKind(SamplingParams(), False, 16 * bool(stops), False)
-    state.prepare(kind)
+    state.sampling.prepare(kind)
     for row in range(num_rows if stops else 0):  # other rows have others of them
         own = [t for t in stops if row % 2 == 0 or t != row]
         state.sampling.stops(kind)[row, : len(own)] = torch.tensor(own)

@@ -117,7 +117,6 @@ def step_reports(name, dtype, sampling, rows, capability):
     request = Request([1], sampling)
     Sampler(made.num_tokens, made.device, made.group).prepare(request, made.stop_ids)
     kind = SamplingKind.of(request.sequences)
-    graphs.state.prepare(kind)
     launches = []
     with patch.object(Launch, "run", lambda launch: launches.append(launch)):
         graphs.step(rows, graphs.pages_for(1), kind)()
