@@ -161,9 +161,9 @@ def _versions(runs: Sequence[Run]) -> Table:
     """Versions of the last start of each run that recorded them."""
     last: dict[str, dict[str, Any]] = {}
     for run in runs:
-        starts = [row for step in run.steps.values() for row in step.starts]
-        found = [row["versions"] for row in starts if isinstance(row.get("versions"), dict)]
-        last[run.name] = found[-1] if found else {}
+        for row in chain(*(step.starts for step in run.steps.values())):
+            if isinstance(row.get("versions"), dict):
+                last[run.name] = row["versions"]
     return _side_by_side("", last)
 
 
