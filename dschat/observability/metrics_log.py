@@ -269,12 +269,16 @@ def record_start(folder: Path, event: Event, step: int) -> None:
     """Append a row to ``OUTPUT_DIR/starts.jsonl``: when, on what, and the ``step`` that training
     continues from, 0 at the start. A disk that is full costs the row, not the run.
     """
+    import torch
+
+    device = dist.device()
+    on_gpu = device.type == "cuda"
     row = {
         "event": event,
         "step": step,
         "time": time.time(),
         "processes": dist.world_size(),
-        "device": device_name(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "host": platform.node(),
         "versions": versions(),
     }
@@ -298,10 +302,3 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
     return found
-
-
-def device_name() -> str:
-    import torch
-
-    device = dist.device()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
