@@ -144,14 +144,11 @@ class _Ledger(TorchDispatchMode):
         inputs = [value for value in vars(rows).values() if isinstance(value, Tensor)]
         owned = [*module.parameters(), *module.buffers(), *inputs]
         self._known = {t.untyped_storage()._cdata for t in owned}
-        self._live = self._logits = self._large = self._large_logits = 0
+        # live, logits among them: of all blocks, of large ones
+        self._all = self._large = (0, 0)
+        self._peak_all, self._peak_large = self._all, self._large
         self._peak_small = self._num_done = 0
         self._intervals: list[Interval] = []
-        self._begin_interval()
-
-    def _begin_interval(self) -> None:
-        self._peak = (self._live, self._logits)
-        self._peak_large = (self._large, self._large_logits)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -170,17 +167,14 @@ class _Ledger(TorchDispatchMode):
         self._known.add(storage._cdata)
         self._add(size, is_logits)
         weakref.finalize(storage, self._freed, storage._cdata, size, is_logits).atexit = False
-        self._peak = max(self._peak, (self._live, self._logits))
-        self._peak_large = max(self._peak_large, (self._large, self._large_logits))
-        self._peak_small = max(self._peak_small, self._live - self._large)
+        self._peak_all = max(self._peak_all, self._all)
+        self._peak_large = max(self._peak_large, self._large)
+        self._peak_small = max(self._peak_small, self._all[0] - self._large[0])
 
     def _add(self, size: int, is_logits: bool) -> None:
-        large = size if abs(size) >= LARGE_BLOCK else 0
-        self._live += size
-        self._large += large
-        if is_logits:
-            self._logits += size
-            self._large_logits += large
+        self._all = self._all[0] + size, self._all[1] + is_logits * size
+        if abs(size) >= LARGE_BLOCK:
+            self._large = self._large[0] + size, self._large[1] + is_logits * size
 
     def _freed(self, key: int, size: int, is_logits: bool) -> None:
         self._known.discard(key)
@@ -191,10 +185,10 @@ class _Ledger(TorchDispatchMode):
         parameter.grad = None
         self._end_interval()
         self._num_done += parameter.numel()
-        self._begin_interval()
 
     def _end_interval(self) -> None:
-        self._intervals.append(Interval(self._num_done, *self._peak, *self._peak_large))
+        self._intervals.append(Interval(self._num_done, *self._peak_all, *self._peak_large))
+        self._peak_all, self._peak_large = self._all, self._large
 
     def result(self) -> Pass:
         self._end_interval()

@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.config.fields import AUTO
 from dschat.estimate import PlanRequest
-from dschat.estimate.memory import Estimator, Learner, StepEstimate
+from dschat.estimate.memory import Estimator, Learner, StepEstimate, token_budget
 from dschat.estimate.models import MODEL_ERRORS
 from dschat.estimate.seconds import HF_LOOP, Fleet, Phase, Rows, cached_bytes
-from dschat.runtime.token_budget import FIRST_TRIAL_TOKENS
 
 _CHECKED_SHARE = 1 / 8  # of the answers, that --old_logprobs auto recomputes (`rlhf.forwards`)
 _LARGEST_ROWS = 128  # of a micro-batch
@@ -84,10 +82,10 @@ def step_time(estimate: StepEstimate, request: PlanRequest) -> StepTime:
 def _supervised(
     fleet: Fleet, estimate: StepEstimate, c: SupervisedConfig, rows: Rows
 ) -> Iterator[Phase]:
-    model, *frozen = estimate.present
+    model = estimate.present[0]
     batches = _batches(c, rows, fleet.count, c.gradient_accumulation_steps)
     if isinstance(c, RewardConfig) and c.trains_policy and not c.precompute_ref_logprobs:
-        yield fleet.score([model, *frozen][-1], rows, batches, "reference")
+        yield fleet.score(estimate.present[-1], rows, batches, "reference")
     yield fleet.train(model, rows, batches)
     yield fleet.update(model, 1)
 
@@ -128,11 +126,8 @@ def _rlhf(fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows) -> It
 
 def _batches(c: RLHFConfig | SupervisedConfig, rows: Rows, count: int, by_rows: int) -> int:
     """Micro-batches of ``rows`` on one of ``count`` devices: by tokens, or ``by_rows``."""
-    budget = c.max_tokens_per_micro_batch
-    if not budget:
-        return by_rows
-    tokens = FIRST_TRIAL_TOKENS if budget == AUTO else int(budget)
-    return math.ceil(rows.count * rows.seq_len / count / tokens)
+    tokens = token_budget(c)
+    return math.ceil(rows.count * rows.seq_len / count / tokens) if tokens else by_rows
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -144,15 +139,14 @@ def time_lines(estimate: StepEstimate, request: PlanRequest, estimator: Estimato
         yield "  memory only; for hours and dollars name a GPU with --plan_device"
         return
     try:
-        time = step_time(estimate, request)
-        yield from _step_lines(time, "an iteration" if estimate.rollout else "an optimizer step")
-        yield _total_line(time, request.price)
+        what = "an iteration" if estimate.rollout else "an optimizer step"
+        yield from _step_lines(step_time(estimate, request), what, request.price)
         yield from node_lines(estimate, request, estimator)
     except MODEL_ERRORS as error:
         yield f"  no times: {error}"
 
 
-def _step_lines(time: StepTime, what: str) -> Iterator[str]:
+def _step_lines(time: StepTime, what: str, price: float | None) -> Iterator[str]:
     fleet, rows = time.fleet, time.rows
     where = f"{fleet.count} x {fleet.device.name}"
     if fleet.count > fleet.per_node:
@@ -162,13 +156,10 @@ def _step_lines(time: StepTime, what: str) -> Iterator[str]:
     for phase in time.phases:
         yield f"    {phase.name:<10}{_seconds(phase.total_s):>10}  {phase.bound}"
     yield f"    {'total':<10}{_seconds(time.total_s):>10}"
-
-
-def _total_line(time: StepTime, price: float | None) -> str:
     steps, (hours, device_hours, *dollars) = time.num_steps or _UNKNOWN, time.costs(price)
     text = f"  {steps:,} step{'s' * (steps > 1)}: {hours} h, {device_hours} device hours"
     text += "".join(f", ${number}" for number in dollars)
-    return text if time.num_steps else f"{text} (--plan_examples N: of an epoch of N examples)"
+    yield text if time.num_steps else f"{text} (--plan_examples N: of an epoch of N examples)"
 
 
 def node_lines(before: StepEstimate, request: PlanRequest, estimator: Estimator) -> Iterator[str]:

@@ -194,9 +194,8 @@ class StepEstimator(Generic[Config]):
         auto, the smallest that it tries: more are taken only where they fit. With sequence
         parallelism, what a rank computes of them.
         """
-        budget, ranks = self._config.max_tokens_per_micro_batch, self._config.sequence_parallel_size
-        if budget:
-            tokens = FIRST_TRIAL_TOKENS if budget == AUTO else int(budget)
+        ranks = self._config.sequence_parallel_size
+        if tokens := token_budget(self._config):
             num_rows = max(1, math.ceil(share * tokens * ranks / rows.seq_len))
             rows = rows._replace(num_rows=min(num_rows, step_rows))
         count = math.ceil(step_rows / rows.num_rows) * ranks  # those of each rank in turn
@@ -337,6 +336,12 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
             present,
             leftover,
         )
+
+
+def token_budget(config: CommonConfig) -> int:
+    """Tokens of a micro-batch, by its flag: if that is auto, of the first trial; 0 without it."""
+    budget = config.max_tokens_per_micro_batch
+    return FIRST_TRIAL_TOKENS if budget == AUTO else int(budget)
 
 
 def held_by(models: Sequence[Model]) -> tuple[Items, Items]:

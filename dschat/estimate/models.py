@@ -19,11 +19,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     PretrainedConfig,
-    PreTrainedModel,
 )
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
+from dschat.inference import UnsupportedModel
 from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.module_decoder import module_spec
 from dschat.models.checkpoint import Checkpoint
@@ -118,26 +118,20 @@ class Models:
 
     def sizes(self, use: Use) -> Sizes:
         """Numbers of elements, which do not depend on the settings of passes."""
-        plain = replace(
-            use,
-            dropout=None,
-            attn_implementation=None,
-            gradient_checkpointing=False,
-            activations_on_host=False,
-            packing="off",
-        )
+        plain = replace(use.reading, dropout=None, attn_implementation=None, packing="off")
         return self._sized(plain)
 
-    def _attention(self, use: Use) -> ModelSpec:
-        """The sizes of the attention of transformers' module, and of the steps of an engine on it.
-
-        Raises:
-            UnsupportedModel: the engine cannot follow it.
+    def _attention(self, use: Use) -> ModelSpec | None:
+        """The sizes of the attention of transformers' module, and of the steps of an engine on it;
+        None if the engine cannot follow it.
         """
         # NOTE: 16 bits, the only products of experts that the meta device knows.
         half, hidden = torch.bfloat16, self.config(use).get_text_config().hidden_size
-        with by_torch():
-            spec = module_spec(self._module(replace(use.frozen, dtype=half)).base)
+        try:
+            with by_torch():
+                spec = module_spec(self._module(replace(use.frozen, dtype=half)).base)
+        except UnsupportedModel:
+            return None
         states = [s._replace(dtype=use.dtype) if s.dtype == half else s for s in spec.states]
         return replace(spec, hidden_size=hidden, intermediate_size=4 * hidden, states=tuple(states))
 
@@ -166,9 +160,7 @@ class Models:
 
     def run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
         """The memory of ``work`` on ``batch``; see `activations.run_pass`."""
-        if not train:
-            use = use.reading
-        return self._ran(use, work, batch, train)
+        return self._ran(use if train else use.reading, work, batch, train)
 
     def _run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
         text = self.config(use).get_text_config()
@@ -197,14 +189,10 @@ class Models:
         if use.kind == "score":
             config.num_labels, auto = 1, AutoModelForSequenceClassification
         drop_pad(config)
-
-        def build() -> PreTrainedModel:
-            with init_empty_weights(include_buffers=True):
-                return auto.from_config(config, **options)
-
         with muted(logging.WARNING):  # warnings of transformers and PEFT concern loaded weights
-            with blamed_on(CheckpointFiles(use.name, use.flag)):
-                module = build()
+            files = CheckpointFiles(use.name, use.flag)
+            with blamed_on(files), init_empty_weights(include_buffers=True):
+                module = auto.from_config(config, **options)
             module = prepare_for_training(
                 module,
                 use.gradient_checkpointing,

@@ -49,19 +49,15 @@ def advise(before: StepEstimate, estimator: Estimator, most: int = 3) -> list[Ad
     """
     advice: list[Advice] = []
     while not before.fits and len(advice) < most:
-        best, best_gain = None, 0.0
-        for change in _changes(before):
-            after = _with(before, change, estimator)
-            if after is None:
-                continue
-            gain = (before.excess - after.excess) / change.cost
-            if gain > best_gain:
-                best_gain = gain
-                best = Advice(change, before.peak.total - after.peak.total, after)
-        if best is None:
+        tried = [(change, _with(before, change, estimator)) for change in _changes(before)]
+        helping = [
+            (change, after) for change, after in tried if after and after.excess < before.excess
+        ]
+        if not helping:
             break
-        advice.append(best)
-        before = best.after
+        change, after = max(helping, key=lambda t: (before.excess - t[1].excess) / t[0].cost)
+        advice.append(Advice(change, before.peak.total - after.peak.total, after))
+        before = after
     return advice
 
 

@@ -5,7 +5,6 @@ and teacher are optional.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from dschat.config import RLHFConfig
@@ -123,11 +122,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         rollout: the size of the cache depends on the free memory then.
         """
         c, tp = self._config, self._config.inference_tp_size
-        with suppress(UnsupportedModel):
-            if c.rollout_backend == "vllm":
-                weights = self._copy(RolloutChoice("copy", "merge"), actor, is_wide=True)
-                sizes, form = self._models.attention(actor.use), f"vLLM on its own copy, TP {tp}"
-                return self._in_engine(actor, sizes, held, weights, form)
+        if c.rollout_backend == "vllm" and (sizes := self._models.attention(actor.use)):
+            weights = self._copy(RolloutChoice("copy", "merge"), actor, is_wide=True)
+            return self._in_engine(actor, sizes, held, weights, f"vLLM on its own copy, TP {tp}")
         try:
             spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
         except UnsupportedModel:
@@ -148,10 +145,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         sharded, base = c.actor_zero_stage == 3, self._models.sizes(actor.use.frozen)
         form = f"transformers' module on {'an unsharded copy' if sharded else 'training weights'}"
         whole = size * base.total
-        try:
-            spec = self._models.attention(actor.use) if c.enable_hybrid_engine else None
-        except UnsupportedModel:
-            spec = None
+        spec = self._models.attention(actor.use) if c.enable_hybrid_engine else None
         if spec is not None:  # with copies of linear layers that are packed, or in 8 bits
             weights = whole * sharded
             if c.rollout_quantization != "off" or not self._device.on_gpu:

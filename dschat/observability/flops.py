@@ -3,8 +3,8 @@
 *Model* FLOPs: two per multiply-add of the matrix products that the algorithm needs on real tokens,
 however they are computed. Padding, norms and softmax do not count. Attention counts causally,
 T(T+1)/2 query-key pairs, so that a prefill plus the decode steps after it equal one forward pass.
-Narayanan et al. 2021 (arXiv 2104.04473, eq. 3), and DeepSpeed-Chat after them, count all T^2 pairs
-(``causal=False`` here): slightly more.
+Narayanan et al. 2021 (arXiv 2104.04473, eq. 3), and DeepSpeed-Chat after them, count all T^2 pairs:
+slightly more.
 """
 
 import logging
@@ -112,10 +112,9 @@ def _layer_linear_flops(shape: ModelShape) -> int:
     return round(2 * shape.num_layers * shape.layer_weights)
 
 
-def _attention_flops(shape: ModelShape, seq_len: int, past_len: int, causal: bool) -> int:
+def _attention_flops(shape: ModelShape, seq_len: int, past_len: int = 0) -> int:
     """FLOPs of the scores and the weighted values: ``seq_len`` queries after ``past_len`` keys."""
-    new_pairs = seq_len * (seq_len + 1) // 2 if causal else seq_len**2
-    pairs = seq_len * past_len + new_pairs
+    pairs = seq_len * past_len + seq_len * (seq_len + 1) // 2
     return round(2 * 2 * shape.num_layers * shape.query_width) * pairs
 
 
@@ -125,15 +124,13 @@ def _outer_flops(shape: ModelShape, head: Head) -> int:
     return 2 * (shape.outer_weights + shape.embed_dim * width)
 
 
-def transformer_flops(
-    shape: ModelShape, seq_len: int, head: Head = "lm", causal: bool = True
-) -> int:
+def transformer_flops(shape: ModelShape, seq_len: int, head: Head = "lm") -> int:
     """FLOPs of one forward pass over ``seq_len`` tokens, with the head on every token.
 
     ``head``: "lm" (vocabulary), "score" (reward model, critic: one number) or "none".
     """
     per_token = _layer_linear_flops(shape) + _outer_flops(shape, head)
-    return seq_len * per_token + _attention_flops(shape, seq_len, 0, causal)
+    return seq_len * per_token + _attention_flops(shape, seq_len)
 
 
 def prefill_flops(shape: ModelShape, prompt_len: int) -> int:
@@ -148,7 +145,7 @@ def decode_flops(shape: ModelShape, prompt_len: int, answer_len: int) -> int:
     """
     steps = max(0, answer_len - 1)
     per_token = _layer_linear_flops(shape) + _outer_flops(shape, "lm")
-    return steps * per_token + _attention_flops(shape, steps, prompt_len, causal=True)
+    return steps * per_token + _attention_flops(shape, steps, prompt_len)
 
 
 def training_flops(
@@ -157,7 +154,6 @@ def training_flops(
     gradient_checkpointing: bool = False,
     head: Head = "lm",
     frozen_base: bool = False,
-    causal: bool = True,
 ) -> int:
     """FLOPs of forward and backward over one sequence: 3 forward passes, 4 with recomputation.
 
@@ -171,7 +167,7 @@ def training_flops(
     linear = 2 if frozen_base else 3
     outside = seq_len * _outer_flops(shape, head)
     layers = seq_len * _layer_linear_flops(shape)
-    attention = _attention_flops(shape, seq_len, 0, causal)
+    attention = _attention_flops(shape, seq_len)
     return linear * outside + (linear + recompute) * layers + (3 + recompute) * attention
 
 
@@ -212,24 +208,23 @@ def rlhf_iteration_flops(
     """
     generate = train = 0
     score = 0.0
-    actor_flags: tuple[bool, Head, bool] = (actor_gradient_checkpointing, "lm", actor_frozen_base)
-    critic_flags: tuple[bool, Head, bool]
-    critic_flags = (critic_gradient_checkpointing, "score", critic_frozen_base)
+    readers: list[tuple[ModelShape | None, Head]]
+    readers = [(teacher, "lm"), (reward, "score"), (critic, "score")]
     for i, (prompt_len, answer_len) in enumerate(zip(prompt_lens, answer_lens, strict=True)):
         seq_len = prompt_len + answer_len
         if i % num_samples_per_prompt == 0:
             generate += prefill_flops(actor, prompt_len)
         generate += decode_flops(actor, prompt_len, answer_len)
         score += actor_forwards * transformer_flops(actor, seq_len)
-        if teacher is not None:
-            score += transformer_flops(teacher, seq_len)
-        if reward is not None:
-            score += transformer_flops(reward, seq_len, head="score")
+        score += sum(transformer_flops(m, seq_len, head) for m, head in readers if m is not None)
         if critic is not None:
-            score += transformer_flops(critic, seq_len, head="score")
-            train += ppo_epochs * training_flops(critic, seq_len, *critic_flags)
+            train += ppo_epochs * training_flops(
+                critic, seq_len, critic_gradient_checkpointing, "score", critic_frozen_base
+            )
         if train_actor:
-            train += ppo_epochs * training_flops(actor, seq_len, *actor_flags)
+            train += ppo_epochs * training_flops(
+                actor, seq_len, actor_gradient_checkpointing, "lm", actor_frozen_base
+            )
     effective = generate + score + train
     return {"generate": generate, "score": int(score), "train": train, "effective": int(effective)}
 

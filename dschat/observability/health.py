@@ -29,7 +29,6 @@ class Rule(NamedTuple):
 class Finding(NamedTuple):
     """What is wrong. ``since``: the first iteration of those in a row."""
 
-    name: str
     since: int
     text: str
     is_collapse: bool
@@ -59,7 +58,7 @@ class RunHealth:
             )
             if text is not None and streak == rule.patience:
                 since = iteration - rule.patience + 1 if rules is UPDATE_RULES else iteration
-                found.append(Finding(rule.name, since, text, rule.is_collapse))
+                found.append(Finding(since, text, rule.is_collapse))
         for name, value in metrics.items():
             known = self.first.setdefault(name, [])
             if len(known) < _FIRST and math.isfinite(value):

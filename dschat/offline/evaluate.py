@@ -143,11 +143,12 @@ class Results:
 
 def check_out(path: str | None) -> None:
     """Raise ``UserError`` where ``--out`` exists and is not the output of ``dschat eval``."""
-    if path is None or not os.path.exists(os.path.expanduser(path)):
+    file = Path(os.path.expanduser(path or ""))
+    if path is None or not file.exists():
         return
-    require(os.path.isfile(os.path.expanduser(path)), f"{OUT} {path} is a folder; name a file")
+    require(file.is_file(), f"{OUT} {path} is a folder; name a file")
     try:
-        content = json.loads(Path(os.path.expanduser(path)).read_bytes())
+        content = json.loads(file.read_bytes())
     except ValueError:
         content = None
     require(

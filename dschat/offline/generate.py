@@ -8,6 +8,7 @@ model with another tokenizer gets prompts and answers re-tokenized.
 
 import logging
 import os
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -21,9 +22,9 @@ from dschat.checkpoint.compatibility import fingerprint
 from dschat.config import UserError
 from dschat.config.fields import of_result
 from dschat.config.reward import RewardTrainingConfig
+from dschat.data.tokenize import question_text
 from dschat.inference.protocol import Rollout
 from dschat.models.checkpoint import Checkpoint
-from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.continued_text import whole_texts
 from dschat.models.heads import RewardModel
 from dschat.models.long_rows import num_positions
@@ -42,13 +43,14 @@ FLAG = "--reward_model"
 
 
 class AnswerScorer:
-    """The weighted sum of all reward sources of ``config``.
+    """The weighted sum of all reward sources of ``config``, which may have none.
 
     Args:
         answering: the model that answers.
         columns: of the data, for reward functions.
 
     Attributes:
+        checkpoint: of the reward model, if there is one.
         max_len: longest prompt + answer that can be scored, in tokens; None: any.
 
     Raises:
@@ -60,16 +62,16 @@ class AnswerScorer:
         self._config, self._answering, self._columns = config, answering, columns
         self._functions = RewardFunctions(config)
         self._functions.check_columns(columns)
-        self._checkpoint: Checkpoint | None = None
+        self.checkpoint: Checkpoint | None = None
         self._retokenizer: Retokenizer | None = None
         self._model: RewardModel | None = None
         self.max_len: int | None = None
         if path := config.reward_model_name_or_path:
-            self._checkpoint = Checkpoint(resolve_model(path), FLAG, config.trust_remote_code)
-            tokenizer, notes = check_reward(self._checkpoint, answering.tokenizer)
+            self.checkpoint = Checkpoint(resolve_model(path), FLAG, config.trust_remote_code)
+            tokenizer, notes = check_reward(self.checkpoint, answering.tokenizer)
             for note in notes:
                 logger.warning("%s", note)
-            longest = num_positions(self._checkpoint.config)
+            longest = num_positions(self.checkpoint.config)
             if tokenizer is None:
                 self.max_len = longest
             else:
@@ -78,16 +80,19 @@ class AnswerScorer:
 
     def load(self) -> None:
         """Load the reward model, if there is one."""
-        if self._checkpoint is not None:
+        if self.checkpoint is not None:
             pad_id = self._answering.tokenizer.pad_token_id
-            self._model = RewardModel(self._checkpoint, self._answering.dtype, pad_id)
+            self._model = RewardModel(self.checkpoint, self._answering.dtype, pad_id)
 
-    def score(self, rows: list[Row], answers: Rollout) -> list[float | None]:
-        """One score per answer, (S,), S = rows x samples; None where no source gives one.
+    def score(self, rows: list[Row], answers: Rollout) -> list[float | None] | None:
+        """One score per answer, (S,), S = rows x samples; None where no source gives one. Without
+        sources None in all.
 
         Raises:
             UserError: a score of the reward model is not finite.
         """
+        if not self._config.has_rewards:
+            return None
         sources, repeated = [], [row for row in rows for _ in range(self._config.n)]
         if self._model is not None:
             weight, scores = self._config.reward_model_weight, self._model_scores(repeated, answers)
@@ -127,7 +132,7 @@ class AnswerScorer:
     def _samples(self, rows: list[Row], answers: Rollout) -> Samples:
         prompts = [row.ids for row in rows]
         return Samples(
-            prompts=[row.question for row in rows],
+            prompts=[question_text(row.prompt) for row in rows],
             answers=whole_texts(self._answering.tokenizer, prompts, answers.token_ids),
             prompt_ids=prompts,
             answer_ids=answers.token_ids,
@@ -149,21 +154,15 @@ def generate(config: GenerateConfig) -> None:
     model = Model.find(config.path, config.dtype, config.trust_remote_code, **config.template_flags)
     rows = Rows(config)
     lines = AnswerLines(config, rows, model.tokenizer)
-    scorer = None
-    if config.has_rewards:
-        scorer = AnswerScorer(config, model, rows.columns)
-    try:
-        bound = None if scorer is None else scorer.max_len
-        max_len = model.longest_prompt(config.max_new_tokens, bound)
+    with closing(AnswerScorer(config, model, rows.columns)) as scorer:
+        max_len = model.longest_prompt(config.max_new_tokens, scorer.max_len)
         prompts = Prompts(rows, model.tokenizer, max_len)
-        file = AnswerFile(config.out, settings_of(config, model), config.overwrite)
+        settings = settings_of(config, model, scorer.checkpoint)
+        file = AnswerFile(config.out, settings, config.overwrite)
         if file.is_complete:
             logger.info("%s is complete: the same command has written it before", config.out)
         else:
             _write(config, model, prompts, lines, scorer, file)
-    finally:
-        if scorer is not None:
-            scorer.close()
 
 
 def _write(
@@ -171,12 +170,11 @@ def _write(
     model: Model,
     prompts: Prompts,
     lines: AnswerLines,
-    scorer: AnswerScorer | None,
+    scorer: AnswerScorer,
     file: AnswerFile,
 ) -> None:
     """Write the lines that ``file`` lacks, and complete it."""
-    if scorer is not None:
-        scorer.load()
+    scorer.load()
     longest = prompts.longest + config.max_new_tokens
     generator = model.generator(config.max_num_seqs, longest)
     console.release()
@@ -189,7 +187,7 @@ def _write(
     while chunk := list(islice(remaining, size)):
         indices = list(range(first, first + len(chunk)))
         answers = generator.generate([row.ids for row in chunk], sampling, indices)
-        scores = scorer.score(chunk, answers) if scorer is not None else None
+        scores = scorer.score(chunk, answers)
         written = max(0, file.num_lines - first)
         file.append(lines.of(chunk, answers, scores)[written:])
         progress.advance(len(chunk), answers.num_tokens)
@@ -207,7 +205,7 @@ def check_out(config: GenerateConfig) -> None:
             raise UserError(f"--out {config.out} is the data itself; name another file")
 
 
-def settings_of(config: GenerateConfig, model: Model) -> dict[str, Any]:
+def settings_of(config: GenerateConfig, model: Model, reward: Checkpoint | None) -> dict[str, Any]:
     """JSON values by flag; and what the data, the models and the functions contain."""
     counted = of_result(GenerateConfig)
     settings = {f"--{k}": v for k, v in asdict(config).items() if k in counted}
@@ -217,13 +215,12 @@ def settings_of(config: GenerateConfig, model: Model) -> dict[str, Any]:
     settings["content of --data_path"] = fingerprint(config.data_path or ())
     settings["content of --reward_fn"] = fingerprint(config.reward_fn or ())
     settings["content of --path"] = _content(model.checkpoint)
-    if config.reward_model_name_or_path:
-        reward = CheckpointFiles(resolve_model(config.reward_model_name_or_path), "--reward_model")
+    if reward is not None:
         settings["content of --reward_model_name_or_path"] = _content(reward)
     return settings
 
 
-def _content(files: CheckpointFiles) -> str | None:
+def _content(files: Checkpoint) -> str | None:
     """Of a model's weights, configuration, template and tokenizer."""
     weights = files.weight_files
     beside = [file for kind in _BESIDE for file in weights[0].parent.glob(kind)]

@@ -10,10 +10,9 @@ import fcntl
 import json
 import logging
 import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,7 +26,6 @@ from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content, Example, normalize
 from dschat.data.sources.splits import BROKEN, check_allowed, open_source
-from dschat.data.tokenize import question_text
 from dschat.inference.protocol import Rollout
 from dschat.models.continued_text import whole_texts
 from dschat.observability import console
@@ -48,11 +46,6 @@ class Row:
     prompt: Content
     inputs: dict[str, Any] = field(default_factory=dict)  # what the template gets beside it
     ids: list[int] = field(default_factory=list)  # of the prompt, once tokenized
-
-    @property
-    def question(self) -> str:
-        """What reward functions get as the prompt: its text, or the last user turn."""
-        return question_text(self.prompt)
 
 
 class Rows:
@@ -170,7 +163,7 @@ class Progress:
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(prompts)
         now = time.monotonic()
-        if not sys.stderr.isatty() and now - self._logged >= _INTERVAL_S:
+        if self._bar.disable and now - self._logged >= _INTERVAL_S:
             self._logged = now
             logger.info("%s", self.line())
 
@@ -259,11 +252,11 @@ class AnswerFile:
         if not self._settings.exists():
             # NOTE: a kill before the settings are written leaves an empty partial file.
             has_lines = self._partial.exists() and self._partial.stat().st_size > 0
-            if self._path.exists() or has_lines:
-                raise UserError(
-                    f"{OUT} {path} exists, and this command did not write it; name another file, "
-                    "or replace it with --overwrite"
-                )
+            require(
+                not self._path.exists() and not has_lines,
+                f"{OUT} {path} exists, and this command did not write it; name another file, or "
+                "replace it with --overwrite",
+            )
             return
         try:
             before = json.loads(self._settings.read_text("utf-8"))
@@ -276,11 +269,11 @@ class AnswerFile:
             )
         for name in sorted({*settings, *before}):
             old, new = before.get(name), settings.get(name)
-            if old != new:
-                raise UserError(
-                    f"{OUT} {path} holds another command's answers: {name} was {_shown(old)} and "
-                    f"is {_shown(new)}; name another file, or replace it with --overwrite"
-                )
+            require(
+                old == new,
+                f"{OUT} {path} holds another command's answers: {name} was {_shown(old)} and is "
+                f"{_shown(new)}; name another file, or replace it with --overwrite",
+            )
 
     def _locked(self, path: str) -> IO[bytes]:
         file = open(self._partial, "ab+", opener=no_link)  # noqa: SIM115  closed by close
@@ -336,7 +329,8 @@ class AnswerLines:
         self, config: GenerateConfig, rows: Rows, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
-        for name in self._names():
+        scores: list[float | None] | None = [0.0] * config.n if config.has_rewards else None
+        for name in self._new_columns("", [""] * config.n, [], [], scores):
             require(
                 name not in rows.columns
                 or (name == config.column_prefix + "prompt" and name in rows.prompt_columns),
@@ -352,42 +346,40 @@ class AnswerLines:
         lines = []
         for number, row in enumerate(rows):
             part = slice(number * n, (number + 1) * n)
-            of_row = [text if isinstance(row.prompt, str) else text.strip() for text in texts[part]]
-            new = {
-                "prompt": row.prompt,
-                "answers": of_row,
-                "finish_reasons": answers.finish_reasons[part],
-                "num_tokens": [len(ids) for ids in answers.token_ids[part]],
-            }
-            new |= self._chosen(of_row, None if scores is None else scores[part])
-            named = {self._config.column_prefix + key: value for key, value in new.items()}
-            lines.append(json.dumps(row.columns | named, ensure_ascii=False, default=str))
+            new = self._new_columns(
+                row.prompt,
+                [text if isinstance(row.prompt, str) else text.strip() for text in texts[part]],
+                answers.finish_reasons[part],
+                [len(ids) for ids in answers.token_ids[part]],
+                None if scores is None else scores[part],
+            )
+            lines.append(json.dumps(row.columns | new, ensure_ascii=False, default=str))
         return lines
 
-    def _names(self) -> list[str]:
-        config = self._config
-        names = ["prompt", "answers", "finish_reasons", "num_tokens"]
-        one_score: list[float | None] | None = [0.0] * config.n if config.has_rewards else None
-        names += self._chosen([""] * config.n, one_score)
-        return [config.column_prefix + name for name in names]
-
-    def _chosen(self, texts: list[str], scores: list[float | None] | None) -> dict[str, Any]:
-        """The columns of scores, and of the answers that are picked."""
-        config = self._config
-        if scores is None:
-            return {"answer": texts[0]} if config.n == 1 else {}
-        rounded = [None if s is None else float(f"{s:.{_DIGITS}g}") for s in scores]
-        columns: dict[str, Any] = {"scores": rounded}
-        scored = [(-score, i) for i, score in enumerate(scores) if score is not None]
-        ranked = [i for _, i in sorted(scored)]  # equal scores in the order of the answers
-        best = ranked[0] if ranked else None
-        if config.n == 1:
-            columns |= {"answer": texts[0], "score": rounded[0]}
-        elif config.best_of:
-            columns["answer"] = None if best is None else texts[best]
-            columns["score"] = None if best is None else rounded[best]
-        if config.pairs:
-            is_pair = best is not None and scores[best] != scores[ranked[-1]]
-            columns["chosen"] = texts[ranked[0]] if is_pair else None
-            columns["rejected"] = texts[ranked[-1]] if is_pair else None
-        return columns
+    def _new_columns(
+        self,
+        prompt: Content,
+        texts: list[str],
+        reasons: Sequence[str],
+        num_tokens: list[int],
+        scores: list[float | None] | None,
+    ) -> dict[str, Any]:
+        """The columns of a row's answers, their scores, and the answers that are picked."""
+        config, columns = self._config, dict[str, Any](prompt=prompt, answers=texts)
+        columns |= {"finish_reasons": reasons, "num_tokens": num_tokens}
+        if scores is not None:
+            rounded = [None if s is None else float(f"{s:.{_DIGITS}g}") for s in scores]
+            columns["scores"] = rounded
+            scored = [(-score, i) for i, score in enumerate(scores) if score is not None]
+            ranked = [i for _, i in sorted(scored)]  # equal scores in the order of the answers
+            if config.n == 1 or config.best_of:
+                best = 0 if config.n == 1 else next(iter(ranked), None)
+                columns["answer"] = None if best is None else texts[best]
+                columns["score"] = None if best is None else rounded[best]
+            if config.pairs:
+                is_pair = bool(ranked) and scores[ranked[0]] != scores[ranked[-1]]
+                columns["chosen"] = texts[ranked[0]] if is_pair else None
+                columns["rejected"] = texts[ranked[-1]] if is_pair else None
+        elif config.n == 1:
+            columns["answer"] = texts[0]
+        return {config.column_prefix + name: value for name, value in columns.items()}

@@ -22,11 +22,6 @@ class Chart:
     over: dict[str, str] = field(default_factory=dict)  # metric -> the one on its x axis
     x_label: str = ""  # of that one
 
-    @property
-    def name(self) -> str:
-        """Of the figure, after the step's."""
-        return file_name(self.title)
-
 
 def _held_out(metric: str) -> dict[str, str]:
     return {metric: "training", f"eval/{metric}": "held out"}

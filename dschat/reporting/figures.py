@@ -4,7 +4,7 @@ The page sets the colors of text, grid and background, which depend on its theme
 """
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ def _lines(
             curves += _curves(series, label, color, dash, chart.is_smoothed, max_points)
     is_supervised = any("loss" in run.steps[step].metrics for run in having)  # also DPO
     return _figure(
-        f"{step}-{chart.name}",
+        f"{step}-{file_name(chart.title)}",
         chart.title,
         chart.x_label or ("optimizer step" if is_supervised else "iteration"),
         chart.y_label,
@@ -136,12 +136,12 @@ def _breakdowns(step: str, having: Sequence[Run]) -> list[Figure]:
 
     As DeepSpeed-Chat's paper breaks down the time per sequence (Yao et al. 2023, arXiv 2308.01320).
     """
-    seconds = {run.name: phase_seconds(run.steps[step]) for run in having}
-    seconds = {name: table for name, table in seconds.items() if len(table)}
+    tables = ((run.name, phase_seconds(run.steps[step])) for run in having)
+    seconds = {name: table for name, table in tables if len(table)}
     if not seconds:
         return []
     if len(seconds) == 1:
-        ((_, table),) = seconds.items()
+        (table,) = seconds.values()
         # Groups of iterations where there are more than bars.
         groups = np.array_split(table, min(len(table), _MAX_BARS))
         table = np.array([group.mean(axis=0) for group in groups])
@@ -187,20 +187,17 @@ def _histograms(step: str, having: Sequence[Run]) -> list[Figure]:
     sampled = [run for run in having if run.steps[step].samples]
     if not sampled:
         return []
-    if len(sampled) == 1:
-        rows = sampled[0].steps[step].samples
-        rows = [rows[i] for i in spread(len(rows), _MAX_HISTOGRAMS)]
-        named = [(f"iteration {row['step']}", row) for row in rows]
-    else:
-        rows = [run.steps[step].samples[-1] for run in sampled]
-        named = [
-            (f"{run.name}, iteration {row['step']}", row)
-            for run, row in zip(sampled, rows, strict=True)
-        ]
-    kinds: list[tuple[str, str, str]] = [
+    named = []
+    for run in sampled:
+        rows, prefix = run.steps[step].samples[-1:], f"{run.name}, "
+        if len(sampled) == 1:
+            rows, prefix = run.steps[step].samples, ""
+        some = [rows[i] for i in spread(len(rows), _MAX_HISTOGRAMS)]
+        named += [(f"{prefix}iteration {row['step']}", row) for row in some]
+    kinds = (
         ("scores", "Scores", "score"),
         ("answer_lengths", "Answer lengths", "tokens per answer"),
-    ]
+    )
     return [
         _figure(
             f"{step}-{file_name(key)}",
@@ -226,17 +223,17 @@ def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Trace]:
     if not values:
         return []
     distinct = np.unique(np.concatenate(list(values.values())))
-    shares: Callable[[np.ndarray], np.ndarray]
     xs: Sequence[float | str] = distinct.tolist()
     if len(distinct) <= _NUM_BINS:
         if len(distinct) < 3:  # such as right and wrong: names, not places on an axis
             xs = [f"{value:g}" for value in distinct]
-        shares = lambda row: (row[:, None] == distinct).mean(axis=0)  # noqa: E731
+        shares = [(row[:, None] == distinct).mean(axis=0) for row in values.values()]
     else:
         edges = np.linspace(distinct[0], distinct[-1], _NUM_BINS + 1)
         xs = ((edges[1:] + edges[:-1]) / 2).tolist()
-        shares = lambda row: np.histogram(row, edges)[0] / len(row)  # noqa: E731
-    return [_bars(name, xs, shares(row), i) for i, (name, row) in enumerate(values.items())]
+        shares = [np.histogram(row, edges)[0] / len(row) for row in values.values()]
+    named_shares = zip(values, shares, strict=True)
+    return [_bars(name, xs, ys, i) for i, (name, ys) in enumerate(named_shares)]
 
 
 # -- plotly's values -------------------------------------------------------------------------------

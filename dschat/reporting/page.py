@@ -18,6 +18,7 @@ from dschat import __version__
 from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
 from dschat.observability.health import findings
+from dschat.observability.metrics_log import METRICS
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spread
 from dschat.reporting.run_files import PAGE, STEPS, Run, Step, is_finite, read_runs
 from dschat.startup.files import replace_file
@@ -137,7 +138,7 @@ def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
     shown = []
     for run in runs:
         rows = run.steps["step3_rlhf"].samples if "step3_rlhf" in run.steps else []
-        for i in spread(len(rows), _MAX_ITERATIONS) if rows else []:
+        for i in spread(len(rows), _MAX_ITERATIONS):
             label = f"iteration {rows[i]['step']}"
             label = f"{run.name}, {label}" if len(runs) > 1 else label
             shown.append({"label": label, "run": run.name, "answers": rows[i]["samples"]})
@@ -160,9 +161,9 @@ def _versions(runs: Sequence[Run]) -> Table:
     """Versions of the last start of each run that recorded them."""
     last: dict[str, dict[str, Any]] = {}
     for run in runs:
-        starts = [row for step in run.steps.values() for row in step.starts]
-        found = [row["versions"] for row in starts if isinstance(row.get("versions"), dict)]
-        last[run.name] = found[-1] if found else {}
+        for row in chain(*(step.starts for step in run.steps.values())):
+            if isinstance(row.get("versions"), dict):
+                last[run.name] = row["versions"]
     return _side_by_side("", last)
 
 
@@ -196,9 +197,8 @@ def history_of(runs: Sequence[Run]) -> dict[str, Any]:
     """A table of starts, resumes, restarts, checkpoints and the end of each step of each run."""
     rows = []
     for run in runs:
-        for name in STEPS:
-            if name in run.steps:
-                rows += [[run.name, name, *event] for event in _events(run.steps[name])]
+        for name, step in run.steps.items():
+            rows += [[run.name, name, *event] for event in _events(step)]
     return {"head": ["run", "step", "time", "event", "where"], "rows": rows}
 
 
@@ -208,15 +208,12 @@ def _events(step: Step) -> list[list[str]]:
     for row in step.starts:
         text = _EVENTS.get(str(row.get("event")), "started").format(step=row["step"])
         events.append([_time(row.get("time")), text, _where(row)])
-    last = step.rows[-1]["step"]
-    if step.is_complete:
-        ended = (step.folder / "COMPLETE").stat().st_mtime
-        events.append([_time(ended), f"finished at step {last}", ""])
-    else:
-        changed = (step.folder / "metrics.jsonl").stat().st_mtime
-        events.append([_time(changed), f"not finished; last row is of step {last}", ""])
-    saved = sorted(step_folders(step.folder / FOLDER).values())
-    if saved:
+    last, file = step.rows[-1]["step"], step.folder / "COMPLETE"
+    text = f"finished at step {last}"
+    if not file.exists():
+        text, file = f"not finished; last row is of step {last}", step.folder / METRICS
+    events.append([_time(file.stat().st_mtime), text, ""])
+    if saved := sorted(step_folders(step.folder / FOLDER).values()):
         events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
     return events
 

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dschat.config import UserError
+from dschat.config.errors import require
 from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS
 from dschat.startup.files import no_link
 
@@ -29,20 +30,18 @@ class Step:
 
     folder: Path
     rows: list[Row]
-    samples: list[Row] = field(default_factory=list)
-    starts: list[Row] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    is_complete: bool = False
+    samples: list[Row]
+    starts: list[Row]
+    settings: dict[str, Any]
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric, in order."""
         return [(row["step"], row[metric]) for row in self.rows if is_finite(row.get(metric))]
 
     @property
-    def metrics(self) -> list[str]:
-        """The names of all numbers that were logged, in their first order."""
-        names = {name: None for row in self.rows for name in row if name != "step"}
-        return list(names)
+    def metrics(self) -> set[str]:
+        """The names of all numbers that were logged."""
+        return {name for row in self.rows for name in row} - {"step"}
 
 
 @dataclass
@@ -87,11 +86,11 @@ def _read_steps(folder: Path) -> dict[str, Step]:
         steps = {_kind_of(folder): folder}
     read = {name: read_step(path) for name, path in steps.items()}
     read = {name: step for name, step in read.items() if step.rows}
-    if not read:
-        raise UserError(
-            f"{folder}: no metrics there; name the output folder of train.py, or a step's folder "
-            f"that has {METRICS}"
-        )
+    require(
+        bool(read),
+        f"{folder}: no metrics there; name the output folder of train.py, or a step's folder that "
+        f"has {METRICS}",
+    )
     return read
 
 
@@ -100,7 +99,7 @@ def _kind_of(folder: Path) -> str:
     name = Path(os.path.abspath(folder)).name
     if name in STEPS:
         return name
-    metrics = set(read_step(folder).metrics)
+    metrics = read_step(folder).metrics
     if metrics & {"objective/scores", "eval/score", "rewards/accuracies"}:
         return "step3_rlhf"
     return "step2_reward" if metrics & {"accuracy", "eval/accuracy"} else "step1_sft"
@@ -114,7 +113,6 @@ def read_step(folder: Path) -> Step:
         [_checked_sample(row, folder / SAMPLES) for row in read_rows(folder / SAMPLES)],
         read_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
-        (folder / "COMPLETE").exists(),
     )
 
 
@@ -132,41 +130,37 @@ def read_rows(path: Path) -> list[Row]:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"{path} cannot be read: {reason}; run that step again") from None
     rows = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(
-                f"{path}: line {number} is not a JSON object with a step; remove that line"
-            )
+        require(
+            isinstance(row, dict) and isinstance(row.get("step"), int),
+            f"{path}: line {number} is not a JSON object with a step; remove that line",
+        )
         rows.append(row)
     return rows
 
 
 def _checked_sample(row: Row, path: Path) -> Row:
     """``row`` if it has the fields of `dschat.rlhf.samples`."""
-    lists = (row.get("samples"), row.get("scores"), row.get("answer_lengths"))
-    samples = row.get("samples")
-    if (
-        not all(isinstance(value, list) for value in lists)
-        or not isinstance(samples, list)
-        or not all(isinstance(s, dict) and _is_sample(s) for s in samples)
-    ):
-        raise UserError(f"{path}: step {row['step']} is not a row of samples; remove that line")
+    lists = [row.get(name) for name in ("samples", "scores", "answer_lengths")]
+    are_lists = all(isinstance(value, list) for value in lists)
+    require(
+        are_lists and all(map(_is_sample, row["samples"])),
+        f"{path}: step {row['step']} is not a row of samples; remove that line",
+    )
     return row
 
 
-def _is_sample(sample: Row) -> bool:
-    texts = all(isinstance(sample.get(name), str) for name in ("prompt", "answer"))
-    tokens, num_tokens = sample.get("tokens"), len(sample.get("tokens") or ())
-    by_token = (sample.get("token_kl"), sample.get("advantages"))
-    return (
-        texts
-        and isinstance(tokens, list)
-        and all(isinstance(text, str) for text in tokens)
-        and all(v is None or (isinstance(v, list) and len(v) == num_tokens) for v in by_token)
+def _is_sample(sample: Any) -> bool:
+    if not isinstance(sample, dict) or not isinstance(tokens := sample.get("tokens"), list):
+        return False
+    texts = (sample.get("prompt"), sample.get("answer"), *tokens)
+    by_token = [v for v in map(sample.get, ("token_kl", "advantages")) if v is not None]
+    return all(isinstance(text, str) for text in texts) and all(
+        isinstance(values, list) and len(values) == len(tokens) for values in by_token
     )
 
 

@@ -103,6 +103,12 @@ def generation_flops(prompt_len: int, answer_len: int) -> int:
     return prefill + flops.decode_flops(LLAMA, prompt_len, answer_len)
 
 
+def later_keys(shape: ModelShape) -> int:
+    """The counter counts all pairs of `IDS`: these of a query with a later key are masked."""
+    num_ids = IDS.numel()
+    return round(4 * shape.num_layers * shape.query_width) * num_ids * (num_ids - 1) // 2
+
+
 def counted_flops(run) -> int:
     with FlopCounterMode(display=False) as counter:
         run()
@@ -204,10 +210,10 @@ def test_forward_and_training_match_the_flop_counter(family):
     assert shape is not None
     with torch.no_grad():
         forward = counted_flops(lambda: model(IDS, use_cache=False))
-    expected = flops.transformer_flops(shape, IDS.numel(), causal=False)
+    expected = flops.transformer_flops(shape, IDS.numel()) + later_keys(shape)
     assert forward == pytest.approx(expected, rel=rel)
     training = counted_flops(lambda: model(IDS, use_cache=False).logits.sum().backward())
-    expected = flops.training_flops(shape, IDS.numel(), causal=False)
+    expected = flops.training_flops(shape, IDS.numel()) + 3 * later_keys(shape)
     assert training == pytest.approx(expected, rel=rel)
 
 
@@ -223,8 +229,9 @@ def test_gradient_checkpointing_matches_the_flop_counter(family):
         with torch.utils.checkpoint.set_checkpoint_early_stop(False):
             model(IDS, use_cache=False).logits.sum().backward()
 
-    shape, options = flops.shape_of(model), {"gradient_checkpointing": True, "causal": False}
-    assert counted_flops(step) == flops.training_flops(shape, IDS.numel(), **options)
+    shape = flops.shape_of(model)
+    expected = flops.training_flops(shape, IDS.numel(), gradient_checkpointing=True)
+    assert counted_flops(step) == expected + 4 * later_keys(shape)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -238,8 +245,8 @@ def test_frozen_base_matches_the_flop_counter(family):
     model.requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
     counted = counted_flops(lambda: model(IDS, use_cache=False).logits.sum().backward())
-    expected = flops.training_flops(shape, IDS.numel(), frozen_base=True, causal=False)
-    assert counted == expected
+    expected = flops.training_flops(shape, IDS.numel(), frozen_base=True)
+    assert counted == expected + 3 * later_keys(shape)
 
 
 def test_decode_step_matches_the_flop_counter():
@@ -256,7 +263,8 @@ def test_score_head_matches_the_flop_counter():
     with torch.no_grad():
         counted = counted_flops(lambda: model(IDS, use_cache=False))
     shape = flops.shape_of(model)
-    assert counted == flops.transformer_flops(shape, IDS.numel(), "score", causal=False)
+    expected = flops.transformer_flops(shape, IDS.numel(), "score")
+    assert counted == expected + later_keys(shape)
     assert shape == flops.shape_of(tiny_model("opt"))
 
 
