@@ -247,7 +247,7 @@ def _read_row(
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
-        return prompt, [_filled(answer) for answer in answers]
+        return prompt, list(map(_filled, answers))
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
     return _same_prompt((*prompts, prompt), parts)
 
@@ -338,11 +338,9 @@ def _opening_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Tur
     return turns
 
 
-def _filled(answer: Parsed) -> Union[str, Unusable, None]:
-    """A text answer, None if it is blank."""
-    if isinstance(answer, str):
-        return answer if answer.strip() else None
-    return answer if isinstance(answer, Unusable) else None
+def _filled(answer: Parsed) -> Parsed:
+    """An answer, None if it is a blank text."""
+    return None if isinstance(answer, str) and not answer.strip() else answer
 
 
 def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
@@ -371,7 +369,7 @@ def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
     filled = _filled(answer)
     if isinstance(filled, str):
         return prompt, [{"role": "assistant", "content": filled}]
-    return prompt, answer or None
+    return prompt, filled
 
 
 def _demonstration(
