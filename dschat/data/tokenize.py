@@ -241,7 +241,7 @@ def _sft_rows(
     reasoning: str,
 ) -> Iterator[dict[str, Any]]:
     encoded_examples = encode_examples(
-        tokenizer, examples, ("chosen",), reasoning, train_on_reasoning, every_answer
+        tokenizer, examples, reasoning, train_on_reasoning, every_answer
     )
     made: list[dict[str, Any]] = []
     for encoded in encoded_examples:
@@ -285,7 +285,7 @@ def _prompt_rows(
 ) -> Iterator[dict[str, Any]]:
     if tools:
         examples = [replace(e, prompt=_as_chat(e.prompt), tools=list(tools)) for e in examples]
-    encoded_examples = encode_examples(tokenizer, examples, (), reasoning)
+    encoded_examples = encode_examples(tokenizer, examples, reasoning)
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
         problem = encoded.problem
         if len(encoded.prompt_ids) > max_len:

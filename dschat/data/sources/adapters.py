@@ -62,10 +62,10 @@ class Example:
         # dates and bytes, which JSON cannot represent, become text
         return {"example": json.dumps(vars(self), default=str)}
 
-    def answers(self, fields: Sequence[str]) -> list[Any]:
-        """The answers in ``fields``, in their order; "others" has any number of them."""
-        given = [(name, getattr(self, name)) for name in fields]
-        return [a for name, v in given if v for a in (v if name == "others" else [v])]
+    @property
+    def answers(self) -> list[Content]:
+        """Chosen, rejected and the others, without those that it lacks."""
+        return [answer for answer in (self.chosen, self.rejected, *(self.others or ())) if answer]
 
     @property
     def inputs(self) -> dict[str, Any]:
