@@ -268,7 +268,7 @@ class PromptBatches(StepBatches):
         super().__init__(
             dataset, rollout_prompts, size, rank, world_size, seed, drop_last=drop_last
         )
-        self._epoch, self._rollouts = 0, self.endless()
+        self._epoch, self._rollouts = 0, Endless(self)
 
     def __iter__(self) -> Iterator[PromptTable]:
         if self.num_rows is None:
@@ -279,10 +279,6 @@ class PromptBatches(StepBatches):
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[PromptTable]:
         for rows in super().epoch(epoch, first_step):
             yield prompts_of(rows, self._columns)
-
-    def endless(self) -> Endless:
-        """The rollouts of all epochs, one after the other."""
-        return Endless(self)
 
 
 def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
