@@ -36,15 +36,14 @@ class RawRows:
     """One split of a source, unread; iterating it reads it from the start.
 
     ``stamp`` identifies the content: it changes with a file's size or modification time, and is
-    None if unknown (a stream from the hub). ``in_memory``: the rows are a table in memory.
-    ``num_rows``: None if only reading tells.
+    None for what is no file: a stream from the hub, a table in memory. ``num_rows``: None if only
+    reading tells.
     """
 
     name: str
     columns: list[str]
     stamp: Optional[str]
     lines: Callable[[], Iterator[Line]] = field(repr=False)
-    in_memory: bool = False
     num_rows: Optional[int] = None
 
     def __iter__(self) -> Iterator[Line]:
@@ -119,10 +118,10 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
     files = [file["filename"] for file in table.cache_files] if is_table else []
     # NOTE a saved table's fingerprint is what its folder says, whatever its files hold.
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
-    stamp = f"{table._fingerprint} {stats}" if is_table else None
+    stamp = f"{table._fingerprint} {stats}" if files else None
     split = (table.info.splits or {}).get(str(table.split))
     num_rows = len(table) if is_table else split and split.num_examples
-    return RawRows(name, columns, stamp, lines, in_memory=is_table and not files, num_rows=num_rows)
+    return RawRows(name, columns, stamp, lines, num_rows)
 
 
 def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> AnySplits:
@@ -237,7 +236,7 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool, encodi
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     stamp = repr([encoding, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)])
-    return RawRows(name, list(columns), stamp, lines, num_rows=known_rows(paths))
+    return RawRows(name, list(columns), stamp, lines, known_rows(paths))
 
 
 def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[str]) -> Splits:

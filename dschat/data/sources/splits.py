@@ -325,7 +325,7 @@ def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) ->
     stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
     content = repr([rows.stamp, rows.name, stable, purpose])
     made = normalized_rows(rows, adapter, purpose)
-    return made_table(SCHEMA, made, "" if rows.in_memory else content)
+    return made_table(SCHEMA, made, content if rows.stamp else "")
 
 
 def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:
