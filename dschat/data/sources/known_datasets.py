@@ -201,7 +201,7 @@ _ANSWERED = {
 GENERIC = (
     _WEBGPT,
     _SHP,
-    replace(_MIRACL, eval_split=None),
+    _MIRACL,
     # chosen and rejected answers
     _PAIRS,
     _QUESTION_PAIRS,
