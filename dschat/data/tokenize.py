@@ -151,7 +151,7 @@ def _tables(
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
     train: Union[Dataset, ExampleStream]
     if config.streaming:
-        train = ExampleStream(config, purpose, config.seed)
+        train = ExampleStream(config, purpose)
         held_out = train.held_out()
     else:
         train, held_out = load_examples(config, purpose)
