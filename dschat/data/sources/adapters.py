@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
-from dschat.config import UserError
 from dschat.config.data import look_up
-from dschat.data.sources.known_datasets import ColumnAdapter, listed
+from dschat.data.sources.known_datasets import ColumnAdapter
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
     CHAT_COLUMNS,
@@ -75,24 +74,6 @@ class Example:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
         return cls(**json.loads(row["example"]))
-
-
-def require_answers(
-    name: str, adapter: ColumnAdapter, purpose: Purpose, columns: Sequence[str], flag: str
-) -> None:
-    """Raise ``UserError`` for a source without a column for the answers that ``purpose`` needs."""
-    needs = {
-        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
-        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
-        "rlhf": {},
-    }[purpose]
-    for role, column in needs.items():
-        if not (column or adapter.answers):
-            step = PURPOSES.index(purpose) + 1
-            raise UserError(
-                f"{flag}: {name} has no {role} answers, which step {step} needs; "
-                f"name their column with --columns {role}=COLUMN (it has: {listed(columns)})"
-            )
 
 
 def normalize(

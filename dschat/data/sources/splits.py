@@ -25,7 +25,7 @@ from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
-from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize, require_answers
+from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.turns import unread_keys
@@ -170,9 +170,20 @@ def load_source(
         UserError: the source cannot be found or read, or lacks a column.
     """
     source = open_source(spec, config, flag)
-    columns = source.splits.train.columns
-    require_answers(source.name, source.adapter, purpose, columns, flag)
-    if source.adapter.unpaired and purpose == "reward" and getattr(config, "loss", "") != "kto":
+    adapter, columns = source.adapter, listed(source.splits.train.columns)
+    needs = {
+        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
+        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
+        "rlhf": {},
+    }[purpose]
+    for role, column in needs.items():
+        if not (column or adapter.answers):
+            step = PURPOSES.index(purpose) + 1
+            raise UserError(
+                f"{flag}: {source.name} has no {role} answers, which step {step} needs; "
+                f"name their column with --columns {role}=COLUMN (it has: {columns})"
+            )
+    if adapter.unpaired and purpose == "reward" and getattr(config, "loss", "") != "kto":
         raise UserError(
             f"{flag}: {source.name} labels single answers, which step 2 compares in pairs; add "
             "--loss kto, which trains the policy on them"
