@@ -37,7 +37,7 @@ class ColumnAdapter:
     rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
     reads: tuple[str, ...] = ()  # further columns that `rewrite` needs
     source: Optional[str] = None  # NAME or NAME:CONFIG to load the rows from instead
-    eval_split: Optional[str] = None  # the held-out split, if not `test`
+    eval_split: str = "test"  # the held-out split to prefer
 
     @property
     def roles(self) -> dict[str, str]:

@@ -200,15 +200,9 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
             raise UserError(f"{flag}: no built-in data set {name}; choose {sets}")
         splits = _builtin(name)
     else:
-        known = known_adapter(name)
-        splits = read_source(
-            name if os.path.exists(name) or not known else known.source or name,
-            flag,
-            streaming=config.streaming,
-            eval_split=known.eval_split if known else None,
-            skip_broken=config.on_bad_row == "skip",
-            encoding=config.encoding,
-        )
+        known = known_adapter(name) or ColumnAdapter()
+        found = name if os.path.exists(name) else known.source or name
+        splits = read_source(found, flag, config, eval_split=known.eval_split)
     adapter = choose_adapter(name, splits.train.columns, config, flag)
     if config.text_as:
         adapter = replace(adapter, as_chat=config.text_as == "chat")
