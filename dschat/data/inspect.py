@@ -9,8 +9,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, takewhile
+from itertools import islice
 from logging.handlers import BufferingHandler
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -161,8 +162,7 @@ def _answers(number: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBas
     """A pair or a ranking, best first: the tokens that all answers share, and each one's own."""
     ids = [row["chosen_ids"], *row["other_ids"], row["rejected_ids"]]
     sides = ["chosen", *(f"rank {rank + 1}" for rank in row["ranks"][2:]), "rejected"]
-    columns = zip(*ids, strict=False)
-    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    shared = len(commonprefix(ids))
     lengths = " and ".join(str(len(each)) for each in ids)
     yield f"  example {number}: {lengths} tokens, {shared} shared"
     yield from _pieces(ids[0][:shared], [False] * shared, tokenizer)

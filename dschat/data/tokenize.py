@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
+from os.path import commonprefix
 from typing import Any, Literal, Union
 
 from datasets import Dataset, Features, List, Value
@@ -263,15 +264,10 @@ def _sft_rows(
     for _, same in groupby(made, key=itemgetter("dialogue")):
         *earlier, last = same
         for other in earlier:
-            other["shared_length"] = _num_shared(other["input_ids"], last["input_ids"])
+            shared = commonprefix([other["input_ids"], last["input_ids"]])
+            other["shared_length"] = len(shared)
         last["shared_length"] = len(last["input_ids"]) if earlier else 0
     yield from made
-
-
-def _num_shared(ids: list[int], other: list[int]) -> int:
-    """Tokens from the start on that are the same."""
-    pairs = enumerate(zip(ids, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(other)))
 
 
 def _prompt_rows(
