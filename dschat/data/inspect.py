@@ -9,8 +9,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import groupby, islice
 from logging.handlers import BufferingHandler
+from operator import itemgetter
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -175,13 +176,8 @@ def _pieces(
     ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Runs of tokens with and without loss, decoded with their special tokens."""
-    runs: list[tuple[bool, list[int]]] = []
-    for token, target in zip(ids, mask, strict=True):
-        if not runs or runs[-1][0] != target:
-            runs.append((target, []))
-        runs[-1][1].append(token)
-    for target, run in runs:
-        text = tokenizer.decode(run, skip_special_tokens=False)
+    for target, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
+        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
         shown = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
         mark = "    > " if target else "    | "
         lines = [shown[i : i + WIDTH - 6] for i in range(0, len(shown), WIDTH - 6)]
