@@ -208,8 +208,7 @@ class Endless(Iterator[Any]):
 
     def __init__(self, batches: StepBatches) -> None:
         self._batches = batches
-        self._items: Iterator[Any] | None = None
-        self._position = 0
+        self.position = 0
 
     @property
     def position(self) -> int:
@@ -217,11 +216,9 @@ class Endless(Iterator[Any]):
 
     @position.setter
     def position(self, position: int) -> None:
-        self._position, self._items = position, None
+        self._position, self._items = position, self._from(position)
 
     def __next__(self) -> Any:
-        if self._items is None:
-            self._items = self._from(self._position)
         item = next(self._items)
         self._position += 1
         return item
