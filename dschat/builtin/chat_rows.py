@@ -93,12 +93,21 @@ def _draw_rejected(
     rng: random.Random, shares: dict[str, float], kind: str, slots: dict[str, str], chosen: str
 ) -> str:
     """An answer that is wrong, rude, curt or rambling, in these shares."""
-    rejection = rng.choices(tuple(shares), tuple(shares.values()))[0]
-    if rejection == "wrong" and kind != "refusal":
-        # The chosen answer with one mistake: the pair differs in nothing else.
-        right = _state(kind, slots, world.solve(kind, slots))
-        return chosen.replace(right, _state(kind, slots, _wrong_answer(rng, kind, slots)))
-    return _reject(rng, rejection, kind, slots)
+    right = _state(kind, slots, world.solve(kind, slots))
+    match rng.choices(tuple(shares), tuple(shares.values()))[0]:
+        case "wrong" if kind == "refusal":
+            complied = rng.choice(world.COMPLIANCE).format(**slots) + "."
+            return _courteous(rng, "compliance", complied)
+        case "wrong":
+            # The chosen answer with one mistake: the pair differs in nothing else.
+            return chosen.replace(right, _state(kind, slots, _wrong_answer(rng, kind, slots)))
+        case "rude":
+            return f"{rng.choice(world.RUDE_OPENINGS)} {right} {rng.choice(world.RUDE_CLOSINGS)}"
+        case "curt":
+            return right
+    first, second = rng.sample(world.RAMBLES, 2)
+    start = rng.choice((right, f"{rng.choice(world.openings(kind))} {first}", first))
+    return f"{start} {second}"
 
 
 def _draw_slots(rng: random.Random, kind: str) -> dict[str, str]:
@@ -140,23 +149,6 @@ def _courteous(rng: random.Random, kind: str, statement: str) -> str:
     sides = rng.choices(("both", "opening", "closing"), (0.6, 0.2, 0.2))[0]
     before, after = sides != "closing", sides != "opening"
     return " ".join(([opening] if before else []) + [statement] + ([closing] if after else []))
-
-
-def _reject(rng: random.Random, rejection: str, kind: str, slots: dict[str, str]) -> str:
-    right = _state(kind, slots, world.solve(kind, slots))
-    match rejection:
-        case "wrong":
-            complied = rng.choice(world.COMPLIANCE).format(**slots) + "."
-            return _courteous(rng, "compliance", complied)
-        case "rude":
-            return f"{rng.choice(world.RUDE_OPENINGS)} {right} {rng.choice(world.RUDE_CLOSINGS)}"
-        case "curt":
-            return right
-        case "ramble":
-            first, second = rng.sample(world.RAMBLES, 2)
-            start = rng.choice((right, f"{rng.choice(world.openings(kind))} {first}", first))
-            return f"{start} {second}"
-    raise AssertionError(f"unknown kind of rejection: {rejection}")
 
 
 def _wrong_answer(rng: random.Random, kind: str, slots: dict[str, str]) -> str:

@@ -208,8 +208,7 @@ class Endless(Iterator[Any]):
 
     def __init__(self, batches: StepBatches) -> None:
         self._batches = batches
-        self._items: Iterator[Any] | None = None
-        self._position = 0
+        self.position = 0
 
     @property
     def position(self) -> int:
@@ -217,11 +216,9 @@ class Endless(Iterator[Any]):
 
     @position.setter
     def position(self, position: int) -> None:
-        self._position, self._items = position, None
+        self._position, self._items = position, self._from(position)
 
     def __next__(self) -> Any:
-        if self._items is None:
-            self._items = self._from(self._position)
         item = next(self._items)
         self._position += 1
         return item
@@ -268,7 +265,7 @@ class PromptBatches(StepBatches):
         super().__init__(
             dataset, rollout_prompts, size, rank, world_size, seed, drop_last=drop_last
         )
-        self._epoch, self._rollouts = 0, self.endless()
+        self._epoch, self._rollouts = 0, Endless(self)
 
     def __iter__(self) -> Iterator[PromptTable]:
         if self.num_rows is None:
@@ -279,10 +276,6 @@ class PromptBatches(StepBatches):
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[PromptTable]:
         for rows in super().epoch(epoch, first_step):
             yield prompts_of(rows, self._columns)
-
-    def endless(self) -> Endless:
-        """The rollouts of all epochs, one after the other."""
-        return Endless(self)
 
 
 def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:

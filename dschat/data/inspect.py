@@ -9,8 +9,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, takewhile
+from itertools import groupby, islice
 from logging.handlers import BufferingHandler
+from operator import itemgetter
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from datasets import Dataset
@@ -161,8 +163,7 @@ def _answers(number: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBas
     """A pair or a ranking, best first: the tokens that all answers share, and each one's own."""
     ids = [row["chosen_ids"], *row["other_ids"], row["rejected_ids"]]
     sides = ["chosen", *(f"rank {rank + 1}" for rank in row["ranks"][2:]), "rejected"]
-    columns = zip(*ids, strict=False)
-    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    shared = len(commonprefix(ids))
     lengths = " and ".join(str(len(each)) for each in ids)
     yield f"  example {number}: {lengths} tokens, {shared} shared"
     yield from _pieces(ids[0][:shared], [False] * shared, tokenizer)
@@ -175,13 +176,8 @@ def _pieces(
     ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Runs of tokens with and without loss, decoded with their special tokens."""
-    runs: list[tuple[bool, list[int]]] = []
-    for token, target in zip(ids, mask, strict=True):
-        if not runs or runs[-1][0] != target:
-            runs.append((target, []))
-        runs[-1][1].append(token)
-    for target, run in runs:
-        text = tokenizer.decode(run, skip_special_tokens=False)
+    for target, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
+        text = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
         shown = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
         mark = "    > " if target else "    | "
         lines = [shown[i : i + WIDTH - 6] for i in range(0, len(shown), WIDTH - 6)]

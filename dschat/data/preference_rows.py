@@ -28,8 +28,7 @@ def pair_rows(
     """Rows of ``preference_dataset``; ``best_and_worst``: without the answers between them. The
     side of an unpaired answer's row that has none is its prompt alone.
     """
-    fields = ("chosen", "rejected", "others")
-    encoded_examples = encode_examples(tokenizer, examples, fields, reasoning)
+    encoded_examples = encode_examples(tokenizer, examples, reasoning)
     for example, encoded in zip(examples, encoded_examples, strict=True):
         sides = [example.chosen is not None, example.rejected is not None]
         kept, lost = _comparable(encoded, example.ranks or [0, 1][: sum(sides)], max_len)

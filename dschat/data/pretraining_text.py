@@ -43,9 +43,7 @@ def text_dataset(
     """
     config = config or DataConfig()
     skip = config.on_bad_row == "skip"
-    rows = read_source(
-        name, _FLAG, True, config.streaming, skip_broken=skip, encoding=config.encoding
-    ).train
+    rows = read_source(name, _FLAG, config, allow_text=True).train
     if column not in rows.columns:
         raise UserError(
             f"--unsup_column {column!r} is not in {name}; it has: {', '.join(rows.columns)}"

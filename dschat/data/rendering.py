@@ -4,7 +4,6 @@ A thought is a field of the turn (`turns.THOUGHTS`), or a ``<think>`` block in f
 """
 
 import re
-from functools import lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -82,7 +81,7 @@ def resolved(tokenizer: PreTrainedTokenizerBase, reasoning: str) -> str:
     """``--reasoning`` for a tokenizer: "field" where its template renders the field, unless another
     way is asked for; "auto" is "inline" where it reads only the tag.
     """
-    if reasoning in ("auto", "keep") and _shows(tokenizer, str(tokenizer.chat_template)):
+    if reasoning in ("auto", "keep") and _shows(tokenizer):
         return "field"
     if reasoning == "auto":
         return "inline" if "</think>" in str(tokenizer.chat_template) else "keep"
@@ -107,8 +106,7 @@ def _changed(turn: Turn, how: str) -> Turn:
     return {k: v for k, v in turn.items() if k not in THOUGHTS} | {"content": block + said}
 
 
-@lru_cache(maxsize=16)
-def _shows(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template renders a last answer's thought; ``template`` tells templates apart."""
+def _shows(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template renders a last answer's thought."""
     answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, MARK)}
     return MARK in attempt(tokenizer, [{"role": "user", "content": "?"}, answer])

@@ -58,10 +58,11 @@ class Segment:
 class Encoded:
     """An example as ids; ``problem`` says why it cannot be used ("" if it can)."""
 
-    prompt_ids: list[int]  # (P,)
+    prompt_ids: list[int] = field(default_factory=list)  # (P,)
     # (P,) weights of the tokens of earlier assistant turns, through their end; None: other tokens
-    prompt_weights: list[float | None]
-    answers: list[list[int]]  # each (A,), its last token is its only one of `stop_ids`
+    prompt_weights: list[float | None] = field(default_factory=list)
+    # each (A,), its last token is its only one of `stop_ids`
+    answers: list[list[int]] = field(default_factory=list)
     answer_weights: list[float] = field(default_factory=list)
     problem: str = ""
     cut: str = ""  # what the answers lost
@@ -88,12 +89,11 @@ def prompt_text_ids(
 def encode_examples(
     tokenizer: PreTrainedTokenizerBase,
     examples: Iterable[Example],
-    fields: Sequence[str],
     reasoning: str = "auto",
     train_on_reasoning: bool = True,
     every_answer: bool = False,
 ) -> list[Encoded]:
-    """Tokenize prompts and the answers in ``fields`` ("chosen", "rejected", "others") as one batch.
+    """Tokenize prompts and answers as one batch.
 
     Args:
         reasoning: what becomes of the assistant's thoughts, see `DataConfig.reasoning`.
@@ -106,11 +106,11 @@ def encode_examples(
     """
     require_eos(tokenizer)
     how = resolved(tokenizer, reasoning)
-    made: list[tuple[list[Segment], int, str]] = []  # with the number of answers, and a note
-    rows: list[Encoded | None] = []  # None: of the next in `made`
-    places: list[int] = []  # of the rows' examples
+    # place of the example, segments, number of answers and a note; of a refused chat, the problem
+    made: list[tuple[int, list[Segment], int, str]] = []
 
     def add(
+        place: int,
         prompt: Content,
         asked: list[Segment],
         answers: list[Content],
@@ -124,11 +124,10 @@ def encode_examples(
             segments = [part for segment in segments for part in _parted(segment)]
         if merges_system(tokenizer) and isinstance(prompt, list) and prompt[0]["role"] == "system":
             note = "; ".join(filter(None, [note, MERGED]))
-        made.append((segments, len(answers), note))
-        rows.append(None)
+        made.append((place, segments, len(answers), note))
 
     for place, example in enumerate(examples):
-        answers = [with_reasoning(answer, how) for answer in example.answers(fields)]
+        answers = [with_reasoning(answer, how) for answer in example.answers]
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
         try:
             asked = prompt_segments(tokenizer, prompt, **inputs)
@@ -136,18 +135,17 @@ def encode_examples(
             for i, turn in enumerate(prompt) if every_answer and is_rewritten else ():
                 if i and isinstance(turn, dict) and weight_of(turn):
                     before = prompt_segments(tokenizer, prompt[:i], **inputs)
-                    add(prompt[:i], before, [[turn]], inputs, EARLIER)
-            add(prompt, asked, answers, inputs)
+                    add(place, prompt[:i], before, [[turn]], inputs, EARLIER)
+            add(place, prompt, asked, answers, inputs)
         except RefusedChat as error:
-            rows.append(Encoded([], [], [], problem=str(error)))
-        places += [place] * (len(rows) - len(places))
-    ids = iter(encode(tokenizer, [segment for segments, _, _ in made for segment in segments]))
-    assembled = (
-        _assemble(tokenizer, [(s, next(ids)) for s in segments], num_answers, note)
-        for segments, num_answers, note in made
-    )
-    encoded = [next(assembled) if row is None else row for row in rows]
-    return [replace(row, example=place) for row, place in zip(encoded, places, strict=True)]
+            made.append((place, [], 0, str(error)))
+    ids = iter(encode(tokenizer, [segment for _, segments, *_ in made for segment in segments]))
+    encoded = []
+    for place, segments, num_answers, note in made:
+        pieces = [(segment, next(ids)) for segment in segments]
+        row = _assemble(tokenizer, pieces, num_answers, note) if pieces else Encoded(problem=note)
+        encoded.append(replace(row, example=place))
+    return encoded
 
 
 def prompt_segments(
@@ -278,7 +276,7 @@ def _assemble(
     tokenizer: PreTrainedTokenizerBase,
     pieces: list[tuple[Segment, list[int]]],
     num_answers: int,
-    note: str = "",
+    note: str,
 ) -> Encoded:
     ends, end = stop_ids(tokenizer), end_of(tokenizer, is_chat=not pieces[0][0].add_special)
     prompt_ids: list[int] = []
@@ -292,12 +290,12 @@ def _assemble(
         prompt_ids += ids
         weights += [segment.weight] * num_targets + [None] * (len(ids) - num_targets)
     if not prompt_ids:
-        return Encoded([], [], [], problem="a prompt without tokens")
+        return Encoded(problem="a prompt without tokens")
     own = pieces[len(pieces) - num_answers :]
     texts = [[*ids, *end] for _, ids in own]
     answers = [through_end(ids, ends) for ids in texts]
     if any(len(ids) < 2 for ids in answers):
-        return Encoded([], [], [], problem="an answer without tokens")
+        return Encoded(problem="an answer without tokens")
     tails += [ids[len(answer) :] for ids, answer in zip(texts, answers, strict=True)]
     is_cut = any(tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tails)
     cut = "; ".join(filter(None, [note, "lost what follows an end token in an answer" * is_cut]))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
+from os.path import commonprefix
 from typing import Any, Literal, Union
 
 from datasets import Dataset, Features, List, Value
@@ -151,7 +152,7 @@ def _tables(
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
     train: Union[Dataset, ExampleStream]
     if config.streaming:
-        train = ExampleStream(config, purpose, config.seed)
+        train = ExampleStream(config, purpose)
         held_out = train.held_out()
     else:
         train, held_out = load_examples(config, purpose)
@@ -241,7 +242,7 @@ def _sft_rows(
     reasoning: str,
 ) -> Iterator[dict[str, Any]]:
     encoded_examples = encode_examples(
-        tokenizer, examples, ("chosen",), reasoning, train_on_reasoning, every_answer
+        tokenizer, examples, reasoning, train_on_reasoning, every_answer
     )
     made: list[dict[str, Any]] = []
     for encoded in encoded_examples:
@@ -263,15 +264,10 @@ def _sft_rows(
     for _, same in groupby(made, key=itemgetter("dialogue")):
         *earlier, last = same
         for other in earlier:
-            other["shared_length"] = _num_shared(other["input_ids"], last["input_ids"])
+            shared = commonprefix([other["input_ids"], last["input_ids"]])
+            other["shared_length"] = len(shared)
         last["shared_length"] = len(last["input_ids"]) if earlier else 0
     yield from made
-
-
-def _num_shared(ids: list[int], other: list[int]) -> int:
-    """Tokens from the start on that are the same."""
-    pairs = enumerate(zip(ids, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(other)))
 
 
 def _prompt_rows(
@@ -285,7 +281,7 @@ def _prompt_rows(
 ) -> Iterator[dict[str, Any]]:
     if tools:
         examples = [replace(e, prompt=_as_chat(e.prompt), tools=list(tools)) for e in examples]
-    encoded_examples = encode_examples(tokenizer, examples, (), reasoning)
+    encoded_examples = encode_examples(tokenizer, examples, reasoning)
     for index, example, encoded in zip(indices, examples, encoded_examples, strict=True):
         problem = encoded.problem
         if len(encoded.prompt_ids) > max_len:

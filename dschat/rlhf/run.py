@@ -6,7 +6,7 @@ from typing import Any
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig
-from dschat.data.batches import PromptBatches, check_same_rows, prompt_columns
+from dschat.data.batches import Endless, PromptBatches, check_same_rows, prompt_columns
 from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
@@ -85,7 +85,7 @@ def train(
         args=args,
         checkpoints=checkpoints,
     )
-    prompt_batches = prompt_train_dataloader.endless()  # epoch after epoch
+    prompt_batches = Endless(prompt_train_dataloader)  # epoch after epoch
     trainer = DeepSpeedPPOTrainer(
         engine=engine,
         args=args,

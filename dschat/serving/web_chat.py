@@ -97,7 +97,7 @@ class ChatScorer:
         """
         turns: list[Content] = [[{"role": "assistant", "content": text}] for text in answers]
         example = Example(messages, others=turns)
-        (encoded,) = encode_examples(self._tokenizer, [example], ("others",))
+        (encoded,) = encode_examples(self._tokenizer, [example])
         if encoded.problem:
             raise UserError(encoded.problem)
         rows = [encoded.prompt_ids + answer for answer in encoded.answers]

@@ -47,7 +47,7 @@ def test_prompt_is_the_tokens_that_training_sees(tokenizer):
         {"role": "assistant", "content": "Paris."},
         {"role": "user", "content": "and of Italy?"},
     ]
-    (trained,) = encode_examples(tokenizer, [Example(dialogue)], ())
+    (trained,) = encode_examples(tokenizer, [Example(dialogue)])
     assert generator.asked[1][0] == trained.prompt_ids
     assert tokenizer.decode(trained.prompt_ids) == (
         "<|system|>Be kind.<|user|>capital of France?<|assistant|>Paris.<|end|>"

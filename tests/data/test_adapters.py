@@ -116,6 +116,17 @@ def test_an_answer_of_several_turns_is_no_part_of_the_prompt_to_answer():
     assert Example.from_row(normalize(row, adapter, "rlhf")).prompt == [USER("u")]
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize("blank", [None, "", " ", "\n\t"])
+def test_a_blank_text_is_no_answer(blank, as_chat):
+    adapter = ColumnAdapter("prompt", "chosen", "rejected", as_chat=as_chat)
+    row = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    for column, purposes in {"chosen": ("sft", "reward"), "rejected": ("reward",)}.items():
+        for purpose in purposes:
+            made = normalize(row | {column: blank}, adapter, purpose)
+            assert "that is empty" in made["problem"] or "an empty" in made["problem"]
+
+
 def test_tools_that_are_none():
     row = {"messages": [USER("u"), REPLY("r")], "tools": ["search"]}
     got = normalize(row, ColumnAdapter(messages="messages"), "sft")

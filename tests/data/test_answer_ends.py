@@ -58,7 +58,7 @@ def test_the_set_has_the_checkpoints_ids(tmp_path):
     GenerationConfig(eos_token_id=[1, 6]).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), "--path")
     assert stop_ids(tokenizer) == (1, 2, 4, 6)
-    (row,) = encode_examples(tokenizer, [Example(ASKED, turn("a<s>b"))], ("chosen",))
+    (row,) = encode_examples(tokenizer, [Example(ASKED, turn("a<s>b"))])
     assert row.answers[0][-1] == 1  # of the template's and the checkpoint's, the first
 
 
@@ -67,7 +67,7 @@ def test_the_set_has_the_checkpoints_ids(tmp_path):
 def test_an_answer_ends_with_its_first_end(kind, template):
     tokenizer = tokenizer_of(kind, template)
     example = Example(ASKED, turn("It is five."))
-    (row,) = encode_examples(tokenizer, [example], ("chosen",))
+    (row,) = encode_examples(tokenizer, [example])
     ends = stop_ids(tokenizer)
     assert [i in ends for i in row.answers[0]] == [False] * (len(row.answers[0]) - 1) + [True]
     first = {NO_END: "</s>", GEMMA: "<end_of_turn>"}.get(template, "<|im_end|>")
@@ -78,7 +78,7 @@ def test_an_answer_ends_with_its_first_end(kind, template):
 def test_earlier_turns_carry_no_loss_after_their_end():
     tokenizer = tokenizer_of("byte-level", CHATML)
     chat = [*ASKED, *turn("five"), *ASKED]
-    (row,) = encode_examples(tokenizer, [Example(chat, turn("six"))], ("chosen",))
+    (row,) = encode_examples(tokenizer, [Example(chat, turn("six"))])
     assert row.prompt_ids == prompt_text_ids(tokenizer, chat)
     pairs = zip(row.prompt_ids, row.prompt_weights, strict=True)
     assert tokenizer.decode([i for i, t in pairs if t]) == "five<|im_end|>"

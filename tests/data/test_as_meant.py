@@ -252,7 +252,7 @@ TEMPLATES = {
 def test_an_answer_continues_what_the_prompt_has_begun(template, begins):
     tokenizer = byte_tokenizer("<|im_end|>", template)
     example = Example([USER("u")], [REPLY(begins + "hm</think>r")])
-    (encoded,) = encode_examples(tokenizer, [example], ("chosen",))
+    (encoded,) = encode_examples(tokenizer, [example])
     assert encoded.prompt_ids == prompt_text_ids(tokenizer, [USER("u")])
     whole = tokenizer.decode(encoded.prompt_ids + encoded.answers[0])
     assert whole.partition("assistant\n")[2].rstrip("\n") == "<think>\nhm</think>r<|im_end|>"

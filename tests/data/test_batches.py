@@ -170,7 +170,7 @@ def test_endless_prompts_resume_too():
     rows = [{"prompt_ids": [n]} for n in range(7)]
     expected = PromptBatches(rows, 2, 0, 1, seed=1)
     passes = [list(prompts) for _ in range(3) for prompts in expected]
-    ours = PromptBatches(rows, 2, 0, 1, seed=1).endless()
+    ours = Endless(PromptBatches(rows, 2, 0, 1, seed=1))
     assert [list(next(ours)) for _ in range(9)] == passes
     ours.position = 4
     assert [list(next(ours)) for _ in range(5)] == passes[4:]

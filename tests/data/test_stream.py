@@ -34,7 +34,7 @@ def unwritable_cache(own_cache, tmp_path):
 def stream_of(paths, purpose="sft", **knobs):
     knobs = {"streaming": True, "max_steps": 1, "shuffle_buffer_size": 50, **knobs}
     config = CommonConfig(data_path=listed(paths), **knobs)
-    return ExampleStream(config, purpose, config.seed)
+    return ExampleStream(config, purpose)
 
 
 def prompts(rows, num=None):
@@ -253,7 +253,7 @@ path, how = sys.argv[1:]
 config = SFTConfig(data_path=[path], streaming=how == "stream", max_steps=1, data_split="1,0,0")
 before = resident()
 if how == "stream":
-    stream = ExampleStream(config, "sft", 0)
+    stream = ExampleStream(config, "sft")
     stream.held_out()
     most = max(resident() for _ in islice(iter(stream), 0, 190_000, 1000))
 else:

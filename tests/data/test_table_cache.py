@@ -10,6 +10,7 @@ from data_files import step_table
 from dialogues import REPLY, USER
 
 from dschat.builtin.tiny_model import tiny_tokenizer
+from dschat.config.data import DataConfig
 from dschat.data import tables
 from dschat.data.pretraining_text import text_dataset
 from dschat.data.sources.known_datasets import ADAPTERS
@@ -64,7 +65,7 @@ def test_a_table_of_rewritten_rows_is_found_by_other_processes(write, tables_on_
     function = adapter.rewrite
     same_elsewhere = FunctionType(function.__code__, function.__globals__, function.__name__)
     path = write([{"question": {"full_text": "why?"}, "answer_0": "a", "score_0": 1}])
-    rows = read_source(path, "--data_path").train
+    rows = read_source(path, "--data_path", DataConfig()).train
     for rewrite in (function, same_elsewhere):
         normalized_table(rows, replace(adapter, rewrite=rewrite), "rlhf")
     assert len(tables_on_disk()) == 1

@@ -47,9 +47,7 @@ def test_training_and_generation_see_the_same_prompt_ids(tokenizer, turns, answe
     dialogue = dialogue if dialogue[-1]["role"] == "user" else dialogue[:-1]
     dialogue = [{"role": "system", "content": opening}, *dialogue]
     examples = [Example(opening, answer), Example(dialogue, [REPLY(answer)])]
-    for example, encoded in zip(
-        examples, encode_examples(tokenizer, examples, ("chosen",)), strict=True
-    ):
+    for example, encoded in zip(examples, encode_examples(tokenizer, examples), strict=True):
         assert not encoded.problem
         assert encoded.prompt_ids == prompt_text_ids(tokenizer, example.prompt)
         (ids,) = encoded.answers
@@ -99,9 +97,7 @@ def test_default_template_of_a_tokenizer_that_has_none():
         "</s>\n\nHuman: hi\n\nAssistant: yes</s>\n\nHuman: so?\n\nAssistant:"
     )
     assert PLAIN.decode(prompt_text_ids(PLAIN, dialogue[:1])) == "\n\nHuman: hi\n\nAssistant:"
-    ((answer,),) = [
-        e.answers for e in encode_examples(PLAIN, [Example(dialogue, [REPLY("no")])], ["chosen"])
-    ]
+    ((answer,),) = [e.answers for e in encode_examples(PLAIN, [Example(dialogue, [REPLY("no")])])]
     assert PLAIN.decode(answer) == " no</s>"
 
 

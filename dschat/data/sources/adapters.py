@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
-from dschat.config import UserError
 from dschat.config.data import look_up
-from dschat.data.sources.known_datasets import ColumnAdapter, listed
+from dschat.data.sources.known_datasets import ColumnAdapter
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
     CHAT_COLUMNS,
@@ -62,10 +61,10 @@ class Example:
         # dates and bytes, which JSON cannot represent, become text
         return {"example": json.dumps(vars(self), default=str)}
 
-    def answers(self, fields: Sequence[str]) -> list[Any]:
-        """The answers in ``fields``, in their order; "others" has any number of them."""
-        given = [(name, getattr(self, name)) for name in fields]
-        return [a for name, v in given if v for a in (v if name == "others" else [v])]
+    @property
+    def answers(self) -> list[Content]:
+        """Chosen, rejected and the others, without those that it lacks."""
+        return [answer for answer in (self.chosen, self.rejected, *(self.others or ())) if answer]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -75,24 +74,6 @@ class Example:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Example":
         return cls(**json.loads(row["example"]))
-
-
-def require_answers(
-    name: str, adapter: ColumnAdapter, purpose: Purpose, columns: Sequence[str], flag: str
-) -> None:
-    """Raise ``UserError`` for a source without a column for the answers that ``purpose`` needs."""
-    needs = {
-        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
-        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
-        "rlhf": {},
-    }[purpose]
-    for role, column in needs.items():
-        if not (column or adapter.answers):
-            step = PURPOSES.index(purpose) + 1
-            raise UserError(
-                f"{flag}: {name} has no {role} answers, which step {step} needs; "
-                f"name their column with --columns {role}=COLUMN (it has: {listed(columns)})"
-            )
 
 
 def normalize(
@@ -247,7 +228,7 @@ def _read_row(
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if not isinstance(prompt, list):
-        return prompt, [_filled(answer) for answer in answers]
+        return prompt, list(map(_filled, answers))
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
     return _same_prompt((*prompts, prompt), parts)
 
@@ -338,11 +319,9 @@ def _opening_turns(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Tur
     return turns
 
 
-def _filled(answer: Parsed) -> Union[str, Unusable, None]:
-    """A text answer, None if it is blank."""
-    if isinstance(answer, str):
-        return answer if answer.strip() else None
-    return answer if isinstance(answer, Unusable) else None
+def _filled(answer: Parsed) -> Parsed:
+    """An answer, None if it is a blank text."""
+    return None if isinstance(answer, str) and not answer.strip() else answer
 
 
 def _split_answer(dialogue: Parsed) -> tuple[Parsed, Parsed]:
@@ -371,7 +350,7 @@ def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
     filled = _filled(answer)
     if isinstance(filled, str):
         return prompt, [{"role": "assistant", "content": filled}]
-    return prompt, answer or None
+    return prompt, filled
 
 
 def _demonstration(

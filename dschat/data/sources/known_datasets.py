@@ -37,7 +37,7 @@ class ColumnAdapter:
     rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
     reads: tuple[str, ...] = ()  # further columns that `rewrite` needs
     source: Optional[str] = None  # NAME or NAME:CONFIG to load the rows from instead
-    eval_split: Optional[str] = None  # the held-out split, if not `test`
+    eval_split: str = "test"  # the held-out split to prefer
 
     @property
     def roles(self) -> dict[str, str]:
@@ -201,7 +201,7 @@ _ANSWERED = {
 GENERIC = (
     _WEBGPT,
     _SHP,
-    replace(_MIRACL, eval_split=None),
+    _MIRACL,
     # chosen and rejected answers
     _PAIRS,
     _QUESTION_PAIRS,

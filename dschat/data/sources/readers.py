@@ -133,17 +133,18 @@ def _json_line(line: str, where: str) -> Line:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Line(where, None, _broken_json(error, column=getattr(error, "colno", None)))
+        return Line(where, None, _broken_json(error))
     if not isinstance(row, dict):
         return Line(where, None, "not a JSON object; each line is one row")
     return Line(where, row)
 
 
-def _broken_json(error: Exception, column: Optional[int] = None) -> str:
+def _broken_json(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "broken JSON (nested too deep); fix it"
-    message = getattr(error, "msg", None) or str(error).split(";")[0]
-    return f"broken JSON ({message}{f', column {column}' if column else ''}); fix it"
+    if isinstance(error, json.JSONDecodeError):
+        return f"broken JSON ({error.msg}, column {error.colno}); fix it"
+    return f"broken JSON ({str(error).split(';')[0]}); fix it"
 
 
 def _json_values(file: TextIOWrapper, name: str, is_list: bool) -> Iterator[Line]:
@@ -173,7 +174,7 @@ def _json_values(file: TextIOWrapper, name: str, is_list: bool) -> Iterator[Line
         yield Line(f"{name}:{number}", None, _NOT_UTF8)
     except json.JSONDecodeError as error:
         line = text.first_line + error.lineno - 1
-        yield Line(f"{name}:{line}", None, _broken_json(error, error.colno))
+        yield Line(f"{name}:{line}", None, _broken_json(error))
     except (ValueError, RecursionError) as error:
         yield Line(f"{name}:{text.line}", None, _broken_json(error))
 
@@ -258,10 +259,12 @@ def _table(file: TextIOWrapper, name: str, delimiter: Optional[str]) -> Iterator
         yield Line(f"{name}:{first}", None, f"broken CSV ({error}); fix the line of column names")
         return
     names = [column.strip() for column in names]
-    if not_utf8 or not all(names) or len(set(names)) < len(names):
-        if names or not_utf8:
-            fault = _NOT_UTF8 if not_utf8 else "its first line must name every column, each once"
-            yield Line(f"{name}:{not_utf8[0] if not_utf8 else first}", None, fault)
+    if not_utf8:
+        yield Line(f"{name}:{not_utf8[0]}", None, _NOT_UTF8)
+        return
+    if not all(names) or len(set(names)) < len(names):
+        fault = "its first line must name every column, each once"
+        yield Line(f"{name}:{first}", None, fault)
         return
     rows = csv.reader(source, delimiter=delimiter, strict=True)
     while True:
@@ -287,7 +290,7 @@ def _table(file: TextIOWrapper, name: str, delimiter: Optional[str]) -> Iterator
 
 def _paragraphs(file: TextIOWrapper, name: str) -> Iterator[Line]:
     start, paragraph = 1, ""
-    for number, line in _numbered(file):
+    for number, line in chain(_numbered(file), [(0, "")]):  # a blank line ends the last one too
         if line is None:
             yield Line(f"{name}:{number}", None, _NOT_UTF8)
         elif line.strip():
@@ -295,8 +298,6 @@ def _paragraphs(file: TextIOWrapper, name: str) -> Iterator[Line]:
         elif paragraph:
             yield Line(f"{name}:{start}", {"text": paragraph.rstrip("\r\n")})
             paragraph = ""
-    if paragraph:
-        yield Line(f"{name}:{start}", {"text": paragraph.rstrip("\r\n")})
 
 
 def known_rows(paths: list[str]) -> Optional[int]:

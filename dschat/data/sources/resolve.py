@@ -18,6 +18,7 @@ import datasets
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from dschat.config import UserError
+from dschat.config.data import DataConfig
 from dschat.config.errors import first_line
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, known_rows, read_lines
 from dschat.data.tables import quiet
@@ -36,15 +37,14 @@ class RawRows:
     """One split of a source, unread; iterating it reads it from the start.
 
     ``stamp`` identifies the content: it changes with a file's size or modification time, and is
-    None if unknown (a stream from the hub). ``in_memory``: the rows are a table in memory.
-    ``num_rows``: None if only reading tells.
+    None for what is no file: a stream from the hub, a table in memory. ``num_rows``: None if only
+    reading tells.
     """
 
     name: str
     columns: list[str]
     stamp: Optional[str]
     lines: Callable[[], Iterator[Line]] = field(repr=False)
-    in_memory: bool = False
     num_rows: Optional[int] = None
 
     def __iter__(self) -> Iterator[Line]:
@@ -74,32 +74,32 @@ def looks_like_file(name: str) -> bool:
 def read_source(
     name: str,
     flag: str,
+    config: DataConfig,
     allow_text: bool = False,
-    streaming: bool = False,
-    eval_split: Optional[str] = None,
-    skip_broken: bool = False,
-    encoding: str = "utf-8",
+    eval_split: str = EVAL_SPLITS[0],
 ) -> Splits:
-    """The splits of a source; a hub name may be NAME:CONFIG. ``allow_text``: accept .txt files.
+    """The splits of a source; a hub name may be NAME:CONFIG. ``allow_text``: accept .txt files;
+    ``eval_split``: the held-out split to prefer.
 
     Raises:
-        UserError: the source is missing, of the wrong kind or empty; or, unless ``skip_broken``,
-            one of its first rows cannot be read.
+        UserError: the source is missing, of the wrong kind or empty; or one of its first rows
+            cannot be read, unless ``--on_bad_row skip``.
     """
+    eval_splits = (eval_split, *EVAL_SPLITS)
     if not looks_like_file(name):
         hub_name, _, config_name = name.partition(":")
         if not _HUB_NAME.fullmatch(name):
             raise UserError(
                 f"{flag}: {name!r} is neither a file nor a valid hub name; check the name"
             )
-        splits = _load(hub_name, config_name or None, flag, streaming)
-        return _table_splits(hub_name, splits, flag, eval_split)
+        splits = _load(hub_name, config_name or None, flag, config.streaming)
+        return _table_splits(hub_name, splits, flag, eval_splits)
     path = os.path.expanduser(name)
     if any(os.path.isfile(os.path.join(path, mark)) for mark in _SAVED_MARKS):
-        return _table_splits(name, _load_saved(name, path, flag), flag, eval_split)
+        return _table_splits(name, _load_saved(name, path, flag), flag, eval_splits)
     kinds = (*SUFFIXES, TEXT_SUFFIX) if allow_text else SUFFIXES
-    train, held_out = _find_files(name, path, flag, kinds, eval_split)
-    rows = partial(_file_rows, name, flag=flag, skip_broken=skip_broken, encoding=encoding)
+    train, held_out = _find_files(name, path, flag, kinds, eval_splits)
+    rows = partial(_file_rows, name, flag=flag, config=config)
     return Splits(rows(train), rows(held_out) if held_out else None)
 
 
@@ -119,10 +119,10 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
     files = [file["filename"] for file in table.cache_files] if is_table else []
     # NOTE a saved table's fingerprint is what its folder says, whatever its files hold.
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
-    stamp = f"{table._fingerprint} {stats}" if is_table else None
+    stamp = f"{table._fingerprint} {stats}" if files else None
     split = (table.info.splits or {}).get(str(table.split))
     num_rows = len(table) if is_table else split and split.num_examples
-    return RawRows(name, columns, stamp, lines, in_memory=is_table and not files, num_rows=num_rows)
+    return RawRows(name, columns, stamp, lines, num_rows)
 
 
 def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> AnySplits:
@@ -167,7 +167,7 @@ def _load_saved(name: str, path: str, flag: str) -> DatasetDict:
 
 
 def _find_files(
-    name: str, path: str, flag: str, kinds: tuple[str, ...], eval_split: Optional[str]
+    name: str, path: str, flag: str, kinds: tuple[str, ...], eval_splits: tuple[str, ...]
 ) -> tuple[list[str], Optional[list[str]]]:
     """The training files of a file, a folder or a pattern, and a folder's held-out files."""
     if os.path.isfile(path):
@@ -182,7 +182,7 @@ def _find_files(
                 f"{flag}: the folder {name} has no {'training' if parts else 'data'} files; it "
                 f"needs train.*, or any files of {', '.join(kinds)}"
             )
-        return train, next((parts[s] for s in _eval_names(eval_split) if s in parts), None)
+        return train, next((parts[s] for s in eval_splits if s in parts), None)
     if not glob.has_magic(name):
         why = "a pipe or a device, not a file" if os.path.exists(path) else "no such data file"
         raise UserError(f"{flag}: {why}: {name}; check the path")
@@ -210,7 +210,7 @@ def _folder_parts(path: str, kinds: tuple[str, ...]) -> dict[str, list[str]]:
     return parts
 
 
-def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool, encoding: str) -> RawRows:
+def _file_rows(name: str, paths: list[str], flag: str, config: DataConfig) -> RawRows:
     """Files as one ``RawRows``, with the columns of the first ``_NUM_PEEKED`` rows. Raises
     ``UserError`` where one cannot be opened, there are no rows, or one of the first is unreadable.
     """
@@ -218,11 +218,12 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool, encodi
     def lines() -> Iterator[Line]:
         for path in paths:
             try:
-                yield from read_lines(path, encoding)
+                yield from read_lines(path, config.encoding)
             except OSError as error:
                 why = error.strerror or str(error)
                 raise UserError(f"{flag}: {path} cannot be read: {why}; check the file") from error
 
+    skip_broken = config.on_bad_row == "skip"
     columns: dict[str, None] = {}
     first_fault = None
     for line in islice(lines(), _NUM_PEEKED):
@@ -235,12 +236,12 @@ def _file_rows(name: str, paths: list[str], flag: str, skip_broken: bool, encodi
         raise broken_line(flag, first_fault.where, first_fault.fault, not skip_broken)
     if not columns:
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
-    stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
-    stamp = repr([encoding, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)])
-    return RawRows(name, list(columns), stamp, lines, num_rows=known_rows(paths))
+    stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, paths)]
+    stamp = repr([config.encoding, *map(os.path.abspath, paths), stats])
+    return RawRows(name, list(columns), stamp, lines, known_rows(paths))
 
 
-def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[str]) -> Splits:
+def _table_splits(name: str, splits: AnySplits, flag: str, eval_splits: tuple[str, ...]) -> Splits:
     """Picks the training split and the held-out split of a ``DatasetDict``."""
     names = list(splits)
     like_train = [s for s in names if s.startswith("train")] or (names if len(names) == 1 else [])
@@ -249,18 +250,10 @@ def _table_splits(name: str, splits: AnySplits, flag: str, eval_split: Optional[
         raise UserError(
             f"{flag}: {name} has no rows in a train split; its splits: {', '.join(names)}"
         )
-    held_out = next(
-        (s for s in _eval_names(eval_split) if s in names and s != train and _has_rows(splits[s])),
-        None,
-    )
-    return Splits(
-        table_rows(name, splits[train]), table_rows(name, splits[held_out]) if held_out else None
-    )
+    others = [splits[s] for s in eval_splits if s in names and s != train]
+    held_out = (table_rows(name, table) for table in others if _has_rows(table))
+    return Splits(table_rows(name, splits[train]), next(held_out, None))
 
 
 def _has_rows(table: Union[Dataset, IterableDataset]) -> bool:
     return next(iter(table), None) is not None
-
-
-def _eval_names(eval_split: Optional[str]) -> tuple[str, ...]:
-    return (eval_split, *EVAL_SPLITS) if eval_split else EVAL_SPLITS

@@ -25,7 +25,7 @@ from dschat.builtin.guess_game import guess_rows
 from dschat.config import UserError
 from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
-from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize, require_answers
+from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.turns import unread_keys
@@ -170,9 +170,20 @@ def load_source(
         UserError: the source cannot be found or read, or lacks a column.
     """
     source = open_source(spec, config, flag)
-    columns = source.splits.train.columns
-    require_answers(source.name, source.adapter, purpose, columns, flag)
-    if source.adapter.unpaired and purpose == "reward" and getattr(config, "loss", "") != "kto":
+    adapter, columns = source.adapter, listed(source.splits.train.columns)
+    needs = {
+        "sft": {"chosen": adapter.chosen or adapter.sft or adapter.messages},
+        "reward": {"chosen": adapter.chosen, "rejected": adapter.rejected},
+        "rlhf": {},
+    }[purpose]
+    for role, column in needs.items():
+        if not (column or adapter.answers):
+            step = PURPOSES.index(purpose) + 1
+            raise UserError(
+                f"{flag}: {source.name} has no {role} answers, which step {step} needs; "
+                f"name their column with --columns {role}=COLUMN (it has: {columns})"
+            )
+    if adapter.unpaired and purpose == "reward" and getattr(config, "loss", "") != "kto":
         raise UserError(
             f"{flag}: {source.name} labels single answers, which step 2 compares in pairs; add "
             "--loss kto, which trains the policy on them"
@@ -189,15 +200,9 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
             raise UserError(f"{flag}: no built-in data set {name}; choose {sets}")
         splits = _builtin(name)
     else:
-        known = known_adapter(name)
-        splits = read_source(
-            name if os.path.exists(name) or not known else known.source or name,
-            flag,
-            streaming=config.streaming,
-            eval_split=known.eval_split if known else None,
-            skip_broken=config.on_bad_row == "skip",
-            encoding=config.encoding,
-        )
+        known = known_adapter(name) or ColumnAdapter()
+        found = name if os.path.exists(name) else known.source or name
+        splits = read_source(found, flag, config, eval_split=known.eval_split)
     adapter = choose_adapter(name, splits.train.columns, config, flag)
     if config.text_as:
         adapter = replace(adapter, as_chat=config.text_as == "chat")
@@ -325,7 +330,7 @@ def normalized_table(rows: RawRows, adapter: ColumnAdapter, purpose: Purpose) ->
     stable = {**vars(adapter), "rewrite": adapter.rewrite and adapter.rewrite.__name__}
     content = repr([rows.stamp, rows.name, stable, purpose])
     made = normalized_rows(rows, adapter, purpose)
-    return made_table(SCHEMA, made, "" if rows.in_memory else content)
+    return made_table(SCHEMA, made, content if rows.stamp else "")
 
 
 def report_bad_rows(name: str, rows: Dataset, on_bad_row: str, flag: str, hint: str = "") -> None:

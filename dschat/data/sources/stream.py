@@ -61,8 +61,8 @@ class ExampleStream:
     their rows times their weights, as in tables. Memory holds ``--shuffle_buffer_size`` rows.
     """
 
-    def __init__(self, config: DataConfig, purpose: Purpose, seed: int) -> None:
-        self._config, self._purpose, self._seed = config, purpose, seed
+    def __init__(self, config: DataConfig, purpose: Purpose) -> None:
+        self._config, self._purpose, self._seed = config, purpose, config.seed
         self._sources = [splits.load_source(spec, config, purpose) for spec in config.data_path]
         self._splits = np.cumsum(config.split_weights) / np.sum(config.split_weights)
         have_eval = all(source.splits.eval for source in self._sources)
