@@ -5,12 +5,13 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -49,9 +50,9 @@ class Server:
 
     config: ServeConfig
     models: dict[str, ServedModel]
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
+        self.metrics = ServerMetrics(self.models.values())
         # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
         self.encoders = self.thread()
         self._running: set[Generation] = set()
@@ -65,7 +66,6 @@ class Server:
         """Start the engines, in the event loop."""
         for model in self.models.values():
             model.worker.start()
-        self.metrics.follow(list(self.models.values()))
 
     def stop(self) -> None:
         for model in self.models.values():
@@ -209,7 +209,8 @@ class Server:
         return JSONResponse(status, 503 if ended else 200)
 
     async def render_metrics(self) -> Response:
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+        metrics = generate_latest(self.metrics.registry)
+        return Response(metrics, media_type="text/plain; version=0.0.4")
 
 
 def create_app(
