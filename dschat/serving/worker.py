@@ -117,10 +117,10 @@ class EngineWorker:
                 core.add(request)
             except Exception as error:
                 logger.exception("a request could not be queued")
-                news: list[tuple[Handle, Token | Exception]] = [(handle, error)]
-                self._loop.call_soon_threadsafe(self._deliver, news)
-                return
-            self.handles[request] = handle
+                self._news.append((handle, error))
+                self._send_news()
+            else:
+                self.handles[request] = handle
 
         self._commands.put(add)
         return handle
