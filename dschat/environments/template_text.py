@@ -76,7 +76,7 @@ class ObservationTokens:
     def _results(self, results: Sequence[ToolResult]) -> str:
         """The text of tools' turns. Some templates allow one call in an answer: they see one."""
         ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral's have nine characters
-        calls = [_call(r.name, i) for r, i in zip(results, ids, strict=True)]
+        calls = [_call(r.name or "tool", _ANSWERED, i) for r, i in zip(results, ids, strict=True)]
         turns = [
             {"role": "tool", "content": r.text, "name": r.name or "tool", "tool_call_id": i}
             for r, i in zip(results, ids, strict=True)
@@ -116,8 +116,8 @@ class ObservationTokens:
         return tuple(ids)
 
 
-def _call(name: str, number: str) -> dict[str, Any]:
-    function = {"name": name or "tool", "arguments": {"argument": _ANSWERED}}
+def _call(name: str, value: str, number: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": {"argument": value}}
     return {"type": "function", "id": number, "function": function}
 
 
@@ -129,7 +129,7 @@ def _no_place(flag: str, what: str) -> UserError:
 
 
 _QUESTION = [{"role": "user", "content": "question"}]
-_NAME, _KEY, _VALUE = "name-of-tool", "key-of-argument", "value-of-argument"
+_NAME = "name-of-tool"
 _ARGUMENTS = ("arguments", "parameters")
 _FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -212,8 +212,7 @@ class CallParser:
 
 def _mark(tokenizer: PreTrainedTokenizerBase) -> str:
     """What the template writes before a call; "" if nothing."""
-    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-    calls = [{"type": "function", "id": "call00000", "function": function}]
+    calls = [_call(_NAME, "value-of-argument", "call00000")]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     asked = render_chat(tokenizer, _QUESTION, add_generation_prompt=True)
     try:
