@@ -16,7 +16,6 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -56,13 +55,12 @@ class ObservationTokens:
             if not found:
                 raise _no_place("--environment", "a turn after an answer")
             self._pieces = (before, after)
-        self._encode = lru_cache(maxsize=4096)(self._ids)
 
     def __call__(self, said: Observation) -> list[int]:
         if said.results:
-            return list(self._encode(self._results(said.results)))
+            return self._ids(self._results(said.results))
         before, after = ("", "") if said.is_raw else self._pieces
-        return list(self._encode(before + said.text + after))
+        return self._ids(before + said.text + after)
 
     def require_tools(self) -> None:
         """Raise ``UserError`` where the chat template does not render a tool's result."""
@@ -111,9 +109,9 @@ class ObservationTokens:
             raise _no_place("--tools" if "tool_calls" in answer else "--environment", "a turn")
         return whole[end.end() :]
 
-    def _ids(self, text: str) -> tuple[int, ...]:
+    def _ids(self, text: str) -> list[int]:
         (ids,) = encode(self._tokenizer, [Segment(storable(text), before=self._end)])
-        return tuple(ids)
+        return ids
 
 
 def _call(name: str, value: str, number: str) -> dict[str, Any]:
