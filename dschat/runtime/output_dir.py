@@ -151,10 +151,7 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
     """
     if dist.is_main_process():
         folder = Path(output_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
+        folder.mkdir(parents=True, exist_ok=True)
         _claim(folder, record)
         if not resumes:
             shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
