@@ -334,9 +334,7 @@ def _merged(
     a: tuple[float, float, float], b: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     """Count, mean and sum of squared deviations of the union of two sets."""
-    count = a[0] + b[0]
-    if not count:
-        return a
-    difference = b[1] - a[1]
-    mean = a[1] + difference * b[0] / count
-    return count, mean, a[2] + b[2] + difference**2 * a[0] * b[0] / count
+    count, difference = a[0] + b[0], b[1] - a[1]
+    divisor = max(count, 1.0)
+    mean = a[1] + difference * b[0] / divisor
+    return count, mean, a[2] + b[2] + difference**2 * a[0] * b[0] / divisor
