@@ -7,9 +7,9 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,16 +27,10 @@ from dschat.models.continued_text import StreamDecoder
 from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids, stop_ids
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from dschat.inference import InferenceEngine
-    from dschat.inference.hf_generator import HuggingFaceGenerator
-
 logger = logging.getLogger("dschat")
 
 MAX_SEQ_LEN = 32_768  # tokens of prompt and answer, even if the model has more positions
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -130,20 +124,20 @@ def resolve_dtype(name: str) -> torch.dtype:
     """``--dtype`` as torch knows it; auto is bf16 on an accelerator and fp32 on a CPU."""
     if name == "auto":
         name = "bf16" if dist.device().type == "cuda" else "fp32"
-    return getattr(torch, _DTYPES[name])
+    return _DTYPES[name]
 
 
-def check_system(tokenizer: "PreTrainedTokenizerBase", system: Optional[str]) -> None:
+def check_system(tokenizer: PreTrainedTokenizerBase, system: Optional[str]) -> None:
     """Raise ``UserError`` if the tokenizer's chat template refuses this system message."""
     prompt_text_ids(tokenizer, Conversation(system).messages("?"))
 
 
+@dataclass
 class Conversation:
     """A system message and the exchanges (prompt, answer) so far, oldest first."""
 
-    def __init__(self, system: Optional[str] = None) -> None:
-        self.system = system
-        self.exchanges: list[tuple[str, str]] = []
+    system: Optional[str] = None
+    exchanges: list[tuple[str, str]] = field(default_factory=list)
 
     def messages(self, text: str) -> list[dict[str, str]]:
         """The conversation as chat messages, with ``text`` as the last user message."""
@@ -153,15 +147,14 @@ class Conversation:
         return [{"role": role, "content": content} for role, content in [*turns, ("user", text)]]
 
     def fit(
-        self, tokenizer: "PreTrainedTokenizerBase", text: str, max_len: int
+        self, tokenizer: PreTrainedTokenizerBase, text: str, max_len: int
     ) -> tuple[list[int], int]:
         """The ids of `messages` within ``max_len`` tokens, without as many of the oldest exchanges
         as needed; and the number of those left out. With all of them left out the ids may still
         exceed ``max_len``. ``UserError`` where the chat template refuses the messages.
         """
-        recent = Conversation(self.system)
         for num_dropped in range(len(self.exchanges) + 1):
-            recent.exchanges = self.exchanges[num_dropped:]
+            recent = Conversation(self.system, self.exchanges[num_dropped:])
             ids = prompt_text_ids(tokenizer, recent.messages(text))
             if len(ids) <= max_len:
                 break
@@ -179,8 +172,8 @@ class Chat:
 
     def __init__(
         self,
-        generator: "InferenceEngine | HuggingFaceGenerator",
-        tokenizer: "PreTrainedTokenizerBase",
+        generator: InferenceEngine | HuggingFaceGenerator,
+        tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
         sampling: SamplingParams,
         system: Optional[str] = None,

@@ -220,7 +220,7 @@ class Tool:
     spec: str = ""
 
 
-def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
+def load_tools(specs: Sequence[Any]) -> list[Tool]:
     """Tools of ``file.py:NAME[,NAME...]`` and ``pkg.mod:NAME[,NAME...]``, or of functions.
 
     Raises:
@@ -229,14 +229,14 @@ def load_tools(specs: Sequence[Any], label: str = "--tools") -> list[Tool]:
     tools = []
     for spec in specs:
         if not isinstance(spec, str):
-            tools.append(_tool(spec, label, spec))
+            tools.append(_tool(spec, "--tools", spec))
             continue
         home, colon, names = spec.rpartition(":")
         for name in names.split(","):
             one = f"{home}{colon}{name.strip()}"
-            function = load(one, f"{label} {one}:")
-            tools.append(_tool(function, f"{label} {one}", function, one))
-    require_unique(tools, label)
+            function = load(one, f"--tools {one}:")
+            tools.append(_tool(function, f"--tools {one}", function, one))
+    require_unique(tools, "--tools")
     return tools
 
 

@@ -149,7 +149,10 @@ class EpisodeRunner:
                     self._steps += 1
                     self._take(self._core.step())
                 for episode, reply in self._replies():
-                    self._follow(episode, reply)
+                    try:
+                        self._follow(episode, reply)
+                    except Fault as fault:
+                        episode.problem = str(fault)
                     if not episode.is_complete:
                         continue
                     row = episode.row
@@ -243,15 +246,14 @@ class EpisodeRunner:
 
     def _follow(self, episode: Episode, reply: Any) -> None:
         """Continue an episode: it has been reset (with a text), its environment observed an answer,
-        or rewards its end (a number).
+        or rewards its end (a number). Raises ``Fault`` where it cannot be continued.
         """
         if isinstance(reply, Fault):
             environment = episode.environment
             tells = self._args.on_environment_error == "feedback"
             tells |= environment.tells_calls and bool(environment.calls)
             if not (tells and episode.num_turns and not episode.is_over):
-                episode.problem = str(reply)
-                return
+                raise reply
             told = environment.told(reply)
             if told is None:  # a step that hangs still holds the environment
                 episode.is_over = episode.is_complete = True
@@ -263,25 +265,13 @@ class EpisodeRunner:
         elif isinstance(reply, Observation):
             self._observe(episode, reply)
         else:
-            self._begin(episode, reply)
-
-    def _begin(self, episode: Episode, text: str) -> None:
-        if text:
-            try:
-                episode.prompt = self._appended(episode.row, text)
-                episode.appended = text
-            except Fault as fault:
-                episode.problem = str(fault)
-                return
-        self._decode(episode)
+            if reply:
+                episode.prompt, episode.appended = self._appended(episode.row, reply), reply
+            self._decode(episode)
 
     def _observe(self, episode: Episode, observation: Observation) -> None:
         episode.rewards[-1] += observation.reward
-        try:
-            tokens = None if observation.done else self._tokens(episode, observation)
-        except Fault as fault:
-            episode.problem = str(fault)
-            return
+        tokens = None if observation.done else self._tokens(episode, observation)
         if tokens is not None:
             episode.add(tokens)
             self._decode(episode)

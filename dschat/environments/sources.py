@@ -73,9 +73,7 @@ class EnvironmentSource:
         return EnvironmentProcesses((target, tools, tells), parse, count, limit_s)
 
 
-def load_environment(
-    spec: Any, tools: Sequence[Any] = (), label: str = "--environment"
-) -> EnvironmentSource:
+def load_environment(spec: Any, tools: Sequence[Any] = ()) -> EnvironmentSource:
     """The environment ``file.py:NAME``, ``pkg.mod:NAME``, or of a class or function (None: tools
     alone), and ``tools``, as `load_tools` takes them.
 
@@ -85,9 +83,9 @@ def load_environment(
     functions = load_tools(tools)
     if spec is None:
         return EnvironmentSource(None, tuple(functions))
-    target = spec
+    target, label = spec, "--environment"
     if isinstance(spec, str):
-        label = f"{label} {spec}"
+        label = f"--environment {spec}"
         target = load(spec, f"{label}:")
     if not callable(target):
         raise UserError(f"{label} is not a class or a function")

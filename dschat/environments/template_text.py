@@ -16,7 +16,6 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -56,13 +55,12 @@ class ObservationTokens:
             if not found:
                 raise _no_place("--environment", "a turn after an answer")
             self._pieces = (before, after)
-        self._encode = lru_cache(maxsize=4096)(self._ids)
 
     def __call__(self, said: Observation) -> list[int]:
         if said.results:
-            return list(self._encode(self._results(said.results)))
+            return self._ids(self._results(said.results))
         before, after = ("", "") if said.is_raw else self._pieces
-        return list(self._encode(before + said.text + after))
+        return self._ids(before + said.text + after)
 
     def require_tools(self) -> None:
         """Raise ``UserError`` where the chat template does not render a tool's result."""
@@ -76,7 +74,7 @@ class ObservationTokens:
     def _results(self, results: Sequence[ToolResult]) -> str:
         """The text of tools' turns. Some templates allow one call in an answer: they see one."""
         ids = [f"call{i:05d}" for i in range(len(results))]  # Mistral's have nine characters
-        calls = [_call(r.name, i) for r, i in zip(results, ids, strict=True)]
+        calls = [_call(r.name or "tool", _ANSWERED, i) for r, i in zip(results, ids, strict=True)]
         turns = [
             {"role": "tool", "content": r.text, "name": r.name or "tool", "tool_call_id": i}
             for r, i in zip(results, ids, strict=True)
@@ -111,13 +109,13 @@ class ObservationTokens:
             raise _no_place("--tools" if "tool_calls" in answer else "--environment", "a turn")
         return whole[end.end() :]
 
-    def _ids(self, text: str) -> tuple[int, ...]:
+    def _ids(self, text: str) -> list[int]:
         (ids,) = encode(self._tokenizer, [Segment(storable(text), before=self._end)])
-        return tuple(ids)
+        return ids
 
 
-def _call(name: str, number: str) -> dict[str, Any]:
-    function = {"name": name or "tool", "arguments": {"argument": _ANSWERED}}
+def _call(name: str, value: str, number: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": {"argument": value}}
     return {"type": "function", "id": number, "function": function}
 
 
@@ -129,7 +127,7 @@ def _no_place(flag: str, what: str) -> UserError:
 
 
 _QUESTION = [{"role": "user", "content": "question"}]
-_NAME, _KEY, _VALUE = "name-of-tool", "key-of-argument", "value-of-argument"
+_NAME = "name-of-tool"
 _ARGUMENTS = ("arguments", "parameters")
 _FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -212,8 +210,7 @@ class CallParser:
 
 def _mark(tokenizer: PreTrainedTokenizerBase) -> str:
     """What the template writes before a call; "" if nothing."""
-    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-    calls = [{"type": "function", "id": "call00000", "function": function}]
+    calls = [_call(_NAME, "value-of-argument", "call00000")]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     asked = render_chat(tokenizer, _QUESTION, add_generation_prompt=True)
     try:

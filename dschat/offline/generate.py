@@ -21,7 +21,6 @@ from dschat.chat.model import Model
 from dschat.checkpoint.compatibility import fingerprint
 from dschat.config import UserError
 from dschat.config.fields import of_result
-from dschat.config.reward import RewardTrainingConfig
 from dschat.data.tokenize import question_text
 from dschat.inference.protocol import Rollout
 from dschat.models.checkpoint import Checkpoint
@@ -99,7 +98,7 @@ class AnswerScorer:
             sources.append(SourceScores(REWARD_MODEL, weight, scores))
         if self._functions.names:
             sources += self._functions.score(self._samples(repeated, answers)).result()
-        total, _ = combine(sources, RewardTrainingConfig(), None)
+        total, _ = combine(sources, None)
         scored = any_applies(sources) & total.isfinite()
         return [
             value if known else None

@@ -36,23 +36,22 @@ class Endpoint:
         self.name = ENDPOINT
         self.label = f"--reward_url {config.reward_url}"
         self.weight = config.reward_url_weight
-        self._url = config.reward_url
-        self._batch_size = config.reward_url_batch_size
-        self._retries, self._timeout_s = config.reward_retries, config.reward_timeout_s
+        self._config, self._url = config, config.reward_url
         self._threads = Pool(config.reward_workers)
         self.close = self._threads.close
 
     def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
         """One request per batch; no attempt at it takes longer than the timeout."""
-        starts = range(0, len(samples), self._batch_size)
-        parts = [samples.part(start, start + self._batch_size) for start in starts]
+        size = self._config.reward_url_batch_size
+        parts = [samples.part(start, start + size) for start in range(0, len(samples), size)]
         return [self._threads.submit(self._batch, part) for part in parts]
 
     def _batch(self, samples: Samples) -> Values:
         """The values of one request; the fault of all its samples if no attempt worked."""
         lengths = [len(ids) for ids in samples.answer_ids]
+        limits = self._config.reward_timeout_s, self._config.reward_retries
         try:
-            reply = post(self._url, body_of(samples), self._timeout_s, self._retries)
+            reply = post(self._url, body_of(samples), *limits)
             return values_of(rewards_of(reply), lengths)
         except Fault as fault:
             return [fault] * len(samples)

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -104,6 +105,8 @@ class Judge:
         for key, low in least.items():
             require(getattr(self, key) >= low, f"{flag}{key} must be at least {low}")
         require(self.timeout_s > 0, f"{flag}timeout_s={self.timeout_s} must be above 0")
+        attempts_s, pauses_s = (self.retries + 1) * self.timeout_s, self.retries * LONGEST_PAUSE_S
+        self.limit_per_answer_s = attempts_s + pauses_s
         require(
             self.limit_per_answer_s <= _LONGEST_REQUEST_S,
             f"{flag}timeout_s={self.timeout_s:g} takes {self.limit_per_answer_s:g} s with "
@@ -130,11 +133,6 @@ class Judge:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
-
-    @property
-    def limit_per_answer_s(self) -> float:
-        """Longest time of a request with all its retries."""
-        return (self.retries + 1) * self.timeout_s + self.retries * LONGEST_PAUSE_S
 
     def __call__(self, prompts: list[str], answers: list[str]) -> list[float | None]:
         asked = [
@@ -240,8 +238,7 @@ class Judge:
         """The rubric, from its file if it names one."""
         if not self.rubric.endswith((".txt", ".md")):
             return self.rubric or _RUBRIC
-        path = os.path.expanduser(self.rubric)
-        return read_named(path, f"{flag}rubric={path}", "a text").strip()
+        return read_named(self.rubric, f"{flag}rubric={self.rubric}", "a text").strip()
 
 
 @dataclass
@@ -313,7 +310,6 @@ class VerdictCache:
 
     def __init__(self, folder: str, flag: str) -> None:
         self._folder = Path(os.path.expanduser(folder)) if folder else None
-        self._known: dict[str, float] | None = None
         self._file: TextIO | None = None
         self._lock = threading.Lock()
         if self._folder:
@@ -326,14 +322,11 @@ class VerdictCache:
     def get(self, key: str) -> float | None:
         """The verdict; None if it is not known."""
         with self._lock:
-            if self._known is None:
-                self._known = self._read()
             return self._known.get(key)
 
     def add(self, key: str, verdict: float, reply: str) -> None:
         """Keep a verdict, and on disk the reply that it was read from."""
         with self._lock:
-            assert self._known is not None, "get precedes add"
             self._known[key] = verdict
             if self._folder is None:
                 return
@@ -352,7 +345,9 @@ class VerdictCache:
         self._file.write(line + "\n")
         self._file.flush()
 
-    def _read(self) -> dict[str, float]:
+    @cached_property
+    def _known(self) -> dict[str, float]:
+        """The verdicts by key: those in the folder, read at the first use, and those added."""
         known: dict[str, float] = {}
         for path in sorted(self._folder.glob("*.jsonl")) if self._folder else ():
             with path.open(encoding="utf-8", errors="replace") as lines:

@@ -8,11 +8,9 @@ cannot be parsed, or takes too long, scores 0.
 import functools
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import regex
@@ -48,7 +46,7 @@ class ExactMatch:
 
     def __post_init__(self) -> None:
         require_valid(self, "--reward_args exact_match.")
-        self._pattern = _compiled(self.pattern, "exact_match")
+        self._pattern = _compiled(self.pattern, "exact_match") if self.pattern else None
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
         return _in_time(self._score, answers, reference)
@@ -98,11 +96,7 @@ class MathEqual:
             f"{_LONGEST_ANSWER_S:g}",
         )
         require_library("math-verify")
-
-    @property
-    def limit_per_answer_s(self) -> float:
-        """Time limit of one answer, including the start of the process."""
-        return self.limit_s + START_S
+        self.limit_per_answer_s = self.limit_s + START_S  # of the process
 
     def __call__(self, answers: list[str], reference: list[Any]) -> list[float | None]:
         return _in_time(self._score, answers, reference)
@@ -127,9 +121,7 @@ class RegexMatch:
     def __post_init__(self) -> None:
         require_valid(self, "--reward_args regex_match.")
         require(bool(self.pattern), "is missing its pattern: --reward_args regex_match.pattern=...")
-        pattern = _compiled(self.pattern, "regex_match")
-        assert pattern is not None
-        self._pattern = pattern
+        self._pattern = _compiled(self.pattern, "regex_match")
 
     def __call__(self, answers: list[str]) -> list[float | None]:
         return _in_time(self._score, answers)
@@ -200,17 +192,16 @@ class JsonSchema:
 
     def _read(self) -> dict[str, Any] | bool:
         """The schema, inline or from its file."""
-        flag = "--reward_args json_schema.schema"
         if isinstance(self.schema, (dict, bool)):
             return self.schema
         require(bool(self.schema), "is missing its schema: --reward_args json_schema.schema=FILE")
-        path = Path(os.path.expanduser(str(self.schema)))
-        text = read_named(path, f"{flag}={path}", "a JSON file")
+        where = f"--reward_args json_schema.schema={self.schema}"
+        text = read_named(str(self.schema), where, "a JSON file")
         try:
             content = json.loads(text)
         except ValueError as error:
-            raise UserError(f"{flag}={path}: broken JSON: {error}") from None
-        require(isinstance(content, (dict, bool)), f"{flag}={path}: a schema is a JSON object")
+            raise UserError(f"{where}: broken JSON: {error}") from None
+        require(isinstance(content, (dict, bool)), f"{where}: a schema is a JSON object")
         return content
 
     def __call__(self, answers: list[str]) -> list[float | None]:
@@ -301,10 +292,8 @@ def _too_slow(name: str) -> None:
     )
 
 
-def _compiled(pattern: str, name: str) -> regex.Pattern | None:
-    """``pattern`` compiled by `regex`, whose searches take a timeout; None if it is empty."""
-    if not pattern:
-        return None
+def _compiled(pattern: str, name: str) -> regex.Pattern:
+    """``pattern`` compiled by `regex`, whose searches take a timeout."""
     try:
         return regex.compile(pattern)
     except regex.error as error:

@@ -1,7 +1,6 @@
 """Resolves ``--reward_fn``, ``--reward_args`` and callables to named, weighted functions."""
 
 import functools
-import importlib
 import inspect
 import logging
 import math
@@ -20,8 +19,6 @@ from dschat.user_code.calls import Recipe, load, portable, raised
 
 logger = logging.getLogger("dschat")
 
-_LIBRARY = "dschat.rewards.library"
-
 
 @dataclass
 class RewardFunction:
@@ -32,7 +29,7 @@ class RewardFunction:
     weight: float
     function: Any  # None once other processes have their own
     spec: str = ""  # from which another process makes it; "" if it was given as an object
-    # of the constructor of a class, or of every call as another trainer calls
+    # of the constructor of a class, or of every call
     settings: dict[str, Any] = field(default_factory=dict)
     accepted: dict[str, inspect.Parameter] = field(default_factory=dict)  # its parameters
     bound: dict[str, Any] = field(default_factory=dict)  # the same arguments for every call
@@ -134,14 +131,15 @@ def _entry(item: Any, label: str) -> RewardFunction:
 
 def _ready_made(name: str, label: str) -> str:
     """The spec of a ready-made function."""
-    ready_made = importlib.import_module(_LIBRARY).READY_MADE
-    if name not in ready_made:
-        hint = did_you_mean(name, ready_made)
+    from dschat.rewards.library import READY_MADE
+
+    if name not in READY_MADE:
+        hint = did_you_mean(name, READY_MADE)
         raise UserError(
-            f"{label} is not a ready-made function ({', '.join(ready_made)}){hint}; "
+            f"{label} is not a ready-made function ({', '.join(READY_MADE)}){hint}; "
             "name your own as file.py:name or pkg.mod:name"
         )
-    return f"{ready_made[name].__module__}:{ready_made[name].__name__}"
+    return f"{READY_MADE[name].__module__}:{READY_MADE[name].__name__}"
 
 
 def _weighted(spec: str) -> tuple[str, float]:
@@ -190,18 +188,16 @@ def _bind(reward: RewardFunction, args: dict[str, str]) -> None:
         raise UserError(f"{label} is a {type(target).__name__}, not a function")
     try:
         values = {key: _argument(target, key, text, where) for key, text in fixed.items()}
+        reward.settings, options = values, values
         if inspect.isclass(target):
-            reward.settings, reward.function = values, _instance(target, values, label)
+            reward.function, options = _instance(target, values, label), {}
             if not callable(reward.function):
                 raise UserError("is a class whose instances are not callable; give it __call__")
         reward.target = reward.function
-        options = {} if inspect.isclass(target) else values
         reward.function, trainer = adapted(reward.function, options)
         if trainer:
             logger.info("%s is called as %s calls it", label, trainer)
-        if reward.function is not reward.target:
-            reward.settings = reward.settings or options
-        else:
+        if reward.function is reward.target:
             reward.bound = options
         reward.accepted = parameters(reward.function)
     except UserError as error:
@@ -221,9 +217,7 @@ def _instance(target: type, values: dict[str, Any], label: str) -> Any:
     except UserError as error:
         raise UserError(f"{label}: {error}") from None
     except Exception as error:
-        raise UserError(
-            f"{label} cannot be constructed: it {raised(error)}; see --reward_args"
-        ) from None
+        raise UserError(f"cannot be constructed: it {raised(error)}; see --reward_args") from None
 
 
 def parameters(function: Callable) -> dict[str, inspect.Parameter]:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,13 @@ class RewardFunctions:
         specs, args = config.reward_fn or [], config.reward_args or []
         self._functions = load_reward_functions(specs, reward_fns, args, taken)
         self._config = config
-        self._closing: list[Callable[[], None]] = []
+        self._resources = ExitStack()  # threads and processes
         self._stateful = self._stateful_functions()
         self._states: dict[str, Any] = {}  # the last good ones of this rank
         self.logs = Logs()
         for reward in self._functions:
             can_log = reward.is_async or config.reward_pool != "process"
             reward.bound = self.logs.arguments(reward.accepted, can_log) | reward.bound
-        self._problem = ""
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
         self.sources = self._make_sources()
@@ -110,9 +110,7 @@ class RewardFunctions:
 
     def close(self) -> None:
         """Stop threads and processes."""
-        for close in self._closing:
-            close()
-        self._closing = []
+        self._resources.close()
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class RewardFunctions:
 
     def _closed_later(self, resource: Any) -> Any:
         """Registers ``resource`` for `close` and returns it."""
-        self._closing.append(resource.close)
+        self._resources.callback(resource.close)
         return resource
 
 

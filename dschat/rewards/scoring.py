@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.config.reward import RewardSourcesConfig, RewardTrainingConfig
+from dschat.config.reward import RewardSourcesConfig
 from dschat.rewards.call import MissingColumn, Samples, Value, Values
 from dschat.user_code.calls import Fault, shortened
 
@@ -211,21 +211,18 @@ def _scores(source: RewardSource, values: Values, samples: Samples) -> SourceSco
 
 
 def combine(
-    sources: list[SourceScores], config: RewardTrainingConfig, scale: "RunningScale | None"
+    sources: list[SourceScores], scale: "RunningScale | None"
 ) -> tuple[Tensor, list[list[float]] | None]:
-    """Collective where ``normalize_reward``. The weighted sum of the sources' scores.
+    """Collective with ``scale``. The weighted sum of the sources' scores.
 
-    ``normalize_reward`` normalizes each source with running statistics that include these samples;
-    ``scale`` None turns it off. A source adds 0 where it returned None. A source of weight 0 adds
-    nothing, not even NaN.
+    ``scale``, running statistics that these samples enter, normalizes each source. A source adds 0
+    where it returned None. A source of weight 0 adds nothing, not even NaN.
 
     Returns:
         scores (S,) fp32, NaN where a weighted source failed; and the weighted sum of token scores,
         (S,) of (A,), if a weighted source gave any. The scores include the token scores: the
         difference belongs to the answer as a whole.
     """
-    if not config.normalize_reward:
-        scale = None
     if scale is not None:
         scale.update({source.name: source.scores[_scored(source)] for source in sources})
     total = torch.zeros(len(sources[0].scores), dtype=torch.float64)
@@ -337,9 +334,7 @@ def _merged(
     a: tuple[float, float, float], b: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     """Count, mean and sum of squared deviations of the union of two sets."""
-    count = a[0] + b[0]
-    if not count:
-        return a
-    difference = b[1] - a[1]
-    mean = a[1] + difference * b[0] / count
-    return count, mean, a[2] + b[2] + difference**2 * a[0] * b[0] / count
+    count, difference = a[0] + b[0], b[1] - a[1]
+    divisor = max(count, 1.0)
+    mean = a[1] + difference * b[0] / divisor
+    return count, mean, a[2] + b[2] + difference**2 * a[0] * b[0] / divisor

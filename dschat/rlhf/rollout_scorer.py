@@ -95,7 +95,7 @@ class RolloutScorer:
             return e, {}
         metrics = source_means("objective/scores", sources, with_std=True)
         metrics |= self.functions.logged()
-        scores, token_scores = combine(sources, self.args, self.scale)
+        scores, token_scores = combine(sources, self.scale if self.args.normalize_reward else None)
         e.scores = scores.float()
         for row, values in enumerate(token_scores or ()):
             e.token_scores[row, : len(values)] = torch.tensor(values)

@@ -153,11 +153,7 @@ def zero_settings(config: CommonConfig, model: str = "") -> ZeroSettings:
     """
     dtype = resolve_dtype(config.training_dtype)
     zero = ZeroSettings.of(config, model, dtype, dist.world_size())
-    return _checked(zero, config.deepspeed_file(model)[1])
-
-
-def _checked(zero: ZeroSettings, where: str) -> ZeroSettings:
-    """``zero``; ``UserError`` with DeepSpeed's message where it rejects the user's file."""
+    where = config.deepspeed_file(model)[1]
     if not where:
         return zero
     try:

@@ -25,6 +25,7 @@ logger = logging.getLogger("dschat")
 
 # Every evaluation draws with this seed, so that differences between two are the policy's.
 EVAL_SEED = 20_260_101
+_MAX_NEW_TOKENS = 48
 
 
 def gold_knows(paths: list[str]) -> bool:
@@ -40,35 +41,21 @@ def log_gold(
     metrics_log: MetricsLog,
     step: int,
 ) -> None:
-    """Collective. Write ``eval/gold`` of ``module``'s answers and its companions under ``step``,
-    where the gold scorer knows the data of ``config``.
+    """Collective. Write ``eval/gold``, ``eval/answer_length`` and ``eval/eos_share`` of ``module``
+    under ``step``, where the gold scorer knows the data of ``config``: means over the first
+    ``max_eval_samples`` held-out prompts, one answer each at temperature 1.
     """
-    if gold_knows(config.data_path):
-        metrics = sample_gold(module, tokenizer, stop_ids, config.max_eval_samples)
-        metrics_log.write(step, metrics)
-        if step > 0:
-            logger.info("gold score of sampled answers: %.3f", metrics["eval/gold"])
-
-
-def sample_gold(
-    module: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: tuple[int, ...],
-    max_prompts: int,
-    max_new_tokens: int = 48,
-) -> dict[str, float]:
-    """Collective. ``eval/gold``, ``eval/answer_length`` and ``eval/eos_share``: means over the
-    first ``max_prompts`` held-out prompts, one answer each at temperature 1.
-    """
-    prompts = [row["prompt"] for row in builtin_rows()["eval"][:max_prompts]]
+    if not gold_knows(config.data_path):
+        return
+    prompts = [row["prompt"] for row in builtin_rows()["eval"][: config.max_eval_samples]]
     share = dist.my_share(list(range(len(prompts))))
     texts = [prompts[i] for i in share]
     ids = [prompt_text_ids(tokenizer, [{"role": "user", "content": text}]) for text in texts]
     sums = {"gold": 0.0, "answer_length": 0.0, "eos_share": 0.0}
     if share:
-        longest = max(map(len, ids)) + max_new_tokens
+        longest = max(map(len, ids)) + _MAX_NEW_TOKENS
         sizes = EngineConfig(stop_ids, num_ids(tokenizer), max_seq_len=longest, cuda_graphs=False)
-        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=EVAL_SEED)
+        sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, seed=EVAL_SEED)
         made = module_generator(module, sizes)
         with made.weights.in_use() if isinstance(made, InferenceEngine) else nullcontext():
             rollout = made.generate(ids, sampling, share)
@@ -78,4 +65,7 @@ def sample_gold(
         means = answer_metrics(texts, answers, lengths, stopped, gold=True)
         sums = {name: means[name] * len(share) for name in sums}
     totals = dist.sum_named(sums | {"count": float(len(share))})
-    return {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in sums}
+    metrics = {f"eval/{name}": totals[name] / max(totals["count"], 1.0) for name in sums}
+    metrics_log.write(step, metrics)
+    if step > 0:
+        logger.info("gold score of sampled answers: %.3f", metrics["eval/gold"])

@@ -30,8 +30,8 @@ _LOCK = ".lock"
 PRODUCTS = ("actor", "actor_best", "actor_ema", "adapter", "critic")  # subfolders a step writes
 _DATA = ("data_path", "eval_data_path", "unsupervised_dataset_name")
 _WEIGHT = re.compile(r":[0-9.]+(e[+-]?\d+)?$")  # PATH:WEIGHT
-_claims: dict[str, IO[str]] = {}  # by folder
-_records: dict[str, str] = {}  # contents of the future mark, by folder
+# The locks that this process holds, and the contents of the future marks; by folder.
+_claims: dict[str, tuple[IO[str], str]] = {}
 
 
 def check_output_dir(
@@ -151,30 +151,26 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
     """
     if dist.is_main_process():
         folder = Path(output_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from error
-        _claim(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _claim(folder, record)
         if not resumes:
             shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
         if (folder / COMPLETE).exists():
             (folder / COMPLETE).unlink()
             for name in PRODUCTS:
                 shutil.rmtree(folder / name, ignore_errors=True)
-        _records[str(folder)] = record
     dist.barrier()
 
 
-def _claim(folder: Path) -> None:
+def _claim(folder: Path, record: str) -> None:
     """Lock ``folder`` until this process ends; ``UserError`` where another one has the lock.
 
     That may be a step that lost its train.py while it loads or saves a model.
     """
     if held := _claims.pop(str(folder), None):
-        held.close()
+        held[0].close()
     try:
-        file = open(folder / _LOCK, "w", opener=no_link)  # noqa: SIM115  held until `_release`
+        file = open(folder / _LOCK, "w", opener=no_link)  # noqa: SIM115  held until `mark_complete`
     except OSError as error:
         raise UserError(f"--output_dir {folder}: {_LOCK}: {error.strerror}; remove it") from None
     try:
@@ -185,13 +181,7 @@ def _claim(folder: Path) -> None:
         raise UserError(
             f"--output_dir {folder} is being written by another run; end that, or let it finish"
         ) from None
-    _claims[str(folder)] = file
-
-
-def _release(folder: Path) -> None:
-    (folder / _LOCK).unlink(missing_ok=True)
-    if file := _claims.pop(str(folder), None):
-        file.close()
+    _claims[str(folder)] = file, record
 
 
 def record_of(config: CommonConfig) -> str:
@@ -210,7 +200,10 @@ def mark_complete(output_dir: str | Path) -> None:
     """Collective. Write the file that marks this step as finished, for ``train.py``."""
     dist.barrier()
     if dist.is_main_process():
-        record = _records.pop(str(Path(output_dir)), "")
-        replace_file(Path(output_dir) / COMPLETE, record)
-        _release(Path(output_dir))
+        folder = Path(output_dir)
+        file, record = _claims[str(folder)]
+        replace_file(folder / COMPLETE, record)
+        (folder / _LOCK).unlink(missing_ok=True)
+        file.close()
+        del _claims[str(folder)]
     dist.barrier()

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,7 @@ def measure_budget(
     reserved = sum(_states_to_come(engine) for engine, _ in models)
     held = restart_peak(device)
     room = int(_SHARE * max(0, free_bytes(device) // _sharing_ranks(device) - reserved))
-
-    def trial(num_rows: int) -> _Trial | None:
-        return _try(models, num_rows, held, keeps_gradients)
-
+    trial = partial(_try, models, held, keeps_gradients)
     for engine, _ in models:
         engine.train()  # with dropout and gradient checkpointing
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -127,7 +125,7 @@ def _predicted(before: _Trial | None, last: _Trial, num_rows: int) -> float:
 
 
 def _try(
-    models: Sequence[Trained], num_rows: int, held: int, keeps_gradients: bool
+    models: Sequence[Trained], held: int, keeps_gradients: bool, num_rows: int
 ) -> _Trial | None:
     """Collective. One micro-batch; None where the GPU of a rank has no memory for it."""
     device, started, alone = dist.device(), time.perf_counter(), dist.world_size() == 1

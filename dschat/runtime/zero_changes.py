@@ -6,6 +6,7 @@ Only `dschat.runtime.deepspeed_engine` imports this, after it has set up DeepSpe
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,20 +137,13 @@ _gather_by_gloo = getattr(zero_parameters, "_dist_allgather_fn", None)  # privat
 _LARGE_BYTES = 2**18  # of a gathered parameter; smaller ones wait for each other either way
 
 
-class _Done:
-    """The handle of a collective that is over."""
-
-    def wait(self) -> None:
-        pass
-
-
 def _gather_on_cpu(shard: Tensor, output: Tensor, group: Any = None) -> Any:
     """Collective. DeepSpeed's all-gather of a parameter, through shared memory where the ranks have
     some: gloo's takes three times as long, because it sends everything through sockets.
     """
     is_large = output.numel() * output.element_size() >= _LARGE_BYTES
     if is_large and dist.gather_on_host(output, shard.view(-1), group):
-        return _Done()
+        return SimpleNamespace(wait=lambda: None)  # over already
     assert _gather_by_gloo is not None
     return _gather_by_gloo(shard, output, group)
 

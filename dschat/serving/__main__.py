@@ -49,7 +49,8 @@ def main() -> None:
     app = create_app(server, keys, preferences, reward_model)
     host, port = listener.getsockname()[:2]
     names = ", ".join(name for name, _ in config.models)
-    sys.stdout.write(f"serving {names} at http://{_in_url(host)}:{port} (Ctrl-C stops)\n")
+    place = f"[{host}]" if ":" in host else host
+    sys.stdout.write(f"serving {names} at http://{place}:{port} (Ctrl-C stops)\n")
     sys.stdout.flush()
     sys.setswitchinterval(_SWITCH_S)
     settings = uvicorn.Config(
@@ -84,10 +85,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(f"--port {port} of {host}: {reason}; choose another") from None
     listener.setblocking(False)
     return listener
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -19,7 +21,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
 from dschat.serving.flags import ServeConfig
-from dschat.serving.generation import Event, Generation, joined
+from dschat.serving.generation import Event, Generation
 from dschat.serving.limits import Counted, Guard, ServerMetrics
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.responses import (
@@ -48,9 +50,9 @@ class Server:
 
     config: ServeConfig
     models: dict[str, ServedModel]
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
 
     def __post_init__(self) -> None:
+        self.metrics = ServerMetrics(self.models.values())
         # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
         self.encoders = self.thread()
         self._running: set[Generation] = set()
@@ -64,7 +66,6 @@ class Server:
         """Start the engines, in the event loop."""
         for model in self.models.values():
             model.worker.start()
-        self.metrics.follow(list(self.models.values()))
 
     def stop(self) -> None:
         for model in self.models.values():
@@ -149,20 +150,20 @@ class Server:
 
     async def _chunks(self, body: Body, answers: Format) -> AsyncIterator[str]:
         """The server-sent events of an answer."""
-        has_logprobs, is_whole = answers.has_logprobs, answers.is_whole
-        choices: list[list[Event]] = [[] for _ in range(answers.generation.num_choices)]
+        held: dict[int, list[Event]] = defaultdict(list)  # by choice
         yield "".join(map(server_sent, answers.first_chunks()))
         try:
             async with aclosing(self._events(answers.generation)) as batches:
                 async for events in batches:
-                    shown = events if has_logprobs or is_whole else joined(events)
                     ready = []
-                    for event in shown:
-                        choices[event.choice].append(event)
-                        if event.finish_reason or (not is_whole and (event.text or has_logprobs)):
-                            ready.append(answers.chunk(choices[event.choice]))
-                            choices[event.choice] = []
-                    yield "".join(map(server_sent, ready))
+                    for event in events:
+                        held[event.choice].append(event)
+                        if event.finish_reason or (answers.has_logprobs and not answers.is_whole):
+                            ready.append(held.pop(event.choice))
+                    for choice in () if answers.is_whole else list(held):
+                        if any(event.text for event in held[choice]):
+                            ready.append(held.pop(choice))
+                    yield "".join(server_sent(answers.chunk(events)) for events in ready)
         except Ended as error:
             _, problem, _ = describe(error)
             yield server_sent(problem)
@@ -208,7 +209,8 @@ class Server:
         return JSONResponse(status, 503 if ended else 200)
 
     async def render_metrics(self) -> Response:
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+        metrics = generate_latest(self.metrics.registry)
+        return Response(metrics, media_type="text/plain; version=0.0.4")
 
 
 def create_app(

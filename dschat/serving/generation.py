@@ -31,15 +31,6 @@ class Event(NamedTuple):
     offset: int
 
 
-def joined(events: list[Event]) -> list[Event]:
-    """One event for each choice: all its text, with its last token."""
-    of_choice: dict[int, Event] = {}
-    for event in events:
-        before = of_choice[event.choice].text if event.choice in of_choice else ""
-        of_choice[event.choice] = event._replace(text=before + event.text)
-    return list(of_choice.values())
-
-
 class Generation:
     """The answers to ``requests``, which have the same ``n``: choice ``i * n + sample`` for the
     i-th.

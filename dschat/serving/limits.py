@@ -5,9 +5,8 @@ counts requests, tokens and seconds for Prometheus.
 import asyncio
 import resource
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,14 +16,13 @@ from prometheus_client import (
     Gauge,
     Histogram,
     disable_created_metrics,
-    generate_latest,
 )
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dschat.serving.responses import error_body
-from dschat.serving.worker import EngineWorker, ServedModel
+from dschat.serving.worker import ServedModel
 
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")
@@ -149,9 +147,9 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class ServerMetrics:
-    """The metrics of ``/metrics``, in a registry of its own."""
+    """The metrics of ``/metrics``, in a registry of its own; also the state of ``models``."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Collection[ServedModel]) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         model = ["model"]
@@ -170,26 +168,14 @@ class ServerMetrics:
         self.cancelled = counter("cancelled", "Requests whose client left.", model)
         self.first_token_s = seconds("first_token", "Time to the first token.")
         self.request_s = seconds("request", "Time of a request.")
-
-    def follow(self, models: list[ServedModel]) -> None:
-        """Show the state of the models' engines."""
         for name, text, state in (
-            ("running", "Answers that decode.", attrgetter("num_running")),
-            ("waiting", "Answers that wait for their first token.", attrgetter("num_waiting")),
-            ("cache_use", "Share of KV cache pages in use.", _cache_use),
+            ("running", "Answers that decode.", "num_running"),
+            ("waiting", "Answers that wait for their first token.", "num_waiting"),
+            ("cache_use", "Share of KV cache pages in use.", "cache_use"),
         ):
             gauge = Gauge(f"dschat_{name}", text, ["model"], registry=self.registry)
-            for model in models:
-                gauge.labels(model.name).set_function(partial(state, model.worker))
-
-    def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-def _cache_use(worker: EngineWorker) -> float:
-    cache = worker.engine.cache
-    return 1.0 - cache.num_free / cache.num_pages
+            for served in models:
+                gauge.labels(served.name).set_function(partial(getattr, served.worker, state))
 
 
 class Counted:

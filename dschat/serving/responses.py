@@ -174,16 +174,13 @@ def _top(event: Event) -> list[tuple[int, float]]:
 
 
 def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float | None) -> Json:
+    """``token``: its text; for part of a character its bytes, as OpenAI writes them."""
     content = token_bytes(tokenizer, token)
-    return {"token": _name(content), "logprob": logprob, "bytes": list(content)}
-
-
-def _name(content: bytes) -> str:
-    """A token's text; for part of a character its bytes, as OpenAI writes them."""
     try:
-        return content.decode()
+        name = content.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+    return {"token": name, "logprob": logprob, "bytes": list(content)}
 
 
 # Status, OpenAI's type of error, and message
@@ -219,9 +216,8 @@ def handle_errors(app: FastAPI) -> None:
         status, body, headers = describe(error)
         return JSONResponse(body, status, dict(headers))
 
-    for kind in (*_OF_SERVER, RequestValidationError, UserError):
+    for kind in (*_OF_SERVER, RequestValidationError, UserError, HTTPException):
         app.add_exception_handler(kind, respond)
-    app.add_exception_handler(HTTPException, respond)
 
 
 def _invalid(error: RequestValidationError) -> dict[str, Any]:

@@ -3,7 +3,8 @@ are forbidden, and JSON.
 """
 
 import json
-from functools import cache
+from collections import defaultdict
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -94,20 +95,16 @@ class _Grammar:
         self._grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_LAYOUT)
         if problem := llguidance.LLMatcher.validate_grammar(self._grammar, self._vocabulary):
             raise UserError(f"response_format: {problem.splitlines()[0]}")
-        self._matchers: dict[int, Any] = {}  # by sample
-        self._known: dict[int, int] = {}  # tokens of its answer that a matcher has read
+        new = partial(llguidance.LLMatcher, self._vocabulary, self._grammar)
+        self._matchers = defaultdict[int, Any](new)  # by sample
+        self._known = defaultdict[int, int](int)  # tokens of its answer that a matcher has read
 
     def forbid(self, logits: Tensor, sequence: Sequence, answer: list[int]) -> None:
         """Set the logits (V,) of tokens that may not follow ``answer`` to minus infinity."""
-        import llguidance
-
-        sample = sequence.sample
-        if sample not in self._matchers:
-            self._matchers[sample] = llguidance.LLMatcher(self._vocabulary, self._grammar)
-        matcher = self._matchers[sample]
+        matcher = self._matchers[sequence.sample]
         if not matcher.is_stopped():
-            matcher.consume_tokens(answer[self._known.get(sample, 0) :])
-            self._known[sample] = len(answer)
+            matcher.consume_tokens(answer[self._known[sequence.sample] :])
+            self._known[sequence.sample] = len(answer)
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         biases = bytearray(matcher.compute_logit_bias())  # a byte per token, 0: forbidden
         known = torch.frombuffer(biases, dtype=torch.uint8)[: len(logits)]

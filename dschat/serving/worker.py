@@ -92,6 +92,11 @@ class EngineWorker:
         return sum(len(handle.open) for handle in self._open if handle.is_waiting)
 
     @property
+    def cache_use(self) -> float:
+        """Share of the KV cache's pages in use."""
+        return 1.0 - self.engine.cache.num_free / self.engine.cache.num_pages
+
+    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -112,10 +117,10 @@ class EngineWorker:
                 core.add(request)
             except Exception as error:
                 logger.exception("a request could not be queued")
-                news: list[tuple[Handle, Token | Exception]] = [(handle, error)]
-                self._loop.call_soon_threadsafe(self._deliver, news)
-                return
-            self.handles[request] = handle
+                self._news.append((handle, error))
+                self._send_news()
+            else:
+                self.handles[request] = handle
 
         self._commands.put(add)
         return handle

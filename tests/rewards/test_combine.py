@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from dschat.config import RLHFConfig
 from dschat.rewards.scoring import RunningScale, SourceScores, combine
 
 
@@ -19,11 +18,11 @@ def test_sources_add_up_by_their_weights():
         source("steps", 3.0, [0.5, 1.0, 2.0, 0.0], token_scores=[[0.5], [1, 0], [1, 1], []]),
         source("more", 1.0, [1.0, 0.0, 0.0, 0.0], token_scores=[[0, 1], [], [0], [0]]),
     ]
-    scores, by_token = combine(sources, RLHFConfig(), None)
+    scores, by_token = combine(sources, None)
     assert scores.dtype == torch.float32
     assert scores.tolist() == pytest.approx([2 - 2 + 1.5 + 1, float("nan"), 7, 2], nan_ok=True)
     assert by_token == [[1.5, 1], [3, 0], [3, 3], [0]]
-    assert combine(sources[:2], RLHFConfig(), RunningScale())[1] is None
+    assert combine(sources[:2], None)[1] is None
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -31,8 +30,7 @@ def test_a_source_without_weight_adds_nothing(normalize):
     """0 times NaN is NaN."""
     logged = source("logged", 0.0, [float("nan"), 1.0], token_scores=[[float("nan")], [1.0]])
     sources = [source("rule", 2.0, [-1.0, 1.0]), logged]
-    config = RLHFConfig(normalize_reward=normalize)
-    scores, by_token = combine(sources, config, RunningScale())
+    scores, by_token = combine(sources, RunningScale() if normalize else None)
     assert scores.tolist() == [-2, 2]
     assert by_token is None
 
@@ -41,7 +39,7 @@ def test_normalized_scores_against_numpy():
     """Mean and deviation are those of all scores so far, the current ones included."""
     rng = np.random.default_rng(0)
     rounds = [rng.normal(1e4, 3, 7), rng.normal(1e4, 5, 2), rng.normal(0, 1, 5)]
-    config, scale = RLHFConfig(normalize_reward=True), RunningScale()
+    scale = RunningScale()
     for number, values in enumerate(rounds):
         seen = np.concatenate(rounds[: number + 1]).astype(np.float32).astype(np.float64)
         steps = [[float(v) / 2] * 2 for v in values]
@@ -50,7 +48,7 @@ def test_normalized_scores_against_numpy():
             source("b", 1.0, values.tolist(), token_scores=steps),
             source("constant", 5.0, [0.1] * len(values)),
         ]
-        scores, by_token = combine(sources, config, scale)
+        scores, by_token = combine(sources, scale)
         normal = (values.astype(np.float32) - seen.mean()) / seen.std()
         np.testing.assert_allclose(scores.numpy(), 3 * normal, rtol=1e-5, atol=1e-6)
         # Tokens are scaled; the shift belongs to the answer.
@@ -58,22 +56,22 @@ def test_normalized_scores_against_numpy():
 
 
 def test_none_does_not_change_the_statistics():
-    config, scale = RLHFConfig(normalize_reward=True), RunningScale()
+    scale = RunningScale()
     applies = torch.tensor([True, False, True, True])
-    scores, _ = combine([source("a", 1.0, [1.0, 0.0, 3.0, np.nan], applies=applies)], config, scale)
+    scores, _ = combine([source("a", 1.0, [1.0, 0.0, 3.0, np.nan], applies=applies)], scale)
     assert scores.tolist() == pytest.approx([-1, 0, 1, np.nan], nan_ok=True)
     assert scale.state_dict() == {"a": [2, 2, 2]}
 
 
 def test_statistics_resume_from_a_saved_state():
-    config, scale, resumed = RLHFConfig(normalize_reward=True), RunningScale(), RunningScale()
-    combine([source("a", 1.0, [1.0, 5.0])], config, scale)
+    scale, resumed = RunningScale(), RunningScale()
+    combine([source("a", 1.0, [1.0, 5.0])], scale)
     state = scale.state_dict()
     assert state == {"a": [2, 3, 8]}
     resumed.load_state_dict(state)
-    later = [combine([source("a", 1.0, [7.0, 2.0])], config, one)[0] for one in (scale, resumed)]
+    later = [combine([source("a", 1.0, [7.0, 2.0])], one)[0] for one in (scale, resumed)]
     assert later[0].tolist() == later[1].tolist()
     assert scale.state_dict() == resumed.state_dict() != state
     nothing = source("a", 1.0, [])
-    assert combine([nothing], config, scale)[0].shape == (0,)
+    assert combine([nothing], scale)[0].shape == (0,)
     assert scale.state_dict() == resumed.state_dict()

@@ -357,9 +357,9 @@ for prompts in (mine if dist.rank() else [], []):  # one rank has no samples, th
         print("fine")
     except RewardError as error:
         print(error)
-config = RLHFConfig(on_reward_error="skip", normalize_reward=True)
+config = RLHFConfig(on_reward_error="skip")
 rewards, scale = RewardFunctions(config, [fails]), RunningScale()
-total, _ = combine(rewards.score(samples(mine)).result(), config, scale)
+total, _ = combine(rewards.score(samples(mine)).result(), scale)
 print(*(f"{x:.4f}" for x in total.tolist()))
 print(scale.state_dict()["fails"])
 dist.shutdown()
