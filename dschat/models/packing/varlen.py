@@ -4,9 +4,8 @@ One call for all pieces, one for the answers and prefixes of all groups; with an
 prefix at several places, one more for each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +17,13 @@ from dschat.models.packing.segments import Lengths, Segments
 
 
 class VarlenKernel:
-    """A `dschat.models.packing.kernels.Kernel`. With ``window`` queries attend to keys fewer than
-    so many positions back; of segments without prefixes.
+    """Takes and returns what `dschat.models.packing.kernels.SegmentKernel` does. With ``window``
+    queries attend to keys fewer than so many positions back; of segments without prefixes.
     """
 
     def __init__(self, window: int | None = None) -> None:
         # The key of the query itself counts in ours, not in FlashAttention's.
-        self._window = {} if window is None else {"window_size_left": window - 1}
+        self._window = None if window is None else window - 1
 
     @staticmethod
     def supports(query: Tensor) -> bool:
@@ -71,10 +70,12 @@ def _forward(
     lengths: Lengths,
     is_causal: bool,
     scale: float,
-    window: Mapping[str, int] = MappingProxyType({}),
+    window: int | None = None,
 ) -> Output:
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_arguments(lengths), 0.0, is_causal, False, scale=scale, **window
+        *(q, k, v, *_arguments(lengths), 0.0, is_causal, False),
+        scale=scale,
+        window_size_left=window,
     )
     return output, logsumexp
 
@@ -85,7 +86,7 @@ def _backward(
     lengths: Lengths,
     is_causal: bool,
     scale: float,
-    window: Mapping[str, int] = MappingProxyType({}),
+    window: int | None = None,
 ) -> Grads:
     """``saved`` has tokens first, as FlashAttention takes them: (N, H, D), and (H, N)."""
     q, k, v, output, logsumexp = saved
@@ -95,7 +96,7 @@ def _backward(
         *_arguments(lengths),
         *(0.0, is_causal, unused, unused[:0]),
         scale=scale,
-        **window,
+        window_size_left=window,
     )
 
 
