@@ -169,22 +169,17 @@ class CheckpointFiles:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def weight_files(self) -> list[Path]:
         """The files that hold the weights, shards in the order of their names.
 
         Raises:
             UserError: there are none, or a shard is missing.
         """
-        return self._weights[0]
-
-    @cached_property
-    def _weights(self) -> tuple[list[Path], dict[str, str]]:
-        """The weight files, and the index (weight name -> file name) of a sharded checkpoint."""
         for name in WEIGHT_FILES:
             file = self._located(name)
             if file is not None:
-                return self._shards(file) if name.endswith(".json") else ([file], {})
+                return self._shards(file) if name.endswith(".json") else [file]
         if self._located(ADAPTER_CONFIG) is not None:
             raise self.adapter_only()
         if os.path.isdir(self.name):
@@ -201,7 +196,7 @@ class CheckpointFiles:
         except OSError as error:
             raise self.error(why_missing()) from error
 
-    def _shards(self, file: Path) -> tuple[list[Path], dict[str, str]]:
+    def _shards(self, file: Path) -> list[Path]:
         try:
             index = json.loads(file.read_text("utf-8"))["weight_map"]
             names = sorted(map(os.fspath, set(index.values())))  # TypeError: not a name
@@ -215,12 +210,12 @@ class CheckpointFiles:
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}; copy or download "
                 "them again"
             )
-        return [path for path in files.values() if path is not None], index
+        return [path for path in files.values() if path is not None]
 
-    @cached_property
+    @property
     def keys(self) -> frozenset[str]:
-        """Names of all tensors, from the index or the headers. Raises as `tensors`."""
-        return frozenset(self._weights[1] or self.headers)
+        """Names of all tensors. Raises as `tensors`."""
+        return frozenset(self.headers)
 
     @cached_property
     def headers(self) -> dict[str, Stored]:
@@ -231,7 +226,7 @@ class CheckpointFiles:
                 for key, value in self._load_bin(file, "meta").items():
                     entries[key] = Stored(tuple(value.shape), value.is_floating_point())
                 continue
-            with self._safetensors(file) as opened:
+            with self._opened(file) as opened:
                 for key in opened.keys():  # noqa: SIM118
                     part = opened.get_slice(key)
                     # F32, BF16, F8_E4M3 are floats; I8, BOOL are not.
@@ -278,15 +273,14 @@ class CheckpointFiles:
         """
         for file in self.weight_files:
             if file.suffix == ".safetensors":  # headers are cheap; an old .bin would be read twice
-                with self._safetensors(file):
+                with self._opened(file):
                     pass
         return self._walk(names or str)
 
     def _walk(self, names: Names) -> Iterator[tuple[str, Tensor]]:
         seen: dict[str, str] = {}
         for file in self.weight_files:
-            opened = self._safetensors if file.suffix == ".safetensors" else self._bin
-            with opened(file) as tensors:
+            with self._opened(file) as tensors:
                 for key in list(tensors.keys()):
                     if (name := names(key)) is None:
                         continue
@@ -300,7 +294,10 @@ class CheckpointFiles:
                     yield name, tensors.get_tensor(key)
 
     @contextmanager
-    def _safetensors(self, file: Path) -> Iterator[Any]:
+    def _opened(self, file: Path) -> Iterator[Any]:
+        if file.suffix != ".safetensors":
+            yield _Tensors(self._load_bin(file))
+            return
         # NOTE: an OSError from the yield may come from the consumer and not from this file.
         try:
             opened = safe_open(file, framework="pt")
@@ -311,10 +308,6 @@ class CheckpointFiles:
                 yield tensors
         except SafetensorError as error:  # a dtype that torch does not have
             raise self._unreadable(file, error) from error
-
-    @contextmanager
-    def _bin(self, file: Path) -> Iterator["_Tensors"]:
-        yield _Tensors(self._load_bin(file))
 
     def _load_bin(self, file: Path, device: str = "cpu") -> dict[str, Tensor]:
         mapped = zipfile.is_zipfile(file)  # torch maps only the format it writes since 1.6
