@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -252,9 +250,7 @@ class Checkpoint(CheckpointFiles):
             # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
             config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
         options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
-        model, info = from_pretrained(AutoModelForCausalLM, self, config, *options)
-        check_weights(model, info, self)
-        model.rest = info["rest"]
+        model = self._loaded("lm", config, *options)
         grow_embeddings(model, num_tokens)
         known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
         if known and config.model_type not in _ZEROES_PAD_ROW:
@@ -288,10 +284,7 @@ class Checkpoint(CheckpointFiles):
         config.num_labels = 1
         drop_pad(config)
         options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
-        model, info = from_pretrained(AutoModelForSequenceClassification, self, config, *options)
-        if not hasattr(model, "score"):
-            raise no_score_head(self, type(model).__name__)
-        check_weights(model, info, self, *(_OF_A_BASE if self.reward_form == "base" else ()))
+        model = self._loaded("score", config, *options)
         grow_embeddings(model, num_tokens)
         model.config.pad_token_id = pad_token_id
         return model
@@ -304,14 +297,18 @@ class Checkpoint(CheckpointFiles):
             UserError: no per-token score head; missing, unexpected or reshaped weights.
         """
         config = copy.deepcopy(self.config)
-        auto_class: Any = AutoModelForCausalLM
         if kind == "score":
-            config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+            config.num_labels = 1
         drop_pad(config)
-        options = torch.float32, None, attn_implementation, 0, "meta"
-        model, info = from_pretrained(auto_class, self, config, *options)
+        return self._loaded(kind, config, torch.float32, None, attn_implementation, 0, "meta")
+
+    def _loaded(self, kind: Kind, config: PretrainedConfig, *options: Any) -> PreTrainedModel:
+        """The model with exactly these weights; ``options`` of `from_pretrained`."""
+        model, info = from_pretrained(kind, self, config, *options)
         if kind == "score" and (config.is_encoder_decoder or not hasattr(model, "score")):
             raise no_score_head(self, type(model).__name__)
         is_base = kind == "score" and self.reward_form == "base"
         check_weights(model, info, self, *(_OF_A_BASE if is_base else ()))
+        if kind == "lm":
+            model.rest = info["rest"]
         return model

@@ -81,7 +81,7 @@ def silence_routers(model: nn.Module) -> None:
 
 
 def from_pretrained(
-    auto_class: type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification],
+    kind: Kind,
     files: CheckpointFiles,
     config: PretrainedConfig,
     dtype: torch.dtype,
@@ -99,8 +99,8 @@ def from_pretrained(
         set_dropout(config, dropout)
     fix_rotary(config, longest_row)
     source: str | None = files.name
-    loader: Any = auto_class
-    scores = auto_class is AutoModelForSequenceClassification
+    scores = kind == "score"
+    loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores and not (score_class(config) or getattr(config, "auto_map", None)):
         raise no_score_head(files, type(config).__name__)
     options: dict[str, Any] = {"trust_remote_code": files.trust_remote_code}
