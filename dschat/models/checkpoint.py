@@ -21,8 +21,12 @@ from transformers import (
 
 from dschat.config import UserError
 from dschat.distributed.memory import available_memory
-from dschat.models import checkpoint_files
-from dschat.models.checkpoint_files import ADAPTER_CONFIG, CONFIG, CheckpointFiles
+from dschat.models.checkpoint_files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    CheckpointFiles,
+    why_missing,
+)
 from dschat.models.config_files import blamed_on, read_config, read_generation_config
 from dschat.models.load import (
     Kind,
@@ -68,18 +72,20 @@ class Checkpoint(CheckpointFiles):
         path = Path(self.name)
         if os.path.exists(path / ADAPTER_CONFIG) and not os.path.exists(path / CONFIG):
             raise self.adapter_only()
+        raw = self.json(CONFIG)
+        if raw is None:
+            reason = ": its config.json is missing; name a folder that save_pretrained wrote"
+            raise self.error(reason if os.path.isdir(path) else why_missing())
+        settings = raw.get("quantization_config")
+        if settings is not None:
+            method = settings.get("quant_method", "?") if isinstance(settings, dict) else settings
+            remedy = ", and quantize it with --load_in_4bit" * (method == "bitsandbytes")
+            raise self.error(
+                f" is quantized ({method}), which neither training nor generation supports; "
+                f"name the checkpoint it was made from{remedy}"
+            )
         try:
-            settings = (self.json(CONFIG) or {}).get("quantization_config")
-            if settings is not None:
-                method = (
-                    settings.get("quant_method", "?") if isinstance(settings, dict) else settings
-                )
-                remedy = ", and quantize it with --load_in_4bit" * (method == "bitsandbytes")
-                raise self.error(
-                    f" is quantized ({method}), which neither training nor generation supports; "
-                    f"name the checkpoint it was made from{remedy}"
-                )
-            return read_config(self)
+            return read_config(self, raw)
         except UserError as error:
             if "trust_remote_code" not in str(error.__cause__):
                 raise
@@ -87,14 +93,6 @@ class Checkpoint(CheckpointFiles):
                 " needs its own Python code, which does not run by default: read it, and pass "
                 "--trust_remote_code if you trust it"
             ) from error
-        except (OSError, ValueError) as error:
-            if os.path.isfile(path):
-                reason = " is a file; name the folder of a checkpoint"
-            elif not os.path.isdir(path):
-                reason = checkpoint_files.why_missing()
-            else:
-                reason = ": its config.json is missing; name a folder that save_pretrained wrote"
-            raise self.error(reason) from error
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:

@@ -116,18 +116,22 @@ class CheckpointFiles:
         """The local path of a file; None if the checkpoint does not have it.
 
         Raises:
-            OSError: neither a folder nor a model on the hub.
+            UserError: neither a folder nor a model on the hub.
         """
+        if os.path.isfile(self.name):
+            raise self.error(" is a file; name the folder of a checkpoint")
         prepare_hub(self.name)
-        file = cached_file(self.name, filename, _raise_exceptions_for_missing_entries=False)
+        try:
+            file = cached_file(self.name, filename, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise self.error(why_missing()) from error
         return None if file is None else Path(file)
 
     def json(self, filename: str) -> dict[str, Any] | None:
         """The object in a JSON file; None if the checkpoint does not have it.
 
         Raises:
-            OSError: neither a folder nor a model on the hub.
-            UserError: the file is not valid JSON, or not an object.
+            UserError: as `locate`; the file is not valid JSON, or not an object.
         """
         if filename not in self._read:
             file = self.locate(filename)
@@ -148,7 +152,7 @@ class CheckpointFiles:
         """Whether this JSON file refers to Python code (``auto_map``)."""
         try:
             return "auto_map" in (self.json(filename) or {})
-        except (OSError, UserError):
+        except UserError:
             return False
 
     def adapter_only(self) -> UserError:
@@ -160,7 +164,7 @@ class CheckpointFiles:
             return self.error(f" is a LoRA adapter; name {parent}, which holds the merged model")
         try:
             base = (self.json(ADAPTER_CONFIG) or {})["base_model_name_or_path"]
-        except (OSError, UserError, KeyError):
+        except (UserError, KeyError):
             base = "its base model"
         return self.error(
             f" is a LoRA adapter; merge it into {base} first: peft's AutoPeftModelForCausalLM"
@@ -177,24 +181,16 @@ class CheckpointFiles:
             UserError: there are none, or a shard is missing.
         """
         for name in WEIGHT_FILES:
-            file = self._located(name)
+            file = self.locate(name)
             if file is not None:
                 return self._shards(file) if name.endswith(".json") else [file]
-        if self._located(ADAPTER_CONFIG) is not None:
+        if self.locate(ADAPTER_CONFIG) is not None:
             raise self.adapter_only()
         if os.path.isdir(self.name):
             raise self.error(
                 " holds no weights; name another folder, or save the model with save_pretrained"
             )
         raise self.error(why_missing())
-
-    def _located(self, filename: str) -> Path | None:
-        if os.path.isfile(self.name):
-            raise self.error(" is a file; name the folder of a checkpoint")
-        try:
-            return self.locate(filename)
-        except OSError as error:
-            raise self.error(why_missing()) from error
 
     def _shards(self, file: Path) -> list[Path]:
         try:
@@ -203,7 +199,7 @@ class CheckpointFiles:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             problem = "is not an index (JSON with a weight_map of tensors and files)"
             raise self.file_error(file.name, problem) from e
-        files = {name: self._located(name) for name in names}
+        files = {name: self.locate(name) for name in names}
         if missing := [name for name, path in files.items() if path is None]:
             raise self.error(
                 f": {len(missing)} of the {len(names)} files of its {file.name} are missing: "

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,18 +261,11 @@ def load_adapter(model: nn.Module, folder: Path) -> PeftModel:
     return wrapped
 
 
-def adapters_off(module: nn.Module) -> AbstractContextManager[None]:
-    """Context in which ``module`` computes without its adapters; a no-op if it has none."""
-    for child in module.modules():
-        if isinstance(child, PeftModel):
-            return _quiet_disable(child)
-    return nullcontext()
-
-
 @contextmanager
-def _quiet_disable(model: PeftModel) -> Iterator[None]:
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Context in which ``module`` computes without its adapters; a no-op if it has none."""
     # NOTE: PEFT's disable_adapter() also flips requires_grad, which would break ZeRO's hooks.
-    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
         layer._disable_adapters = True
     try:
