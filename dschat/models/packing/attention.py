@@ -232,22 +232,16 @@ def _sequence_by_sequence(
     key, value = per_query_head(key, query), per_query_head(value, query)
     reach = how.window or how.chunk
     size = max(_BLOCK, reach) if reach else max(1, segments.longest)
-    parts, start = [], 0
-    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
-        end = start
-        for shared, length in ((0, prefix), *zip(leaves, answers, strict=True)):
-            of_prefix, own = slice(start, start + shared), slice(end, end + length)
-            keys, values = (
-                torch.cat([x[:, :, of_prefix], x[:, :, own]], dim=2) for x in (key, value)
-            )
-            for first in range(shared, shared + length, size):
-                last = min(first + size, shared + length)
-                mask = _causal_mask(first, last, how, query.device)
-                queries = query[:, :, end + first - shared : end + last - shared]
-                k, v = (x[:, :, last - mask.shape[1] : last] for x in (keys, values))
-                parts.append(_masked(queries, k, v, mask, how))
-            end += length
-        start = end
+    parts = []
+    for (start, stop), (own, end) in segments.sequences:
+        rows = [torch.cat([x[:, :, start:stop], x[:, :, own:end]], dim=2) for x in (key, value)]
+        shared = stop - start
+        for first in range(shared, shared + end - own, size):
+            last = min(first + size, shared + end - own)
+            mask = _causal_mask(first, last, how, query.device)
+            queries = query[:, :, own + first - shared : own + last - shared]
+            k, v = (x[:, :, last - mask.shape[1] : last] for x in rows)
+            parts.append(_masked(queries, k, v, mask, how))
     return torch.cat(parts, dim=2)
 
 

@@ -108,10 +108,23 @@ class Segments:
             object.__setattr__(self, "table", _varlen_table(self))
 
     @cached_property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(first, last + 1) of every prefix and answer, in the stream's order."""
-        bounds = np.cumsum([0, *(n for prefix, rest in self.groups for n in (prefix, *rest))])
-        return [(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    def sequences(self) -> list[tuple[_Bounds, _Bounds]]:
+        """(Bounds of what it reads of a prefix, its own bounds) of every prefix, which reads none,
+        and every answer, in the stream's order.
+        """
+        found = []
+        end = 0
+        for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True):
+            start = end
+            for leave, length in ((0, prefix), *zip(leaves, answers, strict=True)):
+                found.append(((start, start + leave), (end, end + length)))
+                end += length
+        return found
+
+    @property
+    def pieces(self) -> list[_Bounds]:
+        """The own bounds of `sequences`."""
+        return [own for _, own in self.sequences]
 
     @cached_property
     def shared(self) -> list[list[tuple[_Bounds, _Bounds]]]:
@@ -121,16 +134,12 @@ class Segments:
         NOTE: no token is there twice in a part, so that gradients are added up part by part, in an
         order that does not depend on other groups.
         """
-        bounds: list[list[tuple[_Bounds, _Bounds]]] = []
-        end = 0
-        for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True):
-            start, end = end, end + prefix
-            of_group = []
-            for leave, run in groupby(zip(leaves, answers, strict=True), key=itemgetter(0)):
-                first, end = end, end + sum(length for _, length in run)
-                of_group.append(((start, start + leave), (first, end)))
-            bounds.append(of_group)
-        return [list(filter(None, part)) for part in zip_longest(*bounds)]
+        by_group: dict[int, list[tuple[_Bounds, _Bounds]]] = {}
+        for read, run in groupby(self.sequences, key=itemgetter(0)):
+            own = [bounds for _, bounds in run]
+            if read[0] < read[1]:  # not a prefix
+                by_group.setdefault(read[0], []).append((read, (own[0][0], own[-1][1])))
+        return [list(filter(None, part)) for part in zip_longest(*by_group.values())]
 
     def batches(self, most: int) -> list[Batch]:
         """Every piece as queries of itself, then answers as queries of their prefixes.
@@ -165,12 +174,8 @@ class Segments:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest row, its prefix included."""
-        ends = (
-            leave + length
-            for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True)
-            for leave, length in ((prefix, 0), *zip(leaves, answers, strict=True))
-        )
-        return max(ends, default=0)
+        lengths = (stop - start + end - own for (start, stop), (own, end) in self.sequences)
+        return max(lengths, default=0)
 
 
 def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: bool) -> list[Batch]:
