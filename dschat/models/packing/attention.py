@@ -207,7 +207,7 @@ def padded_heads(*tensors: Tensor) -> list[Tensor]:
 
 def _flash_takes(query: Tensor, segments: Segments, how: Scores) -> bool:
     """Whether FlashAttention knows the window of ``how``: within rows, not across a prefix."""
-    return how.softcap is None and not segments.table.shared and VarlenKernel.supports(query)
+    return how.softcap is None and not segments.table[1:] and VarlenKernel.supports(query)
 
 
 def kernel_for(

@@ -36,25 +36,11 @@ class Lengths:
     keys: Tensor  # (S + 1,) int32, cumulative
     max_queries: int
     max_keys: int
+    places: tuple[Tensor, ...] = ()  # of queries and keys in the stream, int64; (): all tokens
 
-
-@dataclass(frozen=True)
-class Shared:
-    """A part of `Segments.shared`: answers are a sequence of queries, what they read of their
-    prefix is their keys.
-    """
-
-    lengths: Lengths
-    queries: Tensor  # (Q,) int64, their places in the stream
-    keys: Tensor  # (K,) int64
-
-
-@dataclass(frozen=True)
-class VarlenTable:
-    """The segments as tensors. They move to the device with the rows, for all layers."""
-
-    pieces: Lengths
-    shared: tuple[Shared, ...]
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.queries, self.keys, self.max_queries, self.max_keys
 
 
 @dataclass(frozen=True)
@@ -96,7 +82,8 @@ class Segments:
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
     # How many tokens of the prefix each answer attends to, ascending in a group; (): all of them.
     leaves: tuple[tuple[int, ...], ...] = ()
-    table: VarlenTable = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    # Of all pieces, then of each part of `shared`. They move to the device with the rows.
+    table: tuple[Lengths, ...] = field(default=(), compare=False, repr=False)
     # How the tokens lie on several ranks; None: all of them are here.
     spread: "Spread | None" = field(default=None, compare=False, repr=False)
 
@@ -104,7 +91,7 @@ class Segments:
         if not self.leaves:
             at_end = tuple((prefix,) * len(answers) for prefix, answers in self.groups)
             object.__setattr__(self, "leaves", at_end)
-        if self.table is None:
+        if not self.table:
             object.__setattr__(self, "table", _varlen_table(self))
 
     @cached_property
@@ -241,22 +228,22 @@ def _rows(segments: Segments) -> tuple[list[np.ndarray], list[int]]:
     return rows, owned
 
 
-def _varlen_table(segments: Segments) -> VarlenTable:
-    shared = []
+def _varlen_table(segments: Segments) -> tuple[Lengths, ...]:
+    table = [_lengths(segments.pieces, segments.pieces)]
     for part in segments.shared:
         prefixes, answers = zip(*part, strict=True)
-        places = map(_places, (answers, prefixes))
-        shared.append(Shared(_lengths(answers, prefixes), *places))
-    return VarlenTable(_lengths(segments.pieces, segments.pieces), tuple(shared))
+        table.append(_lengths(answers, prefixes, (_places(answers), _places(prefixes))))
+    return tuple(table)
 
 
-def _lengths(queries: Bounds, keys: Bounds) -> Lengths:
+def _lengths(queries: Bounds, keys: Bounds, places: tuple[Tensor, ...] = ()) -> Lengths:
     of_queries, of_keys = ([end - start for start, end in bounds] for bounds in (queries, keys))
     return Lengths(
         _cumulative(of_queries),
         _cumulative(of_keys),
         max(of_queries, default=0),
         max(of_keys, default=0),
+        places,
     )
 
 
