@@ -32,7 +32,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 import dschat.distributed as dist
-from dschat.checkpoint.atomic_files import discard, save_tensors
+from dschat.checkpoint.atomic_files import discard, save_tensors, staging_of
 from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
@@ -126,7 +126,7 @@ def export_hf(
     folder = Path(folder)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
-    staging = folder.parent / f".{folder.name}.saving"
+    staging = staging_of(folder)
     main = dist.is_main_process()
     if main:
         discard(staging)
