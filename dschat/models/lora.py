@@ -149,11 +149,11 @@ def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Name -> layer of all layers that can have an adapter: linear ones, except heads."""
+    others = {*_HEADS, *_other_linears(model)}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and name.rpartition(".")[2] not in {*_HEADS, *_other_linears(model)}
+        if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] not in others
     }
 
 
