@@ -133,11 +133,7 @@ class Checkpoint(CheckpointFiles):
 
     @cached_property
     def own_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer, unchanged: it may lack EOS, pad token and chat template.
-
-        Raises:
-            UserError: no tokenizer, a damaged one, or one that needs its own code.
-        """
+        """See `read_tokenizer`."""
         return read_tokenizer(self)
 
     def tokenizer(self, **flags: Any) -> PreTrainedTokenizerBase:
