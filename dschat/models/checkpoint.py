@@ -51,8 +51,6 @@ from dschat.models.tokenizer import (
 
 # Families whose row of the pad id transformers zeroes at every load: saved without one.
 _ZEROES_PAD_ROW = ("youtu",)
-# Prefixes of what a score model that starts from a causal LM may lack, and may leave.
-_OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
 
 class Checkpoint(CheckpointFiles):
@@ -274,11 +272,8 @@ class Checkpoint(CheckpointFiles):
         """
         if not from_base:
             self.require_reward_model()
-        config = copy.deepcopy(self.config)
-        config.num_labels = 1
-        drop_pad(config)
         options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
-        model = self._loaded("score", config, *options)
+        model = self._loaded("score", copy.deepcopy(self.config), *options)
         grow_embeddings(model, num_tokens)
         model.config.pad_token_id = pad_token_id
         return model
@@ -290,19 +285,18 @@ class Checkpoint(CheckpointFiles):
         Raises:
             UserError: no per-token score head; missing, unexpected or reshaped weights.
         """
-        config = copy.deepcopy(self.config)
-        if kind == "score":
-            config.num_labels = 1
-        drop_pad(config)
-        return self._loaded(kind, config, torch.float32, None, attn_implementation, 0, "meta")
+        options = torch.float32, None, attn_implementation, 0, "meta"
+        return self._loaded(kind, copy.deepcopy(self.config), *options)
 
     def _loaded(self, kind: Kind, config: PretrainedConfig, *options: Any) -> PreTrainedModel:
         """The model with exactly these weights; ``options`` of `from_pretrained`."""
+        if kind == "score":
+            config.num_labels = 1
+        drop_pad(config)
         model, info = from_pretrained(kind, self, config, *options)
         if kind == "score" and (config.is_encoder_decoder or not hasattr(model, "score")):
             raise no_score_head(self, type(model).__name__)
-        is_base = kind == "score" and self.reward_form == "base"
-        check_weights(model, info, self, *(_OF_A_BASE if is_base else ()))
+        check_weights(model, info, self, kind == "score" and self.reward_form == "base")
         if kind == "lm":
             model.rest = info["rest"]
         return model

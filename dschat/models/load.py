@@ -51,6 +51,8 @@ from dschat.models.quantized import dequantized, finish_loading, loading_options
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 Kind = Literal["lm", "score"]
+# Prefixes of what a score model that starts from a causal LM may lack, and may leave.
+_OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
@@ -186,13 +188,13 @@ def check_weights(
     model: PreTrainedModel,
     info: dict[str, Any],
     files: CheckpointFiles,
-    may_be_missing: tuple[str, ...] = (),
-    may_be_unused: tuple[str, ...] = (),
+    is_base: bool,
 ) -> None:
     """Collective under ZeRO-3. Raise ``UserError`` if weights do not match or are not finite.
 
-    ``may_be_missing`` and ``may_be_unused`` are prefixes of keys.
+    ``is_base``: they are a causal LM's, from which a score model starts.
     """
+    may_be_missing, may_be_unused = _OF_A_BASE if is_base else ((), ())
     missing = {k for k in info["missing_keys"] if not k.startswith(may_be_missing)}
     unexpected = {
         k for k in info["unexpected_keys"] if not (is_constant(k) or k.startswith(may_be_unused))
