@@ -41,6 +41,7 @@ from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD, Rest, whole_name
 from dschat.models.long_rows import restore_rotary
 from dschat.models.lora import unwrapped_name
+from dschat.models.training_engine import without_adapters
 from dschat.startup.files import sha256_of, sync_file
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
@@ -124,8 +125,7 @@ def export_hf(
         SavedModelError: what was written is not the model; it stays beside ``folder``.
     """
     folder = Path(folder)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
+    base = without_adapters(model)
     staging = staging_of(folder)
     main = dist.is_main_process()
     if main:

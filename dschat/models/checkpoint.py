@@ -8,7 +8,6 @@ import copy
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,13 +66,12 @@ class Checkpoint(CheckpointFiles):
             UserError: not a checkpoint, a LoRA adapter without its base model, quantized weights,
                 or an architecture that needs the checkpoint's own code.
         """
-        path = Path(self.name)
-        if os.path.exists(path / ADAPTER_CONFIG) and not os.path.exists(path / CONFIG):
-            raise self.adapter_only()
         raw = self.json(CONFIG)
         if raw is None:
+            if self.locate(ADAPTER_CONFIG) is not None:
+                raise self.adapter_only()
             reason = ": its config.json is missing; name a folder that save_pretrained wrote"
-            raise self.error(reason if os.path.isdir(path) else why_missing())
+            raise self.error(reason if os.path.isdir(self.name) else why_missing())
         settings = raw.get("quantization_config")
         if settings is not None:
             method = settings.get("quant_method", "?") if isinstance(settings, dict) else settings
@@ -241,7 +239,7 @@ class Checkpoint(CheckpointFiles):
         if getattr(config.get_text_config(), "tie_word_embeddings", False) and self.has_own_head:
             # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
             config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-        options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
+        options = dtype, dropout, attn_implementation, longest_row, weight_bits
         model = self._loaded("lm", config, *options)
         grow_embeddings(model, num_tokens)
         known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
@@ -272,7 +270,7 @@ class Checkpoint(CheckpointFiles):
         """
         if not from_base:
             self.require_reward_model()
-        options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
+        options = dtype, dropout, attn_implementation, longest_row, weight_bits
         model = self._loaded("score", copy.deepcopy(self.config), *options)
         grow_embeddings(model, num_tokens)
         model.config.pad_token_id = pad_token_id
@@ -285,7 +283,7 @@ class Checkpoint(CheckpointFiles):
         Raises:
             UserError: no per-token score head; missing, unexpected or reshaped weights.
         """
-        options = torch.float32, None, attn_implementation, 0, "meta"
+        options = torch.float32, None, attn_implementation, 0, 0, "meta"
         return self._loaded(kind, copy.deepcopy(self.config), *options)
 
     def _loaded(self, kind: Kind, config: PretrainedConfig, *options: Any) -> PreTrainedModel:

@@ -90,8 +90,8 @@ def from_pretrained(
     dropout: float | None,
     attn_implementation: str | None,
     longest_row: int,
+    weight_bits: int,
     device: str | None = None,
-    weight_bits: int = 0,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing, unexpected and reshaped weights.
 
