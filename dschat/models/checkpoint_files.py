@@ -42,7 +42,6 @@ def prepare_hub(name_or_path: str) -> None:
 
 
 def why_missing() -> str:
-    """Why a model was not found."""
     reason = ": no such folder, and no such model on the hub; check the name"
     if constants.HF_HUB_OFFLINE:
         reason += " (only downloaded models are found: no network, or HF_HUB_OFFLINE)"

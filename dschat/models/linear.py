@@ -73,8 +73,6 @@ def _applies(x: Tensor, weight: Tensor) -> bool:
 
 
 class OneDnnLinear(nn.Linear):
-    """``nn.Linear`` with oneDNN's product."""
-
     def forward(self, input: Tensor) -> Tensor:
         if not _applies(input, self.weight):
             return super().forward(input)

@@ -45,8 +45,6 @@ class Scores(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward saves for its backward."""
-
     q: Tensor  # (1, H, N, D), as `output`
     k: Tensor  # (1, K, N, D), as `v`
     v: Tensor
