@@ -262,17 +262,12 @@ class CheckpointFiles:
         read as a whole; its tensors are freed as they are consumed.
 
         Raises:
-            UserError: naming the file. When called: no weights, an adapter only, a missing shard, a
-                broken index or safetensors header. While iterating: a ``.bin`` that is damaged or
-                would run code, two tensors of one name.
+            UserError: naming the file. Before the first tensor: no weights, an adapter only, a
+                missing shard, a broken index, a file that is damaged or would run code. Later: two
+                tensors of one name.
         """
-        for file in self.weight_files:
-            if file.suffix == ".safetensors":  # headers are cheap; an old .bin would be read twice
-                with self._opened(file):
-                    pass
-        return self._walk(names or str)
-
-    def _walk(self, names: Names) -> Iterator[tuple[str, Tensor]]:
+        _ = self.headers
+        names = names or str
         seen: dict[str, str] = {}
         for file in self.weight_files:
             with self._opened(file) as tensors:
