@@ -32,15 +32,9 @@ _LIKE = 0.75  # of a batch of padded rows the shortest, as a share of the longes
 class Lengths:
     """Variable-length sequences of queries and of keys, as FlashAttention takes them."""
 
-    queries: Tensor  # (S + 1,) int32, cumulative
-    keys: Tensor  # (S + 1,) int32, cumulative
-    max_queries: int
-    max_keys: int
+    # Cumulative lengths of both, (S + 1,) int32 each, and the longest of each.
+    arguments: tuple[Tensor, Tensor, int, int]
     places: tuple[Tensor, ...] = ()  # of queries and keys in the stream, int64; (): all tokens
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, int, int]:
-        return self.queries, self.keys, self.max_queries, self.max_keys
 
 
 @dataclass(frozen=True)
@@ -238,13 +232,8 @@ def _varlen_table(segments: Segments) -> tuple[Lengths, ...]:
 
 def _lengths(queries: Bounds, keys: Bounds, places: tuple[Tensor, ...] = ()) -> Lengths:
     of_queries, of_keys = ([end - start for start, end in bounds] for bounds in (queries, keys))
-    return Lengths(
-        _cumulative(of_queries),
-        _cumulative(of_keys),
-        max(of_queries, default=0),
-        max(of_keys, default=0),
-        places,
-    )
+    longest = max(of_queries, default=0), max(of_keys, default=0)
+    return Lengths((_cumulative(of_queries), _cumulative(of_keys), *longest), places)
 
 
 def _cumulative(lengths: list[int]) -> Tensor:
