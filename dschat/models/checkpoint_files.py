@@ -252,7 +252,7 @@ class CheckpointFiles:
             if not (stored.is_float or is_constant(key)) and key.endswith((".weight", ".bias"))
         )
 
-    def tensors(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, names: Names = str) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor, file by file, one in memory at a time.
 
         ``names`` maps a name in the file to the consumer's; a tensor for which it returns None is
@@ -267,7 +267,6 @@ class CheckpointFiles:
                 tensors of one name.
         """
         _ = self.headers
-        names = names or str
         seen: dict[str, str] = {}
         for file in self.weight_files:
             with self._opened(file) as tensors:

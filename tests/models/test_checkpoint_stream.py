@@ -18,7 +18,7 @@ from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.checkpoint_tensors import normalized_names
 
 
-def checkpoint_stream(path, names=None):
+def checkpoint_stream(path, names=str):
     return CheckpointFiles(path, "path").tensors(names)
 
 
