@@ -242,9 +242,8 @@ def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 def _unused_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
     """Those of ``keys`` that the model does not load."""
     prefix = model.base_model_prefix + "."
-    expected = {k.removeprefix(prefix) for k in model.state_dict()}
-    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    expected |= {k.removeprefix(prefix) for k in tied}
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    expected = {k.removeprefix(prefix) for k in (*model.state_dict(), *tied)}
     renamings = get_model_conversion_mapping(model)
 
     def current(key: str) -> str:
