@@ -195,7 +195,6 @@ class Writing:
     def _write_files(self, contents: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
         written: dict[str, tuple[int, str]] = {}
         try:
-            self._staging.mkdir(parents=True, exist_ok=True)
             for name, content in contents.items():
                 written[name] = atomic_files.write_file(self._staging / name, content)
             replace_file(self._staging / f".done_{self.rank:05d}.json", json.dumps(written))

@@ -78,8 +78,7 @@ def unclaimed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, tuple[int, 
             relative = path.relative_to(folder).as_posix()
             if relative in claimed or relative == MANIFEST:
                 continue
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+            sync_file(path)
             entries[relative] = (path.stat().st_size, sha256_of(path))
     return entries
 

@@ -32,7 +32,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 import dschat.distributed as dist
-from dschat.checkpoint.atomic_files import discard, save_tensors
+from dschat.checkpoint.atomic_files import discard, save_tensors, staging_of
 from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
@@ -41,6 +41,7 @@ from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD, Rest, whole_name
 from dschat.models.long_rows import restore_rotary
 from dschat.models.lora import unwrapped_name
+from dschat.models.training_engine import without_adapters
 from dschat.startup.files import sha256_of, sync_file
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
@@ -124,9 +125,8 @@ def export_hf(
         SavedModelError: what was written is not the model; it stays beside ``folder``.
     """
     folder = Path(folder)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
-    staging = folder.parent / f".{folder.name}.saving"
+    base = without_adapters(model)
+    staging = staging_of(folder)
     main = dist.is_main_process()
     if main:
         discard(staging)

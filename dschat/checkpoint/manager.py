@@ -10,8 +10,6 @@ A checkpoint, ``OUT/<step>/checkpoints/step_000012``::
     manifest.json                step, settings, every file's size and checksum; written last
 
 All ranks write into one folder, so several machines need a shared disk for the output folder.
-State is copied to host memory (its size again, until it is written) and written while training
-continues; without enough memory, training waits.
 """
 
 import json
@@ -191,22 +189,21 @@ class CheckpointManager:
         Raises:
             UserError: all checkpoints are damaged, or the one in ``path`` is.
         """
-        if path is not None:
-            checkpoint, problem = _verified(Path(path))
-            if checkpoint is None:
-                raise UserError(
-                    f"--resume {path}: {problem}; name a folder such as "
-                    f"{self._folder / manifest.step_name(100)}, or use --resume latest"
-                )
-            self.last = checkpoint.folder
-            return checkpoint
-        (folders, *_) = dist.gather_objects(list(manifest.step_folders(self._folder)))
+        if path is None:
+            (folders, *_) = dist.gather_objects(list(manifest.step_folders(self._folder)))
+        else:
+            folders = [Path(path)]
         problem = ""
         for folder in folders:
             checkpoint, problem = _verified(folder)
             if checkpoint is not None:
                 self.last = folder
                 return checkpoint
+            if path is not None:
+                raise UserError(
+                    f"--resume {path}: {problem}; name a folder such as "
+                    f"{self._folder / manifest.step_name(100)}, or use --resume latest"
+                )
             self._damaged.add(folder)
             logger.warning(
                 "the checkpoint %s is damaged: %s; trying the one before", folder, problem

@@ -67,7 +67,6 @@ def step_folders(folder: Path) -> dict[Path, int]:
 def manifest_bytes(
     step: int, world_size: int, settings: Mapping[str, Any], files: Mapping[str, tuple[int, str]]
 ) -> bytes:
-    """The contents of a manifest."""
     content = {
         "format": FORMAT,
         "dschat": __version__,

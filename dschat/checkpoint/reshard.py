@@ -22,7 +22,9 @@ from dschat.config import UserError
 from dschat.models.training_engine import TrainingEngine
 
 _WEIGHT, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
-Tensors = dict[str, Tensor]
+# One rank's part of a parameter: flat fp32 weights; after the first update Adam's moments and its
+# step counter, 0-d.
+Fragment = dict[str, Tensor]
 
 
 def load_file(path: Path, map_location: Any = None, mapped: bool = False) -> Any:
@@ -42,16 +44,6 @@ def load_file(path: Path, map_location: Any = None, mapped: bool = False) -> Any
             f"--resume {path.parents[1]}: {path} asks for {name}, which is no state that this "
             "version of DeepSpeed writes; it is not loaded"
         ) from None
-
-
-@dataclass
-class Fragment:
-    """One rank's part of a parameter: flat fp32 weights and, after the first update, Adam's
-    moments; Adam's step counter, 0-d.
-    """
-
-    tensors: Tensors
-    step: Tensor | None
 
 
 @dataclass
@@ -134,7 +126,7 @@ class SavedEngine:
 def _fragment(weights: Tensor, states: dict[str, Any], start: int, numel: int) -> Fragment:
     tensors = {_WEIGHT: weights} | {name: states[name] for name in _MOMENTS if name in states}
     cut = {name: t.reshape(-1).narrow(0, start, numel) for name, t in tensors.items()}
-    return Fragment(cut, states.get(_STEP))
+    return cut | {_STEP: states[_STEP]} if _STEP in states else cut
 
 
 @dataclass
@@ -157,17 +149,15 @@ def fill(engine: TrainingEngine, saved: SavedEngine) -> None:
         states: dict[str, Tensor] = {}
         for place in places:
             fragments = parameters[place.name]
-            for key in fragments[0].tensors:
+            for key, first in fragments[0].items():
+                if key == _STEP:
+                    states[key] = first.to(flat.device, copy=True)
+                    continue
                 if key != _WEIGHT and key not in states:
                     states[key] = torch.zeros_like(flat)
                 target = flat.data if key == _WEIGHT else states[key]
-                _copy(
-                    [fragment.tensors[key] for fragment in fragments],
-                    place.start,
-                    target.view(-1)[place.at :][: place.numel],
-                )
-            if fragments[0].step is not None:
-                states[_STEP] = fragments[0].step.to(flat.device, copy=True)
+                parts = [fragment[key] for fragment in fragments]
+                _copy(parts, place.start, target.view(-1)[place.at :][: place.numel])
         if states:  # none before the first step
             inner.state[flat] = states
     _update_weights(engine)

@@ -8,13 +8,10 @@ import copy
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,8 +20,12 @@ from transformers import (
 
 from dschat.config import UserError
 from dschat.distributed.memory import available_memory
-from dschat.models import checkpoint_files
-from dschat.models.checkpoint_files import ADAPTER_CONFIG, CONFIG, CheckpointFiles
+from dschat.models.checkpoint_files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    CheckpointFiles,
+    why_missing,
+)
 from dschat.models.config_files import blamed_on, read_config, read_generation_config
 from dschat.models.load import (
     Kind,
@@ -49,8 +50,6 @@ from dschat.models.tokenizer import (
 
 # Families whose row of the pad id transformers zeroes at every load: saved without one.
 _ZEROES_PAD_ROW = ("youtu",)
-# Prefixes of what a score model that starts from a causal LM may lack, and may leave.
-_OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
 
 class Checkpoint(CheckpointFiles):
@@ -67,21 +66,22 @@ class Checkpoint(CheckpointFiles):
             UserError: not a checkpoint, a LoRA adapter without its base model, quantized weights,
                 or an architecture that needs the checkpoint's own code.
         """
-        path = Path(self.name)
-        if os.path.exists(path / ADAPTER_CONFIG) and not os.path.exists(path / CONFIG):
-            raise self.adapter_only()
+        raw = self.json(CONFIG)
+        if raw is None:
+            if self.locate(ADAPTER_CONFIG) is not None:
+                raise self.adapter_only()
+            reason = ": its config.json is missing; name a folder that save_pretrained wrote"
+            raise self.error(reason if os.path.isdir(self.name) else why_missing())
+        settings = raw.get("quantization_config")
+        if settings is not None:
+            method = settings.get("quant_method", "?") if isinstance(settings, dict) else settings
+            remedy = ", and quantize it with --load_in_4bit" * (method == "bitsandbytes")
+            raise self.error(
+                f" is quantized ({method}), which neither training nor generation supports; "
+                f"name the checkpoint it was made from{remedy}"
+            )
         try:
-            settings = (self.json(CONFIG) or {}).get("quantization_config")
-            if settings is not None:
-                method = (
-                    settings.get("quant_method", "?") if isinstance(settings, dict) else settings
-                )
-                remedy = ", and quantize it with --load_in_4bit" * (method == "bitsandbytes")
-                raise self.error(
-                    f" is quantized ({method}), which neither training nor generation supports; "
-                    f"name the checkpoint it was made from{remedy}"
-                )
-            return read_config(self)
+            return read_config(self, raw)
         except UserError as error:
             if "trust_remote_code" not in str(error.__cause__):
                 raise
@@ -89,14 +89,6 @@ class Checkpoint(CheckpointFiles):
                 " needs its own Python code, which does not run by default: read it, and pass "
                 "--trust_remote_code if you trust it"
             ) from error
-        except (OSError, ValueError) as error:
-            if os.path.isfile(path):
-                reason = " is a file; name the folder of a checkpoint"
-            elif not os.path.isdir(path):
-                reason = checkpoint_files.why_missing()
-            else:
-                reason = ": its config.json is missing; name a folder that save_pretrained wrote"
-            raise self.error(reason) from error
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:
@@ -137,11 +129,7 @@ class Checkpoint(CheckpointFiles):
 
     @cached_property
     def own_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer, unchanged: it may lack EOS, pad token and chat template.
-
-        Raises:
-            UserError: no tokenizer, a damaged one, or one that needs its own code.
-        """
+        """See `read_tokenizer`."""
         return read_tokenizer(self)
 
     def tokenizer(self, **flags: Any) -> PreTrainedTokenizerBase:
@@ -251,10 +239,8 @@ class Checkpoint(CheckpointFiles):
         if getattr(config.get_text_config(), "tie_word_embeddings", False) and self.has_own_head:
             # NOTE: under ZeRO-3 transformers cannot compare the two, and would tie them.
             config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-        options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
-        model, info = from_pretrained(AutoModelForCausalLM, self, config, *options)
-        check_weights(model, info, self)
-        model.rest = info["rest"]
+        options = dtype, dropout, attn_implementation, longest_row, weight_bits
+        model = self._loaded("lm", config, *options)
         grow_embeddings(model, num_tokens)
         known = pad_token_id is not None and 0 <= pad_token_id < embedding_rows(model.config)
         if known and config.model_type not in _ZEROES_PAD_ROW:
@@ -284,14 +270,8 @@ class Checkpoint(CheckpointFiles):
         """
         if not from_base:
             self.require_reward_model()
-        config = copy.deepcopy(self.config)
-        config.num_labels = 1
-        drop_pad(config)
-        options = dtype, dropout, attn_implementation, longest_row, None, weight_bits
-        model, info = from_pretrained(AutoModelForSequenceClassification, self, config, *options)
-        if not hasattr(model, "score"):
-            raise no_score_head(self, type(model).__name__)
-        check_weights(model, info, self, *(_OF_A_BASE if self.reward_form == "base" else ()))
+        options = dtype, dropout, attn_implementation, longest_row, weight_bits
+        model = self._loaded("score", copy.deepcopy(self.config), *options)
         grow_embeddings(model, num_tokens)
         model.config.pad_token_id = pad_token_id
         return model
@@ -303,15 +283,18 @@ class Checkpoint(CheckpointFiles):
         Raises:
             UserError: no per-token score head; missing, unexpected or reshaped weights.
         """
-        config = copy.deepcopy(self.config)
-        auto_class: Any = AutoModelForCausalLM
+        options = torch.float32, None, attn_implementation, 0, 0, "meta"
+        return self._loaded(kind, copy.deepcopy(self.config), *options)
+
+    def _loaded(self, kind: Kind, config: PretrainedConfig, *options: Any) -> PreTrainedModel:
+        """The model with exactly these weights; ``options`` of `from_pretrained`."""
         if kind == "score":
-            config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+            config.num_labels = 1
         drop_pad(config)
-        options = torch.float32, None, attn_implementation, 0, "meta"
-        model, info = from_pretrained(auto_class, self, config, *options)
+        model, info = from_pretrained(kind, self, config, *options)
         if kind == "score" and (config.is_encoder_decoder or not hasattr(model, "score")):
             raise no_score_head(self, type(model).__name__)
-        is_base = kind == "score" and self.reward_form == "base"
-        check_weights(model, info, self, *(_OF_A_BASE if is_base else ()))
+        check_weights(model, info, self, kind == "score" and self.reward_form == "base")
+        if kind == "lm":
+            model.rest = info["rest"]
         return model

@@ -42,7 +42,6 @@ def prepare_hub(name_or_path: str) -> None:
 
 
 def why_missing() -> str:
-    """Why a model was not found."""
     reason = ": no such folder, and no such model on the hub; check the name"
     if constants.HF_HUB_OFFLINE:
         reason += " (only downloaded models are found: no network, or HF_HUB_OFFLINE)"
@@ -116,18 +115,22 @@ class CheckpointFiles:
         """The local path of a file; None if the checkpoint does not have it.
 
         Raises:
-            OSError: neither a folder nor a model on the hub.
+            UserError: neither a folder nor a model on the hub.
         """
+        if os.path.isfile(self.name):
+            raise self.error(" is a file; name the folder of a checkpoint")
         prepare_hub(self.name)
-        file = cached_file(self.name, filename, _raise_exceptions_for_missing_entries=False)
+        try:
+            file = cached_file(self.name, filename, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError) as error:
+            raise self.error(why_missing()) from error
         return None if file is None else Path(file)
 
     def json(self, filename: str) -> dict[str, Any] | None:
         """The object in a JSON file; None if the checkpoint does not have it.
 
         Raises:
-            OSError: neither a folder nor a model on the hub.
-            UserError: the file is not valid JSON, or not an object.
+            UserError: as `locate`; the file is not valid JSON, or not an object.
         """
         if filename not in self._read:
             file = self.locate(filename)
@@ -148,7 +151,7 @@ class CheckpointFiles:
         """Whether this JSON file refers to Python code (``auto_map``)."""
         try:
             return "auto_map" in (self.json(filename) or {})
-        except (OSError, UserError):
+        except UserError:
             return False
 
     def adapter_only(self) -> UserError:
@@ -160,7 +163,7 @@ class CheckpointFiles:
             return self.error(f" is a LoRA adapter; name {parent}, which holds the merged model")
         try:
             base = (self.json(ADAPTER_CONFIG) or {})["base_model_name_or_path"]
-        except (OSError, UserError, KeyError):
+        except (UserError, KeyError):
             base = "its base model"
         return self.error(
             f" is a LoRA adapter; merge it into {base} first: peft's AutoPeftModelForCausalLM"
@@ -169,23 +172,18 @@ class CheckpointFiles:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def weight_files(self) -> list[Path]:
         """The files that hold the weights, shards in the order of their names.
 
         Raises:
             UserError: there are none, or a shard is missing.
         """
-        return self._weights[0]
-
-    @cached_property
-    def _weights(self) -> tuple[list[Path], dict[str, str]]:
-        """The weight files, and the index (weight name -> file name) of a sharded checkpoint."""
         for name in WEIGHT_FILES:
-            file = self._located(name)
+            file = self.locate(name)
             if file is not None:
-                return self._shards(file) if name.endswith(".json") else ([file], {})
-        if self._located(ADAPTER_CONFIG) is not None:
+                return self._shards(file) if name.endswith(".json") else [file]
+        if self.locate(ADAPTER_CONFIG) is not None:
             raise self.adapter_only()
         if os.path.isdir(self.name):
             raise self.error(
@@ -193,34 +191,26 @@ class CheckpointFiles:
             )
         raise self.error(why_missing())
 
-    def _located(self, filename: str) -> Path | None:
-        if os.path.isfile(self.name):
-            raise self.error(" is a file; name the folder of a checkpoint")
-        try:
-            return self.locate(filename)
-        except OSError as error:
-            raise self.error(why_missing()) from error
-
-    def _shards(self, file: Path) -> tuple[list[Path], dict[str, str]]:
+    def _shards(self, file: Path) -> list[Path]:
         try:
             index = json.loads(file.read_text("utf-8"))["weight_map"]
             names = sorted(map(os.fspath, set(index.values())))  # TypeError: not a name
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             problem = "is not an index (JSON with a weight_map of tensors and files)"
             raise self.file_error(file.name, problem) from e
-        files = {name: self._located(name) for name in names}
+        files = {name: self.locate(name) for name in names}
         if missing := [name for name, path in files.items() if path is None]:
             raise self.error(
                 f": {len(missing)} of the {len(names)} files of its {file.name} are missing: "
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}; copy or download "
                 "them again"
             )
-        return [path for path in files.values() if path is not None], index
+        return [path for path in files.values() if path is not None]
 
-    @cached_property
+    @property
     def keys(self) -> frozenset[str]:
-        """Names of all tensors, from the index or the headers. Raises as `tensors`."""
-        return frozenset(self._weights[1] or self.headers)
+        """Names of all tensors. Raises as `tensors`."""
+        return frozenset(self.headers)
 
     @cached_property
     def headers(self) -> dict[str, Stored]:
@@ -231,7 +221,7 @@ class CheckpointFiles:
                 for key, value in self._load_bin(file, "meta").items():
                     entries[key] = Stored(tuple(value.shape), value.is_floating_point())
                 continue
-            with self._safetensors(file) as opened:
+            with self._opened(file) as opened:
                 for key in opened.keys():  # noqa: SIM118
                     part = opened.get_slice(key)
                     # F32, BF16, F8_E4M3 are floats; I8, BOOL are not.
@@ -262,7 +252,7 @@ class CheckpointFiles:
             if not (stored.is_float or is_constant(key)) and key.endswith((".weight", ".bias"))
         )
 
-    def tensors(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, names: Names = str) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor, file by file, one in memory at a time.
 
         ``names`` maps a name in the file to the consumer's; a tensor for which it returns None is
@@ -272,21 +262,14 @@ class CheckpointFiles:
         read as a whole; its tensors are freed as they are consumed.
 
         Raises:
-            UserError: naming the file. When called: no weights, an adapter only, a missing shard, a
-                broken index or safetensors header. While iterating: a ``.bin`` that is damaged or
-                would run code, two tensors of one name.
+            UserError: naming the file. Before the first tensor: no weights, an adapter only, a
+                missing shard, a broken index, a file that is damaged or would run code. Later: two
+                tensors of one name.
         """
-        for file in self.weight_files:
-            if file.suffix == ".safetensors":  # headers are cheap; an old .bin would be read twice
-                with self._safetensors(file):
-                    pass
-        return self._walk(names or str)
-
-    def _walk(self, names: Names) -> Iterator[tuple[str, Tensor]]:
+        _ = self.headers
         seen: dict[str, str] = {}
         for file in self.weight_files:
-            opened = self._safetensors if file.suffix == ".safetensors" else self._bin
-            with opened(file) as tensors:
+            with self._opened(file) as tensors:
                 for key in list(tensors.keys()):
                     if (name := names(key)) is None:
                         continue
@@ -300,7 +283,10 @@ class CheckpointFiles:
                     yield name, tensors.get_tensor(key)
 
     @contextmanager
-    def _safetensors(self, file: Path) -> Iterator[Any]:
+    def _opened(self, file: Path) -> Iterator[Any]:
+        if file.suffix != ".safetensors":
+            yield _Tensors(self._load_bin(file))
+            return
         # NOTE: an OSError from the yield may come from the consumer and not from this file.
         try:
             opened = safe_open(file, framework="pt")
@@ -311,10 +297,6 @@ class CheckpointFiles:
                 yield tensors
         except SafetensorError as error:  # a dtype that torch does not have
             raise self._unreadable(file, error) from error
-
-    @contextmanager
-    def _bin(self, file: Path) -> Iterator["_Tensors"]:
-        yield _Tensors(self._load_bin(file))
 
     def _load_bin(self, file: Path, device: str = "cpu") -> dict[str, Tensor]:
         mapped = zipfile.is_zipfile(file)  # torch maps only the format it writes since 1.6

@@ -37,16 +37,13 @@ _ROPE = {"rope_theta": math.inf, "factor": math.inf, "partial_rotary_factor": 1}
 _MAX_LABELS = 10_000  # transformers builds a table of their names
 
 
-def read_config(files: CheckpointFiles) -> PretrainedConfig:
+def read_config(files: CheckpointFiles, raw: dict[str, Any]) -> PretrainedConfig:
     """The configuration of a checkpoint, of its text model if that is a part; sizes validated.
+    ``raw``: its config.json.
 
     Raises:
-        OSError: not a checkpoint, or config.json does not exist.
         UserError: naming the invalid field.
     """
-    raw = files.json(CONFIG)
-    if raw is None:
-        raise FileNotFoundError(f"{files.name} has no {CONFIG}")
     for fault in _raw_faults(raw):
         raise _wrong_field(files, CONFIG, *fault)
     with blamed_on(files, CONFIG):

@@ -15,7 +15,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -64,8 +63,12 @@ def choose(
     for shape in sorted(set(shapes)):
         key = _key(use, shape, dtype, makers)
         if key not in _chosen:
-            timed = partial(_time, shape, makers, clock)
-            _chosen[key] = _recorded(key, timed)
+            path = writable_cache() / "matmul" / key
+            known = _read(path)
+            if known is None:
+                timed = fastest({name: make(shape) for name, make in makers.items()}, clock)
+                known = _recorded(path, timed)
+            _chosen[key] = known
         choices[shape] = _chosen[key]
     if len(_chosen) > before:
         summary = ", ".join(f"{k} -> {n} {name}" for (n, k), name in choices.items())
@@ -91,24 +94,13 @@ def fastest(products: Mapping[Backend, Product], clock: Callable[[], float]) -> 
     return min((n for n in best if n == default or best[n] < limit), key=best.__getitem__)
 
 
-def _time(
-    shape: Shape,
-    makers: Mapping[Backend, Callable[[Shape], Product]],
-    clock: Callable[[], float],
-) -> Backend:
-    return fastest({name: make(shape) for name, make in makers.items()}, clock)
-
-
 def _forced() -> Backend | None:
     value = os.environ.get(VARIABLE, "auto")
     known = [name for name in get_args(Backend) if not name.startswith("int8")]
-    for name in known:
-        if value == name:
-            return name
-    if value != "auto":
+    if value not in ("auto", *known):
         names = ", ".join(known)
         raise UserError(f"{VARIABLE}={value} in the environment is unknown; use auto, {names}")
-    return None
+    return next((name for name in known if name == value), None)
 
 
 def _key(use: str, shape: Shape, dtype: torch.dtype, makers: Iterable[Backend]) -> str:
@@ -119,19 +111,12 @@ def _key(use: str, shape: Shape, dtype: torch.dtype, makers: Iterable[Backend]) 
     return f"{name}-{hashlib.sha256(machine.encode()).hexdigest()[:12]}"
 
 
-def _recorded(key: str, measure: Callable[[], Backend]) -> Backend:
-    """The choice in the cache folder. If there is none, measures and writes it; of ranks that do so
-    at the same time the first one wins.
-    """
-    path = writable_cache() / "matmul" / key
-    known = _read(path)
-    if known is not None:
-        return known
-    choice = measure()
+def _recorded(path: Path, choice: Backend) -> Backend:
+    """Write ``choice``; of ranks that do so at the same time the first one wins."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder) / key
+            written = Path(folder) / path.name
             written.write_text(choice)
             os.link(written, path)
     except FileExistsError:

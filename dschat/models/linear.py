@@ -73,8 +73,6 @@ def _applies(x: Tensor, weight: Tensor) -> bool:
 
 
 class OneDnnLinear(nn.Linear):
-    """``nn.Linear`` with oneDNN's product."""
-
     def forward(self, input: Tensor) -> Tensor:
         if not _applies(input, self.weight):
             return super().forward(input)
@@ -123,10 +121,9 @@ def use_fastest_products(module: nn.Module) -> None:
 
 
 def _timed_shape(layer: nn.Linear | Conv1D) -> Shape:
-    """(out, in) of what is timed for a layer. The weight is not read: ZeRO-3 has emptied it."""
-    if isinstance(layer, nn.Linear):
-        return min(layer.out_features, _MAX_SIDE), min(layer.in_features, _MAX_SIDE)
-    return min(layer.nf, _MAX_SIDE), min(layer.nx, _MAX_SIDE)
+    """(out, in) of what is timed for a layer."""
+    rows, columns = (min(size, _MAX_SIDE) for size in full_shape(layer.weight))
+    return (rows, columns) if isinstance(layer, nn.Linear) else (columns, rows)
 
 
 def _training_product(shape: Shape, linear: Any) -> Product:

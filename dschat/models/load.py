@@ -51,6 +51,8 @@ from dschat.models.quantized import dequantized, finish_loading, loading_options
 transformers_logging.disable_progress_bar()  # one bar per file drowns the log
 
 Kind = Literal["lm", "score"]
+# Prefixes of what a score model that starts from a causal LM may lack, and may leave.
+_OF_A_BASE = ("score.",), ("lm_head.", "embed_out.")
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> None:
@@ -81,15 +83,15 @@ def silence_routers(model: nn.Module) -> None:
 
 
 def from_pretrained(
-    auto_class: type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification],
+    kind: Kind,
     files: CheckpointFiles,
     config: PretrainedConfig,
     dtype: torch.dtype,
     dropout: float | None,
     attn_implementation: str | None,
     longest_row: int,
+    weight_bits: int,
     device: str | None = None,
-    weight_bits: int = 0,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and transformers' report of missing, unexpected and reshaped weights.
 
@@ -99,8 +101,8 @@ def from_pretrained(
         set_dropout(config, dropout)
     fix_rotary(config, longest_row)
     source: str | None = files.name
-    loader: Any = auto_class
-    scores = auto_class is AutoModelForSequenceClassification
+    scores = kind == "score"
+    loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores and not (score_class(config) or getattr(config, "auto_map", None)):
         raise no_score_head(files, type(config).__name__)
     options: dict[str, Any] = {"trust_remote_code": files.trust_remote_code}
@@ -186,13 +188,13 @@ def check_weights(
     model: PreTrainedModel,
     info: dict[str, Any],
     files: CheckpointFiles,
-    may_be_missing: tuple[str, ...] = (),
-    may_be_unused: tuple[str, ...] = (),
+    is_base: bool,
 ) -> None:
     """Collective under ZeRO-3. Raise ``UserError`` if weights do not match or are not finite.
 
-    ``may_be_missing`` and ``may_be_unused`` are prefixes of keys.
+    ``is_base``: they are a causal LM's, from which a score model starts.
     """
+    may_be_missing, may_be_unused = _OF_A_BASE if is_base else ((), ())
     missing = {k for k in info["missing_keys"] if not k.startswith(may_be_missing)}
     unexpected = {
         k for k in info["unexpected_keys"] if not (is_constant(k) or k.startswith(may_be_unused))
@@ -240,9 +242,8 @@ def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 def _unused_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
     """Those of ``keys`` that the model does not load."""
     prefix = model.base_model_prefix + "."
-    expected = {k.removeprefix(prefix) for k in model.state_dict()}
-    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    expected |= {k.removeprefix(prefix) for k in tied}
+    tied = getattr(model, "all_tied_weights_keys", None) or ()
+    expected = {k.removeprefix(prefix) for k in (*model.state_dict(), *tied)}
     renamings = get_model_conversion_mapping(model)
 
     def current(key: str) -> str:

@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,11 @@ def _targets(model: nn.Module, wanted: str, flag: str) -> list[str]:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
     """Name -> layer of all layers that can have an adapter: linear ones, except heads."""
+    others = {*_HEADS, *_other_linears(model)}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and name.rpartition(".")[2] not in {*_HEADS, *_other_linears(model)}
+        if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] not in others
     }
 
 
@@ -261,18 +261,11 @@ def load_adapter(model: nn.Module, folder: Path) -> PeftModel:
     return wrapped
 
 
-def adapters_off(module: nn.Module) -> AbstractContextManager[None]:
-    """Context in which ``module`` computes without its adapters; a no-op if it has none."""
-    for child in module.modules():
-        if isinstance(child, PeftModel):
-            return _quiet_disable(child)
-    return nullcontext()
-
-
 @contextmanager
-def _quiet_disable(model: PeftModel) -> Iterator[None]:
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Context in which ``module`` computes without its adapters; a no-op if it has none."""
     # NOTE: PEFT's disable_adapter() also flips requires_grad, which would break ZeRO's hooks.
-    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
         layer._disable_adapters = True
     try:

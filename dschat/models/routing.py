@@ -191,7 +191,6 @@ class RoutingReplay:
 
     @contextmanager
     def of(self, rows: PackedRows) -> Iterator[None]:
-        """The forward of ``rows``."""
         self._experts, self._runs = rows.experts, True
         assert rows.experts is None or rows.experts.shape[1] == len(self._routers)
         try:

@@ -8,7 +8,6 @@ does (arXiv 2310.01889).
 A head's sink (gpt-oss) is one more part: a key for all queries, whose value is 0.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,9 +24,10 @@ from dschat.models.packing.kernels import (
     CPU_DTYPES,
     META,
     PLAIN,
-    Kernel,
+    MetaKernel,
     Saved,
     Scores,
+    SegmentKernel,
     capped,
     join,
     per_query_head,
@@ -100,8 +100,10 @@ def attention(
         query, key, value = spread.to_heads(query, key, value)
         s_aux = None if s_aux is None else spread.own_heads(s_aux)
     size = value.shape[-1]
-    window, chunk = reach(module, sliding_window, segments.longest)
+    window, chunk = reach(module, sliding_window)
     how = Scores(scale, window, softcap, s_aux, chunk, dropout)
+    window, chunk = how.within(segments.longest)
+    how = how._replace(window=window, chunk=chunk)
     if dropout or how.chunk or (how.window and not _flash_takes(query, segments, how)):
         output = _sequence_by_sequence(query, key, value, segments, how)
     else:
@@ -129,10 +131,8 @@ def tuned(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     return query * change.to(query.dtype).unsqueeze(1)
 
 
-def reach(
-    module: Any, window: int | None, longest: int = sys.maxsize
-) -> tuple[int | None, int | None]:
-    """The window and the chunk of a layer's attention, None where ``longest`` is within it."""
+def reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
+    """The window and the chunk of a layer's attention; None: it has none."""
     config: Any = getattr(module, "config", None)
     chunk = None
     if getattr(config, "model_type", None) in WINDOW_IN_MASK:
@@ -140,8 +140,7 @@ def reach(
         kind = kinds[module.layer_idx] if kinds else "sliding_attention"
         window = config.sliding_window if kind == "sliding_attention" else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
-    within = [None if not size or size >= longest else size for size in (window, chunk)]
-    return within[0], within[1]
+    return window or None, chunk or None
 
 
 @contextmanager
@@ -208,10 +207,12 @@ def padded_heads(*tensors: Tensor) -> list[Tensor]:
 
 def _flash_takes(query: Tensor, segments: Segments, how: Scores) -> bool:
     """Whether FlashAttention knows the window of ``how``: within rows, not across a prefix."""
-    return how.softcap is None and not segments.table.shared and VarlenKernel.supports(query)
+    return how.softcap is None and not segments.table[1:] and VarlenKernel.supports(query)
 
 
-def kernel_for(query: Tensor, softcap: float | None = None, window: int | None = None) -> Kernel:
+def kernel_for(
+    query: Tensor, softcap: float | None = None, window: int | None = None
+) -> SegmentKernel | MetaKernel | VarlenKernel:
     """The fastest kernel for the device and dtype of ``query``; with a softcap the plain one."""
     if query.is_meta:
         return META
@@ -231,22 +232,16 @@ def _sequence_by_sequence(
     key, value = per_query_head(key, query), per_query_head(value, query)
     reach = how.window or how.chunk
     size = max(_BLOCK, reach) if reach else max(1, segments.longest)
-    parts, start = [], 0
-    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
-        end = start
-        for shared, length in ((0, prefix), *zip(leaves, answers, strict=True)):
-            of_prefix, own = slice(start, start + shared), slice(end, end + length)
-            keys, values = (
-                torch.cat([x[:, :, of_prefix], x[:, :, own]], dim=2) for x in (key, value)
-            )
-            for first in range(shared, shared + length, size):
-                last = min(first + size, shared + length)
-                mask = _causal_mask(first, last, how, query.device)
-                queries = query[:, :, end + first - shared : end + last - shared]
-                k, v = (x[:, :, last - mask.shape[1] : last] for x in (keys, values))
-                parts.append(_masked(queries, k, v, mask, how))
-            end += length
-        start = end
+    parts = []
+    for (start, stop), (own, end) in segments.sequences:
+        rows = [torch.cat([x[:, :, start:stop], x[:, :, own:end]], dim=2) for x in (key, value)]
+        shared = stop - start
+        for first in range(shared, shared + end - own, size):
+            last = min(first + size, shared + end - own)
+            mask = _causal_mask(first, last, how, query.device)
+            queries = query[:, :, own + first - shared : own + last - shared]
+            k, v = (x[:, :, last - mask.shape[1] : last] for x in rows)
+            parts.append(_masked(queries, k, v, mask, how))
     return torch.cat(parts, dim=2)
 
 

@@ -7,7 +7,7 @@ segment reads.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,6 @@ class Scores(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward saves for its backward."""
-
     q: Tensor  # (1, H, N, D), as `output`
     k: Tensor  # (1, K, N, D), as `v`
     v: Tensor
@@ -59,18 +57,6 @@ class Saved(NamedTuple):
             _take(x, batch.queries) for x in (self.q, self.output, self.logsumexp)
         )
         return Saved(q, _take(self.k, batch.keys), _take(self.v, batch.keys), output, logsumexp)
-
-
-class Kernel(Protocol):
-    """Attention over segments on one kind of device."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
-        """Output (1, H, N, D) in the dtype of ``q``; log-sum-exp of the scores (1, H, N) fp32."""
-        ...
-
-    def backward(self, grad: Tensor, saved: Saved, segments: Segments, scale: float) -> Grads:
-        """Gradients of ``q``, ``k`` and ``v``."""
-        ...
 
 
 def join(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> Output:

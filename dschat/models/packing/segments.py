@@ -32,29 +32,9 @@ _LIKE = 0.75  # of a batch of padded rows the shortest, as a share of the longes
 class Lengths:
     """Variable-length sequences of queries and of keys, as FlashAttention takes them."""
 
-    queries: Tensor  # (S + 1,) int32, cumulative
-    keys: Tensor  # (S + 1,) int32, cumulative
-    max_queries: int
-    max_keys: int
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A part of `Segments.shared`: answers are a sequence of queries, what they read of their
-    prefix is their keys.
-    """
-
-    lengths: Lengths
-    queries: Tensor  # (Q,) int64, their places in the stream
-    keys: Tensor  # (K,) int64
-
-
-@dataclass(frozen=True)
-class VarlenTable:
-    """The segments as tensors. They move to the device with the rows, for all layers."""
-
-    pieces: Lengths
-    shared: tuple[Shared, ...]
+    # Cumulative lengths of both, (S + 1,) int32 each, and the longest of each.
+    arguments: tuple[Tensor, Tensor, int, int]
+    places: tuple[Tensor, ...] = ()  # of queries and keys in the stream, int64; (): all tokens
 
 
 @dataclass(frozen=True)
@@ -96,7 +76,8 @@ class Segments:
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
     # How many tokens of the prefix each answer attends to, ascending in a group; (): all of them.
     leaves: tuple[tuple[int, ...], ...] = ()
-    table: VarlenTable = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    # Of all pieces, then of each part of `shared`. They move to the device with the rows.
+    table: tuple[Lengths, ...] = field(default=(), compare=False, repr=False)
     # How the tokens lie on several ranks; None: all of them are here.
     spread: "Spread | None" = field(default=None, compare=False, repr=False)
 
@@ -104,14 +85,27 @@ class Segments:
         if not self.leaves:
             at_end = tuple((prefix,) * len(answers) for prefix, answers in self.groups)
             object.__setattr__(self, "leaves", at_end)
-        if self.table is None:
+        if not self.table:
             object.__setattr__(self, "table", _varlen_table(self))
 
     @cached_property
-    def pieces(self) -> list[tuple[int, int]]:
-        """(first, last + 1) of every prefix and answer, in the stream's order."""
-        bounds = np.cumsum([0, *(n for prefix, rest in self.groups for n in (prefix, *rest))])
-        return [(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    def sequences(self) -> list[tuple[_Bounds, _Bounds]]:
+        """(Bounds of what it reads of a prefix, its own bounds) of every prefix, which reads none,
+        and every answer, in the stream's order.
+        """
+        found = []
+        end = 0
+        for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True):
+            start = end
+            for leave, length in ((0, prefix), *zip(leaves, answers, strict=True)):
+                found.append(((start, start + leave), (end, end + length)))
+                end += length
+        return found
+
+    @property
+    def pieces(self) -> list[_Bounds]:
+        """The own bounds of `sequences`."""
+        return [own for _, own in self.sequences]
 
     @cached_property
     def shared(self) -> list[list[tuple[_Bounds, _Bounds]]]:
@@ -121,16 +115,12 @@ class Segments:
         NOTE: no token is there twice in a part, so that gradients are added up part by part, in an
         order that does not depend on other groups.
         """
-        bounds: list[list[tuple[_Bounds, _Bounds]]] = []
-        end = 0
-        for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True):
-            start, end = end, end + prefix
-            of_group = []
-            for leave, run in groupby(zip(leaves, answers, strict=True), key=itemgetter(0)):
-                first, end = end, end + sum(length for _, length in run)
-                of_group.append(((start, start + leave), (first, end)))
-            bounds.append(of_group)
-        return [list(filter(None, part)) for part in zip_longest(*bounds)]
+        by_group: dict[int, list[tuple[_Bounds, _Bounds]]] = {}
+        for read, run in groupby(self.sequences, key=itemgetter(0)):
+            own = [bounds for _, bounds in run]
+            if read[0] < read[1]:  # not a prefix
+                by_group.setdefault(read[0], []).append((read, (own[0][0], own[-1][1])))
+        return [list(filter(None, part)) for part in zip_longest(*by_group.values())]
 
     def batches(self, most: int) -> list[Batch]:
         """Every piece as queries of itself, then answers as queries of their prefixes.
@@ -165,12 +155,8 @@ class Segments:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest row, its prefix included."""
-        ends = (
-            leave + length
-            for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True)
-            for leave, length in ((prefix, 0), *zip(leaves, answers, strict=True))
-        )
-        return max(ends, default=0)
+        lengths = (stop - start + end - own for (start, stop), (own, end) in self.sequences)
+        return max(lengths, default=0)
 
 
 def _batches(sequences: list[tuple[_Bounds, _Bounds]], most: int, is_causal: bool) -> list[Batch]:
@@ -236,23 +222,18 @@ def _rows(segments: Segments) -> tuple[list[np.ndarray], list[int]]:
     return rows, owned
 
 
-def _varlen_table(segments: Segments) -> VarlenTable:
-    shared = []
+def _varlen_table(segments: Segments) -> tuple[Lengths, ...]:
+    table = [_lengths(segments.pieces, segments.pieces)]
     for part in segments.shared:
         prefixes, answers = zip(*part, strict=True)
-        places = map(_places, (answers, prefixes))
-        shared.append(Shared(_lengths(answers, prefixes), *places))
-    return VarlenTable(_lengths(segments.pieces, segments.pieces), tuple(shared))
+        table.append(_lengths(answers, prefixes, (_places(answers), _places(prefixes))))
+    return tuple(table)
 
 
-def _lengths(queries: Bounds, keys: Bounds) -> Lengths:
+def _lengths(queries: Bounds, keys: Bounds, places: tuple[Tensor, ...] = ()) -> Lengths:
     of_queries, of_keys = ([end - start for start, end in bounds] for bounds in (queries, keys))
-    return Lengths(
-        _cumulative(of_queries),
-        _cumulative(of_keys),
-        max(of_queries, default=0),
-        max(of_keys, default=0),
-    )
+    longest = max(of_queries, default=0), max(of_keys, default=0)
+    return Lengths((_cumulative(of_queries), _cumulative(of_keys), *longest), places)
 
 
 def _cumulative(lengths: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ it, and the gradient is that of one rank for each row: every rank has a part of 
 with recurrent states read whole rows, which the ranks share out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -23,6 +24,8 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.models.packing.rows import PackedRows
 from dschat.models.packing.segments import Segments
+
+_Send = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,45 @@ class Spread:
         """Collective. (1, H, own tokens, D) each to (1, H / ranks, all tokens, D)."""
         most = tensors[0].shape[1]
         repeated = [_repeated(x, self.group.size, most) for x in tensors]
-        return _ToHeads.apply(self, *repeated)
+        return _Exchanged.apply(self._send_tokens, self._send_heads, *repeated)
 
     def to_tokens(self, heads: Tensor) -> Tensor:
         """Collective. (1, H / ranks, all tokens, D) to (1, H, own tokens, D)."""
-        return _ToTokens.apply(self, heads)
+        return _Exchanged.apply(self._send_heads, self._send_tokens, heads)[0]
+
+    def _send_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        size, counts = self.group.size, self.tokens
+        n = counts[self.group.rank]
+        # By receiving rank: its heads of every tensor.
+        parts = [x.reshape(size, -1) for x in tensors]
+        widths = [part.shape[1] // n for part in parts]  # elements a token
+        sent = torch.cat(parts, dim=1)
+        received = self.group.all_to_all(
+            sent.flatten(), [sent.shape[1]] * size, [sum(widths) * count for count in counts]
+        )
+        pieces = received.split([width * count for count in counts for width in widths])
+        by_tensor = [pieces[i :: len(tensors)] for i in range(len(tensors))]
+        return tuple(
+            torch.cat(
+                [p.view(1, -1, n, x.shape[-1]) for p, n in zip(parts, counts, strict=True)], 2
+            )
+            for parts, x in zip(by_tensor, tensors, strict=True)
+        )
+
+    def _send_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        size, counts = self.group.size, self.tokens
+        n = counts[self.group.rank]
+        pieces = [x.split(list(counts), dim=2) for x in tensors]
+        sent = [piece.flatten() for by_rank in zip(*pieces, strict=True) for piece in by_rank]
+        widths = [x.shape[1] * x.shape[3] for x in tensors]
+        received = self.group.all_to_all(
+            torch.cat(sent), [sum(widths) * count for count in counts], [sum(widths) * n] * size
+        )
+        by_tensor = received.view(size, -1).split([width * n for width in widths], dim=1)
+        return tuple(
+            part.reshape(1, size * x.shape[1], n, x.shape[3])
+            for part, x in zip(by_tensor, tensors, strict=True)
+        )
 
     def share_rows(
         self, rows: list[np.ndarray], owned: list[int], device: torch.device
@@ -99,7 +136,17 @@ class Spread:
 
     def collected(self, values: Tensor, places: slice | Tensor, total: int) -> Tensor:
         """Collective. ``values`` (n, ...) of every rank at its ``places`` of (total, ...)."""
-        return _Collected.apply(values, places, total, self.group)
+
+        def add_up(values: Tensor) -> tuple[Tensor]:
+            whole = values.new_zeros(total, *values.shape[1:])
+            whole[places] = values
+            return (self.group.all_reduce_sum(whole),)
+
+        def own_part(grad: Tensor) -> tuple[Tensor]:
+            # Each rank's loss reads its own rows: the gradient is the sum over the ranks.
+            return (self.group.all_reduce_sum(grad.clone())[places],)
+
+        return _Exchanged.apply(add_up, own_part, values)[0]
 
 
 def _repeated(x: Tensor, ranks: int, heads: int) -> Tensor:
@@ -109,82 +156,18 @@ def _repeated(x: Tensor, ranks: int, heads: int) -> Tensor:
     return x.repeat_interleave(times, dim=1) if times > 1 else x
 
 
-def _send_tokens(spread: Spread, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    size, counts = spread.group.size, spread.tokens
-    n = counts[spread.group.rank]
-    # By receiving rank: its heads of every tensor.
-    parts = [x.reshape(size, -1) for x in tensors]
-    widths = [part.shape[1] // n for part in parts]  # elements a token
-    sent = torch.cat(parts, dim=1)
-    received = spread.group.all_to_all(
-        sent.flatten(), [sent.shape[1]] * size, [sum(widths) * count for count in counts]
-    )
-    pieces = received.split([width * count for count in counts for width in widths])
-    by_tensor = [pieces[i :: len(tensors)] for i in range(len(tensors))]
-    return tuple(
-        torch.cat([p.view(1, -1, n, x.shape[-1]) for p, n in zip(parts, counts, strict=True)], 2)
-        for parts, x in zip(by_tensor, tensors, strict=True)
-    )
-
-
-def _send_heads(spread: Spread, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    size, counts = spread.group.size, spread.tokens
-    n = counts[spread.group.rank]
-    pieces = [x.split(list(counts), dim=2) for x in tensors]
-    sent = [piece.flatten() for by_rank in zip(*pieces, strict=True) for piece in by_rank]
-    widths = [x.shape[1] * x.shape[3] for x in tensors]
-    received = spread.group.all_to_all(
-        torch.cat(sent), [sum(widths) * count for count in counts], [sum(widths) * n] * size
-    )
-    by_tensor = received.view(size, -1).split([width * n for width in widths], dim=1)
-    return tuple(
-        part.reshape(1, size * x.shape[1], n, x.shape[3])
-        for part, x in zip(by_tensor, tensors, strict=True)
-    )
-
-
-_once = torch.autograd.function.once_differentiable
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spread: Spread, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.spread = spread
-        return _send_tokens(spread, tensors)
+class _Exchanged(torch.autograd.Function):
+    """Collective. ``send`` of tensors, and ``send_back`` of their gradients."""
 
     @staticmethod
-    @_once
+    def forward(ctx: Any, send: _Send, send_back: _Send, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.send_back = send_back
+        return send(*tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_send_heads(ctx.spread, grads)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spread: Spread, heads: Tensor) -> Tensor:
-        ctx.spread = spread
-        return _send_heads(spread, (heads,))[0]
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_send_tokens(ctx.spread, (grad,))
-
-
-class _Collected(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, places: slice | Tensor, total: int, group: dist.RankGroup
-    ) -> Tensor:
-        ctx.places, ctx.group = places, group
-        whole = values.new_zeros(total, *values.shape[1:])
-        whole[places] = values
-        return group.all_reduce_sum(whole)
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Each rank's loss reads its own rows: the gradient is the sum over the ranks.
-        return ctx.group.all_reduce_sum(grad.clone())[ctx.places], None, None, None
+        return None, None, *ctx.send_back(*grads)
 
 
 @dataclass(frozen=True)
@@ -212,29 +195,16 @@ class Route:
 
     def __call__(self, values: Tensor) -> Tensor:
         """Collective. (given, ...) to (wanted, ...)."""
-        return _Moved.apply(values, self)
+        return _Exchanged.apply(self._move, self.back._move, values)[0]
 
-    def move(self, values: Tensor) -> Tensor:
-        """Likewise, without a gradient."""
+    def _move(self, values: Tensor) -> tuple[Tensor]:
         width = values.shape[1:].numel()
         sizes = [[width * len(places) for places in side] for side in (self.sent, self.received)]
         moved = self.group.all_to_all(values[self._places].flatten(), *sizes)
         out = values.new_zeros(self.wanted, *values.shape[1:])
         for places, part in zip(self.received, moved.split(sizes[1]), strict=True):
             out.index_add_(0, places, part.view(-1, *values.shape[1:]))  # no place twice in a part
-        return out
-
-
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.move(values)
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.route.back.move(grad), None
+        return (out,)
 
 
 @dataclass(frozen=True)

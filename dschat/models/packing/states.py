@@ -8,9 +8,10 @@ rows begin with states, or leave them behind.
 
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,26 +58,25 @@ hub_kernels.is_torchdynamo_exporting = _keeps_to_torch
 
 
 @contextmanager
-def by_torch() -> Iterator[None]:
-    """Context in which models run on the CPU or the meta device of a machine with a GPU."""
-    token = _by_torch.set(True)
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _by_torch.reset(token)
+        variable.reset(token)
+
+
+def by_torch() -> AbstractContextManager[None]:
+    """Context in which models run on the CPU or the meta device of a machine with a GPU."""
+    return _holding(_by_torch, True)
 
 
 _stateful_rows: ContextVar[StatefulRows | None] = ContextVar("stateful_rows", default=None)
 
 
-@contextmanager
-def reading(rows: StatefulRows) -> Iterator[None]:
+def reading(rows: StatefulRows) -> AbstractContextManager[None]:
     """Let layers that carry states read ``rows``, in models of which `run_by_row` knows."""
-    token = _stateful_rows.set(rows)
-    try:
-        yield
-    finally:
-        _stateful_rows.reset(token)
+    return _holding(_stateful_rows, rows)
 
 
 def mixers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
@@ -162,29 +162,26 @@ class _ByRow:
             if not step.singly[number]:
                 return self._forward(**own)
             columns = ({k: own[k][:, i : i + 1] for k in by_token} for i in range(rows.shape[1]))
-            return _side_by_side([self._forward(**own | column) for column in columns])
+            outputs = [self._forward(**own | column) for column in columns]
+            return _joined(outputs, partial(torch.cat, dim=1))
 
-        return _joined([read(i, rows) for i, rows in enumerate(table.batches)], table)
+        outputs = [read(i, rows) for i, rows in enumerate(table.batches)]
+        return _joined(outputs, partial(_stream, table=table))
 
 
-def _side_by_side(outputs: list[Any]) -> Any:
-    """What a layer returned of one token after another, as of all."""
+def _joined(outputs: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+    """What a layer returned of each part, tensors or tuples of such and of None, as of all."""
     if isinstance(outputs[0], tuple):
-        return tuple(_side_by_side(list(parts)) for parts in zip(*outputs, strict=True))
-    return None if outputs[0] is None else torch.cat(outputs, dim=1)
+        return tuple(_joined(list(parts), join) for parts in zip(*outputs, strict=True))
+    return None if outputs[0] is None else join(outputs)
 
 
-def _joined(outputs: list[Any], table: RowTable) -> Any:
-    """The stream of what a layer returned of each batch: a tensor (B, T, D), or a tuple of such
-    and of None.
+def _stream(outputs: list[Tensor], table: RowTable) -> Tensor:
+    """The stream of what a layer returned of each batch, (B, T, D).
 
     Raises:
         UnsupportedAttentionError: it returned something else.
     """
-    if isinstance(outputs[0], tuple):
-        return tuple(_joined(list(parts), table) for parts in zip(*outputs, strict=True))
-    if outputs[0] is None:
-        return None
     if any(x.shape[:2] != rows.shape for x, rows in zip(outputs, table.batches, strict=True)):
         raise UnsupportedAttentionError("what a layer with a state returns is not by row and token")
     return table.give_back(torch.cat([x.flatten(0, 1) for x in outputs])[table.places])[None]

@@ -4,9 +4,8 @@ One call for all pieces, one for the answers and prefixes of all groups; with an
 prefix at several places, one more for each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +17,13 @@ from dschat.models.packing.segments import Lengths, Segments
 
 
 class VarlenKernel:
-    """A `dschat.models.packing.kernels.Kernel`. With ``window`` queries attend to keys fewer than
-    so many positions back; of segments without prefixes.
+    """Takes and returns what `dschat.models.packing.kernels.SegmentKernel` does. With ``window``
+    queries attend to keys fewer than so many positions back; of segments without prefixes.
     """
 
     def __init__(self, window: int | None = None) -> None:
         # The key of the query itself counts in ours, not in FlashAttention's.
-        self._window = {} if window is None else {"window_size_left": window - 1}
+        self._window = None if window is None else window - 1
 
     @staticmethod
     def supports(query: Tensor) -> bool:
@@ -37,13 +36,11 @@ class VarlenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Output:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
-        pieces = segments.table.pieces
+        pieces, *shared = segments.table
         output, logsumexp = _forward(q, k, v, pieces, True, scale, self._window)  # (H, N)
-        for shared in segments.table.shared:
-            lengths, queries, keys = shared.lengths, shared.queries, shared.keys
-            other, other_logsumexp = _forward(
-                *(q[queries], k[keys], v[keys]), lengths, False, scale
-            )
+        for part in shared:
+            queries, keys = part.places
+            other, other_logsumexp = _forward(*(q[queries], k[keys], v[keys]), part, False, scale)
             joined, total = join(output[queries], logsumexp.T[queries], other, other_logsumexp.T)
             output[queries] = joined
             logsumexp[:, queries] = total.T
@@ -53,13 +50,14 @@ class VarlenKernel:
         grad, q, k, v, output = (x[0].transpose(0, 1) for x in (grad, *saved[:4]))
         logsumexp = saved.logsumexp[0]
         whole = Saved(q, k, v, output, logsumexp)
-        grads = _backward(grad, whole, segments.table.pieces, True, scale, self._window)
-        for shared in segments.table.shared:
-            lengths, queries, keys = shared.lengths, shared.queries, shared.keys
+        pieces, *shared = segments.table
+        grads = _backward(grad, whole, pieces, True, scale, self._window)
+        for part in shared:
+            queries, keys = part.places
             of_answers = Saved(q[queries], k[keys], v[keys], output[queries], logsumexp[:, queries])
-            parts = _backward(grad[queries], of_answers, lengths, False, scale)
-            for total, part, rows in zip(grads, parts, (queries, keys, keys), strict=True):
-                total[rows] += part
+            found = _backward(grad[queries], of_answers, part, False, scale)
+            for total, values, places in zip(grads, found, (queries, keys, keys), strict=True):
+                total[places] += values
         grad_q, grad_k, grad_v = (x.transpose(0, 1)[None] for x in grads)
         return grad_q, grad_k, grad_v
 
@@ -71,10 +69,12 @@ def _forward(
     lengths: Lengths,
     is_causal: bool,
     scale: float,
-    window: Mapping[str, int] = MappingProxyType({}),
+    window: int | None = None,
 ) -> Output:
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_arguments(lengths), 0.0, is_causal, False, scale=scale, **window
+        *(q, k, v, *lengths.arguments, 0.0, is_causal, False),
+        scale=scale,
+        window_size_left=window,
     )
     return output, logsumexp
 
@@ -85,22 +85,18 @@ def _backward(
     lengths: Lengths,
     is_causal: bool,
     scale: float,
-    window: Mapping[str, int] = MappingProxyType({}),
+    window: int | None = None,
 ) -> Grads:
     """``saved`` has tokens first, as FlashAttention takes them: (N, H, D), and (H, N)."""
     q, k, v, output, logsumexp = saved
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
         *(grad.contiguous(), q, k, v, output, logsumexp.contiguous()),
-        *_arguments(lengths),
+        *lengths.arguments,
         *(0.0, is_causal, unused, unused[:0]),
         scale=scale,
-        **window,
+        window_size_left=window,
     )
-
-
-def _arguments(lengths: Lengths) -> tuple[Tensor, Tensor, int, int]:
-    return lengths.queries, lengths.keys, lengths.max_queries, lengths.max_keys
 
 
 # -- device copy -----------------------------------------------------------------------------------

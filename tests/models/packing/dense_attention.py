@@ -171,7 +171,7 @@ class FlashOnCPU:
             queries, keys = slice(*q_bounds[i : i + 2]), slice(*k_bounds[i : i + 2])
             mask = torch.zeros(queries.stop - queries.start, keys.stop - keys.start)
             if a.is_causal:
-                left = getattr(a, "window_size_left", len(mask))
+                left = len(mask) if a.window_size_left is None else a.window_size_left
                 unseen = torch.ones_like(mask).tril(-left - 1) + torch.ones_like(mask).triu(1)
                 mask = mask.masked_fill(unseen.bool(), -math.inf)
             yield queries, keys, {"attn_mask": mask.to(a.query.dtype), "scale": a.scale}
