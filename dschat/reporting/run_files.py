@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ class Step:
 
     folder: Path
     rows: list[Row]
-    samples: list[Row]
-    starts: list[Row]
-    settings: dict[str, Any]
+    samples: list[Row] = field(default_factory=list)
+    starts: list[Row] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric, in order."""
