@@ -201,9 +201,9 @@ def mark_complete(output_dir: str | Path) -> None:
     dist.barrier()
     if dist.is_main_process():
         folder = Path(output_dir)
-        file, record = _claims[str(folder)]
-        replace_file(folder / COMPLETE, record)
+        held = _claims.pop(str(folder), None)
+        replace_file(folder / COMPLETE, held[1] if held else "")
         (folder / _LOCK).unlink(missing_ok=True)
-        file.close()
-        del _claims[str(folder)]
+        if held:
+            held[0].close()
     dist.barrier()

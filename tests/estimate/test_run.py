@@ -78,7 +78,7 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     assert line.startswith("no plan:")
     assert "nobody/nothing" in line
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
-        tables(PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1), {})
+        tables(nothing)
 
 
 def test_hours_are_those_of_gpus(monkeypatch):
