@@ -1,5 +1,14 @@
-"""Scores answers with Python functions and an HTTP endpoint: `RewardFunctions` has the sources of a
-run, `Scoring` the answers of a rollout.
+"""Scores answers with Python functions and an HTTP endpoint.
+
+    loader            makes --reward_fn and callables into named, weighted functions
+    call              a function's samples, and its call: one value per sample, or a one-line fault
+    endpoint          the source that posts samples to --reward_url, with retries
+    library           the ready-made functions: exact_match, math_equal, ...
+    judge             those that ask a language model, whose verdicts are cached
+    math_answers      compares two answers as mathematics
+    reward_functions  `RewardFunctions`: the sources of a run, and their state
+    scoring           `Scoring`: the answers of a rollout being scored by all sources, and the
+                      weighted sum of their scores, each normalized on request
 
 No models, tokenizers or training here. Errors of a user's function become `RewardError`, the same
 on every rank.
