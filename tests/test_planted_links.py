@@ -53,7 +53,7 @@ WRITERS = {
         lambda f: AnswerFile(str(f / "out"), {"a": 1}, overwrite=True),
         ["out.settings.json", ".out.settings.json.new"],
     ),
-    "metrics": (lambda f: RowFile(f / "metrics.jsonl"), ["metrics.jsonl"]),
+    "metrics": (lambda f: RowFile(f / "metrics.jsonl", keeps_rows=False), ["metrics.jsonl"]),
     "starts": (lambda f: record_start(f, "start", 0), ["starts.jsonl"]),
     "lock": (output_dir.claim_output_dir, [".lock"]),
     "complete": (output_dir.mark_complete, ["COMPLETE"]),

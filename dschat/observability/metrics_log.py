@@ -32,13 +32,14 @@ logger = logging.getLogger("dschat")
 class RowFile:
     """One JSON object per line of ``path``.
 
-    The rows of an earlier run stay until `begin` or `resume_from`, which come before `write`.
+    With ``keeps_rows`` the rows of an earlier run stay until `resume_from` or `begin` drops them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keeps_rows: bool) -> None:
         self.path = path
-        self._file = FileIO(path, "ab", opener=no_link)
-        self._end = os.fstat(self._file.fileno()).st_size
+        mode = "ab" if keeps_rows else "wb"
+        self._file = FileIO(path, mode, opener=no_link)
+        self._initial_size = self._end = os.fstat(self._file.fileno()).st_size
         self._unwritten = b""
         self._failing = False  # the last write failed; logged once
 
@@ -53,23 +54,23 @@ class RowFile:
         A file that is shorter than that is logged as a warning, and keeps its whole rows.
         """
         size = position["bytes"]
-        if size > self._end:
-            size = self.path.read_bytes().rfind(b"\n") + 1
+        if size > self._initial_size:
+            size = self.path.read_bytes().rfind(b"\n", 0, self._initial_size) + 1
             logger.warning("%s lacks rows of the first %d steps: they are lost", self.path, step)
+        self._truncate(size, position["rows"].encode())
+
+    def begin(self) -> None:
+        """Drop the rows of an earlier run: this one starts without a checkpoint."""
+        if self._initial_size:
+            new_rows = self.path.read_bytes()[self._initial_size :]
+            self._truncate(0, new_rows + self._unwritten)
+
+    def _truncate(self, size: int, unwritten: bytes) -> None:
+        """Cut the file to ``size`` bytes, then write ``unwritten``."""
         self._file.truncate(size)
-        self._end, self._unwritten = size, position["rows"].encode()
+        self._file.seek(size)
+        self._end, self._unwritten = size, unwritten
         self._write_out()
-
-    def begin(self) -> bool:
-        """Drop the rows of an earlier run, if there are any: this one starts without a checkpoint.
-
-        Returns:
-            Whether there were.
-        """
-        had_rows = self._end > 0
-        self._file.truncate(0)
-        self._end = 0
-        return had_rows
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append ``row``. JSON has no NaN and infinity: they become null."""
@@ -136,10 +137,15 @@ class MetricsLog:
         settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
         replace_file(folder / SETTINGS, settings)
         self._folder = folder
-        self._rows = RowFile(folder / METRICS)
+        # A resumed run keeps the rows up to the position passed to `resume_from`.
+        keeps_rows = bool(config.resume)
+        self._is_restart = _has_rows(folder / METRICS)
+        self._rows = RowFile(folder / METRICS, keeps_rows)
         if has_samples:
-            self._samples = RowFile(folder / SAMPLES)
+            self._samples = RowFile(folder / SAMPLES, keeps_rows)
         self._uses_tensorboard = "tensorboard" in config.report_to
+        if self._uses_tensorboard and not config.resume:
+            self._start_tensorboard()
         if "wandb" in config.report_to:
             self._start_wandb(config)
 
@@ -156,8 +162,6 @@ class MetricsLog:
         replace_file(mark, self._wandb.id)
 
     def _start_tensorboard(self, **options: Any) -> None:
-        if not self._uses_tensorboard:
-            return
         from torch.utils.tensorboard import SummaryWriter
 
         self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), **options)
@@ -185,18 +189,19 @@ class MetricsLog:
         self._rows.resume_from(position, step)
         if self._samples is not None:  # older checkpoints have no position of samples
             self._samples.resume_from(position.get("samples", {"bytes": 0, "rows": ""}), step)
-        self._start_tensorboard(purge_step=step + 1)
+        if self._uses_tensorboard:
+            self._start_tensorboard(purge_step=step + 1)
         record_start(self._folder, "resume", step)
 
     def begin(self) -> None:
         """Drop the rows of an earlier run: this one starts without a checkpoint."""
         if self._rows is None:
             return
-        is_restart = self._rows.begin()
-        if self._samples is not None:
-            self._samples.begin()
-        self._start_tensorboard()
-        record_start(self._folder, "restart" if is_restart else "start", 0)
+        for file in self._row_files:
+            file.begin()
+        if self._uses_tensorboard and self._tensorboard is None:
+            self._start_tensorboard()
+        record_start(self._folder, "restart" if self._is_restart else "start", 0)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Record ``metrics``, named as ``loss/policy_avg``, under ``step``."""
@@ -245,6 +250,10 @@ class MetricsLog:
                 logger.warning("TensorBoard lacks the last metrics: %s", error)
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _has_rows(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _markdown(table: Sequence[Mapping[str, Any]]) -> str:

@@ -37,6 +37,7 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path, tensorboard):
     assert position == {"bytes": (tmp_path / "metrics.jsonl").stat().st_size, "rows": ""}
     log.write(3, {"loss": 0.5})  # and the process is killed here
     log = log_of(tmp_path, "latest", tensorboard)
+    log.write(0, {"eval/gold": 0.0})  # before the checkpoint is chosen
     log.resume_from(position, 2)
     assert log.position() == position
     log.write(3, {"loss": 0.25})
@@ -50,10 +51,11 @@ def test_a_run_without_a_checkpoint_drops_earlier_rows(tmp_path, resume):
     log.write(7, {"loss": 0.5})
     log.close()
     log = log_of(tmp_path, resume)
+    log.write(0, {"eval/gold": 0.0})
     log.begin()
     log.write(1, {"loss": 0.5})
     log.close()
-    assert steps(tmp_path) == [1]
+    assert steps(tmp_path) == [0, 1]
 
 
 @contextmanager
@@ -93,6 +95,7 @@ def test_rows_wait_while_the_disk_is_full(tmp_path, caplog):
 
 
 def test_a_file_that_was_cut_keeps_its_whole_rows(tmp_path, caplog):
+    """Rows that this process wrote before do not make it long enough."""
     log = log_of(tmp_path)
     log.write(1, {"loss": 0.5})
     whole = (tmp_path / "metrics.jsonl").stat().st_size
@@ -101,6 +104,7 @@ def test_a_file_that_was_cut_keeps_its_whole_rows(tmp_path, caplog):
     log.close()
     os.truncate(tmp_path / "metrics.jsonl", whole + 9)
     log = log_of(tmp_path, "latest")
+    log.write(0, {"eval/gold": 0.0, "eval/more": 0.0})
     log.resume_from(position, 2)
     log.write(3, {"loss": 0.5})
     log.close()
@@ -152,7 +156,6 @@ def wandb(monkeypatch):
 
 def test_other_sinks_get_samples_as_text_and_table(tmp_path, wandb):
     log = MetricsLog(str(tmp_path), SFTConfig(report_to=["tensorboard", "wandb"]))
-    log.begin()
     log.write_answers(3, [{"answer": "<b>|\n", "score": 0.25}])
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -196,7 +199,7 @@ def test_weights_and_biases_continues_its_run(tmp_path, wandb):
 
 def test_every_row_is_json(tmp_path):
     """JSON has no NaN: readers in other languages, and jq, refuse the file."""
-    file = RowFile(tmp_path / "rows.jsonl")
+    file = RowFile(tmp_path / "rows.jsonl", keeps_rows=False)
     file.write({"step": 1, "a": math.nan, "b": [1.5, -math.inf], "text": "NaN is text"})
     file.close()
     row = json.loads((tmp_path / "rows.jsonl").read_text(), parse_constant=pytest.fail)
