@@ -207,12 +207,12 @@ class Attention:
             return None
         key = ("decode", reach)
         if key not in self._biases:
-            query, slopes = (d.lengths - 1).view(-1, 1, d.width, 1), self.slopes
+            ends, slopes = d.lengths.view(-1, 1, d.width, 1), self.slopes
             if d.width > 1:
-                query = query.repeat_interleave(q.shape[2] // d.width, dim=2)
+                ends = ends.repeat_interleave(q.shape[2] // d.width, dim=2)
             if slopes is not None:
                 slopes = slopes.view(q.shape[1], -1).repeat(1, d.width).unsqueeze(2)
-            self._biases[key] = _bias(how, query, num_keys, slopes, q.dtype)
+            self._biases[key] = _bias(how, ends, num_keys, slopes, q.dtype)
         return self._biases[key]
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -268,24 +268,26 @@ class Attention:
             return None
         key = (prefix, total, reach)
         if key not in self._biases:
-            query = torch.arange(prefix, total, device=q.device).view(1, -1, 1)
+            ends = torch.arange(prefix + 1, total + 1, device=q.device).view(1, -1, 1)
             slopes = None if self.slopes is None else self.slopes.view(-1, 1, 1)
-            self._biases[key] = _bias(how, query, total, slopes, q.dtype)
+            self._biases[key] = _bias(how, ends, total, slopes, q.dtype)
         return self._biases[key]
 
 
 def _bias(
-    how: Scores, query: Tensor, num_keys: int, slopes: Tensor | None, dtype: torch.dtype
+    how: Scores, ends: Tensor, num_keys: int, slopes: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """What is added to the scores of queries at positions ``query`` (..., 1): (..., keys)."""
-    positions = torch.arange(num_keys, device=query.device)
-    seen = positions <= query
+    """What is added to the scores of queries that read keys before ``ends`` (..., 1), their own
+    the last one: (..., keys).
+    """
+    positions = torch.arange(num_keys, device=ends.device)
+    seen = positions < ends
     if any(how.within(num_keys)):
-        seen &= positions >= how.first_key(query)
-    bias = torch.zeros(seen.shape, dtype=dtype, device=query.device)
+        seen &= positions >= how.first_key(ends - 1)
+    bias = torch.zeros(seen.shape, dtype=dtype, device=ends.device)
     bias = bias.masked_fill_(~seen, float("-inf"))
     # Distances count from the query: a softmax ignores a constant per row.
-    return bias if slopes is None else bias + (slopes * (positions - query)).to(dtype)
+    return bias if slopes is None else bias + (slopes * (positions - (ends - 1))).to(dtype)
 
 
 def _attended(
