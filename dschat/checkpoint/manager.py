@@ -10,6 +10,8 @@ A checkpoint, ``OUT/<step>/checkpoints/step_000012``::
     manifest.json                step, settings, every file's size and checksum; written last
 
 All ranks write into one folder, so several machines need a shared disk for the output folder.
+State is copied to host memory (its size again, until it is written) and written while training
+continues; without enough memory, training waits.
 """
 
 import json
