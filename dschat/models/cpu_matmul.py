@@ -43,6 +43,7 @@ def choose(
     dtype: torch.dtype,
     makers: Mapping[Backend, Callable[[Shape], Product]],
     clock: Callable[[], float] = time.perf_counter,
+    narrow: int = 0,
 ) -> dict[Shape, Backend]:
     """The fastest backend for every shape. Takes up to 0.1 s per shape, once per machine.
 
@@ -51,6 +52,7 @@ def choose(
         makers: the candidates, the default first. A maker allocates the operands of a shape and
             returns the product to time.
         clock: returns seconds.
+        narrow: weights with a side of at most this are not timed; theirs is the default.
 
     Raises:
         UserError: DSCHAT_CPU_MATMUL names no backend.
@@ -61,6 +63,9 @@ def choose(
         return dict.fromkeys(shapes, only)
     before, choices = len(_chosen), {}
     for shape in sorted(set(shapes)):
+        if min(shape) <= narrow:
+            choices[shape] = default
+            continue
         key = _key(use, shape, dtype, makers)
         if key not in _chosen:
             path = writable_cache() / "matmul" / key

@@ -43,7 +43,7 @@ def test_backends_agree(name, module_of, monkeypatch):
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_each_shape_has_its_own_backend(name, module_of, choose_by):
     """They are dealt out to the shapes in turn."""
-    choose_by(lambda _, shapes, __, makers: dict(zip(sorted(set(shapes)), cycle(makers))))  # noqa: B905
+    choose_by(lambda _, shapes, __, makers, **___: dict(zip(sorted(set(shapes)), cycle(makers))))  # noqa: B905
     made = engine(module_of(name))
     assert len(set(made.weights.backends.values())) > 1
     for linear in made.weights.linears.values():
@@ -54,7 +54,7 @@ def test_each_shape_has_its_own_backend(name, module_of, choose_by):
 def test_a_part_of_a_large_weight_is_timed(choose_by):
     timed = []
 
-    def choose(use, shapes, dtype, makers):
+    def choose(use, shapes, dtype, makers, narrow):
         timed.extend(shapes)
         return dict.fromkeys(timed, "onednn")
 
@@ -76,7 +76,7 @@ def test_the_operands_that_are_timed_are_those_of_the_product(choose_by):
     """Every candidate multiplies 16 rows by a weight of the shape."""
     outputs = {}
 
-    def choose(use, shapes, dtype, makers):
+    def choose(use, shapes, dtype, makers, narrow):
         outputs.update({name: make((48, 32))() for name, make in makers.items()})
         return dict.fromkeys(shapes, "plain")
 

@@ -95,6 +95,7 @@ def chosen(
     shapes=(SHAPE,),
     names=("plain", "mkl", "onednn"),
     dtype=torch.float32,
+    narrow=0,
 ):
     """Where ``winners``, by shape, are the fastest; other shapes must not be timed. ``during`` is
     called while products are made.
@@ -106,7 +107,7 @@ def chosen(
         during()
         return clock.product(name, 0.5 if winners[shape] == name else 1.0)
 
-    return choose(use, shapes, dtype, {name: partial(make, name) for name in names}, clock)
+    return choose(use, shapes, dtype, {name: partial(make, name) for name in names}, clock, narrow)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,13 @@ def test_each_shape_is_timed_once_per_machine(new_process):
     assert chosen(shapes=shapes) == first
     new_process()
     assert chosen(shapes=shapes) == first
+
+
+def test_narrow_weights_have_the_default():
+    winners = {(17, 32): "onednn", (32, 17): "onednn"}
+    shapes = [*winners, (16, 64), (64, 16)]
+    expected = winners | {(16, 64): "plain", (64, 16): "plain"}
+    assert chosen(winners, shapes=shapes, narrow=16) == expected
 
 
 def test_what_a_choice_depends_on_is_timed_again():
