@@ -56,10 +56,11 @@ def text_dataset(
         blocks = partial(_endless_blocks, texts, tokenizer, block_len, config)
         return RowStream(blocks, encode=list)
     how = Hasher.hash([tokenizer, block_len])
+    content = repr(["text", rows.stamp, rows.name, column, skip, how]) if rows.stamp else ""
     table = made_table(
         Features({"input_ids": List(Value("int32"))}),
         _blocks(texts(), tokenizer, block_len),
-        repr(["text", rows.stamp, rows.name, column, skip, how]),
+        content,
     )
     if not len(table):
         raise no_text

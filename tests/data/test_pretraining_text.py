@@ -1,7 +1,9 @@
 """Plain text as blocks of tokens, for the pretraining loss."""
 
 import json
+import shutil
 
+import datasets
 import pytest
 from tool_templates import tokenizer_of
 
@@ -21,6 +23,16 @@ def test_text_is_joined_by_eos_and_cut_in_blocks(tmp_path):
     assert PLAIN.decode(short) == "abcd<eot>efg<eot>hij<eot>"
     with pytest.raises(UserError, match="--unsup_column 'text' is not in .*it has: body"):
         text_dataset(str(path), "text", PLAIN, block_len=4)
+
+
+def test_a_table_in_memory_is_read_each_time(tmp_path, monkeypatch):
+    """`datasets` gives it no files whose times would tell that its content has changed."""
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1 << 20)
+    for text in ("before", "after"):
+        shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+        datasets.Dataset.from_dict({"text": [text]}).save_to_disk(tmp_path / "saved")
+        (block,) = text_dataset(str(tmp_path / "saved"), "text", PLAIN, block_len=99)["input_ids"]
+        assert PLAIN.decode(block) == f"{text}<eot>"
 
 
 def test_a_text_file_is_a_document_per_paragraph(tmp_path):
