@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -106,6 +106,9 @@ class Sequence:
     next_key: Key | None = None  # of the first page that it computes itself
     twins: list["Sequence"] = field(default_factory=list)
     experts: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:  # for other ranks, which do not read the experts
+        return vars(self) | {"experts": None}
 
     def __len__(self) -> int:
         return len(self.request.ids) + len(self.answer)

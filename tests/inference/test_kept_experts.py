@@ -1,5 +1,6 @@
 """Answers come with the experts that each of their tokens chose, whatever was scheduled."""
 
+import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from rank_threads import on_ranks
 
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.hf_generator import module_engine
+from dschat.inference.sequence import Request
 from dschat.models.routing import routers_of
 from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
@@ -67,6 +69,14 @@ def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
             rollout = made.generate(PROMPTS, SAMPLING)
         assert_plain(module, PROMPTS, rollout)
         assert (made.stats.preemptions > 0) == (layout == "preempted")
+
+
+def test_other_ranks_are_not_sent_them():
+    request = Request([3], SamplingParams(max_new_tokens=4, n=1), 0)
+    request.sequences[0].experts = torch.zeros(4, 2, 2)
+    sent = pickle.loads(pickle.dumps(request))
+    assert sent.sequences[0].experts is None
+    assert sent.sequences[0].request is sent
 
 
 @pytest.mark.usefixtures("operators_of_torch")
