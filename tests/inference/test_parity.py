@@ -4,6 +4,8 @@ The oracles: one full forward without a cache, and the Hugging Face generator, w
 random numbers but none of the arithmetic, and is compared with transformers' own ``generate``.
 """
 
+import copy
+
 import pytest
 import torch
 from families import (
@@ -25,6 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dschat.inference import InferenceEngine, SamplingParams
 from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.model.architectures import model_spec
 
 GAP = 5e-5  # in fp32, of values that reach 10 and more
 
@@ -44,6 +47,15 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     rollout = engine(module, **LAYOUTS[layout]).generate(PROMPTS, sampling)
     assert [len(ids) for ids in rollout.token_ids] == [16] * 2 * len(PROMPTS)
     assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_neox", "bloom"])
+def test_families_without_grouped_queries_read_none(name, module_of):
+    """transformers keeps any key of a config.json, and their modules read neither of these."""
+    config = copy.deepcopy(module_of(name).config)
+    expected = model_spec(config)
+    config.num_key_value_heads, config.head_dim = 1, 2
+    assert repr(model_spec(config)) == repr(expected)
 
 
 @pytest.mark.parametrize("name", some(CONFIGS, ["bloom", "gpt_oss"]))

@@ -72,7 +72,7 @@ def _opt(c: PretrainedConfig) -> ModelSpec:
     if not c.layer_norm_elementwise_affine or (c.do_layer_norm_before and not has_final_norm):
         raise UnsupportedModel("this OPT has layer norms without weights, or no final one")
     return ModelSpec(
-        **sizes(c),
+        **sizes(c, grouped=False),
         intermediate_size=c.ffn_dim,
         sources=tuple(sources),
         prefix="model.",
@@ -95,11 +95,11 @@ def _gpt2(c: PretrainedConfig) -> ModelSpec:
     products = {"qkv": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
     sources += per_layer(layer, products, transposed=True)
     sources += both("transformer.ln_f", "final_norm")
-    scale = sizes(c)["head_size"] ** -0.5 if c.scale_attn_weights else 1.0
+    scale = sizes(c, grouped=False)["head_size"] ** -0.5 if c.scale_attn_weights else 1.0
     by_layer = c.scale_attn_by_inverse_layer_idx
     scales = tuple(scale / (i + 1 if by_layer else 1) for i in range(c.num_hidden_layers))
     return ModelSpec(
-        **sizes(c),
+        **sizes(c, grouped=False),
         intermediate_size=c.n_inner or 4 * c.hidden_size,
         sources=tuple(sources),
         prefix="transformer.",
@@ -128,7 +128,7 @@ def _gpt_neox(c: PretrainedConfig) -> ModelSpec:
     sources += per_layer(layer, out, c.attention_bias)
     sources += both("gpt_neox.final_layer_norm", "final_norm")
     return ModelSpec(
-        **sizes(c),
+        **sizes(c, grouped=False),
         intermediate_size=c.intermediate_size,
         sources=tuple(sources),
         prefix="gpt_neox.",
@@ -149,7 +149,7 @@ def _bloom(c: PretrainedConfig) -> ModelSpec:
     sources += per_layer(layer, {"qkv": "self_attention.query_key_value"}, interleaved=True)
     sources += both("transformer.ln_f", "final_norm")
     return ModelSpec(
-        **sizes(c),
+        **sizes(c, grouped=False),
         intermediate_size=4 * c.hidden_size,
         sources=tuple(sources),
         prefix="transformer.",

@@ -152,14 +152,19 @@ def check_shares(spec: ModelSpec, size: int) -> None:
             )
 
 
-def sizes(c: PretrainedConfig) -> dict[str, Any]:
-    """Fields of a `ModelSpec` that configs name alike."""
+def sizes(c: PretrainedConfig, grouped: bool = True) -> dict[str, Any]:
+    """Fields of a `ModelSpec` that configs name alike. ``grouped``: the family reads the number of
+    key-value heads and their size.
+    """
+    heads = c.num_attention_heads
+    kv_heads = getattr(c, "num_key_value_heads", None) if grouped else None
+    head_size = getattr(c, "head_dim", None) if grouped else None
     return {
         "num_layers": c.num_hidden_layers,
         "hidden_size": c.hidden_size,
-        "num_heads": c.num_attention_heads,
-        "num_kv_heads": getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
-        "head_size": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads or heads,
+        "head_size": head_size or c.hidden_size // heads,
         "vocab_size": c.vocab_size,
         "tied": c.tie_word_embeddings,
     }
