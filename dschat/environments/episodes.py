@@ -228,7 +228,8 @@ class EpisodeRunner:
             try:
                 yield episode, future.result()
             except Fault as fault:
-                yield episode, fault
+                # Else the cycle of its traceback and this frame would hold the engine's cache.
+                yield episode, fault.with_traceback(None)
 
     def _settled(self) -> list[Future]:
         """The futures to take now. While no answer decodes, waits for the next."""
@@ -253,7 +254,8 @@ class EpisodeRunner:
             tells = self._args.on_environment_error == "feedback"
             tells |= environment.tells_calls and bool(environment.calls)
             if not (tells and episode.num_turns and not episode.is_over):
-                raise reply
+                episode.problem = str(reply)
+                return
             told = environment.told(reply)
             if told is None:  # a step that hangs still holds the environment
                 episode.is_over = episode.is_complete = True

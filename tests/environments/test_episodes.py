@@ -1,6 +1,8 @@
 """Episodes with a real engine: tokens, draws, order, limits and faults."""
 
+import gc
 import time
+import weakref
 from dataclasses import replace
 from itertools import groupby
 
@@ -194,6 +196,25 @@ def test_a_failure_ends_the_episode(environment, said, made):
     episodes = run(made, environment, prompts=PROMPTS[:2], limits=limits)
     assert all(said in e.problem for e in episodes)
     assert made.cache.num_free == made.cache.num_pages
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_failure_keeps_no_memory(tells, module_of):
+    """Until garbage is collected, the frames of its traceback would hold the cache."""
+    made, limits = engine(module_of("llama"), page_size=4), limits_of(3, 8, 20.0, 4, tells=tells)
+    runner = EpisodeRunner(
+        made, Tokenizer(), lambda: Environment(Raises), lambda _: [9], limits, not_appended
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        runner.run(PROMPTS[:2], ["", ""], [{}, {}], SAMPLING, [0, 1])
+        cache = weakref.ref(made.cache)
+        del runner
+        made.release_cache()
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_a_queue_for_the_workers_is_not_lateness(made):
