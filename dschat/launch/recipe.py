@@ -194,17 +194,19 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     _check_keys(
         sections["common"], set().union(*(s.fields for s in STEPS.values())), f"{path}: common"
     )
+    for key, own in _OWN.items():
+        _check_keys(sections[key], own, f"{path}: {key}")
     for key, name in sections["model"].items():
         require(
             name is None or isinstance(name, str),
             f"{path}: model: {key} {name!r} is not a name; give a folder or a hub model",
         )
     train: dict[str, Any] = {}
-    for key, own in _OWN.items():
-        where, section = f"{path}: {key}", sections[key]
-        _check_keys(section, own, where)
-        train |= parser.values_of(TrainConfig, section, where)
-    require_valid(TrainConfig(**train), f"{path}: launch: --")
+    for key in _OWN:
+        where = f"{path}: {key}"
+        own_values = parser.values_of(TrainConfig, sections[key], where)
+        require_valid(TrainConfig(**own_values), f"{where}: --")
+        train |= own_values
     values = {}
     for n, step in STEPS.items():
         where, section = f"{path}: step{n}", sections[f"step{n}"]

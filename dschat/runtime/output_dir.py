@@ -151,7 +151,10 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
     """
     if dist.is_main_process():
         folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from None
         _claim(folder, record)
         if not resumes:
             shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
@@ -201,9 +204,10 @@ def mark_complete(output_dir: str | Path) -> None:
     dist.barrier()
     if dist.is_main_process():
         folder = Path(output_dir)
-        held = _claims.pop(str(folder), None)
-        replace_file(folder / COMPLETE, held[1] if held else "")
+        file, record = _claims.get(str(folder), (None, ""))
+        replace_file(folder / COMPLETE, record)
         (folder / _LOCK).unlink(missing_ok=True)
-        if held:
-            held[0].close()
+        if file is not None:
+            file.close()
+            del _claims[str(folder)]
     dist.barrier()

@@ -34,7 +34,7 @@ def limit_spinning_late() -> None:
     (GOMP_SPINCOUNT in its manual). So teams of threads are started that sleep until the process
     exits.
     """
-    if not _is_late or _parked:
+    if not _is_late or _parked or sys.platform != "linux":  # elsewhere torch has another OpenMP
         return
     import torch
 

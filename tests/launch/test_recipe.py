@@ -63,6 +63,7 @@ def test_a_recipes_beta_is_not_on_the_scale_of_ipo(tree, flags, beta):
     [
         ("comon: {}", "unknown key comon; did you mean common?"),
         ("model: {actor: x}", "model: unknown key actor"),
+        ("model: {lora_dim: 8}", "model: unknown key lora_dim"),
         ("common: {leraning_rate: 1}", "common: unknown key leraning_rate; did you mean"),
         ("step1: {kl_coef: 1}", "step1: unknown key kl_coef"),
         ("step1: {output_dir: x}", "step1: unknown key output_dir"),

@@ -137,6 +137,14 @@ def test_a_full_disk_leaves_no_mark(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             mark_complete(tmp_path)
     assert not (tmp_path / COMPLETE).exists()
+    mark_complete(tmp_path)
+    assert (tmp_path / COMPLETE).read_text() == "how"
+
+
+def test_a_folder_that_cannot_be_made_when_training_begins(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(UserError, match="--output_dir .*out cannot be made: File exists"):
+        claim_output_dir(tmp_path / "out")
 
 
 def test_what_another_machine_made_meanwhile_stays(tmp_path, monkeypatch):

@@ -3,11 +3,12 @@ are used again, until they are returned. The user's own settings stay.
 """
 
 import sys
+import threading
 
 import pytest
 from python_process import environment, python
 
-from dschat.startup.performance import num_teams
+from dschat.startup.performance import limit_spinning_late, num_teams
 
 # Prints the policy as libgomp will read it, at the moment when torch is first imported.
 HOOK = """
@@ -72,6 +73,14 @@ def test_where_torch_is_loaded_first_an_engine_parks_a_team(first, threads, expe
     code = "import sys; sys.path[:0] = ['tests/inference', 'tests']\n" + LATE.format(first=first)
     code = "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n" + code
     assert output_of(code, [], OMP_NUM_THREADS=str(threads)) == expected
+
+
+def test_no_team_is_parked_on_a_mac(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("dschat.startup.performance._is_late", True)
+    before = threading.active_count()
+    limit_spinning_late()
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(
