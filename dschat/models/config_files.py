@@ -55,7 +55,8 @@ def read_config(files: CheckpointFiles, raw: dict[str, Any]) -> PretrainedConfig
         raise _wrong_field(files, CONFIG, "text_config", text, reason)
     for fault in _config_faults(text):
         raise _wrong_field(files, CONFIG, *fault)
-    return text_part(config, raw)
+    with blamed_on(files, CONFIG):
+        return text_part(config, raw)
 
 
 def read_generation_config(files: CheckpointFiles) -> GenerationConfig | None:

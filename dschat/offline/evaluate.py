@@ -144,8 +144,11 @@ class Results:
 def check_out(path: str | None) -> None:
     """Raise ``UserError`` where ``--out`` exists and is not the output of ``dschat eval``."""
     file = Path(os.path.expanduser(path or ""))
-    if path is None or not file.exists():
-        return
+    try:
+        if path is None or not file.exists():
+            return
+    except OSError as error:  # no permission, or a name that is too long
+        raise UserError(f"{OUT} {path}: {error.strerror}; name another file") from None
     require(file.is_file(), f"{OUT} {path} is a folder; name a file")
     try:
         content = json.loads(file.read_bytes())

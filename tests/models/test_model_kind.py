@@ -10,7 +10,14 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from tiny_models import PAD, causal_lm, score_model, tokenizer
-from transformers import CONFIG_MAPPING, BertConfig, GPT2Model, LlamaModel, T5Config
+from transformers import (
+    CONFIG_MAPPING,
+    BertConfig,
+    Gemma3Config,
+    GPT2Model,
+    LlamaModel,
+    T5Config,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.config import UserError
@@ -51,6 +58,11 @@ BERT = BertConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
 )
 T5 = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
+
+
+def test_a_field_of_the_text_part_is_of_the_wrong_type(tmp_path):
+    path = only_config(tmp_path, Gemma3Config(), tie_word_embeddings=None)
+    assert "config.json cannot be used" in refusal(load_actor, path)
 
 
 @pytest.mark.parametrize(

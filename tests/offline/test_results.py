@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from dschat.config import parser
-from dschat.offline.evaluate import Results, interval
+from dschat.config import UserError, parser
+from dschat.offline.evaluate import Results, check_out, interval
 from dschat.offline.flags import EvalConfig
 
 Z95 = 1.959964
@@ -84,3 +84,8 @@ def test_the_file_is_strict_json(values, tmp_path):
     read = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
     assert read["metrics"] == found.metrics
     assert "nan" not in found.text()
+
+
+def test_a_name_that_no_file_can_have_is_refused_first(tmp_path):
+    with pytest.raises(UserError, match="--out .*xx: File name too long; name another file"):
+        check_out(str(tmp_path / ("x" * 300)))
