@@ -222,7 +222,7 @@ class Reporter:
                 "the best held-out %s was %.4f at iteration %d, and is %.4f at the end: %s",
                 *(self._metric, best, when, last),
                 f"{self._best_folder} has that actor"
-                if self._args.keep_best
+                if best == self._best
                 else "--keep_best saves the best actor",
             )
 

@@ -224,6 +224,25 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper, caplog)
     assert "best held-out" not in caplog.text  # 0.1 is no loss of the other metric's 0.5
 
 
+def test_a_best_actor_that_was_not_kept_is_not_claimed(keeper, caplog):
+    (trainer, found, folder), states = keeper, []
+    found["eval/score"], trainer.args.keep_best = 0.9, None
+    first = Reporter(trainer, held_out(), 3)
+    first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    first.step(None)
+    first.close()
+    trainer.args.resume, trainer.args.keep_best = "latest", "eval/score"
+    second = Reporter(trainer, held_out(), 3)
+    second.begin(checkpoints(begin=lambda *_: json.loads(json.dumps(states[0].values))))
+    for score in (0.5, 0.2):
+        found["eval/score"] = score
+        second.evaluate()
+    second.close()
+    assert folder.exists()
+    assert "best held-out eval/score was 0.9" in caplog.text
+    assert "has that actor" not in caplog.text
+
+
 # -- without any model: which answers pass, which flags are refused before loading
 
 
