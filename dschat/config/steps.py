@@ -101,13 +101,24 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             UserError: a value of the wrong type.
         """
         if not isinstance(args, cls):
-            given = args if isinstance(args, dict) else getattr(args, "__dict__", None)
+            given = args if isinstance(args, dict) else _attributes(args)
             if given is None:
                 raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
             given = translated(given)
             args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
         require_valid(args)
         return args
+
+
+def _attributes(args: Any) -> dict[str, Any] | None:
+    """Those of an object or its classes, such as ``class args: kl_coef = 0.1``; None: not such one.
+    No property is computed.
+    """
+    if not hasattr(args, "__dict__"):
+        return None
+    classes = (args if isinstance(args, type) else type(args)).__mro__
+    named = ((name, value) for c in reversed(classes) for name, value in vars(c).items())
+    return {name: value for name, value in named if not isinstance(value, property)} | vars(args)
 
 
 @dataclass

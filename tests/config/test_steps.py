@@ -77,6 +77,27 @@ def test_from_a_namespace_with_some_of_the_fields():
     assert args.kl_coef == 0.3
     assert args.gamma == RLHFConfig().gamma
     assert RLHFConfig.from_namespace({"seed": 5}).seed == 5
+
+
+class Args:
+    kl_coef = 0.3
+    max_answer_len = 7  # its name in DeepSpeed-Chat
+    eval_batch_size = property(lambda self: 1 / 0)
+
+
+class More(Args):
+    seed = 5
+
+
+@pytest.mark.parametrize("args", [More, More()])
+def test_from_attributes_of_a_class(args):
+    made = RLHFConfig.from_namespace(args)
+    assert (made.kl_coef, made.seed) == (0.3, 5)
+    assert made.eval_batch_size == RLHFConfig().eval_batch_size
+
+
+def test_args_of_its_own_type_are_kept():
+    args = RLHFConfig()
     assert RLHFConfig.from_namespace(args) is args
 
 
