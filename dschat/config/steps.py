@@ -111,14 +111,15 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
 
 
 def _attributes(args: Any) -> dict[str, Any] | None:
-    """Those of an object or its classes, such as ``class args: kl_coef = 0.1``; None: not such one.
-    No property is computed.
+    """Those of an object and its classes, or of a class, such as ``class args: kl_coef = 0.1``;
+    None where there can be none. No property is computed.
     """
     if not hasattr(args, "__dict__"):
         return None
-    classes = (args if isinstance(args, type) else type(args)).__mro__
-    named = ((name, value) for c in reversed(classes) for name, value in vars(c).items())
-    return {name: value for name, value in named if not isinstance(value, property)} | vars(args)
+    is_class = isinstance(args, type)
+    holders = (args if is_class else type(args)).__mro__[::-1] + (() if is_class else (args,))
+    named = ((name, value) for holder in holders for name, value in vars(holder).items())
+    return {name: value for name, value in named if not isinstance(value, property)}
 
 
 @dataclass

@@ -82,11 +82,11 @@ def test_from_a_namespace_with_some_of_the_fields():
 class Args:
     kl_coef = 0.3
     max_answer_len = 7  # its name in DeepSpeed-Chat
-    eval_batch_size = property(lambda self: 1 / 0)
 
 
 class More(Args):
     seed = 5
+    eval_batch_size = property(lambda self: 1 / 0)
 
 
 @pytest.mark.parametrize("args", [More, More()])
