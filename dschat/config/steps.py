@@ -3,6 +3,7 @@
 Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here and nowhere else.
 """
 
+import inspect
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
@@ -111,15 +112,11 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
 
 
 def _attributes(args: Any) -> dict[str, Any] | None:
-    """Those of an object and its classes, or of a class, such as ``class args: kl_coef = 0.1``;
-    None where there can be none. No property is computed.
-    """
+    """Of an object or a class, such as ``class args: kl_coef = 0.1``. None: it is neither."""
     if not hasattr(args, "__dict__"):
         return None
-    is_class = isinstance(args, type)
-    holders = (args if is_class else type(args)).__mro__[::-1] + (() if is_class else (args,))
-    named = ((name, value) for holder in holders for name, value in vars(holder).items())
-    return {name: value for name, value in named if not isinstance(value, property)}
+    found = {name: inspect.getattr_static(args, name) for name in dir(args)}
+    return {name: value for name, value in found.items() if not isinstance(value, property)}
 
 
 @dataclass
