@@ -73,7 +73,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/codespell
-	$(BIN)/mypy --no-error-summary
+	$(BIN)/mypy --no-error-summary --num-workers 2
 	@$(BIN)/lint-imports --no-cache --no-logo > .venv/contracts.txt || { cat .venv/contracts.txt; exit 1; }
 
 format: $(STAMP)

@@ -118,8 +118,24 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     Any text round-trips. It has no BOS; EOS is ``<|end|>``, which closes the assistant's turn;
     ``<|pad|>`` is a separate token.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_bpe()),
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=TINY_CONFIG["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@functools.cache
+def _trained_bpe() -> str:
+    """The JSON of the tokenizer alone, which takes 0.2 s to train."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -136,15 +152,7 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[USER, ASSISTANT, SYSTEM],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=TINY_CONFIG["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer.to_str()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from functools import partial
+from functools import cache, partial
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -55,7 +55,7 @@ def parse(
 
 def given(config_class: type, argv: Sequence[str], takes_file: bool = True) -> dict[str, Any]:
     """The fields set in ``argv`` or its ``--config`` file, with their types; no defaults."""
-    flags = _Parser(config_class, takes_file).values(argv)
+    flags = _parser(config_class, takes_file).values(argv)
     path = flags.pop("config", None)
     if path is None:
         return flags
@@ -74,7 +74,7 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
         if isinstance(value, list) and not _takes(config_class, key, "list["):
             raise UserError(f"{where}: {key} takes one value, not a list")
     try:
-        return _Parser(config_class).values(to_flags(values))
+        return _parser(config_class).values(to_flags(values))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -104,7 +104,7 @@ def to_flags(values: Mapping[str, Any]) -> list[str]:
 
 def flag_names(config_class: type) -> set[str]:
     """Every spelling of every flag, with underscores and without the leading dashes."""
-    options = _Parser(config_class)._option_string_actions
+    options = _parser(config_class)._option_string_actions
     return {option.lstrip("-").replace("-", "_") for option in options} - {"h", "help"}
 
 
@@ -172,6 +172,7 @@ class _Parser(argparse.ArgumentParser):
         if takes_file:
             text = "YAML file with flag names as keys; flags override it."
             self.add_argument("--config", help=text)
+        self.made_of = config_class, takes_file
         self.not_short: list[argparse.Action] = []  # flags that --help leaves to --help all
         hints = get_type_hints(config_class)
         groups = {c: self.add_argument_group(_title(c).rstrip(".")) for c in config_class.__mro__}
@@ -213,10 +214,14 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{flag} {problem}")
 
 
+_parser = cache(_Parser)  # train.py reads flags and recipes a dozen times
+
+
 class _Help(argparse.Action):
     """Prints the short flags, or with ``all`` every flag, and exits."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        parser = _Parser(*parser.made_of)  # not the one that is kept: what it hides stays hidden
         if value != "all":
             for action in parser.not_short:
                 action.help = argparse.SUPPRESS
