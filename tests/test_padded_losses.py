@@ -5,6 +5,7 @@ batches, written as DeepSpeed-Chat and Hugging Face's trainers do it.
 import dataclasses
 
 import pytest
+from quick import slow
 
 # Large steps and narrow ranges: ratios and values are clipped. Not larger: Adam turns a gradient
 # that is rounding noise into a full step, and packed rows round otherwise than padded ones.
@@ -25,7 +26,7 @@ def check_equal(ours, theirs):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo-prefix"])
+@pytest.mark.parametrize("name", ["ppo", *slow(["grpo-prefix"])])
 def test_rlhf_losses_are_equal(name, tmp_path):
     from iteration_cases import find_case, write_models
     from iteration_deepspeed_chat import DeepSpeedChatRLHF

@@ -107,10 +107,10 @@ def run(tmp_path: Path, ends: str) -> tuple[list[int], list[str], list[str]]:
         slow("1killed", [1, -9, 1], "", {0: KILLED.format(1)}),
         slow("1killed, its fork lives", [1, -9, 1], "", {0: KILLED.format(1)}),
         # Before the others connect: they learn its code, and that it has printed its error.
-        ("0fails at once", [7, 7, 7], "RankFailure(rank=0, code=7)\n", {}),
+        slow("0fails at once", [7, 7, 7], "RankFailure(rank=0, code=7)\n", {}),
         # It prints its own error; the others do not wait until it has ended.
         slow("0fails", [-9, 7, 7], "", {}),
-        ("2fails", [7, 7, -9], "", {}),
+        slow("2fails", [7, 7, -9], "", {}),
         ("1raises", [1, 1, 1], "", {0: KILLED.format(1), 1: r"[\s\S]*\nValueError: mine\n"}),
         ("0announces 0", [0, 0, 0], "None\n", {}),
         slow("1returns", [0, 0, 0], "None\n", {}),
@@ -124,7 +124,7 @@ def test_how_one_rank_ends_and_what_the_others_do(ends, codes, printed, said, tm
         assert re.fullmatch(said.get(rank, ""), err[rank])
 
 
-@pytest.mark.parametrize("how", ["more than there are files", "a line without end"])
+@pytest.mark.parametrize("how", [slow("more than there are files"), "a line without end"])
 def test_strangers_do_not_deafen_rank_0(how, tmp_path):
     """Connections that never say hello; then a rank connects and dies."""
     (tmp_path / "a1").write_text(json.dumps([None, "the other"]))

@@ -201,10 +201,10 @@ def test_without_the_hybrid_engine_the_module_generates():
     ("name", "zero", "lora", "settings"),
     [
         ("large_llama", 0, False, {}),
-        ("large_llama", 2, True, {"lora": "merge"}),
         ("gptj", 3, False, {"release_weights": True}),
         *slow(
             [
+                ("large_llama", 2, True, {"lora": "merge"}),
                 ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
                 ("gptj", 0, False, {}),
             ]

@@ -351,10 +351,8 @@ def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path):
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc on an x86"
 )
-@pytest.mark.parametrize(
-    "processor",
-    ["skylake-avx512", *(pytest.param(p, marks=pytest.mark.slow) for p in ("x86-64", "haswell"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["skylake-avx512", "x86-64", "haswell"])
 def test_every_vector_is_a_register(processor, tmp_path):
     """Wider ones go through memory: on AVX2 that was ten times slower."""
     command = ["gcc", *for_processor(processor), "-Werror=vector-operation-performance"]

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from quick import slow
 
 from dschat.inference.kernels import cpu
 
@@ -128,7 +129,7 @@ def test_callers_on_several_threads(weight_of, threads):
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc on an x86"
 )
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
+@pytest.mark.parametrize("processor", ["haswell", *slow(["skylake-avx512"])])
 def test_sums_stay_in_registers(processor, tmp_path):
     """The innermost loops fetch ahead and store nothing: sums in memory halve the speed."""
     flags = [flag.replace("native", processor) for flag in cpu._FLAGS if flag != "-shared"]

@@ -51,7 +51,7 @@ def test_every_family_runs_on_one_device(name, way):
         {"min_new_tokens": 4, "stop_token_ids": (60,)},
         slow({"temperature": 0.0}),
         slow({"top_k": 5}),
-        {"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)},
+        slow({"min_p": 0.1, "temperature": 0.5, "stop_token_ids": (60,)}),
     ],
     ids=str,
 )

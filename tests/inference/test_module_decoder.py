@@ -153,7 +153,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    some(product(STATES, LAYOUTS), [("lfm2", "preempted"), ("jamba", "paged")]),
+    some(product(STATES, LAYOUTS), [("lfm2", "preempted")]),
 )
 def test_captured_steps_carry_the_states_of_their_rows(name, layout, module_of, monkeypatch):
     """As late as a device may run them; rows end, wait, are preempted, and share states at first.

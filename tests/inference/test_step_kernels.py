@@ -123,7 +123,8 @@ def test_steps_with_drafts_run_all_but_attention(kernels):
 
 
 @pytest.mark.parametrize(
-    ("name", "by_kernel"), [("gemma3_text", 2), ("qwen3_5_text", 1), ("gpt_oss", 2)]
+    ("name", "by_kernel"),
+    [("gemma3_text", 2), *quick.slow([("qwen3_5_text", 1), ("gpt_oss", 2)])],
 )
 def test_modules_attend_by_the_kernel(name, by_kernel, kernels):
     captured, _ = decode_step(config_of(name), in_module=True, page_size=16)

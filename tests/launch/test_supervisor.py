@@ -63,7 +63,10 @@ slow, dist = pytest.mark.slow, pytest.mark.dist
         ([], [INT], {}, 130, "interrupted"),
         pytest.param([], [TERM], {}, 143, "terminated", marks=slow),
         pytest.param([], [INT] * 2, {"STUBBORN": "1"}, 130, "interrupted", marks=slow),
-        ([], [USR1], {}, 75, "stopped in step 1; the same command resumes from there"),
+        pytest.param(
+            *([], [USR1], {}, 75, "stopped in step 1; the same command resumes from there"),
+            marks=slow,
+        ),
         pytest.param(["--num-gpus", "2"], [INT], {}, 130, "interrupted", marks=[slow, dist]),
     ],
     ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored", "requeue", "ctrl-c under the launcher"],

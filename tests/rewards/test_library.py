@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from quick import slow
 
 import dschat.distributed as dist
 from dschat.config import UserError
@@ -109,16 +110,16 @@ def compared_by(monkeypatch):
     return lambda spec: monkeypatch.setattr(math_answers, "_comparison", Killable(spec))
 
 
-def test_slow_and_deadly_answers_score_zero(rewards, samples, compared_by):
+@pytest.mark.parametrize("pool", ["thread", *slow(["none"])])
+def test_slow_and_deadly_answers_score_zero(pool, rewards, samples, compared_by):
     """Each answer has its own limit, so many of them may exceed the limit of the call."""
     compared_by(f"{BAD}:Mathematician")
     limits = {"reward_args": ["math_equal.limit_s=0.5"], "reward_timeout_s": 0.6}
     given = samples(6, reference=["0.5"] * 6)
     given.answers = ["slow", "deadly", "1", "slow", "0", "1"]
-    for pool in ("none", "thread"):
-        asked = rewards(["math_equal"], reward_pool=pool, **limits)
-        (source,) = asked.score(given).result()
-        assert source.scores.tolist() == [0, 0, 1, 0, 0, 1]
+    asked = rewards(["math_equal"], reward_pool=pool, **limits)
+    (source,) = asked.score(given).result()
+    assert source.scores.tolist() == [0, 0, 1, 0, 0, 1]
 
 
 def test_a_comparison_that_cannot_start_raises(compared_by):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from program_cases import around_fill_in, ppo_trainer
+from quick import slow
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
@@ -76,9 +77,13 @@ def leave_out_every_eighth(e):
 @pytest.mark.parametrize(
     "options",
     [
-        {"rollout_is": "tis"},  # a weight for every token
-        {"partial_rollout": True},  # tokens of older policies
         {"advantage_estimator": "gae", "change": leave_out_every_eighth},  # none was compared
+        *slow(
+            [
+                {"rollout_is": "tis"},  # a weight for every token
+                {"partial_rollout": True},  # tokens of older policies
+            ]
+        ),
         # Also in a single step without a KL in the reward: a teacher's advantages read them.
         {"teacher_model_name_or_path": "gpt2", "gap": 0.3, "kl_coef": 0.0, **ONE_STEP},
     ],

@@ -199,7 +199,7 @@ def test_all_answers_truncated(models_folder):
     assert trainer.metrics["rollout/eos_share"] == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize("family", ["phi", *slow(["llama"])])
 def test_a_resumed_run_drafts_the_same_tokens(family, tiny, models_folder, tmp_path):
     """Also of a family without a row in the table, whose module generates."""
     options = {
@@ -249,7 +249,7 @@ def test_a_warmup_that_the_run_does_not_reach_is_named(models_folder, caplog):
     assert "--num_warmup_steps 100 of" in caplog.text
 
 
-@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize("warmup", [1, *slow([0])])
 def test_schedules_end_with_the_run_and_critic_warmup_leaves_the_actor_alone(warmup, models_folder):
     """Its schedule too, whose length is that of the iterations that train it."""
     trainer = ppo_trainer(models_folder, critic_warmup_steps=warmup, kl_target=1.0)

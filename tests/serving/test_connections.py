@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 from http_client import FOREVER, answered, send, wait_until
+from quick import each_once
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -32,8 +33,9 @@ def is_ended(client, drip=b""):
     return False
 
 
-@pytest.mark.parametrize("first", [b"", HEAD, HEAD + b"\r\n"])
-@pytest.mark.parametrize("drip", [b"", b"x", b"\r\n"])
+@pytest.mark.parametrize(
+    ("first", "drip"), each_once([b"", HEAD, HEAD + b"\r\n"], [b"", b"x", b"\r\n"])
+)
 def test_headers_that_do_not_arrive(first, drip, start):
     """At the start of a connection, within a header, and after a first request."""
     if drip == b"\r\n" and first == HEAD:

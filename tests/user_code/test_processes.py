@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from quick import slow
 
 from dschat.user_code.calls import Fault
 from dschat.user_code.processes import Killable, Worker
@@ -36,7 +37,7 @@ def wait_until(holds):
     ("how", "words"),
     [
         ("dies", r"ended its process \(exit code 7\)"),
-        ("hangs", "did not return within 0.5 s"),
+        *slow([("hangs", "did not return within 0.5 s")]),
         ("keeps_the_interpreter", "did not return within 0.5 s"),
     ],
 )
@@ -191,7 +192,7 @@ def fault_of(worker):
 
 def test_a_worker_that_is_stopped_beside_a_call():
     """The call fails, both close the pipe once, and no call after it starts a process."""
-    for _ in range(5):
+    for _ in range(2):
         worker, outcome = Worker(SERVED), []
         worker.start()
         close, closed = worker._pipe.close, []
