@@ -348,6 +348,7 @@ def test_learning(tmp_path):
     assert not list(tmp_path.rglob("after_*"))
 
 
+@pytest.mark.slow
 def test_products():
     """All sides compute; decoding is what `benchmarks/decoders.py` measures."""
     flags = ["--rows", "2", "--shapes", "64x512", "--rounds", "1"]

@@ -81,7 +81,6 @@ TWO = [
     Case("sft", 3, 4, options=LORA),
     Case("reward", 3, 4, model="llama_padeos"),
     Case("ppo", 3, 4, reward="opt_350m_reward_reversed", iterations=1, shares=(8, 0)),
-    Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
     Case("sft", 3, 4, "mistral", options=SP, rows="dialogues"),
     Case("sft", 0, 4, options=BUDGET, rows="dialogues"),
     Case("ppo", 0, 4, iterations=1, shares=(8, 0), options=SP),
@@ -116,6 +115,7 @@ SLOW_HERE += [
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += OTHER_TWO
 SLOW_TWO += [
+    Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
     Case("reward", 3, 4, rows="ranked"),
     Case("ppo", 3, 4, iterations=1, shares=(3, 5), options=TOP_LORA),
     Case("sft", 2, 2, options=BUDGET),

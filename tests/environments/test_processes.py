@@ -85,7 +85,7 @@ def stopped(environment, limit_s, *answer):
     ("answer", "limit_s", "words"),
     [
         ("die", 60.0, r"ended its process \(exit code 7\)"),
-        ("hang", 1.0, "did not return within 1 s"),
+        ("hang", 0.3, "did not return within 0.3 s"),
     ],
 )
 def test_a_process_that_ends_takes_its_environments_along(answer, limit_s, words, processes):
@@ -109,12 +109,12 @@ def test_tools_alone_survive_their_process():
     recipes = (None, [("hangs", source.tools[0].spec)], True)
     make = EnvironmentProcesses(recipes, lambda marked: calls.get(marked, []), 1, 60.0)
     first, second = begun(make), begun(make)
-    caught = stopped(first, 1.0, "", "hang")
+    caught = stopped(first, 0.3, "", "hang")
     assert first.tells_calls
     assert first.calls
     (told,) = first.told(caught.value).results
     assert (told.name, told.failed) == ("hangs", True)
-    assert "did not return within 1 s" in told.text
+    assert "did not return within 0.3 s" in told.text
     assert [e.step("", "speak").results[0].text for e in (second, first)] == ["ja", "ja"]
     assert first.step("no call", "").done
     make.close()

@@ -166,6 +166,7 @@ def held_out_after(rate: float, alpha: float, rank: int, steps: int = 70) -> tup
         return before, loss(starts[48:]).item()
 
 
+@pytest.mark.slow
 def test_adapters_learn_at_the_recipes_rate_and_scale():
     """All have the same. The rate of other weights lowered the loss by a thousandth of a nat."""
     sft = planned("llama-2-7b-lora")[1][1]

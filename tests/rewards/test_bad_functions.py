@@ -26,10 +26,10 @@ BAD = [
     ("raises", "process", [4, 5], "raised KeyError: 'no such\\nkey'", P2),
     ("raises_what_cannot_be_shown", "none", ALL, "raised Silent", P0),
     ("raises_a_novel", "thread", ALL, "raised ValueError: word word", P0),
-    ("hangs", "none slow", LATER, "did not return within 1 s", P2),  # no time for the later ones
-    ("hangs", "thread", LATER, "did not return within 1 s", P2),
-    ("hangs", "process slow", LATER, "did not return within 1 s", P2),
-    ("is_slow", "none slow", None, "did not return within 1 s", FIRST),  # retried, some are not
+    ("hangs", "none slow", LATER, "did not return within 0.4 s", P2),  # no time for the later ones
+    ("hangs", "thread", LATER, "did not return within 0.4 s", P2),
+    ("hangs", "process slow", LATER, "did not return within 0.4 s", P2),
+    ("is_slow", "none slow", None, "did not return within 0.4 s", FIRST),  # retried, some are not
     ("one_number", "none", ALL, "returned 1.0, not a list", P0),
     ("is_nan", "none", [4, 5], "returned nan", P2),
     ("is_nan", "process", [4, 5], "returned nan", P2),
@@ -42,7 +42,7 @@ BAD = [
     ("with_signals", "none", ALL, "raised ValueError", "--reward_pool process", P0),
     ("dies", "process", [4, 5], "ended its process (exit code 7)", P2),
     ("is_killed", "process", [4, 5], "ended its process (SIGKILL)", P2),
-    ("waits_for_ever", "none slow", LATER, "did not return within 1 s", P2),
+    ("waits_for_ever", "none slow", LATER, "did not return within 0.4 s", P2),
     ("raises_later", "none", [4, 5], "raised KeyError", P2),
     ("blocks", "none slow", None, "blocks the event loop", P2),
     ("wants_more", "none", ALL, "needs the column tests", "(it has: none)", "@COLUMN"),
@@ -53,7 +53,7 @@ OVERRUN = {"hangs", "is_slow", "waits_for_ever", "blocks"}
 
 def ask(rewards, samples, name, pool, **flags):
     workers = 1 if pool == "process" else 2  # 2 cut the samples in two
-    flags |= {"reward_timeout_s": 1.0} if name in OVERRUN else {}
+    flags |= {"reward_timeout_s": 0.4} if name in OVERRUN else {}
     asked = rewards(reward_fn=[f"{FILE}:{name}"], reward_pool=pool, reward_workers=workers, **flags)
     return asked.score(samples(8)).result()
 
@@ -73,7 +73,7 @@ def check_line(line, name, words):
     for piece in words:
         assert piece in line[at:], line
         at = line.index(piece, at) + len(piece)
-    assert ("raise --reward_timeout_s 1" in line) == ("within" in line or name == "blocks")
+    assert ("raise --reward_timeout_s 0.4" in line) == ("within" in line or name == "blocks")
     return line[at:]
 
 

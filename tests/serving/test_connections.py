@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 from http_client import FOREVER, answered, send, wait_until
-from quick import each_once
+from quick import each_once, slow
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -67,7 +67,7 @@ def test_more_connections_than_are_allowed(start):
         client.close()
 
 
-@pytest.mark.parametrize("drain_s", [0, 60])
+@pytest.mark.parametrize("drain_s", [60, *slow([0])])
 def test_answers_that_run_when_the_server_is_stopped(drain_s, tmp_path):
     """They end within --drain_s, or with an error; the process exits with code 0."""
     argv = ["-m", "dschat", "serve", "--path", "tiny=builtin/tiny", "--port", "0"]
