@@ -39,6 +39,7 @@ from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 
 from dschat.runtime.zero_changes import (  # noqa: E402
     check_packing,
+    compute_without_autograd,
     gather_through_shared_memory,
     mark_leaves,
     sum_in_place,
@@ -234,6 +235,7 @@ def start_deepspeed() -> None:
     deepspeed_logger.setLevel(logging.ERROR)
     if deepspeed.comm.is_initialized():
         return
+    compute_without_autograd()
     if not dist.has_gpu():
         # DeepSpeed's shared-memory all-reduce for CPUs serves its inference engines only. Enabled,
         # it is compiled at the first start (a minute, with a C++ compiler and Python's headers),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from dschat.runtime import deepspeed_engine
@@ -151,3 +152,14 @@ def test_a_step_has_no_operators_for_each_parameter(file, counting):
     assert more_update == update
     per_parameter = (more_backward - backward) / 40
     assert per_parameter <= (4 if file else 1)
+
+
+def test_layers_compute_the_same_where_nothing_is_recorded():
+    """Without DeepSpeed's autograd function, which takes longer than a small product."""
+    engine, outputs, by_function = engine_of(FP32, stage=3), [], []
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients), profile() as profiled:
+            outputs.append(engine(torch.arange(8)))
+        by_function.append({"LinearFunctionForZeroStage3"} & {e.name for e in profiled.events()})
+    assert torch.equal(*outputs)
+    assert list(map(len, by_function)) == [1, 0]
