@@ -4,6 +4,7 @@ the text files that they name.
 
 import errno
 import functools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -149,7 +150,7 @@ def type_problem(value: Any, hint: Any) -> str:
     if kind in (list, tuple):
         return _list_problem(value, choices[0], may_be_empty=kind is tuple)
     if dict in (kind, hint):
-        return "" if isinstance(value, dict) else "is not of the form {key: value}"
+        return _dict_problem(value)
     if hint is bool:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if hint is int:
@@ -171,6 +172,16 @@ def type_problem(value: Any, hint: Any) -> str:
     if str(value) == "--":  # the end of flags on a command line
         return "is not a name"
     return "has a null character" if "\0" in str(value) else ""
+
+
+def _dict_problem(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "is not of the form {key: value}"
+    try:
+        is_json = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError, RecursionError):
+        is_json = False
+    return "" if is_json else "has a key or value that JSON has not; make it text, in quotes"
 
 
 def _list_problem(value: Any, hint: Any, may_be_empty: bool) -> str:

@@ -69,8 +69,11 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
     for key, value in values.items():
         if key not in names:
             raise UserError(f"{where}: unknown key {key}{renamed.hint(key, names)}")
-        if isinstance(value, Mapping) and not _takes(config_class, key, "dict["):
-            raise UserError(f"{where}: {key} takes a value, not a mapping")
+        if isinstance(value, Mapping):
+            if not _takes(config_class, key, "dict["):
+                raise UserError(f"{where}: {key} takes a value, not a mapping")
+            if problem := type_problem(value, dict):
+                raise UserError(f"{where}: {key} {problem}")
         if isinstance(value, list) and not _takes(config_class, key, "list["):
             raise UserError(f"{where}: {key} takes one value, not a list")
     try:
