@@ -33,7 +33,7 @@ def pytest_configure(config):
     """Fewer random examples in the quick suite; the same every time: a red build must be the
     change's fault.
     """
-    count = 15 if "not slow" in config.option.markexpr else 100
+    count = 10 if "not slow" in config.option.markexpr else 100
     settings.register_profile("fixed", derandomize=True, max_examples=count)
     settings.load_profile("fixed")
 

@@ -224,12 +224,12 @@ def test_a_queue_for_the_workers_is_not_lateness(lag, made):
 
     class Takes:
         def step(self, answer):
-            time.sleep(0.05)
+            time.sleep(0.03)
             return "", 1.0, True
 
-    limits = replace(limits_of(3, 8, 0.4, 1), environment_lag=lag)
+    limits = replace(limits_of(3, 8, 0.3, 1), environment_lag=lag)
     episodes = run(made, Takes, prompts=PROMPTS * 3, limits=limits)
-    assert len(episodes) == 24  # 1.2 seconds for the one worker
+    assert len(episodes) == 24  # 0.7 seconds for the one worker
     assert not any(e.problem for e in episodes)
 
 
