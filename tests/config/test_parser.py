@@ -117,7 +117,7 @@ def test_flag_equal_to_default_wins_over_file(yaml_file):
         ("seed: 2020-13-01", "broken YAML: month must be in 1..12"),
         ("seed: {a: 1}", "seed takes a value, not a mapping"),
         ("chat_template_kwargs: {on: 2026-11-28}", "chat_template_kwargs has a key or value that"),
-        ("chat_template_kwargs: {~: 1}", "chat_template_kwargs has a key or value that JSON has not"),
+        ("chat_template_kwargs: {~: 1}", "chat_template_kwargs has a key or value that"),
         ("a: 1\nb: [", "broken YAML at line"),
         ("seed: 1\n\nseed: 2", "line 3: duplicate key seed, also at line 1; leave one out"),
         ("x:\n  a-b: 1\n  a_b: 2", "line 3: duplicate key a_b, also at line 2; leave one out"),
