@@ -42,7 +42,7 @@ def test_rlhf_losses_are_equal(name, tmp_path):
     assert min(clipped.values()) > 0.02
 
 
-@pytest.mark.parametrize("name", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("name", ["dpo", *slow(["sft", "rm"])])
 def test_supervised_losses_are_equal(name, tmp_path):
     from iteration_cases import find_case, write_models
     from iteration_dschat import SupervisedSide

@@ -32,7 +32,7 @@ def assert_close(rows, expected, dtype):
         assert row[3] == other[3]
 
 
-@specs(dict.fromkeys([*HERE, *TWO]), HERE[:2])
+@specs(dict.fromkeys([*HERE, *TWO]), HERE[:1])
 def test_one_process_to_the_bit(spec, here):
     folder, rows = here(spec)
     assert rows == straight(spec, folder)  # saving changes nothing

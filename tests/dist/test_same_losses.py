@@ -75,7 +75,6 @@ HERE = [
     Case("sft", 3, 2),
     Case("sft", options=BUDGET, rows="dialogues"),
     Case("reward", 0, 2, rows="ranked", options=LORA),
-    Case("ppo", 0, 4, options=BUDGET),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
@@ -96,6 +95,7 @@ SLOW_HERE = [
     Case(*point) for point in PRODUCT if Case(*point) not in [*HERE, reference(Case(*point))]
 ]
 SLOW_HERE += [
+    Case("ppo", 0, 4, options=BUDGET),
     Case("ppo", 3, 4, iterations=1, options=TOP),
     Case("sft", 3, 8, "qwen3_5", options=(("gradient_checkpointing", True),)),
     Case("sft", 3, 2, "nemotron_h", options=(("gradient_checkpointing", True),)),

@@ -79,6 +79,7 @@ def test_exit_code_and_line(body, variables, code, line):
     assert exits_with(body, variables) == (code, line)
 
 
+@pytest.mark.slow
 def test_another_rank_exits_after_rank_0_had_time_to_print():
     """Or the launcher stops that first."""
     began = time.monotonic()

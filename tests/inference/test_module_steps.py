@@ -67,7 +67,7 @@ def test_a_captured_step_waits_for_nothing(name):
     [(torch.float32, 9), *slow([(torch.bfloat16, 9), (torch.bfloat16, 8), (torch.float16, 8)])],
     ids=str,
 )
-@pytest.mark.parametrize("name", some(WAITING, ["mixtral", "phi3"]))
+@pytest.mark.parametrize("name", some(WAITING, ["mixtral"]))
 def test_code_that_would_wait_does_not(name, dtype, gpu, monkeypatch):
     with fake_cuda() as watch:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (gpu, 0))

@@ -114,7 +114,7 @@ def graded(prompt_ids, answer_ids):
     return [float(sum(ids) % 7 - len(p)) for p, ids in zip(prompt_ids, answer_ids, strict=True)]
 
 
-@pytest.mark.parametrize("environment", [Game, Opened])
+@pytest.mark.parametrize("environment", [Opened, *slow([Game])])
 def test_reward_functions_that_begin_early_score_the_same(environment, models_folder):
     seen = []
     for pool in ("none", "thread"):

@@ -34,7 +34,8 @@ def test_reward_functions_alone_need_no_other_model(models_folder):
     assert all(np.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])  # with the KL in the loss, in the reward
+# With the KL in the loss, in the reward.
+@pytest.mark.parametrize("name", ["grpo", *slow(["rloo"])])
 def test_a_kl_that_is_logged_alone_changes_nothing(models_folder, name):
     found = []
     for log_kl in (True, False):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
-from quick import slow, some
+from quick import some
 from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logprobs, probe_scores
 from tiny_models import VOCAB, causal_lm, ensure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -125,7 +125,8 @@ def test_grpo_is_that_of_merged_checkpoints(zero, models_folder):
     assert_equal(*histories)
 
 
-@pytest.mark.parametrize("zero", [2, *slow([0, 1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_resumed_run_computes_the_same_to_the_bit(zero, models_folder, tmp_path):
     first, case = trainer_of(models_folder, zero, options=SHARED)
     history(first, case, range(1))

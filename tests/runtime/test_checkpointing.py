@@ -91,7 +91,8 @@ def test_a_failing_reward_function_loses_no_iteration(models_folder, tmp_path):
     assert loop(models_folder, tmp_path / "cut", parity, "latest") == {4: whole[4]}
 
 
-@pytest.mark.parametrize("budget", [pytest.param(60, marks=pytest.mark.slow), "auto"])
+@pytest.mark.parametrize("budget", [60, "auto"])
+@pytest.mark.slow
 def test_a_run_resumes_with_another_token_budget(budget, models_folder, tmp_path):
     whole = loop(models_folder, tmp_path / "whole", parity)
     with pytest.raises(RewardError, match="no more"):

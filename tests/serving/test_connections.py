@@ -40,7 +40,7 @@ def test_headers_that_do_not_arrive(first, drip, start):
     """At the start of a connection, within a header, and after a first request."""
     if drip == b"\r\n" and first == HEAD:
         pytest.skip("ends the headers")
-    with opened(start(limits={"header_timeout_s": 0.3})) as client:
+    with opened(start(limits={"header_timeout_s": 0.15})) as client:
         client.sendall(first)
         assert is_ended(client, drip)
 
