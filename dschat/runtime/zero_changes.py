@@ -1,5 +1,6 @@
-"""Changes what DeepSpeed's ZeRO does: it works on gradients in the flat tensors that hold them, and
-gathers the weights of some modules at once, on a CPU through shared memory.
+"""Changes what DeepSpeed's ZeRO does: it works on gradients in the flat tensors that hold them,
+gathers the weights of some modules at once, on a CPU through shared memory, and computes linear
+layers without its autograd function where nothing is recorded.
 
 Only `dschat.runtime.deepspeed_engine` imports this, after it has set up DeepSpeed's import.
 """
