@@ -107,7 +107,7 @@ def test_an_endpoint_that_refuses_connections(server, ask):
     ("reply", "requests", "words"),
     [
         ((500, b"Traceback"), 3, r"answered 500 Internal Server Error \(3 times\)"),
-        (1.5, 3, r"did not answer within 0.1 s \(3 times\).*--reward_timeout_s 0.1"),
+        (1.5, 3, r"did not answer within 0.2 s \(3 times\).*--reward_timeout_s 0.2"),
         ((404, b""), 1, "answered 404 Not Found"),
         ((200, b"<html>oops"), 1, r"answered with invalid JSON \('<html>oops'\)"),
         ((200, b""), 1, r"answered with invalid JSON \(''\)"),
@@ -122,7 +122,7 @@ def test_an_endpoint_that_refuses_connections(server, ask):
 def test_an_endpoint_that_fails_is_one_line(server, ask, reply, requests, words):
     server.reply = in_turn(reply)
     with pytest.raises(RewardError, match=words) as caught:
-        ask(2, reward_retries=2, reward_timeout_s=0.1 if reply == 1.5 else 60.0)
+        ask(2, reward_retries=2, reward_timeout_s=0.2 if reply == 1.5 else 60.0)
     line = str(caught.value)
     assert line.startswith(f"--reward_url {server.url}/score ")
     assert "on the prompt 'p0'" in line or "the first on the prompt 'p0'" in line
