@@ -269,6 +269,30 @@ def test_table_with_wide_rows(kernels):
     assert torch.equal(case.attend(kernels), whole)
 
 
+# -- draws -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
+@pytest.mark.parametrize("height", [-np.inf, -3.0, 2.0, 60.0, 300.0, 1e4])
+@pytest.mark.parametrize(("known", "size"), [(1, 2), (50, 64), (1000, 1300), (130, 130)])
+def test_rows_behind_the_tokenizer_ids_change_no_draw(kernels, known, size, height, temperature):
+    """Whatever their logits, which count in the log-probs alone."""
+    logits = drawn(40, size, scale=2.0)
+    logits[:, known:] += height
+    uniform = torch.linspace(0, 1 - 1e-9, len(logits)).double()
+    ids, logprobs = kernels.draw(logits, temperature, uniform, known)
+    scaled = exact(logits) / temperature
+    best = scaled[:, :known].max(1, keepdims=True)
+    cdf = np.exp(scaled[:, :known] - best).cumsum(1)
+    place = exact(uniform)[:, None] * cdf[:, -1:]
+    # Where a boundary is within a rounding of the number, either side of it is right.
+    least, most = ((cdf <= place * (1 + side * 1e-5) - 1e-30).sum(1) for side in (-1, 1))
+    assert ((least <= ids.numpy()) & (ids.numpy() <= most)).all()
+    chosen = np.take_along_axis(scaled, ids.numpy()[:, None], 1)
+    expected = chosen - np.logaddexp.reduce(scaled, 1, keepdims=True)
+    np.testing.assert_allclose(logprobs.numpy(), expected[:, 0], rtol=3e-7, atol=2e-6)
+
+
 # -- in the engine ---------------------------------------------------------------------------------
 
 

@@ -311,14 +311,20 @@ void dschat_draw(
     double before[blocks + 1];
     float masses[CDF_BLOCK] __attribute__((aligned(64)));
     for (int64_t row = 0; row < rows; row++, logits += size) {
-        float best = highest(logits, size);
+        float best = highest(logits, count);
         before[0] = 0;
         for (int64_t b = 0; b < blocks; b++)
             before[b + 1] =
                 before[b] + block_masses(logits, b * CDF_BLOCK, count, best, temperature, masses);
-        double target = uniform[row] * before[blocks], total = before[blocks];
-        for (int64_t first = count; first < size; first += CDF_BLOCK)
-            total += block_masses(logits, first, size, best, temperature, masses);
+        double target = uniform[row] * before[blocks], log_total = log(before[blocks]);
+        if (size > count) { /* in a scale of its own: it may be of any size beside the others */
+            float top = highest(logits + count, size - count);
+            double rest = 0;
+            for (int64_t first = count; first < size; first += CDF_BLOCK)
+                rest += block_masses(logits, first, size, top, temperature, masses);
+            double more = ((double)top - best) / temperature + log(rest) - log_total;
+            log_total += log1p(exp(-fabs(more))) + (more > 0 ? more : 0);
+        }
         int64_t b = 0;
         while (b + 1 < blocks && !(before[b + 1] > target)) b++;
         int64_t first = b * CDF_BLOCK, token = -1;
@@ -330,6 +336,6 @@ void dschat_draw(
             if (mass > target) break;
         }
         ids[row] = token < 0 ? count - 1 : first + token;
-        logprobs[row] = ((double)logits[ids[row]] - best) / temperature - log(total);
+        logprobs[row] = ((double)logits[ids[row]] - best) / temperature - log_total;
     }
 }
