@@ -37,6 +37,7 @@ from dschat.checkpoint.manifest import newest
 from dschat.checkpoint.saved_check import SavedModelError, check_saved
 from dschat.config import UserError
 from dschat.distributed.machine import is_full, needed_and_free
+from dschat.models.adapter_files import saved_form
 from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD, Rest, whole_name
 from dschat.models.long_rows import restore_rotary
@@ -314,6 +315,7 @@ def export_adapter(
         settings = copy.copy(wrapped.peft_config["default"])
         is_score = hasattr(wrapped.get_base_model(), "score")
         settings.task_type = TaskType.SEQ_CLS if is_score else TaskType.CAUSAL_LM
+        state = saved_form(wrapped, state, settings)
         try:
             with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as staging:
                 save_tensors(state, Path(staging, "adapter_model.safetensors"))

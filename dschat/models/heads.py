@@ -26,11 +26,11 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 import dschat.distributed as dist
 from dschat.losses import linear_logprobs, linear_top_ids
+from dschat.models.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import ADAPTER_CONFIG
 from dschat.models.linear import OneDnnLinear, product_of
 from dschat.models.load import score_class
-from dschat.models.lora import ADAPTER_WEIGHTS, load_adapter
 from dschat.models.packing.model import PackedModel, Packing, backbone, probe
 from dschat.models.packing.rows import PackedRows, pack
 from dschat.models.tokenizer import embedding_rows, grow_embeddings

@@ -9,14 +9,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -29,7 +27,6 @@ from dschat.models.training_engine import full_shape
 
 logger = logging.getLogger("dschat")
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEADS = ("score", "lm_head", "embed_out")
 # PEFT refuses adapters on their out_proj, whose weight Mamba's kernels read.
 MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
@@ -70,7 +67,7 @@ def add_lora(
             # It has dropped dense layers that are named as experts were in transformers 4.
             layers = (n for n in linear_layers(model) if not check_target_module_exists(config, n))
             config.target_parameters |= {f"{name}.weight" for name in layers}
-        wrapped = _wrapped(model, config)
+        wrapped = wrap(model, config)
     except ValueError as error:
         raise UserError(f"{flag} {' '.join(modules)}: {str(error).splitlines()[0]}") from error
     for name, parameter in wrapped.named_parameters():
@@ -81,7 +78,8 @@ def add_lora(
     return wrapped
 
 
-def _wrapped(model: nn.Module, config: LoraConfig) -> PeftModel:
+def wrap(model: nn.Module, config: LoraConfig) -> PeftModel:
+    """``model`` with the adapters of ``config``, without PEFT's untrue warnings."""
     with warnings.catch_warnings():
         # PEFT looks for its own pattern among modules only, and calls transformers' old names.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
@@ -235,30 +233,6 @@ def prepare_for_training(
     if not lora_dim or isinstance(model, PeftModel):
         return model
     return add_lora(model, lora_dim, lora_alpha, lora_modules, only_optimize_lora, flag)
-
-
-def load_adapter(model: nn.Module, folder: Path) -> PeftModel:
-    """Wrap ``model`` with the adapter in PEFT's ``folder``, and load its score head. Both train.
-
-    Raises:
-        UserError: the adapter is of another model.
-    """
-    config = LoraConfig.from_pretrained(str(folder))
-    config.inference_mode = False
-    config.task_type = config.modules_to_save = None  # PEFT would wrap the score head
-    config.base_model_name_or_path = None  # it becomes that of ``model``
-    wrapped = _wrapped(model, config)
-    own = {
-        name.replace(".default.", "."): parameter
-        for name, parameter in wrapped.named_parameters()
-        if ".lora_" in name or ".score." in f".{name}"
-    }
-    stored = load_file(folder / ADAPTER_WEIGHTS)
-    if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in stored.items()}:
-        raise UserError(f"{folder} is an adapter of another model than a {type(model).__name__}")
-    for name, parameter in own.items():
-        parameter.requires_grad_(True).data.copy_(stored[name])
-    return wrapped
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
 from quick import each_once
 from safetensors.torch import load_file
 from tiny_models import _MOE, EOS, IDS, POSITIONS, causal_lm, tokenizer
@@ -13,6 +14,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     GPTNeoXConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
@@ -27,10 +30,12 @@ from dschat.checkpoint.saved_check import SavedModelError, probe_values
 from dschat.config import UserError
 from dschat.hybrid.weight_stream import adapter_stream, weight_stream
 from dschat.inference import InferenceEngine, SamplingParams
+from dschat.models import adapter_files
+from dschat.models.adapter_files import load_adapter
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.heads import LanguageModel
-from dschat.models.lora import add_lora
+from dschat.models.lora import adapters, add_lora
 
 CPU, FP32, FLAG = torch.device("cpu"), torch.float32, "--model"
 TOKENS = torch.tensor([[3, 7, 11, 2, 40, 9, 8, 33, 21, 5, 6, 17]])
@@ -39,6 +44,9 @@ _VISION = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
+_MOE_BLOCK = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+_MOE_BLOCK |= {"moe_intermediate_size": 16, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
+_MOE_BLOCK |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _LINEAR = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 16},
@@ -59,6 +67,12 @@ WHOLE = {
             text_config=_MIX | {"sliding_window": 8},
             vision_config=_VISION,
             mm_tokens_per_image=4,
+        )
+    ),
+    "gemma4": lambda: Gemma4ForConditionalGeneration(
+        Gemma4Config(
+            text_config=_MIX | _MOE_BLOCK,
+            vision_config=_VISION | {"head_dim": 16, "num_key_value_heads": 2},
         )
     ),
     "mistral3": lambda: Mistral3ForConditionalGeneration(
@@ -189,18 +203,91 @@ def test_a_score_head_on_any_backbone(name, checkpoint, tmp_path):
     assert set(json.loads((tmp_path / "rm/config.json").read_text())).isdisjoint({"vision_config"})
 
 
-def test_an_adapter_that_peft_loads_by_itself(checkpoint, tmp_path):
-    from peft import AutoPeftModelForCausalLM
-
-    path = checkpoint("qwen3_moe")
-    model = add_lora(
-        Checkpoint(path, FLAG).language_model(FP32), 2, 4.0, ["all-linear"], True, FLAG
+def adapted(path, kind):
+    """A model of the checkpoint with a random adapter, and the class with which others load it."""
+    found = Checkpoint(path, FLAG)
+    if kind == "lm":
+        model, auto = found.language_model(FP32), AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if "mistral3" in path else auto
+    else:
+        model = found.score_model(FP32, 1, from_base=True)
+        auto = AutoModelForSequenceClassification
+    modules = (
+        ["q_proj", "v_proj"] if (kind, "gemma3" in path) == ("score", True) else ["all-linear"]
     )
+    model = add_lora(model, 2, 4.0, modules, True, FLAG)
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
+    return model, auto
+
+
+ADAPTED = [("qwen3_moe", "lm"), ("gemma3", "lm"), ("gemma3", "score")]
+ADAPTED += [("gemma4", "lm"), ("mistral3", "lm")]
+
+
+@pytest.mark.filterwarnings("error:.*adapter keys")
+@pytest.mark.parametrize(("name", "kind"), ADAPTED)
+def test_an_adapter_is_one_of_what_transformers_loads(name, kind, checkpoint, tmp_path):
+    """The composite class too, in which the layers that see have names with the same ends."""
+    path = checkpoint(name)
+    model, auto = adapted(path, kind)
     export_adapter(tmp_path / "adapter", adapter_stream(model, CPU), model)
-    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    if auto is AutoModelForCausalLM:
+        by_peft = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    else:
+        options = {"num_labels": 1} if kind == "score" else {}
+        plain = auto.from_pretrained(path, **options)
+        by_peft = PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    models = [model, by_peft]
+    if kind == "lm":
+        models.append(auto.from_pretrained(path))
+        models[-1].load_adapter(tmp_path / "adapter")
+    for one in models:
+        assert sum("lora_A" in key for key, _ in one.named_parameters()) == len(adapters(model))
+        if kind == "score":  # of the last token
+            one.config.pad_token_id = one.config.get_text_config().pad_token_id = None
+    ours, *theirs = logits_of(*models)
+    for logits in theirs:
+        torch.testing.assert_close(logits, ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_old"), [("gemma3", False), ("gemma3", True), ("mistral3", False)]
+)
+def test_an_adapter_loads_here_as_it_was_saved(name, is_old, checkpoint, tmp_path, monkeypatch):
+    """Also one from before names of the composite class; Mistral 3 has none with a score."""
+    model, _ = adapted(checkpoint(name), "score")
+    with monkeypatch.context() as patch:
+        if is_old:
+            patch.setattr(adapter_files, "_places", lambda *_: ("", ""))
+        export_adapter(tmp_path / "adapter", adapter_stream(model, CPU), model)
+    names = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert any("language_model" in key for key in names) == (name == "gemma3" and not is_old)
+    again = Checkpoint(tmp_path / name, FLAG).score_model(FP32, 1, from_base=True)
+    again = load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(*logits_of(model, again))
+
+
+def test_an_adapter_of_a_composite_class_that_cannot_be_built(checkpoint, tmp_path, monkeypatch):
+    """For lack of a library that its images need."""
+    model, _ = adapted(checkpoint("gemma3"), "lm")
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "_from_config", raise_import_error)
+    export_adapter(tmp_path / "adapter", adapter_stream(model, CPU), model)
+    names = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert all(".model.language_model.layers." in key for key in names)
+
+
+def raise_import_error(*_, **__):
+    raise ImportError("needs timm")
+
+
+def test_an_adapter_is_saved_though_its_base_is_gone(checkpoint, tmp_path):
+    model, _ = adapted(checkpoint("qwen3_moe"), "lm")
+    (tmp_path / "qwen3_moe").rename(tmp_path / "moved")
+    export_adapter(tmp_path / "adapter", adapter_stream(model, CPU), model)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "moved")
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter")
     torch.testing.assert_close(*logits_of(model, loaded), atol=1e-5, rtol=1e-5)
 
 
