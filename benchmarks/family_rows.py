@@ -66,7 +66,7 @@ _SWA = ["sliding_attention", "full_attention", "sliding_attention"]
 
 ROWS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "time_step_limit": (0.6, 0.9)},
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         **_inside("encoder_config", {"hidden_size_global": 32}),
@@ -157,7 +157,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "vision_config.projector_output_dim": 32,
     },
     "llama4_text": {"num_experts_per_tok": 1, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]},
-    "mamba2": {"head_dim": 16},
+    "mamba2": {"head_dim": 16, "time_step_limit": (0.6, 0.9)},  # of dt: one that applies
     "mellum": {"layer_types": _SWA},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -175,6 +175,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "vision_config.vision_output_dim": 64,
     },
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "nemotron_h": {"time_step_min": 0.6},
     "phi3": {"rope_parameters": _LONG, "max_position_embeddings": 64},
     "phimoe": {"sliding_window": WINDOW},
     "qwen4_exp": _inside("text_config", _QWEN4),
@@ -211,6 +212,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "kv_channels": 8,
         "mamba_headdim": 16,
         "n_mamba_heads": 4,
+        "time_step_min": 0.6,
         "num_key_value_heads": 4,
     },
     "zaya": {"num_experts_per_tok": 1},

@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
-from dschat.inference.hf_generator import module_engine
+from dschat.inference.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.device_module import DeviceModule
@@ -284,6 +284,23 @@ def test_wrong_log_probs_are_found_before_the_first_rollout():
         layer.self_attn.sliding_window = None
     with pytest.raises(UnsupportedModel, match="log-probs differ by"):
         engine_on(module)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1"])
+def test_a_step_bounds_dt_as_the_scan_does(name, module_of):
+    """In the engine and in the fallback; a model without bounds beside it keeps none."""
+    module = causal_lm(name) if name == "nemotron_h" else random_module(config_of(name))
+    for layer in module.modules():
+        if hasattr(layer, "time_step_limit"):
+            layer.time_step_limit = 0.6, 0.9
+    sampling = SamplingParams(max_new_tokens=12, n=2, seed=1, ignore_eos=True)
+    rollouts = [HuggingFaceGenerator(module, (EOS,)).generate(PROMPTS, sampling)]
+    rollouts.append(answers(engine_on(module), sampling))
+    for rollout in rollouts:
+        assert logprob_gap(module, PROMPTS, rollout) < GAP
+    free = module_of("falcon_h1")
+    rollout = answers(engine_on(free), sampling, PROMPTS[:2])
+    assert logprob_gap(free, PROMPTS[:2], rollout) < GAP
 
 
 def test_moved_weights_are_another_version(module_of):

@@ -8,13 +8,15 @@ rows begin with states, or leave them behind.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import hub_kernels
@@ -104,6 +106,7 @@ def run_by_row(base: PreTrainedModel) -> bool:
     if found and not dist.has_gpu():  # transformers asks for the kernels in a warning
         logging.getLogger(hub_kernels.__name__).setLevel(logging.ERROR)
     for layer, module in found:
+        _bound_steps(sys.modules[type(module).__module__])
         if not isinstance(module.forward, _ByRow):
             module.forward = by_row = _ByRow(module)
             layer.register_forward_pre_hook(by_row.note, with_kwargs=True)
@@ -127,9 +130,10 @@ class _ByRow:
         self._segments = options.get("segments")
 
     def _forward(self, *args: Any, **options: Any) -> Any:
-        if self._own is not None:
-            return self._own(*args, **options)
-        return type(self._module).forward(self._module, *args, **options)
+        with _holding(_dt_bounds, getattr(self._module, "time_step_limit", None)):
+            if self._own is not None:
+                return self._own(*args, **options)
+            return type(self._module).forward(self._module, *args, **options)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         step, segments = _stateful_rows.get(), self._segments
@@ -167,6 +171,34 @@ class _ByRow:
 
         outputs = [read(i, rows) for i, rows in enumerate(table.batches)]
         return _joined(outputs, partial(_stream, table=table))
+
+
+_STEP, _BOUNDED = "mamba2_selective_state_update", "bounds_dt"
+_dt_bounds: ContextVar[tuple[float, float] | None] = ContextVar("dt_bounds", default=None)
+
+
+def _bound_steps(module: Any) -> None:
+    """Let Mamba 2 of transformers' ``module`` bound dt in its step of one token, too.
+
+    Only its scan does (seen in 5.24): cached decoding was another function than a forward.
+    """
+    step = getattr(module, _STEP, None)
+    if step is None or hasattr(step, _BOUNDED):
+        return
+
+    @wraps(step)
+    def bounded(state: Tensor, x: Tensor, dt: Tensor, *args: Any, **options: Any) -> Tensor:
+        bounds = _dt_bounds.get()
+        if bounds is None or tuple(bounds) == (0.0, float("inf")):
+            return step(state, x, dt, *args, **options)
+        # NOTE: one number a head: kernels see by strides of 0 that it is the same in all of it.
+        bias = options["dt_bias"]
+        each = F.softplus(dt[..., :1].float() + bias[..., :1].float()).clamp(*bounds)
+        options |= {"dt_bias": bias.new_zeros(()).expand(bias.shape), "dt_softplus": False}
+        return step(state, x, each.expand(dt.shape), *args, **options)
+
+    setattr(bounded, _BOUNDED, True)
+    setattr(module, _STEP, bounded)
 
 
 def _joined(outputs: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
