@@ -9,6 +9,7 @@ checkpoint that it started from: a vision tower, heads that predict several toke
 
 import copy
 import json
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,7 @@ from dschat.distributed.machine import is_full, needed_and_free
 from dschat.models.adapter_files import saved_form
 from dschat.models.checkpoint_files import CHECKSUMS, CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD, Rest, whole_name
+from dschat.models.config_files import muted
 from dschat.models.long_rows import restore_rotary
 from dschat.models.lora import unwrapped_name
 from dschat.models.training_engine import without_adapters
@@ -97,6 +99,8 @@ MAX_FILE_BYTES = 4 * 2**30
 written: dict[Path, list[str]] = {}  # what this process saved, by folder: names in it
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# How others draw answers by default, as the base model's authors chose. Nothing here reads it.
+_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PROCESSOR_FILES = (  # of models that see and hear
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
@@ -252,11 +256,16 @@ def _write_hub_files(
     tokenizer.save_pretrained(staging)
     if stop_ids:
         eos = list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]
-        GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=eos,
-            pad_token_id=tokenizer.pad_token_id,
-        ).save_pretrained(staging)
+        ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": eos}
+        ids |= {"pad_token_id": tokenizer.pad_token_id}
+        source = getattr(model, "generation_config", None)
+        found = {name: getattr(source, name, None) for name in _SAMPLING}
+        sampling = {name: value for name, value in found.items() if value is not None}
+        with muted(logging.WARNING):
+            try:
+                GenerationConfig(**sampling, **ids).save_pretrained(staging)
+            except (TypeError, ValueError):  # invalid: a temperature without do_sample
+                GenerationConfig(**ids).save_pretrained(staging)
 
 
 def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfig) -> None:

@@ -101,6 +101,32 @@ def test_the_eos_of_another_tokenizer(of_config, saved, tmp_path):
     assert model.config.eos_token_id == of_config
 
 
+QWEN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("of_base", "saved"),
+    [
+        (
+            QWEN | {"repetition_penalty": 1.05, "max_length": 99},
+            QWEN | {"repetition_penalty": 1.05},
+        ),
+        ({"temperature": 0.9, "top_p": 0.6}, {}),  # no do_sample: transformers saves no such set
+        ({}, {}),
+    ],
+)
+def test_sampling_defaults_of_the_base_stay(of_base, saved, tmp_path):
+    causal_lm("llama").save_pretrained(tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text(json.dumps(of_base))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    export(tmp_path / "out", model)
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    kept = {"eos_token_id", "pad_token_id", "bos_token_id", "transformers_version"}
+    assert {k: v for k, v in written.items() if k not in kept and v is not None} == saved
+    assert written["eos_token_id"] == EOS
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.validate(strict=True)
+
+
 def test_a_new_export_replaces_the_old_one_whatever_its_files(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
