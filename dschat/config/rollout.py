@@ -187,6 +187,7 @@ class RolloutConfig:
 
     def _require_of_vllm(self) -> None:
         truncates = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        masks = truncates or self.min_answer_seq_len > 0
         lacks = {
             "--no-enable_hybrid_engine": not self.enable_hybrid_engine,
             "--partial_rollout": self.partial_rollout,
@@ -196,8 +197,8 @@ class RolloutConfig:
             "--rollout_layout zero_copy": self.rollout_layout == "zero_copy",
             "--rollout_lora side": self.rollout_lora == "side",
             # vLLM's log-probs are of the logits themselves, or of what is drawn from.
-            f"--top_k, --top_p or --min_p with --temperature {self.temperature:g}": truncates
-            and self.temperature not in (0, 1),
+            "--top_k, --top_p, --min_p or --min_answer_seq_len with --temperature "
+            f"{self.temperature:g}": masks and self.temperature not in (0, 1),
         }
         for flags, is_set in lacks.items():
             require(

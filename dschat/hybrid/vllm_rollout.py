@@ -180,7 +180,8 @@ class VLLMRollout:
         """
         indices = list(range(len(prompts))) if indices is None else indices
         limits = max_new_tokens or [sampling.max_new_tokens] * len(prompts)
-        mine = self._problem(prompts, limits), prompts, indices, limits
+        problem = self._problem(prompts, limits, sampling.min_new_tokens)
+        mine = problem, prompts, indices, limits
         pooled = self._group.gather_objects(mine)
         if problem := next((problem for problem, *_ in pooled if problem), None):
             raise UserError(problem)
@@ -202,10 +203,12 @@ class VLLMRollout:
                     answered(row - first, Rollout.joined(filter(None, answers[row])))
         return Rollout.joined(one for row in own for one in answers[row] if one is not None)
 
-    def _problem(self, prompts: list[list[int]], limits: list[int]) -> str | None:
+    def _problem(self, prompts: list[list[int]], limits: list[int], least: int) -> str | None:
         for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
             if (fault := prompt_problem(i, ids, self._vocab_size)) is not None:
                 return fault
+            if limit < least:
+                return f"max_new_tokens {limit} of prompt {i} is below min_new_tokens {least}"
             if len(ids) + limit > self.max_positions:
                 return (
                     f"prompt {i} has {len(ids)} tokens; with max_new_tokens {limit} that exceeds "
@@ -218,7 +221,7 @@ class VLLMRollout:
     ) -> None:
         sizes = self._settings.engine
         known = sizes.num_tokens or self._vocab_size
-        ends = sorted(i for i in sampling.end_ids(sizes.stop_ids) if 0 <= i < known)
+        ends = sampling.known_ends(sizes.stop_ids, known)
         params = self._vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,

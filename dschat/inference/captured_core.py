@@ -43,6 +43,7 @@ class CapturedCore(Core):
         self._pages = 0  # of a row that the steps read
         self._rows: list[Sequence] = []  # of the steps since `_enter`
         self._live: list[tuple[int, Sequence]] = []  # that need another step
+        self._cancelled: set[Sequence] = set()  # of the rows
         self._launched: deque[int] = deque()  # widths of the steps that are not read
         self._unread: deque[Tensor] = deque()  # those of them that `pause` has read
         self._span: DeviceSpan | None = None  # since tokens were read
@@ -58,6 +59,8 @@ class CapturedCore(Core):
                 self.pause()
                 self._live = []
             super().cancel(request, sample)
+            mine = (s for s in self._rows if s.request is request)
+            self._cancelled.update(s for s in mine if sample in (None, s.sample))
 
     def close(self) -> None:
         """See `Core.close`. The steps are no longer this core's, which keeps the cache alive."""
@@ -136,6 +139,7 @@ class CapturedCore(Core):
         self._replays = {width: graphs.step(size, pages, kind, width) for width in widths}
         graphs.enter(sequences, kind)
         self._rows, self._live = sequences, list(enumerate(sequences))
+        self._cancelled.clear()
 
     def _launch(self) -> None:
         """Run a step."""
@@ -208,8 +212,8 @@ class CapturedCore(Core):
         events: list[Event] = []
         num_sequences = num_rejected = 0
         for i, sequence in enumerate(self._rows):
-            if sequence.is_over:
-                continue  # its row was dead
+            if sequence.is_over or sequence in self._cancelled:
+                continue  # its row was dead, or nobody waits for it
             num_sequences += 1
             num_rejected += tokens[i].count(REJECTED)
             is_over = False

@@ -221,6 +221,8 @@ class Core:
                     events.append(event)
                     if event.is_last or drafted != event.token:
                         break
+                if (rejected := len(draft) - i) and sequence.request.num_top:
+                    del sequence.request.top[sequence.sample][-rejected:]
                 place += len(draft) + 1
                 if not sequence.is_over:
                     unfinished.append(sequence)

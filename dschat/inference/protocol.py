@@ -73,6 +73,17 @@ class SamplingParams:
         """Tokens that end an answer, for a model whose EOS tokens are ``eos_ids``."""
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
+    def known_ends(self, eos_ids: tuple[int, ...], num_tokens: int) -> list[int]:
+        """Those of `end_ids` below ``num_tokens``, which can be drawn; sorted.
+
+        Raises:
+            UserError: an answer may not end yet, and every token would end it.
+        """
+        ends = [i for i in sorted(self.end_ids(eos_ids)) if 0 <= i < num_tokens]
+        if self.min_new_tokens and len(ends) == num_tokens:
+            raise UserError("min_new_tokens: every token ends an answer, so none may be drawn")
+        return ends
+
 
 def prompt_problem(number: int, ids: object, vocab_size: int | None = None) -> str | None:
     """One line that says why ``ids`` is not a prompt; None if it is one.

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dschat.config import UserError
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda.dispatch import StepKernels
@@ -56,9 +55,7 @@ class Sampler:
         end_ids = s.end_ids(stop_ids)
         key = s.temperature, s.top_p, s.top_k, s.min_p, s.min_new_tokens, end_ids
         if key not in self._draws:
-            stops = [t for t in sorted(end_ids) if 0 <= t < self.num_tokens]
-            if s.min_new_tokens and len(stops) == self.num_tokens:
-                raise UserError("min_new_tokens: every token ends an answer, so none may be drawn")
+            stops = s.known_ends(stop_ids, self.num_tokens)
             if len(self._draws) >= _MAX_DRAWS:  # clients choose the keys
                 self._draws.clear()
             ids = torch.tensor(stops, dtype=torch.int64, device=self._device)

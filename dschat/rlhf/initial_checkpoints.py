@@ -143,6 +143,7 @@ def find_checkpoints(
     start.check("lm", args.attn_implementation, *lora, *args.row_form, bits)
     if args.rollout_backend == "vllm":
         installed_release()
+        check_vllm_head(args, start, num_ids(tokenizer))
     check_tensor_parallel(start.config, args.inference_tp_size, args.rollout_backend)
     scores = bool(named) or (bool(critic) and not args.has_reward_functions)
     # `RLHFConfig` fills in the actor's name where no critic is named: that is no mistake.
@@ -202,6 +203,17 @@ def check_reward(
         f"REWARD MODEL WITH ANOTHER TOKENIZER: {reward.name} does not tokenize as the actor does; "
         "prompts and answers are re-tokenized for it as text"
     ]
+
+
+def check_vllm_head(args: RLHFConfig, actor: Checkpoint, num_tokens: int) -> None:
+    """Raise ``UserError`` where vLLM's log-probs would be those of a narrower head."""
+    rows = embedding_rows(actor.config)
+    if args.temperature not in (0, 1) and rows > num_tokens:
+        raise UserError(
+            f"--rollout_backend vllm with --temperature {args.temperature:g}: {actor.name} has "
+            f"{rows} rows for {num_tokens} tokens, which vLLM's log-probs leave out; use "
+            "--temperature 1 or --rollout_backend engine"
+        )
 
 
 def _find_critic(found: InitialCheckpoints, name: str | None) -> None:

@@ -47,7 +47,8 @@ class OpenPrompt:
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "OpenPrompt":
         """From a `state`."""
-        experts = [e and torch.tensor(e, dtype=torch.int16) for e in state.get("experts", ())]
+        saved = state.get("experts", [None] * len(state["token_ids"]))  # older ones have none
+        experts = [e and torch.tensor(e, dtype=torch.int16) for e in saved]
         return cls(**state | {"experts": experts})
 
     @property

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ from families import EOS, PROMPTS, VOCAB, build, logprob_gap
 from quick import slow
 from rank_threads import on_ranks, this_rank
 from rollout_cases import GREEDY, SAMPLED, Actor, settings_of
+from tiny_models import ensure
 
 from dschat.config import UserError
 from dschat.hybrid import vllm_rollout
 from dschat.hybrid.vllm_rollout import VLLMRollout, installed_release
 from dschat.inference import SamplingParams
+from dschat.models.checkpoint import Checkpoint
+from dschat.rlhf.initial_checkpoints import check_vllm_head
 
 GAP = 1e-5
 
@@ -132,6 +137,31 @@ def test_ranks_of_a_group_answer_the_prompts_of_all(vllm, monkeypatch):
 
     first, second = on_ranks(2, on_rank)
     assert first + second == expected
+
+
+@pytest.mark.parametrize(("temperature", "is_refused"), [(0.7, True), (1.0, False), (0.0, False)])
+def test_a_head_wider_than_the_tokenizer(temperature, is_refused, tmp_path):
+    """At other temperatures vLLM's log-probs are those without the rows behind its ids."""
+    actor = Checkpoint(ensure(tmp_path, "llama"), "--x")
+    args = SimpleNamespace(temperature=temperature)
+    for num_tokens, fails in ((VOCAB, False), (40, is_refused)):
+        with pytest.raises(UserError, match="rows for 40 tokens") if fails else nullcontext():
+            check_vllm_head(args, actor, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("stops", "limits", "message"),
+    [
+        (tuple(range(VOCAB)), None, "^min_new_tokens: every token ends an answer"),
+        ((), [9, 3], "^max_new_tokens 3 of prompt 1 is below min_new_tokens 4"),
+    ],
+)
+def test_answers_that_may_not_end_and_must(vllm, stops, limits, message):
+    generator = rollout_of(Actor(build("llama"), 0)).enter(0)
+    sampling = SamplingParams(9, min_new_tokens=4, stop_token_ids=stops)
+    with pytest.raises(UserError, match=message):
+        generator.generate(PROMPTS[:2], sampling, None, limits)
+    assert len(generator.generate(PROMPTS[:2], SAMPLED)) == 4
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from captures import LateQueue, on_graphs, steps_of, use
 from fake_cuda import WAITS, fake_cuda, fake_engine
-from families import CONFIGS, PROMPTS, VOCAB, engine
+from families import CONFIGS, PROMPTS, VOCAB, engine, remember
 from quick import each_once
 
 from dschat.inference import SamplingParams
@@ -129,6 +129,51 @@ def test_one_sample_is_cancelled(make, module_of):
     expected = engine(module_of("llama")).generate([PROMPTS[0]], sampling).token_ids
     assert [tokens for tokens, _ in answers_of(request, events)] == expected[1:3]
     assert made.cache.num_free == made.cache.num_pages
+
+
+@pytest.mark.parametrize("sample", [None, 1])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_nothing_is_heard_of_what_was_cancelled(steps, sample, monkeypatch, module_of):
+    """Though its tokens are drawn: captured steps are read late."""
+    use(monkeypatch, 2)
+    made = on_graphs(module_of("llama"), max_num_seqs=8)
+    core = made.core()
+    sampling = SamplingParams(max_new_tokens=6, n=2, seed=1, stop_token_ids=(999,))
+    gone, kept = Request(PROMPTS[0], sampling), Request(PROMPTS[1], sampling, 1)
+    core.add_all([gone, kept], None)
+    for _ in range(steps):
+        core.step()
+    core.cancel(gone, sample)
+    later = list(core.events())
+    heard = {e.sequence.sample for e in later if e.sequence.request is gone}
+    assert heard == (set() if sample is None else {0})
+    expected = engine(module_of("llama")).generate([PROMPTS[1]], sampling, [1]).token_ids
+    assert kept.rollout().token_ids == expected
+    again = Request(PROMPTS[0], sampling)  # in a row of the same number
+    core.add(again)
+    assert sum(event.is_last for event in core.events()) == 2
+
+
+@pytest.mark.parametrize("changed", [0.0, 0.3])
+def test_likeliest_tokens_of_drafted_positions(changed, module_of):
+    """Those of rejected ones are of tokens that are not in the answer."""
+    module = module_of("llama")
+    plain, drafting = engine(module), engine(module, speculate="history")
+    sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True)
+    expected = plain.generate(PROMPTS, sampling)
+    remember(drafting, PROMPTS, expected, changed)
+    requests = [Request(ids, sampling, i, num_top=2) for i, ids in enumerate(PROMPTS)]
+    alone = [Request(ids, sampling, i, num_top=2) for i, ids in enumerate(PROMPTS)]
+    for core, asked in ((drafting.core(drafts=True), requests), (plain.core(), alone)):
+        core.add_all(asked, None)
+        list(core.events())
+    assert drafting.stats.accepted_tokens > 20
+    for request, other in zip(requests, alone, strict=True):
+        for sample, tops in other.top.items():
+            ids, logprobs = zip(*[pair for top in tops for pair in top], strict=True)
+            found = [pair for top in request.top[sample] for pair in top]
+            assert [i for i, _ in found] == list(ids)
+            assert [x for _, x in found] == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_likeliest_tokens(module_of):

@@ -356,7 +356,7 @@ def test_without_a_compiler(fresh_load, monkeypatch, module_of, caplog):
     assert len(rollout.token_ids) == 1
 
 
-def test_compiler_that_fails(fresh_load, monkeypatch, tmp_path):
+def test_compiler_that_fails(fresh_load, monkeypatch, tmp_path, caplog):
     broken = tmp_path / "bin" / "cc"
     broken.parent.mkdir()
     broken.write_text("#!/bin/sh\n[ $1 = --version ] || { echo no such option >&2; exit 1; }\n")
@@ -364,12 +364,21 @@ def test_compiler_that_fails(fresh_load, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(broken.parent))
     assert fresh_load() is None
     assert libraries(tmp_path) == []
+    assert warning(caplog) == (
+        f"the C kernels cannot be used ({broken}: no such option): decoding on the CPU is slower"
+    )
 
 
-def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path):
+def warning(caplog):
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    return record.getMessage()
+
+
+def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert fresh_load() is None
+    assert "file" in warning(caplog)
 
 
 @pytest.mark.skipif(

@@ -87,6 +87,13 @@ def test_no_answer_ends_before_min_new_tokens(generator_of):
     assert (0, 1) in lengths  # it does end an answer where it may
 
 
+def test_every_token_ends_an_answer_that_may_not_end(generator_of):
+    generator = HuggingFaceGenerator(generator_of("llama").module, tuple(range(VOCAB)))
+    with pytest.raises(UserError, match="^min_new_tokens: every token ends an answer"):
+        generator.generate([[5]], SamplingParams(4, min_new_tokens=2))
+    assert len(generator.generate([[5]], SamplingParams(4)).token_ids[0]) == 1
+
+
 _SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 _SMALL |= {"num_hidden_layers": 2, "max_position_embeddings": POSITIONS, "initializer_range": 0.3}
 # Caches that are not one layer of keys for each layer.

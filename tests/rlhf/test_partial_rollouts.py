@@ -10,8 +10,9 @@ from step_cases import Case, my_prompts, ppo_config
 from tiny_models import EOS
 
 from dschat.config import UserError
-from dschat.inference.protocol import Rollout
+from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rlhf import rollout_policies
+from dschat.rlhf.rollout_policies import OpenPrompt
 
 CASE = Case("ppo", iterations=6)
 WANTED = 8  # prompts in a rollout, each with two answers
@@ -129,6 +130,14 @@ def test_a_resumed_run_continues_the_same_answers(models_folder):
     assert torch.equal(one.input_ids, other.input_ids)
     assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
     assert first.metrics["rollout/staleness"] == second.metrics["rollout/staleness"]
+
+
+def test_what_was_saved_before_experts_were_kept():
+    state = OpenPrompt([5, 6], [[7], [8, 9]], [[-1.0], [-2.0, -3.0]], [None, "stop"]).state()
+    del state["experts"]
+    request = OpenPrompt.of_state(state).request(SamplingParams(4, n=2), 0)
+    assert [s.answer for s in request.sequences] == [[7], [8, 9]]
+    assert [s.experts for s in request.sequences] == [None, None]
 
 
 def test_another_number_of_ranks_shares_what_is_under_way(models_folder):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dschat.config.errors import first_line
 from dschat.distributed.machine import processor, user_cache
 
 logger = logging.getLogger("dschat")
@@ -319,7 +320,8 @@ def load() -> Kernels | None:
     try:
         return Kernels(compiled_library(compiler), _openmp_of_torch())
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        logger.debug("CPU kernels cannot be used, decoding with torch's operations: %s", error)
+        reason = first_line(error)
+        logger.warning("the C kernels cannot be used (%s): decoding on the CPU is slower", reason)
         return None
 
 
