@@ -26,7 +26,7 @@ from dschat.distributed.machine import processor, writable_cache
 logger = logging.getLogger("dschat")
 
 # plain: torch's own product; panels: dschat's. int8*: see `dschat.inference.model.linear`.
-Backend = Literal["mkl", "onednn", "panels", "plain", "int8", "int8_torch", "int8_widened"]
+Backend = Literal["mkl", "onednn", "panels", "plain", "int8", "int8_widened"]
 Shape = tuple[int, int]  # of a weight: (out, in)
 Product = Callable[[], object]
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dschat.config import UserError
 from dschat.inference.kernels import cpu
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
@@ -24,8 +25,6 @@ _ROWS = 16  # of the products that are timed, and that a packing is optimized fo
 # weight takes 9 MiB more.
 _NARROW = 64
 _MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
-# Measured on two AVX2 cores, fp32: with 64 rows a widened int8 weight's product takes as long.
-_FEW_ROWS = 64
 
 
 def fastest_backends(
@@ -58,9 +57,14 @@ def backends_for(dtype: torch.dtype) -> list[Backend]:
 
 
 def int8_backends_for(dtype: torch.dtype) -> list[Backend]:
-    ways: list[Backend] = ["int8"] if dtype == torch.float32 and cpu.load() is not None else []
-    ways += ["int8_torch"] if dtype in (torch.float32, torch.bfloat16) else []
-    return ways or ["int8_widened"]
+    if dtype == torch.float16:
+        return ["int8_widened"]
+    if dtype == torch.float32 and cpu.load() is not None:
+        return ["int8"]
+    raise UserError(
+        "int8 weights on a CPU need a C compiler and --dtype fp32: with torch's product an answer "
+        "would depend on its batch; leave --rollout_quantization out"
+    )
 
 
 def _timed_product(name: Backend, dtype: torch.dtype, shape: Shape) -> Product:
@@ -90,8 +94,7 @@ class Int8Weight:
     for each output.
 
     A CPU reads a quarter of fp32's bytes: steps of few rows wait for those. Our kernel multiplies
-    fp32 rows. torch's operator rounds rows to bf16; where they are many, and on other devices, the
-    weight is widened first.
+    fp32 rows. On other devices the weight is widened first.
     """
 
     def __init__(self, shape: tuple[int, int], backend: Backend, device: torch.device) -> None:
@@ -102,9 +105,6 @@ class Int8Weight:
             if self._kernels is not None:
                 self.values = self._kernels.pack(self.values)
             self.scales = torch.empty(shape[0], dtype=torch.float32, device=device)
-        # NOTE: torch's operator reads in blocks, past the end of other shapes.
-        is_even = shape[0] % 16 == 0 and shape[1] % 32 == 0
-        self._by_torch = backend == "int8_torch" and is_even
 
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:
@@ -123,10 +123,7 @@ class Int8Weight:
         if self._kernels is not None:
             return self._kernels.product(x, self.values, self.shape[0], bias, self.scales)
         scales = self.scales.to(x.dtype)
-        if x.shape[0] <= _FEW_ROWS and self._by_torch:
-            operands = x.bfloat16(), self.values, scales.bfloat16()
-            y = torch.ops.aten._weight_int8pack_mm(*operands).to(x.dtype)
-        elif x.dtype == torch.float16:  # whose sums of integers would overflow
+        if x.dtype == torch.float16:  # whose sums of integers would overflow
             y = F.linear(x, self.values.to(x.dtype).mul_(scales.unsqueeze(1)))
         else:
             y = F.linear(x, self.values.to(x.dtype)).mul_(scales)
