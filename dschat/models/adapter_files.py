@@ -5,11 +5,8 @@ from it, in which the layers have longer names. Adapters are saved under those n
 which are not, are read too.
 """
 
-import logging
 from pathlib import Path
-from typing import Any
 
-import torch
 import transformers
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer, ParamWrapper
@@ -24,7 +21,6 @@ from transformers.models.auto.modeling_auto import (
 from dschat.config import UserError
 from dschat.models.checkpoint_files import CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import FIELD
-from dschat.models.config_files import muted
 from dschat.models.lora import wrap
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -93,19 +89,8 @@ def _places(model: nn.Module, source: str | None) -> tuple[str, str]:
     else:  # without one, users load the class that it was saved as
         named = getattr(transformers, (config.architectures or [""])[0], None)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), named)
-    if kind is None or kind.config_class is type(model.config):
-        return "", ""
-    own = _decoder_name(model)
-    with muted(logging.WARNING), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            return own, _decoder_name(kind._from_config(config))
-        except ImportError:  # what its images need: timm, for Gemma 3n
-            return own, "model.language_model."
-
-
-def _decoder_name(model: Any) -> str:
-    decoder = model.get_decoder()
-    return next(f"{name}." for name, module in model.named_modules() if module is decoder)
+    is_whole = kind is not None and kind.config_class is not type(model.config)
+    return ("model.", "model.language_model.") if is_whole else ("", "")
 
 
 def _moved(name: str, places: tuple[str, str]) -> str:
