@@ -113,12 +113,12 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 def _values(run: Run, step: str, metric: str) -> str:
     """The first and last value of a metric, and the best one with its iteration."""
     series = run.steps[step].series(metric) if step in run.steps else []
-    first, *_, last = [f"{round(value, 6) + 0:.4g}" for _, value in series] or ["", ""]
+    shown = [f"{round(value, 6) + 0:.4g}" for _, value in series]
     if len(series) < 2:
-        return first
+        return "".join(shown)
     when, best = max(series, key=lambda pair: pair[1])
     note = "best" if best == series[-1][1] else f"best {best:.4g} at {when}"
-    return f"{first} → {last}" + (f" ({note})" if metric in _BETTER else "")
+    return f"{shown[0]} → {shown[-1]}" + (f" ({note})" if metric in _BETTER else "")
 
 
 def _times(run: Run) -> tuple[str, str, str]:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from python_process import python
 from run_folders import write_rows, write_run
 
 from dschat.config import UserError
-from dschat.reporting.page import write_report
+from dschat.reporting.figures import sections_of
+from dschat.reporting.page import _numbers, write_report
+from dschat.reporting.run_files import STEPS, read_runs
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
@@ -77,6 +80,46 @@ def test_three_questions_stand_on_top(tmp_path):
     assert learned < text.index(less) < hacked
     assert hacked < text.index("<td>score in training</td><td>0.5 → 2</td>")
     assert hacked < text.index("<td>KL to the reference model, nats per answer</td><td>0 → 40</td>")
+
+
+DEMO = Path(__file__).with_name("demo")  # metrics of train.py's demo, a few steps of it
+
+
+def prefixes(name):
+    lines = (DEMO / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    return ["".join(lines[:count]) for count in range(1, len(lines) + 1)]
+
+
+def test_numbers_and_figures_of_every_prefix_of_a_log(tmp_path):
+    """Alone, and beside a run that has just begun: a report is written while a run goes on."""
+    whole = {name: prefixes(name)[-1] for name in STEPS}
+    for name in STEPS:
+        for text in prefixes(name):
+            for run, steps in (("a", {name: text}), ("b", whole | {name: text})):
+                for step, rows in steps.items():
+                    (tmp_path / run / step).mkdir(parents=True, exist_ok=True)
+                    (tmp_path / run / step / "metrics.jsonl").write_text(rows)
+            for folders in (["a"], ["b"], ["a", "b"], ["b", "a"]):
+                runs = read_runs([str(tmp_path / folder) for folder in folders])
+                cells = [cell for table in _numbers(runs) for row in table["rows"] for cell in row]
+                assert all(isinstance(cell, str) for cell in cells)
+        assert sections_of(read_runs([str(tmp_path / "a")]), 1000)
+        shutil.rmtree(tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_page_of_every_prefix_of_a_log(name, tmp_path):
+    (tmp_path / name).mkdir()
+    for text in prefixes(name):
+        for partial in (text, text + text[:9]):
+            (tmp_path / name / "metrics.jsonl").write_text(partial)
+            assert "not finished; last row is of step" in page_of(tmp_path)
+
+
+def test_one_value_stands_alone(tmp_path):
+    write_rows(tmp_path / "step1_sft/metrics.jsonl", [{"step": 0, "eval/loss": 5.0}])
+    assert "<td>held-out loss after step 1, nats per token</td><td>5</td>" in page_of(tmp_path)
 
 
 def test_what_a_model_wrote_is_data_not_markup(tmp_path):
