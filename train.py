@@ -24,11 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dschat.checkpoint.manifest import newest
-from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
-from dschat.launch.summary import format_summary, write_summary
+from dschat.launch.summary import Summary, format_summary, write_summary
 from dschat.launch.supervisor import RunReport, preflight_lines
 from dschat.runtime.output_dir import COMPLETE
 
@@ -93,8 +92,8 @@ def main() -> int:
 def show_results(plan: run_plan.RunPlan, report: RunReport | None) -> None:
     """Write the report, print the summary and how to talk to the model."""
     finished = [plan.finished(step) for step in plan.steps]
-    if plan.summary and all(finished):
-        say("\n" + format_summary(write_summary(plan.output_dir, {})))
+    if plan.summary and all(finished) and (summary := note_seconds(plan.output_dir, {})):
+        say("\n" + format_summary(summary))
     if report is not None:
         say("\n" + report.write())
     if finished[-1] and plan.cluster.is_first:
@@ -109,11 +108,13 @@ def chat_command(actor: Path) -> list[str]:
     return [*chat, "--path", str(actor)]
 
 
-def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool) -> None:
+def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool = False) -> Summary:
+    """The summary that was written; empty where it could not be."""
     try:
-        write_summary(output_dir, seconds, resumed)
-    except (OSError, UserError) as error:  # a full disk or a partial row of metrics
+        return write_summary(output_dir, seconds, resumed)
+    except OSError as error:  # a full disk
         say(f"could not write summary.json: {error}")
+        return {}
 
 
 def stopped(event: str, plan: run_plan.RunPlan, folder: Path | None = None) -> int:

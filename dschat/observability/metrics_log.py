@@ -9,6 +9,7 @@ import html
 import importlib.util
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from io import FileIO
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,9 @@ from dschat.config import CommonConfig, UserError
 from dschat.startup.files import no_link, replace_file
 
 logger = logging.getLogger("dschat")
+
+
+Row = dict[str, Any]
 
 
 class RowFile:
@@ -101,6 +106,32 @@ class RowFile:
     def close(self) -> None:
         self._write_out()
         self._file.close()
+
+
+def parsed_row(line: str) -> Row | None:
+    """The row in a line; None where it is not a JSON object with a step. Integers that no float
+    holds are infinite.
+    """
+    try:
+        row = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 300 else inf)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def whole_rows(path: Path) -> list[Row]:
+    """The rows of a file, without damaged lines: a log never ends a run."""
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=no_link) as file:
+            return [row for line in file if (row := parsed_row(line)) is not None]
+    except OSError:
+        return []
+
+
+def is_finite(value: Any) -> bool:
+    """Whether the value of a row is a number, and finite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 METRICS = "metrics.jsonl"

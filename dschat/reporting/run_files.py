@@ -3,9 +3,7 @@
 Settings and versions are shown, never loaded, so folders of older versions work too.
 """
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +13,19 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS
+from dschat.observability.metrics_log import (
+    METRICS,
+    SAMPLES,
+    SETTINGS,
+    STARTS,
+    Row,
+    is_finite,
+    parsed_row,
+)
 from dschat.startup.files import no_link
 
 PAGE = "report.html"  # in the folder of a run
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
-Row = dict[str, Any]
 Series = list[tuple[float, float]]  # (step, value)
 
 
@@ -51,11 +56,6 @@ class Run:
     name: str
     folder: Path
     steps: dict[str, Step]
-
-
-def is_finite(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -131,14 +131,11 @@ def read_rows(path: Path) -> list[Row]:
         raise UserError(f"{path} cannot be read: {reason}; run that step again") from None
     rows = []
     for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        require(
-            isinstance(row, dict) and isinstance(row.get("step"), int),
-            f"{path}: line {number} is not a JSON object with a step; remove that line",
-        )
+        row = parsed_row(line)
+        if row is None:
+            raise UserError(
+                f"{path}: line {number} is not a JSON object with a step; remove that line"
+            )
         rows.append(row)
     return rows
 
