@@ -20,10 +20,12 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from dschat.checkpoint.manifest import newest
+from dschat.config import UserError
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
@@ -119,7 +121,9 @@ def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool = Fa
 
 def stopped(event: str, plan: run_plan.RunPlan, folder: Path | None = None) -> int:
     """Tell the user how to resume, and return the exit code."""
-    checkpoint = newest(folder) if folder else None
+    checkpoint = None
+    with suppress(UserError):
+        checkpoint = newest(folder) if folder else None
     saved = f", saved in {checkpoint.folder}" if checkpoint else ""
     changes = f" without {' and '.join(plan.restart_flags)}" if plan.restart_flags else ""
     supervisor.say(f"{event}{saved}; the same command{changes} resumes from there")

@@ -352,7 +352,7 @@ def check_start(config: CommonConfig, num_processes: int) -> None:
     checkpoint = manifest.newest(config.output_dir) if config.resume == "latest" else None
     if config.resume and config.resume != "latest":
         with suppress(Damaged):
-            checkpoint = manifest.read_manifest(Path(config.resume))
+            checkpoint = manifest.read_checked(Path(config.resume))
     if checkpoint is not None:
         check_resume(checkpoint, config, num_processes)
 

@@ -7,6 +7,7 @@ script shows as text.
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
@@ -213,8 +214,9 @@ def _events(step: Step) -> list[list[str]]:
     if not file.exists():
         text, file = f"not finished; last row is of step {last}", step.folder / METRICS
     events.append([_time(file.stat().st_mtime), text, ""])
-    if saved := sorted(step_folders(step.folder / FOLDER).values()):
-        events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
+    with suppress(UserError):  # they cannot be listed
+        if saved := sorted(step_folders(step.folder / FOLDER).values()):
+            events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
     return events
 
 

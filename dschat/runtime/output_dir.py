@@ -9,7 +9,6 @@ import glob
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed.machine import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
-from dschat.startup.files import no_link, replace_file
+from dschat.startup.files import discard, no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
 _LOCK = ".lock"
@@ -157,12 +156,22 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
             raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from None
         _claim(folder, record)
         if not resumes:
-            shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
-        if (folder / COMPLETE).exists():
-            (folder / COMPLETE).unlink()
+            _remove_checkpoints(folder / manifest.FOLDER)
+        if os.path.lexists(folder / COMPLETE):
+            discard(folder / COMPLETE)
             for name in PRODUCTS:
-                shutil.rmtree(folder / name, ignore_errors=True)
+                discard(folder / name)
     dist.barrier()
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Where ``folder`` is a link, it stays, as users link to a larger disk."""
+    for path in manifest.step_folders(folder):
+        discard(path)
+    if left := list(manifest.step_folders(folder)):
+        raise UserError(f"{left[0]} cannot be removed; remove it by hand, or choose another folder")
+    if not folder.is_symlink():
+        discard(folder)
 
 
 def _claim(folder: Path, record: str) -> None:

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,14 @@ def no_link(path: str, flags: int) -> int:
         return handle
     os.close(handle)
     raise OSError(errno.EINVAL, "not a file", path)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, as far as that can be, or the file or link in its place."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_file(path: Path) -> None:
