@@ -190,8 +190,8 @@ def differences(
         elif not (reads_model(name) or (name in known and known[name].get("reads") == "files")):
             same = old == new
         elif same := _same_files(name, then, now):
-            prints = {run.contents[name] for run in (then, now) if name in run.contents}
-            same, new = len(prints) < 2, f"{_shown(new)}, changed since"
+            same = name not in now.contents or then.contents.get(name) == now.contents[name]
+            new = f"{_shown(new)}, changed since"
         if not same:
             changed.append((name, old, new))
     return changed
@@ -229,7 +229,7 @@ def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
     now = RunRecord.of(config, checkpoint.world_size)
     defaults = RunRecord.of(type(config)(), 1).settings
     settings = {**defaults, **checkpoint.settings}
-    contents = settings.pop(_CONTENTS, {})
+    contents = settings.pop(_CONTENTS, now.contents)  # older ones do not say
     then = dataclasses.replace(now, settings=settings, contents=contents)
     return differences(type(config), then, now)
 

@@ -185,10 +185,12 @@ def _finished(out: Path, step: TrainingStep) -> bool:
 
 def _check_same_policy(last: TrainingStep, values: Fields, out: Path) -> None:
     """Refuse a finished policy of the other kind: DPO (step 2) and RLHF (step 3) share a folder."""
-    settings = out / last.folder / SETTINGS
-    if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
+    if values.get("overwrite_output_dir") or not _finished(out, last):
         return
-    from_pairs = "loss" in parser.read_yaml(settings)  # a flag of step 2
+    try:
+        from_pairs = "loss" in parser.read_yaml(out / last.folder / SETTINGS)  # a flag of step 2
+    except UserError:
+        return  # `check_finished` reports it
     if from_pairs != (last.number == 2):
         raise UserError(
             f"--output_dir {out} has a policy that step {2 if from_pairs else 3} trained, in "

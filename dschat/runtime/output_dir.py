@@ -6,6 +6,7 @@ does not cost a finished model.
 
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
 from dschat.distributed.machine import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
+from dschat.observability.metrics_log import SETTINGS
 from dschat.startup.files import discard, no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
@@ -214,9 +216,16 @@ def mark_complete(output_dir: str | Path) -> None:
     if dist.is_main_process():
         folder = Path(output_dir)
         file, record = _claims.get(str(folder), (None, ""))
-        replace_file(folder / COMPLETE, record)
+        replace_file(folder / COMPLETE, sealed(folder, record))
         (folder / _LOCK).unlink(missing_ok=True)
         if file is not None:
             file.close()
             del _claims[str(folder)]
     dist.barrier()
+
+
+def sealed(folder: Path, record: str) -> str:
+    """``record``, and in a line of its own the checksum of it and of the step's settings."""
+    settings = folder / SETTINGS
+    content = settings.read_bytes() if settings.is_file() else b""
+    return f"{record}{hashlib.sha256(record.encode() + content).hexdigest()}\n"

@@ -17,7 +17,6 @@ from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, newest, sha256_of
 from dschat.config import SFTConfig, UserError
 
-
 DAMAGES = {
     "a byte": (flip, "checksum"),
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes"),

@@ -38,7 +38,7 @@ def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
     claim_output_dir(folder, record="how")
     assert not (folder / COMPLETE).exists()
     mark_complete(folder)
-    assert (folder / COMPLETE).read_text() == "how"
+    assert (folder / COMPLETE).read_text().startswith("how")
 
 
 @pytest.mark.parametrize("below", ["", "below", "two/below"])
@@ -152,8 +152,6 @@ def test_a_model_that_the_new_run_does_not_write_goes(tmp_path):
 
 
 def test_a_full_disk_leaves_no_mark(tmp_path, monkeypatch):
-    """An empty one would be that of an older version, whose data nobody compares."""
-
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -164,7 +162,7 @@ def test_a_full_disk_leaves_no_mark(tmp_path, monkeypatch):
             mark_complete(tmp_path)
     assert not (tmp_path / COMPLETE).exists()
     mark_complete(tmp_path)
-    assert (tmp_path / COMPLETE).read_text() == "how"
+    assert (tmp_path / COMPLETE).read_text().startswith("how")
 
 
 def test_a_folder_that_cannot_be_made_when_training_begins(tmp_path):
