@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from io import FileIO
+from io import BytesIO, FileIO
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -56,13 +56,26 @@ class RowFile:
     def resume_from(self, position: Mapping[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
 
-        A file that is shorter than that is logged as a warning, and keeps its whole rows.
+        A file that is shorter than that, or was edited, is logged as a warning, and keeps its whole
+        rows up to ``step``.
         """
-        size = position["bytes"]
-        if size > self._initial_size:
-            size = self.path.read_bytes().rfind(b"\n", 0, self._initial_size) + 1
+        kept = self.path.read_bytes()[: min(position["bytes"], self._initial_size)]
+        size, rows = 0, position["rows"].encode()
+        for line in BytesIO(kept):
+            row = parsed_row(line)
+            if not line.endswith(b"\n") or (row is not None and row["step"] > step):
+                break
+            size += len(line)
+        tail = kept[size:]
+        first, _, others = rows.partition(b"\n")
+        at_border = tail + first  # a row, part of which waited where the disk was full; or nothing
+        is_broken = bool(at_border) and parsed_row(at_border) is None
+        if len(kept) < position["bytes"] or b"\n" in tail or is_broken:
             logger.warning("%s lacks rows of the first %d steps: they are lost", self.path, step)
-        self._truncate(size, position["rows"].encode())
+            rows = others if parsed_row(first) is None else rows
+        else:
+            size = len(kept)
+        self._truncate(size, rows)
 
     def begin(self) -> None:
         """Drop the rows of an earlier run: this one starts without a checkpoint."""
@@ -108,7 +121,7 @@ class RowFile:
         self._file.close()
 
 
-def parsed_row(line: str) -> Row | None:
+def parsed_row(line: str | bytes) -> Row | None:
     """The row in a line; None where it is not a JSON object with a step. Integers that no float
     holds are infinite.
     """
