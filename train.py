@@ -26,6 +26,7 @@ from pathlib import Path
 
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
+from dschat.config.errors import printable
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
@@ -147,7 +148,7 @@ def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequ
 
 def say(line: str) -> None:
     try:
-        print(line, flush=True)  # before the output of the next step
+        print(printable(line), flush=True)  # before the output of the next step
     except OSError:  # a closed terminal, or Ctrl-C ended `| tee`: keep training
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

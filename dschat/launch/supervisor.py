@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dschat.config import UserError
+from dschat.config.errors import printable
 from dschat.distributed import process_registry, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import watchdog
@@ -95,6 +96,8 @@ class ProcessSupervisor(ExitStack):
             code = exit_code(process.returncode, caught, signaled, ranks.stopped)
         if caught and code == 128 + caught[0]:
             say("interrupted" if caught[0] == signal.SIGINT else "terminated")
+        elif code == 128 + signal.SIGKILL:
+            say("error: the step was killed, as the system does where memory runs out (see dmesg)")
         return code
 
 
@@ -148,7 +151,7 @@ def _held(output_dir: Path, by: str) -> UserError:
 def say(line: str) -> None:
     """Write a line to stderr; ignores a closed one."""
     with suppress(OSError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{printable(line)}\n")
 
 
 def _request_stop(
