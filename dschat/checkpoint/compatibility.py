@@ -20,7 +20,6 @@ from dschat.checkpoint import manifest
 from dschat.checkpoint.manifest import COMPLETE, CheckpointInfo, Damaged
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import of_result
-from dschat.observability.metrics_log import METRICS
 
 # Files of a data folder: its own, those of its train splits, and those of a hub clone.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
@@ -236,22 +235,11 @@ def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
 
 def check_resume(checkpoint: CheckpointInfo, config: CommonConfig, num_processes: int) -> None:
     """``UserError`` where a run cannot resume from ``checkpoint``: a step of another size, another
-    state, more steps than the run has, or rows of metrics.jsonl that are gone.
+    state, or more steps than the run has.
     """
     check_step_size(checkpoint, config, num_processes)
     check_state(checkpoint, config)
     check_total(checkpoint, config.max_steps or checkpoint.step)
-    assert config.output_dir is not None
-    log = Path(config.output_dir) / METRICS
-    try:
-        size = json.loads((checkpoint.folder / manifest.VALUES).read_bytes())["log"]["bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # a damaged checkpoint; `CheckpointManager.latest` reports it
-    if size > (log.stat().st_size if log.exists() else 0):
-        raise UserError(
-            f"{log} is shorter than when {checkpoint.folder} was saved; restore it, resume in the "
-            f"--output_dir of that run, or {_RESTART}"
-        )
 
 
 def check_total(checkpoint: CheckpointInfo, total: int) -> None:
@@ -352,7 +340,7 @@ def check_start(config: CommonConfig, num_processes: int) -> None:
     checkpoint = manifest.newest(config.output_dir) if config.resume == "latest" else None
     if config.resume and config.resume != "latest":
         with suppress(Damaged):
-            checkpoint = manifest.read_checked(Path(config.resume))
+            checkpoint = manifest.read_manifest(Path(config.resume))
     if checkpoint is not None:
         check_resume(checkpoint, config, num_processes)
 

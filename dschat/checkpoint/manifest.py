@@ -13,7 +13,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,21 +148,16 @@ def check_checksums(checkpoint: CheckpointInfo, names: Iterable[str]) -> None:
             raise Damaged(f"{path} has another checksum than the manifest says")
 
 
-def read_checked(folder: Path) -> CheckpointInfo:
-    """The checkpoint in ``folder``; ``Damaged`` where a file is missing or has another size, or
-    where its values have another checksum.
-
-    `CheckpointManager.latest` verifies the other checksums before anything is loaded.
-    """
-    checkpoint = read_manifest(folder)
-    check_sizes(checkpoint)
-    check_checksums(checkpoint, checkpoint.files.keys() & {VALUES})
-    return checkpoint
-
-
 def newest(output_dir: str | Path) -> CheckpointInfo | None:
-    """The latest checkpoint of a step's output folder that `read_checked` finds whole."""
+    """The latest checkpoint of a step's output folder whose files all exist, in their sizes.
+
+    Reads no checksums; `CheckpointManager.latest` verifies them before anything is loaded.
+    """
     for folder in step_folders(Path(output_dir) / FOLDER):
-        with suppress(Damaged):
-            return read_checked(folder)
+        try:
+            checkpoint = read_manifest(folder)
+            check_sizes(checkpoint)
+        except Damaged:
+            continue
+        return checkpoint
     return None

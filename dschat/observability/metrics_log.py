@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from io import BytesIO, FileIO
@@ -56,26 +56,22 @@ class RowFile:
     def resume_from(self, position: Mapping[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
 
-        A file that is shorter than that, or was edited, is logged as a warning, and keeps its whole
-        rows up to ``step``.
+        Rows of later steps, and what is no whole row, are dropped too, with a warning: the file may
+        have been edited or cut.
         """
         kept = self.path.read_bytes()[: min(position["bytes"], self._initial_size)]
-        size, rows = 0, position["rows"].encode()
-        for line in BytesIO(kept):
-            row = parsed_row(line)
-            if not line.endswith(b"\n") or (row is not None and row["step"] > step):
-                break
-            size += len(line)
-        tail = kept[size:]
-        first, _, others = rows.partition(b"\n")
-        at_border = tail + first  # a row, part of which waited where the disk was full; or nothing
-        is_broken = bool(at_border) and parsed_row(at_border) is None
-        if len(kept) < position["bytes"] or b"\n" in tail or is_broken:
+        is_short = len(kept) < position["bytes"]
+        # A row that a full disk cut is whole again.
+        found = kept + b"\n" * is_short + position["rows"].encode()
+        rows = b"".join(
+            line
+            for line in BytesIO(found)
+            if line.endswith(b"\n") and (row := parsed_row(line)) and row["step"] <= step
+        )
+        if rows != found:
             logger.warning("%s lacks rows of the first %d steps: they are lost", self.path, step)
-            rows = others if parsed_row(first) is None else rows
-        else:
-            size = len(kept)
-        self._truncate(size, rows)
+        size = len(kept) if rows.startswith(kept) else 0
+        self._truncate(size, rows[size:])
 
     def begin(self) -> None:
         """Drop the rows of an earlier run: this one starts without a checkpoint."""
@@ -132,13 +128,23 @@ def parsed_row(line: str | bytes) -> Row | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def whole_rows(path: Path) -> list[Row]:
-    """The rows of a file, without damaged lines: a log never ends a run."""
+def whole_rows(path: Path, is_valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """The rows of a file, and none where it cannot be read: a log never ends a run.
+
+    Damaged lines are left out, with a warning; so is the last one where it is still being written.
+    """
     try:
         with open(path, encoding="utf-8", errors="replace", opener=no_link) as file:
-            return [row for line in file if (row := parsed_row(line)) is not None]
-    except OSError:
+            rows = [parsed_row(line) for line in file if line.endswith("\n")]
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error.strerror)
+        return []
+    whole = [row for row in rows if row is not None and is_valid(row)]
+    if len(whole) < len(rows):
+        logger.warning("%s: damaged lines left out: %d", path, len(rows) - len(whole))
+    return whole
 
 
 def is_finite(value: Any) -> bool:

@@ -221,7 +221,7 @@ def _events(step: Step) -> list[list[str]]:
 
 
 def _time(seconds: Any) -> str:
-    if not is_finite(seconds):
+    if not (is_finite(seconds) and abs(seconds) < 1e11):  # the year 5138
         return ""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 

@@ -20,7 +20,7 @@ from dschat.observability.metrics_log import (
     STARTS,
     Row,
     is_finite,
-    parsed_row,
+    whole_rows,
 )
 from dschat.startup.files import no_link
 
@@ -62,7 +62,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     """The runs in ``folders``, with distinct names.
 
     Raises:
-        UserError: no metrics in a folder, or a line that cannot be read.
+        UserError: no metrics in a folder, or settings that cannot be read.
     """
     unique = list(dict.fromkeys(Path(folder) for folder in folders))
     names = shortest_ends([Path(os.path.abspath(folder)).parts for folder in unique])
@@ -109,46 +109,17 @@ def read_step(folder: Path) -> Step:
     """The files of a step's output folder."""
     return Step(
         folder,
-        read_rows(folder / METRICS),
-        [_checked_sample(row, folder / SAMPLES) for row in read_rows(folder / SAMPLES)],
-        read_rows(folder / STARTS),
+        whole_rows(folder / METRICS),
+        whole_rows(folder / SAMPLES, _has_samples),
+        whole_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
     )
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The JSON objects in ``path``, in order; without a partial last line, which is being written.
-
-    Raises:
-        UserError: another line is not a JSON object with a ``step``.
-    """
-    if not path.is_file():
-        return []
-    try:
-        text = _text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"{path} cannot be read: {reason}; run that step again") from None
-    rows = []
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        row = parsed_row(line)
-        if row is None:
-            raise UserError(
-                f"{path}: line {number} is not a JSON object with a step; remove that line"
-            )
-        rows.append(row)
-    return rows
-
-
-def _checked_sample(row: Row, path: Path) -> Row:
-    """``row`` if it has the fields of `dschat.rlhf.samples`."""
+def _has_samples(row: Row) -> bool:
+    """Whether ``row`` has the fields of `dschat.rlhf.samples`."""
     lists = [row.get(name) for name in ("samples", "scores", "answer_lengths")]
-    are_lists = all(isinstance(value, list) for value in lists)
-    require(
-        are_lists and all(map(_is_sample, row["samples"])),
-        f"{path}: step {row['step']} is not a row of samples; remove that line",
-    )
-    return row
+    return all(isinstance(value, list) for value in lists) and all(map(_is_sample, row["samples"]))
 
 
 def _is_sample(sample: Any) -> bool:
@@ -161,18 +132,13 @@ def _is_sample(sample: Any) -> bool:
     )
 
 
-def _text(path: Path) -> str:
-    """The text of a run's own file, not of one that a link in its place names."""
-    with open(path, encoding="utf-8", opener=no_link) as file:
-        return file.read()
-
-
 def _read_mapping(path: Path) -> dict[str, Any]:
     """A YAML mapping, its values as text; empty where there is none."""
     if not path.is_file():
         return {}
     try:
-        text = _text(path)
+        with open(path, encoding="utf-8", opener=no_link) as file:
+            text = file.read()
         # PyYAML takes minutes for nested brackets; with aliases a small file makes a huge page.
         brackets = text.count("[") + text.count("{")
         if brackets > 10_000 or any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text)):

@@ -21,9 +21,10 @@ import dschat.distributed as dist
 from dschat.checkpoint import manifest
 from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
+from dschat.config.errors import require
 from dschat.distributed.machine import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
-from dschat.observability.metrics_log import SETTINGS
+from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS
 from dschat.startup.files import discard, no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
@@ -49,6 +50,14 @@ def check_output_dir(
         raise UserError(
             f"--output_dir {folder} holds a finished step; choose another, "
             "or pass --overwrite_output_dir"
+        )
+    for name in (METRICS, SAMPLES, SETTINGS, *PRODUCTS):  # found before training, not after it
+        path = folder / name
+        fits = path.is_dir() if name in PRODUCTS else path.is_file() and not path.is_symlink()
+        require(
+            fits or not os.path.lexists(path),
+            f"--output_dir {folder}: its {name} is not a {'folder' if name in PRODUCTS else 'file'}"
+            "; remove it, or choose another folder",
         )
     if dist.is_main_process():
         check_writable(folder)

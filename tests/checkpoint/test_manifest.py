@@ -162,17 +162,16 @@ def test_a_deep_manifest_is_broken(tmp_path):
 
 
 def test_damaged_values_lead_to_the_checkpoint_before(tmp_path):
-    """Not to a refusal for the number of bytes that they would have the log be."""
+    """Whatever they would have the log be: not even a log that is gone ends a run."""
     log = {"log": {"bytes": 17, "rows": ""}}
     checkpoints = CheckpointManager(tmp_path, settings_of(SFTConfig()))
     for step in (1, 2):
         checkpoints.save(step, RunState(values=log | {"step": step}))
         checkpoints.wait()
-    (tmp_path / "metrics.jsonl").write_text("{}" * 20)
     place = tmp_path / "checkpoints/step_000002"
     values = (place / "values.json").read_bytes()
     (place / "values.json").write_bytes(values.replace(b"17", b"97"))
-    assert newest(tmp_path).step == checkpoints.latest().step == 1
+    assert checkpoints.latest().step == 1
     config = SFTConfig(output_dir=str(tmp_path), resume="latest")
     check_start(config, 1)
     check_start(dataclasses.replace(config, resume=str(place)), 1)  # which `latest` refuses

@@ -123,7 +123,7 @@ def row(step):
         (lambda text: text.replace(row(1), ""), [2, 3]),  # it is behind row 4
         (lambda text: text.replace(row(1), row(1)[:-2] + "\n"), [2, 3]),
         (lambda text: text.replace(row(3), ""), [1, 2]),
-        (lambda text: row(9) + text, []),
+        (lambda text: row(9) + text, [1, 2]),
         (lambda text: "", []),
         (lambda text: text[:-5], [1, 2, 3]),
         (lambda text: text, [1, 2, 3]),
@@ -154,10 +154,11 @@ def test_a_row_that_waited_in_part(cut, harm, tmp_path, caplog):
     log.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line)["step"] for line in lines]  # each line is a row
-    assert found[-1] == 4
     assert found == sorted(found)
-    assert len(found) >= (2 if harm else 4)
-    assert ("they are lost" in caplog.text) == (found != [1, 2, 3, 4])
+    assert found[0] == 1
+    assert found[-1] == 4 or harm == "edited"
+    assert ("they are lost" in caplog.text) or found == [1, 2, 3, 4]
+    assert harm or "lost" not in caplog.text
 
 
 def sampling_log(folder, resume=None):

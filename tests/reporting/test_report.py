@@ -5,16 +5,18 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext, suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from damages import DAMAGES
 from python_process import python
 from run_folders import write_rows, write_run
 
 from dschat.config import UserError
 from dschat.reporting.figures import sections_of
-from dschat.reporting.page import _numbers, write_report
+from dschat.reporting.page import _numbers, history_of, write_report
 from dschat.reporting.run_files import STEPS, read_runs
 
 pytest.importorskip("plotly")
@@ -82,6 +84,7 @@ def test_three_questions_stand_on_top(tmp_path):
     assert hacked < text.index("<td>KL to the reference model, nats per answer</td><td>0 → 40</td>")
 
 
+OTHERS = ("training_config.yaml", "COMPLETE", "checkpoints/step_000002/manifest.json")
 DEMO = Path(__file__).with_name("demo")  # metrics of train.py's demo, a few steps of it
 
 
@@ -120,6 +123,36 @@ def test_a_page_of_every_prefix_of_a_log(name, tmp_path):
 def test_one_value_stands_alone(tmp_path):
     write_rows(tmp_path / "step1_sft/metrics.jsonl", [{"step": 0, "eval/loss": 5.0}])
     assert "<td>held-out loss after step 1, nats per token</td><td>5</td>" in page_of(tmp_path)
+
+
+QUICK = ("starts.jsonl digits", "metrics.jsonl pipe", "samples.jsonl half", "COMPLETE folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=() if f"{name} {damage}" in QUICK else pytest.mark.slow)
+        for name in (*(f"{kind}.jsonl" for kind in ("metrics", "samples", "starts")), *OTHERS)
+        for damage in DAMAGES
+    ],
+)
+def test_damaged_files_are_a_line(name, damage, tmp_path):
+    out = write_run(tmp_path)
+    (out / "step3_rlhf/COMPLETE").write_text('{"contents": {}}\n')
+    place = out / "step3_rlhf/checkpoints/step_000002"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text("{}")
+    DAMAGES[damage](out / "step3_rlhf" / name)
+    with suppress(UserError) if name == "training_config.yaml" else nullcontext():
+        page_of(out)
+
+
+@pytest.mark.parametrize("time", [1e300, -1e300, 1e15, "1", None, float("nan")])
+def test_a_damaged_time_is_left_out(time, tmp_path):
+    out = write_run(tmp_path)
+    write_rows(out / "step3_rlhf/starts.jsonl", [{"event": "start", "step": 0, "time": time}])
+    (event, *_) = [row for row in history_of(read_runs([str(out)]))["rows"] if "started" in row]
+    assert event[2] == ""
 
 
 def test_what_a_model_wrote_is_data_not_markup(tmp_path):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from damages import broken_link, folder, pipe
 
 from dschat.config import UserError
 from dschat.runtime import output_dir
@@ -69,6 +70,19 @@ def test_a_dangling_link_is_in_the_way(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="a broken link is in its way"):
         check_output_dir(tmp_path / "link", overwrite=True)
+
+
+@pytest.mark.parametrize("harm", [broken_link, pipe, folder])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "samples.jsonl", "training_config.yaml", "actor"]
+)
+def test_what_a_run_would_fail_to_write_is_found_before_it(name, harm, tmp_path):
+    harm(tmp_path / name)
+    if (name, harm) == ("actor", folder):
+        check_output_dir(tmp_path, overwrite=True)
+        return
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path}: its {name} is not a f"):
+        check_output_dir(tmp_path, overwrite=True)
 
 
 def test_old_checkpoints_go_before_the_mark_and_stay_where_a_run_resumes(tmp_path, monkeypatch):
