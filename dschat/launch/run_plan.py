@@ -17,6 +17,7 @@ from typing import Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError, parser
+from dschat.config.fields import read_text
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.cluster import Cluster
@@ -201,7 +202,7 @@ def _check_same_policy(last: TrainingStep, values: Fields, out: Path) -> None:
 def _is_score_model(folder: Path) -> bool:
     """Whether the folder holds a trained reward model."""
     try:
-        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+        architectures = json.loads(read_text(folder / "config.json")).get("architectures")
     except (OSError, ValueError, RecursionError, AttributeError):
         return False
     return "ForSequenceClassification" in str(architectures)

@@ -204,7 +204,7 @@ class MetricsLog:
         import wandb
 
         mark, options = self._folder / ".wandb_run", {}
-        if config.resume and mark.exists():
+        if config.resume and mark.is_file():
             options = {"id": mark.read_text(), "resume": "allow"}
         self._wandb = wandb.init(
             project="dschat", dir=str(self._folder), config=dataclasses.asdict(config), **options
