@@ -12,6 +12,7 @@ import torch
 from damages import broken_link, flip, pipe, remove
 from fakes import names, save, step_loaded
 
+from dschat.checkpoint import manifest
 from dschat.checkpoint.compatibility import check_start, settings_of
 from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, newest, sha256_of
@@ -126,6 +127,19 @@ def test_what_is_no_folder_has_no_end_of_checkpoints(harm, tmp_path):
     for looks in (newest, begin, restart):
         with pytest.raises(UserError, match="the checkpoints in .*/checkpoints cannot be listed: "):
             looks(tmp_path)
+
+
+def test_a_disk_that_goes_after_a_checkpoint_is_complete_costs_none(tmp_path, monkeypatch):
+    """Older ones stay, beyond the limit."""
+    checkpoints = CheckpointManager(tmp_path, {}, total_limit=1)
+    save(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "step_folders", Mock(side_effect=UserError("cannot be listed")))
+        save(checkpoints, 2)
+    assert checkpoints.last.name == "step_000002"
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    save(checkpoints, 3)
+    assert names(tmp_path) == ["step_000003"]
 
 
 def begin(folder):

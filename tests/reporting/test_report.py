@@ -147,6 +147,11 @@ def test_damaged_files_are_a_line(name, damage, tmp_path):
         page_of(out)
 
 
+def test_checkpoints_that_cannot_be_listed_are_left_out(tmp_path):
+    (write_run(tmp_path) / "step3_rlhf/checkpoints").write_text("")
+    assert "checkpoints kept" not in str(history_of(read_runs([str(tmp_path)])))
+
+
 @pytest.mark.parametrize("time", [1e300, -1e300, 1e15, "1", None, float("nan")])
 def test_a_damaged_time_is_left_out(time, tmp_path):
     out = write_run(tmp_path)
