@@ -20,15 +20,17 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from dschat.checkpoint.manifest import newest
 from dschat.config import UserError
+from dschat.config.errors import printable
 from dschat.distributed import entrypoint, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import recipe, run_plan, supervisor
-from dschat.launch.summary import format_summary, write_summary
+from dschat.launch.summary import Summary, format_summary, write_summary
 from dschat.launch.supervisor import RunReport, preflight_lines
 from dschat.runtime.output_dir import COMPLETE
 
@@ -93,8 +95,8 @@ def main() -> int:
 def show_results(plan: run_plan.RunPlan, report: RunReport | None) -> None:
     """Write the report, print the summary and how to talk to the model."""
     finished = [plan.finished(step) for step in plan.steps]
-    if plan.summary and all(finished):
-        say("\n" + format_summary(write_summary(plan.output_dir, {})))
+    if plan.summary and all(finished) and (summary := note_seconds(plan.output_dir, {})):
+        say("\n" + format_summary(summary))
     if report is not None:
         say("\n" + report.write())
     if finished[-1] and plan.cluster.is_first:
@@ -109,16 +111,20 @@ def chat_command(actor: Path) -> list[str]:
     return [*chat, "--path", str(actor)]
 
 
-def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool) -> None:
+def note_seconds(output_dir: Path, seconds: dict[int, float], resumed: bool = False) -> Summary:
+    """The summary that was written; empty where it could not be."""
     try:
-        write_summary(output_dir, seconds, resumed)
-    except (OSError, UserError) as error:  # a full disk or a partial row of metrics
+        return write_summary(output_dir, seconds, resumed)
+    except OSError as error:  # a full disk
         say(f"could not write summary.json: {error}")
+        return {}
 
 
 def stopped(event: str, plan: run_plan.RunPlan, folder: Path | None = None) -> int:
     """Tell the user how to resume, and return the exit code."""
-    checkpoint = newest(folder) if folder else None
+    checkpoint = None
+    with suppress(UserError):
+        checkpoint = newest(folder) if folder else None
     saved = f", saved in {checkpoint.folder}" if checkpoint else ""
     changes = f" without {' and '.join(plan.restart_flags)}" if plan.restart_flags else ""
     supervisor.say(f"{event}{saved}; the same command{changes} resumes from there")
@@ -142,7 +148,7 @@ def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequ
 
 def say(line: str) -> None:
     try:
-        print(line, flush=True)  # before the output of the next step
+        print(printable(line), flush=True)  # before the output of the next step
     except OSError:  # a closed terminal, or Ctrl-C ended `| tee`: keep training
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

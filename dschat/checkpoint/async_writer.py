@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import dschat.distributed as dist
 from dschat.checkpoint import atomic_files, manifest
 from dschat.checkpoint.manifest import CheckpointInfo, Damaged
+from dschat.config import UserError
 from dschat.distributed.memory import available_memory
 from dschat.startup.files import replace_file
 from dschat.user_code.calls import settle
@@ -240,7 +241,10 @@ class Writing:
 
     def _prune(self) -> None:
         """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
-        folders = manifest.step_folders(self.target.parent)
+        try:
+            folders = manifest.step_folders(self.target.parent)
+        except UserError:  # the disk has gone: the next checkpoint fails, and says so
+            return
         older = [folder for folder, step in folders.items() if step < self.step]
         later = [folder for folder, step in folders.items() if step > self.step]
         beyond = [] if self.total_limit is None else older[max(0, self.total_limit - 1) :]

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from dschat.checkpoint.manifest import MANIFEST
 from dschat.config.errors import first_line
-from dschat.startup.files import no_link, sha256_of, sync_file
+from dschat.startup.files import discard, no_link, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
 
@@ -89,12 +88,12 @@ def move_in(staging: Path, target: Path) -> None:
     After a kill between the two renames `tidy` restores the old folder.
     """
     old = _aside(target, REPLACED)
-    if target.exists():
+    if os.path.lexists(target):
         os.rename(target, old)
     os.rename(staging, target)
     sync_file(target.parent)
-    if old.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(old):
+        discard(old)
 
 
 def remove(target: Path) -> None:
@@ -105,7 +104,7 @@ def remove(target: Path) -> None:
     except OSError as error:  # keeping one too many loses nothing
         logger.warning("%s cannot be removed: %s", target, error.strerror)
         return
-    shutil.rmtree(hidden, ignore_errors=True)
+    discard(hidden)
 
 
 def _aside(target: Path, suffix: str) -> Path:
@@ -127,11 +126,3 @@ def tidy(folder: Path) -> None:
                     os.rename(path, target)
             else:
                 discard(path)
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder of an interrupted operation, or the link in its place."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)

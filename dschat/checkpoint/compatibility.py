@@ -20,7 +20,6 @@ from dschat.checkpoint import manifest
 from dschat.checkpoint.manifest import COMPLETE, CheckpointInfo, Damaged
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import of_result
-from dschat.observability.metrics_log import METRICS
 
 # Files of a data folder: its own, those of its train splits, and those of a hub clone.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
@@ -190,8 +189,8 @@ def differences(
         elif not (reads_model(name) or (name in known and known[name].get("reads") == "files")):
             same = old == new
         elif same := _same_files(name, then, now):
-            prints = {run.contents[name] for run in (then, now) if name in run.contents}
-            same, new = len(prints) < 2, f"{_shown(new)}, changed since"
+            same = name not in now.contents or then.contents.get(name) == now.contents[name]
+            new = f"{_shown(new)}, changed since"
         if not same:
             changed.append((name, old, new))
     return changed
@@ -229,29 +228,18 @@ def changes(checkpoint: CheckpointInfo, config: CommonConfig) -> list[Change]:
     now = RunRecord.of(config, checkpoint.world_size)
     defaults = RunRecord.of(type(config)(), 1).settings
     settings = {**defaults, **checkpoint.settings}
-    contents = settings.pop(_CONTENTS, {})
+    contents = settings.pop(_CONTENTS, now.contents)  # older ones do not say
     then = dataclasses.replace(now, settings=settings, contents=contents)
     return differences(type(config), then, now)
 
 
 def check_resume(checkpoint: CheckpointInfo, config: CommonConfig, num_processes: int) -> None:
     """``UserError`` where a run cannot resume from ``checkpoint``: a step of another size, another
-    state, more steps than the run has, or rows of metrics.jsonl that are gone.
+    state, or more steps than the run has.
     """
     check_step_size(checkpoint, config, num_processes)
     check_state(checkpoint, config)
     check_total(checkpoint, config.max_steps or checkpoint.step)
-    assert config.output_dir is not None
-    log = Path(config.output_dir) / METRICS
-    try:
-        size = json.loads((checkpoint.folder / manifest.VALUES).read_bytes())["log"]["bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # a damaged checkpoint; `CheckpointManager.latest` reports it
-    if size > (log.stat().st_size if log.exists() else 0):
-        raise UserError(
-            f"{log} is shorter than when {checkpoint.folder} was saved; restore it, resume in the "
-            f"--output_dir of that run, or {_RESTART}"
-        )
 
 
 def check_total(checkpoint: CheckpointInfo, total: int) -> None:

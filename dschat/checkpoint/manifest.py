@@ -20,7 +20,7 @@ from typing import Any
 from dschat import __version__
 from dschat.config import UserError
 from dschat.config.renamed import translated
-from dschat.startup.files import sha256_of
+from dschat.startup.files import no_link, sha256_of
 
 FORMAT = 3
 FOLDER = "checkpoints"  # in an output folder
@@ -54,13 +54,21 @@ def step_name(step: int) -> str:
 
 
 def step_folders(folder: Path) -> dict[Path, int]:
-    """The checkpoints in ``folder``, complete or not, and their steps; latest first."""
+    """The checkpoints in ``folder``, complete or not, and their steps; latest first.
+
+    Raises ``UserError`` where they cannot be listed, which is not the same as none: a disk that is
+    not mounted, a server that does not answer.
+    """
     try:
-        entries = list(folder.iterdir())
-    except OSError:  # not made yet, or removed
-        return {}
-    numbered = [(_NAME.fullmatch(path.name), path) for path in entries]
-    steps = [(int(match[1]), path) for match, path in numbered if match and path.is_dir()]
+        numbered = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.is_symlink():
+            return {}  # not made yet, or removed
+        raise UserError(
+            f"the checkpoints in {folder} cannot be listed: {error.strerror}; make them readable, "
+            "or move them elsewhere to start over"
+        ) from None
+    steps = [(int(match[1]), path) for match, path in numbered if match]
     return {path: step for step, path in sorted(steps, reverse=True)}
 
 
@@ -89,11 +97,12 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        with open(path, "rb", opener=no_link) as file:
+            content = json.load(file)
         digest = content.pop("sha256")
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged(f"{path} is broken") from None
     if content.get("format") != FORMAT:
         raise Damaged(f"{path} has format {content.get('format')}, this version reads {FORMAT}")

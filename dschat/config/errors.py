@@ -1,7 +1,11 @@
-"""UserError, for mistakes that the user can fix, and helpers that raise it."""
+"""UserError, for mistakes that the user can fix, and helpers that raise and show it."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# Control characters, which a terminal executes, and marks that reorder the text around them.
+_UNSEEN = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(ValueError):
@@ -12,6 +16,11 @@ def require(condition: bool, message: str) -> None:
     """Raise ``UserError`` unless ``condition`` holds."""
     if not condition:
         raise UserError(message)
+
+
+def printable(text: str) -> str:
+    """``text`` with its control characters, except newlines and tabs, and bidi marks escaped."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def first_line(error: BaseException) -> str:

@@ -132,7 +132,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys; PyYAML silently keeps the last one."""
+    """Refuses duplicate keys, of which PyYAML silently keeps the last one, and what YAML 1.1 reads
+    as other numbers: 010 as 8, 12:30:45 as 45045.
+    """
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        is_octal = node.tag.endswith(":int") and re.match("[-+]?0[0-7_]", str(node.value))
+        if is_octal or (":" in node.value and node.tag.endswith((":int", ":float"))):
+            problem = f"{node.value} is another number in YAML 1.1; quote it, or write it otherwise"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_scalar(node)
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

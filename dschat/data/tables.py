@@ -6,6 +6,7 @@ code: another version reads and tokenizes the data again.
 """
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections import Counter
@@ -26,6 +27,9 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
 
 from dschat.config import UserError
+from dschat.startup.files import discard, sha256_of, sync_file
+
+logger = logging.getLogger("dschat")
 
 CODE = Path(__file__).parents[1]  # the package
 # reads, normalizes, renders, tokenizes
@@ -56,13 +60,17 @@ def made_table(features: Features, rows: Iterable[dict[str, Any]], content: str 
         return Dataset.from_dict(_columns(features, list(rows)), features)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
     key = hashlib.blake2b(f"{code_digest()} {content}".encode(), digest_size=16).hexdigest()
-    path = folder / f"{key}.arrow"
     try:
-        if not path.exists():
+        path = _whole(folder, key)
+        if path is None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                _write(f"{scratch}/rows.arrow", features, iter(rows))
-                os.replace(f"{scratch}/rows.arrow", path)
+                made = Path(scratch, "rows.arrow")
+                _write(str(made), features, iter(rows))
+                sync_file(made)
+                path = folder / f"{key}-{sha256_of(made)}.arrow"
+                os.replace(made, path)
+                sync_file(folder)
         with quiet():
             return Dataset.from_file(str(path))
     except OSError as error:
@@ -70,6 +78,16 @@ def made_table(features: Features, rows: Iterable[dict[str, Any]], content: str 
             f"the data cache {folder} cannot be used ({error.strerror or error}); set "
             "HF_DATASETS_CACHE to a folder with room"
         ) from error
+
+
+def _whole(folder: Path, key: str) -> Path | None:
+    """The table of ``key`` whose content has the checksum in its name; a damaged one is removed."""
+    for path in folder.glob(f"{key}-*"):
+        if path.is_file() and path.name == f"{key}-{sha256_of(path)}.arrow":
+            return path
+        logger.warning("%s is damaged: the rows are read again", path)
+        discard(path)
+    return None
 
 
 def derived_content(table: Dataset, *how: Any) -> str:

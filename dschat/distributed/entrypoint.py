@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import dschat.distributed as dist
 from dschat.config import UserError
+from dschat.config.errors import printable
 from dschat.distributed import failure_detector, host_checks, stop_signals
 from dschat.distributed.machine import is_full
 from dschat.distributed.stop_signals import LAUNCHED_BY
@@ -37,7 +38,7 @@ def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
     try:
         host_checks.check()
     except UserError as error:  # its rank is unknown: every process prints it
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {printable(str(error))}\n")
         sys.exit(2)
     before = {}
     if (handler := signal.getsignal(signal.SIGINT)) is not signal.SIG_IGN:
@@ -79,6 +80,7 @@ def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
 
 def _refuse(message: str) -> None:
     """Print a user's mistake: on rank 0, or on another rank that fails alone."""
+    message = printable(message)
     _print(f"error: {message}")
     if _speaks():
         return
@@ -145,4 +147,4 @@ def _print_signal(signum: int) -> int:
 
 def _print(line: str) -> None:
     if _speaks():
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{printable(line)}\n")

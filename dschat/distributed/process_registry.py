@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NamedTuple, Optional
 
-from dschat.startup.files import no_link, replace_file
+from dschat.startup.files import discard, no_link, replace_file
 
 FOLDER = ".ranks"
 _STOPPED = "stopped"  # the mark of a step that stopped on request
@@ -90,7 +90,8 @@ class ProcessRegistry:
 
     def holder(self, machine: int = 0) -> Optional[Holder]:
         """The running ``train.py`` of that machine; None: none, or unknown."""
-        with suppress(OSError), (self.folder / f"{_LOCK}{machine}").open("r+") as file:
+        path = self.folder / f"{_LOCK}{machine}"
+        with suppress(OSError), open(path, "r+", errors="replace", opener=no_link) as file:
             try:
                 try_lock(file)
             except BlockingIOError:
@@ -118,16 +119,17 @@ class ProcessRegistry:
 
     def remove_stale(self) -> None:
         """Remove the entries of this machine's processes that were killed, and the stopped mark."""
-        (self.folder / _STOPPED).unlink(missing_ok=True)
+        discard(self.folder / _STOPPED)
         for path, pid in self._entries():
             if pid and not _lives(pid, _content(path)):
-                path.unlink(missing_ok=True)
+                discard(path)
 
     def _entries(self) -> Iterator[tuple[Path, Optional[int]]]:
         """The file of each process, and its id if it is of this machine."""
         for path in self.folder.glob("[!.]*@*"):
             host, _, pid = path.name.rpartition("@")
-            yield path, int(pid) if host == socket.gethostname() else None
+            if pid.isdecimal():
+                yield path, int(pid) if host == socket.gethostname() else None
 
 
 @contextmanager
@@ -151,9 +153,10 @@ def mark_stopped(output_dir: str | Path) -> None:
 
 
 def _content(path: Path) -> str:
-    """Empty where the file is gone."""
+    """Empty where the file is gone, or is none."""
     try:
-        return path.read_text()
+        with open(path, errors="replace", opener=no_link) as file:
+            return file.read()
     except OSError:
         return ""
 

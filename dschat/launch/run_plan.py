@@ -17,6 +17,7 @@ from typing import Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError, parser
+from dschat.config.fields import read_text
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.cluster import Cluster
@@ -185,10 +186,12 @@ def _finished(out: Path, step: TrainingStep) -> bool:
 
 def _check_same_policy(last: TrainingStep, values: Fields, out: Path) -> None:
     """Refuse a finished policy of the other kind: DPO (step 2) and RLHF (step 3) share a folder."""
-    settings = out / last.folder / SETTINGS
-    if values.get("overwrite_output_dir") or not (_finished(out, last) and settings.is_file()):
+    if values.get("overwrite_output_dir") or not _finished(out, last):
         return
-    from_pairs = "loss" in parser.read_yaml(settings)  # a flag of step 2
+    try:
+        from_pairs = "loss" in parser.read_yaml(out / last.folder / SETTINGS)  # a flag of step 2
+    except UserError:
+        return  # `check_finished` reports it
     if from_pairs != (last.number == 2):
         raise UserError(
             f"--output_dir {out} has a policy that step {2 if from_pairs else 3} trained, in "
@@ -199,7 +202,7 @@ def _check_same_policy(last: TrainingStep, values: Fields, out: Path) -> None:
 def _is_score_model(folder: Path) -> bool:
     """Whether the folder holds a trained reward model."""
     try:
-        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+        architectures = json.loads(read_text(folder / "config.json")).get("architectures")
     except (OSError, ValueError, RecursionError, AttributeError):
         return False
     return "ForSequenceClassification" in str(architectures)

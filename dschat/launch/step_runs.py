@@ -6,7 +6,7 @@ disk is reused or refused; an interrupted one resumes, starts over, or is refuse
 
 A step's training_config.yaml has its settings. Its COMPLETE file has their context: the working
 directory, the number of processes, the precision of `dtype` auto, and fingerprints of data and
-models. Older versions wrote an empty COMPLETE; such steps are compared by their settings alone.
+models; and a checksum of both files.
 """
 
 import json
@@ -28,12 +28,13 @@ from dschat.checkpoint.compatibility import (
     differences,
     reads_model,
 )
-from dschat.checkpoint.manifest import FOLDER, newest, step_folders
+from dschat.checkpoint.manifest import FOLDER, Damaged, newest, step_folders
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, UserError, parser
 from dschat.config.renamed import translated
 from dschat.launch.recipe import STEPS, TrainConfig, TrainingStep
 from dschat.observability.metrics_log import SETTINGS
-from dschat.runtime.output_dir import COMPLETE
+from dschat.runtime.output_dir import COMPLETE, sealed
+from dschat.startup.files import no_link
 
 ACTOR, CRITIC, REWARD = f"actor_{BASE}", f"critic_{BASE}", f"reward_{BASE}"
 
@@ -248,17 +249,20 @@ def check_finished(
     Raises:
         UserError: the settings differ, and not ``reuse``.
     """
-    config = run.step.config_class(**run.fields)
-    changed = describe(finished_differences(config, compared, num_processes))
+    config, kind = run.step.config_class(**run.fields), "other"
+    try:
+        changed = describe(finished_differences(config, compared, num_processes))
+    except Damaged as error:  # unknown is not equal
+        kind, changed = "unknown", str(error)
     if not changed:
         return []
     if reuse:
-        return [f"step {run.number} is reused from {run.folder} with other settings ({changed})"]
+        return [f"step {run.number} is reused from {run.folder} with {kind} settings ({changed})"]
     again = f"--step{run.number}.overwrite_output_dir"
     if compared is not None:
         again += f", with {run.number} in --step,"
     raise UserError(
-        f"{run.folder} is finished, with other settings ({changed}); --reuse uses it as it is, "
+        f"{run.folder} is finished, with {kind} settings ({changed}); --reuse uses it as it is, "
         f"{again} trains it again; or choose another --output_dir"
     )
 
@@ -268,36 +272,44 @@ def finished_differences(
 ) -> list[Change]:
     """What differs between the finished step in ``config.output_dir`` and one with ``config``; the
     size of a step over all processes too.
+
+    Raises:
+        Damaged: what it was trained with is not known.
     """
-    then, now = _recorded(config, num_processes), RunRecord.of(config, num_processes)
-    if then is None:
+    if compared is not None and not compared:
         return []
+    then, now = _recorded(config, num_processes), RunRecord.of(config, num_processes)
     sizes = []
     if compared is None or CHECKED & set(compared):
         sizes = changed_sizes(type(config), then, now)
     return sizes + differences(type(config), then, now, compared)
 
 
-def _recorded(config: CommonConfig, num_processes: int) -> Optional[RunRecord]:
-    """The run that finished in ``config.output_dir``; None without a record. What the record lacks
-    is taken from now, and settings of newer versions have their defaults.
+def _recorded(config: CommonConfig, num_processes: int) -> RunRecord:
+    """The run that finished in ``config.output_dir``. Settings of newer versions have their
+    defaults. Raises ``Damaged`` where its files do not say, or are not what was written.
     """
-    assert config.output_dir is not None
-    file = os.path.join(config.output_dir, SETTINGS)
-    if not os.path.isfile(file):
-        return None
+    folder = Path(str(config.output_dir))
     try:
-        with open(os.path.join(config.output_dir, COMPLETE), encoding="utf-8") as mark:
-            record = json.loads(mark.read())
-    except ValueError:
-        record = {}
-    record = record if isinstance(record, dict) else {}
-    content = translated(json.loads(json.dumps(parser.read_yaml(file), default=str)))
+        content = parser.read_yaml(folder / SETTINGS)
+    except UserError:
+        raise Damaged(f"{SETTINGS} cannot be read") from None
+    try:
+        with open(folder / COMPLETE, encoding="utf-8", opener=no_link) as mark:
+            text = mark.readline()
+            is_whole = mark.read() in ("", sealed(folder, text).removeprefix(text))
+        record = json.loads(text)
+        contents = record["contents"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        raise Damaged(f"{COMPLETE} cannot be read") from None
+    if not is_whole:
+        raise Damaged(f"{SETTINGS} or {COMPLETE} was changed since")
+    content = translated(json.loads(json.dumps(content, default=str)))
     defaults = json.loads(json.dumps(asdict(type(config)(output_dir=config.output_dir))))
     settings = {name: content.get(name, default) for name, default in defaults.items()}
     return RunRecord(
         settings,
-        record.get("contents", {}),
+        contents,
         record.get("num_processes", num_processes),
         settings["output_dir"],
         record.get("working_directory", os.getcwd()),

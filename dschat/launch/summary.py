@@ -13,11 +13,12 @@ from typing import NamedTuple, Optional
 from dschat.checkpoint.manifest import COMPLETE
 from dschat.launch.recipe import STEPS
 from dschat.observability.health import findings
-from dschat.observability.metrics_log import METRICS
-from dschat.reporting.run_files import Step, read_rows
-from dschat.startup.files import replace_file
+from dschat.observability.metrics_log import METRICS, is_finite, whole_rows
+from dschat.reporting.run_files import Step
+from dschat.startup.files import no_link, replace_file
 
 Number = Optional[float]
+Summary = dict[str, Number]
 
 
 def _last(step: Step, name: str) -> Number:
@@ -74,7 +75,7 @@ _PAIRS = (
 
 def write_summary(
     output_dir: str | Path, step_seconds: Mapping[int, float], resumed: bool = False
-) -> dict[str, Number]:
+) -> Summary:
     """Write ``OUTPUT_DIR/summary.json`` and return its content.
 
     Args:
@@ -82,14 +83,11 @@ def write_summary(
         step_seconds: wall seconds of the steps that just ran, by number; the others keep those of
             an earlier summary.
         resumed: whether to add ``step_seconds`` to those of an earlier summary.
-
-    Raises:
-        UserError: a line of a metrics file is not a JSON object.
     """
     folder = Path(output_dir)
     steps = {n: _read_step(folder / step.folder) for n, step in STEPS.items()}
     previous = _read_previous(folder / "summary.json")
-    summary: dict[str, Number] = {}
+    summary: Summary = {}
     for line in _PAIRS if steps[3].series(_PAIR_ACCURACY) else _PPO:
         if line.take is not None:
             summary[line.key] = line.take(steps[line.step], line.metric)
@@ -120,13 +118,15 @@ def _read_step(folder: Path) -> Step:
     """The rows of a finished step's metrics file, in order; none of another: its last evaluation is
     not that of its result.
     """
-    return Step(folder, read_rows(folder / METRICS) if (folder / COMPLETE).is_file() else [])
+    return Step(folder, whole_rows(folder / METRICS) if (folder / COMPLETE).is_file() else [])
 
 
 def _read_previous(path: Path) -> dict[str, Number]:
     """The summary of an earlier run; empty if there is none or it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with open(path, encoding="utf-8", opener=no_link) as file:
+            content = json.load(file)
+    except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    items = content.items() if isinstance(content, dict) else ()
+    return {key: value for key, value in items if is_finite(value)}

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dschat.config import UserError
+from dschat.config.errors import printable
+from dschat.config.fields import read_text
 from dschat.distributed import process_registry, stop_signals
 from dschat.estimate import PlanRequest
 from dschat.launch import watchdog
@@ -73,6 +75,11 @@ class ProcessSupervisor(ExitStack):
                 )
             except BlockingIOError:
                 raise _held(output_dir, "another train.py") from None
+            except OSError as error:
+                raise UserError(
+                    f"{error.filename or output_dir}: {error.strerror}; remove it, or choose "
+                    "another --output_dir"
+                ) from None
             announce = block.enter_context(watchdog.watched(ranks, environment))
             process = subprocess.Popen(
                 command,
@@ -95,6 +102,8 @@ class ProcessSupervisor(ExitStack):
             code = exit_code(process.returncode, caught, signaled, ranks.stopped)
         if caught and code == 128 + caught[0]:
             say("interrupted" if caught[0] == signal.SIGINT else "terminated")
+        elif code == 128 + signal.SIGKILL:
+            say("error: the step was killed, as the system does where memory runs out (see dmesg)")
         return code
 
 
@@ -148,7 +157,7 @@ def _held(output_dir: Path, by: str) -> UserError:
 def say(line: str) -> None:
     """Write a line to stderr; ignores a closed one."""
     with suppress(OSError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{printable(line)}\n")
 
 
 def _request_stop(
@@ -213,7 +222,7 @@ def _is_here(name: str) -> bool:
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         try:
-            return "model_type" in json.loads((folder / "config.json").read_text("utf-8"))
+            return "model_type" in json.loads(read_text(folder / "config.json"))
         except (OSError, ValueError, TypeError, RecursionError):
             return True  # broken: the estimate reports it
     from huggingface_hub import constants, try_to_load_from_cache

@@ -28,6 +28,7 @@ from transformers.utils import cached_file
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
+from dschat.distributed.host_checks import shortage
 from dschat.models.checkpoint_tensors import embedding_or_head, is_constant, is_untied
 from dschat.startup.files import sha256_of
 
@@ -123,6 +124,8 @@ class CheckpointFiles:
         try:
             file = cached_file(self.name, filename, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError) as error:
+            if shortage(error):
+                raise
             raise self.error(why_missing()) from error
         return None if file is None else Path(file)
 
@@ -141,6 +144,8 @@ class CheckpointFiles:
         try:
             content = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
+            if shortage(error):
+                raise
             raise self.file_error(file.name, f"is not JSON ({first_line(error)})") from error
         if not isinstance(content, dict):
             kind = type(content).__name__

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from dschat.config import UserError
+from dschat.distributed.host_checks import shortage
 from dschat.models.checkpoint_files import CONFIG, GENERATION_CONFIG, CheckpointFiles
 from dschat.models.checkpoint_tensors import text_part
 
@@ -86,6 +87,8 @@ def blamed_on(files: CheckpointFiles, filename: str = CONFIG) -> Iterator[None]:
         except UserError:
             raise
         except Exception as error:
+            if shortage(error):  # of memory, threads, open files: not the file's fault
+                raise
             raise files.file_error(filename, f"cannot be used ({_reason(error)})") from error
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 import threading
 import warnings
@@ -12,6 +11,7 @@ from contextlib import suppress
 from tqdm.auto import tqdm
 
 import dschat.distributed as dist
+from dschat.config.errors import printable
 
 logger = logging.getLogger("dschat")
 MAX_HOLD_S = 10.0
@@ -25,8 +25,6 @@ _NOISY = (
     "torch",
     "peft",
 )
-# Control characters, which a terminal executes, and marks that reorder the text around them.
-_UNSEEN = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class _TqdmHandler(logging.Handler):
@@ -42,8 +40,10 @@ class _TqdmHandler(logging.Handler):
         else:
             # NOTE one write: Ctrl-C between text and newline would append to this line. A closed
             # terminal or pipe loses the line, but does not stop the run.
+            text = self.format(record)
+            text = text if hasattr(record, "is_styled") else printable(text)  # by `extra`
             with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
-                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.write(text + "\n")
 
     def hold(self, seconds: float) -> None:
         """Buffer records until `unhold`, for at most ``seconds``."""
@@ -100,11 +100,6 @@ def progress(total: int, description: str, disable: bool = False, done: int = 0)
     bar = tqdm(total=total, desc=description, disable=off, leave=False, dynamic_ncols=True)
     bar.update(done)
     return bar
-
-
-def printable(text: str) -> str:
-    """``text`` with its control characters, except newlines and tabs, and bidi marks escaped."""
-    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def write_output(text: str) -> None:

@@ -9,13 +9,15 @@ import html
 import importlib.util
 import json
 import logging
+import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from io import FileIO
+from io import BytesIO, FileIO
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,9 @@ from dschat.config import CommonConfig, UserError
 from dschat.startup.files import no_link, replace_file
 
 logger = logging.getLogger("dschat")
+
+
+Row = dict[str, Any]
 
 
 class RowFile:
@@ -51,13 +56,22 @@ class RowFile:
     def resume_from(self, position: Mapping[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``.
 
-        A file that is shorter than that is logged as a warning, and keeps its whole rows.
+        Rows of later steps, and what is no whole row, are dropped too, with a warning: the file may
+        have been edited or cut.
         """
-        size = position["bytes"]
-        if size > self._initial_size:
-            size = self.path.read_bytes().rfind(b"\n", 0, self._initial_size) + 1
+        kept = self.path.read_bytes()[: min(position["bytes"], self._initial_size)]
+        is_short = len(kept) < position["bytes"]
+        # A row that a full disk cut is whole again.
+        found = kept + b"\n" * is_short + position["rows"].encode()
+        rows = b"".join(
+            line
+            for line in BytesIO(found)
+            if line.endswith(b"\n") and (row := parsed_row(line)) and row["step"] <= step
+        )
+        if rows != found:
             logger.warning("%s lacks rows of the first %d steps: they are lost", self.path, step)
-        self._truncate(size, position["rows"].encode())
+        size = len(kept) if rows.startswith(kept) else 0
+        self._truncate(size, rows[size:])
 
     def begin(self) -> None:
         """Drop the rows of an earlier run: this one starts without a checkpoint."""
@@ -101,6 +115,42 @@ class RowFile:
     def close(self) -> None:
         self._write_out()
         self._file.close()
+
+
+def parsed_row(line: str | bytes) -> Row | None:
+    """The row in a line; None where it is not a JSON object with a step. Integers that no float
+    holds are infinite.
+    """
+    try:
+        row = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 300 else inf)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def whole_rows(path: Path, is_valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """The rows of a file, and none where it cannot be read: a log never ends a run.
+
+    Damaged lines are left out, with a warning; so is the last one where it is still being written.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=no_link) as file:
+            rows = [parsed_row(line) for line in file if line.endswith("\n")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error.strerror)
+        return []
+    whole = [row for row in rows if row is not None and is_valid(row)]
+    if len(whole) < len(rows):
+        logger.warning("%s: damaged lines left out: %d", path, len(rows) - len(whole))
+    return whole
+
+
+def is_finite(value: Any) -> bool:
+    """Whether the value of a row is a number, and finite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 METRICS = "metrics.jsonl"
@@ -154,7 +204,7 @@ class MetricsLog:
         import wandb
 
         mark, options = self._folder / ".wandb_run", {}
-        if config.resume and mark.exists():
+        if config.resume and mark.is_file():
             options = {"id": mark.read_text(), "resume": "allow"}
         self._wandb = wandb.init(
             project="dschat", dir=str(self._folder), config=dataclasses.asdict(config), **options

@@ -7,6 +7,7 @@ script shows as text.
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
@@ -113,12 +114,12 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 def _values(run: Run, step: str, metric: str) -> str:
     """The first and last value of a metric, and the best one with its iteration."""
     series = run.steps[step].series(metric) if step in run.steps else []
-    first, *_, last = [f"{round(value, 6) + 0:.4g}" for _, value in series] or ["", ""]
+    shown = [f"{round(value, 6) + 0:.4g}" for _, value in series]
     if len(series) < 2:
-        return first
+        return "".join(shown)
     when, best = max(series, key=lambda pair: pair[1])
     note = "best" if best == series[-1][1] else f"best {best:.4g} at {when}"
-    return f"{first} → {last}" + (f" ({note})" if metric in _BETTER else "")
+    return f"{shown[0]} → {shown[-1]}" + (f" ({note})" if metric in _BETTER else "")
 
 
 def _times(run: Run) -> tuple[str, str, str]:
@@ -213,13 +214,14 @@ def _events(step: Step) -> list[list[str]]:
     if not file.exists():
         text, file = f"not finished; last row is of step {last}", step.folder / METRICS
     events.append([_time(file.stat().st_mtime), text, ""])
-    if saved := sorted(step_folders(step.folder / FOLDER).values()):
-        events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
+    with suppress(UserError):  # they cannot be listed
+        if saved := sorted(step_folders(step.folder / FOLDER).values()):
+            events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
     return events
 
 
 def _time(seconds: Any) -> str:
-    if not is_finite(seconds):
+    if not (is_finite(seconds) and abs(seconds) < 1e11):  # the year 5138
         return ""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 

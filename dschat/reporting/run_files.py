@@ -3,9 +3,7 @@
 Settings and versions are shown, never loaded, so folders of older versions work too.
 """
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +13,19 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS
+from dschat.observability.metrics_log import (
+    METRICS,
+    SAMPLES,
+    SETTINGS,
+    STARTS,
+    Row,
+    is_finite,
+    whole_rows,
+)
 from dschat.startup.files import no_link
 
 PAGE = "report.html"  # in the folder of a run
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
-Row = dict[str, Any]
 Series = list[tuple[float, float]]  # (step, value)
 
 
@@ -53,16 +58,11 @@ class Run:
     steps: dict[str, Step]
 
 
-def is_finite(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
-
-
 def read_runs(folders: Sequence[str]) -> list[Run]:
     """The runs in ``folders``, with distinct names.
 
     Raises:
-        UserError: no metrics in a folder, or a line that cannot be read.
+        UserError: no metrics in a folder, or settings that cannot be read.
     """
     unique = list(dict.fromkeys(Path(folder) for folder in folders))
     names = shortest_ends([Path(os.path.abspath(folder)).parts for folder in unique])
@@ -109,49 +109,17 @@ def read_step(folder: Path) -> Step:
     """The files of a step's output folder."""
     return Step(
         folder,
-        read_rows(folder / METRICS),
-        [_checked_sample(row, folder / SAMPLES) for row in read_rows(folder / SAMPLES)],
-        read_rows(folder / STARTS),
+        whole_rows(folder / METRICS),
+        whole_rows(folder / SAMPLES, _has_samples),
+        whole_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
     )
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The JSON objects in ``path``, in order; without a partial last line, which is being written.
-
-    Raises:
-        UserError: another line is not a JSON object with a ``step``.
-    """
-    if not path.is_file():
-        return []
-    try:
-        text = _text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"{path} cannot be read: {reason}; run that step again") from None
-    rows = []
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        require(
-            isinstance(row, dict) and isinstance(row.get("step"), int),
-            f"{path}: line {number} is not a JSON object with a step; remove that line",
-        )
-        rows.append(row)
-    return rows
-
-
-def _checked_sample(row: Row, path: Path) -> Row:
-    """``row`` if it has the fields of `dschat.rlhf.samples`."""
+def _has_samples(row: Row) -> bool:
+    """Whether ``row`` has the fields of `dschat.rlhf.samples`."""
     lists = [row.get(name) for name in ("samples", "scores", "answer_lengths")]
-    are_lists = all(isinstance(value, list) for value in lists)
-    require(
-        are_lists and all(map(_is_sample, row["samples"])),
-        f"{path}: step {row['step']} is not a row of samples; remove that line",
-    )
-    return row
+    return all(isinstance(value, list) for value in lists) and all(map(_is_sample, row["samples"]))
 
 
 def _is_sample(sample: Any) -> bool:
@@ -164,18 +132,13 @@ def _is_sample(sample: Any) -> bool:
     )
 
 
-def _text(path: Path) -> str:
-    """The text of a run's own file, not of one that a link in its place names."""
-    with open(path, encoding="utf-8", opener=no_link) as file:
-        return file.read()
-
-
 def _read_mapping(path: Path) -> dict[str, Any]:
     """A YAML mapping, its values as text; empty where there is none."""
     if not path.is_file():
         return {}
     try:
-        text = _text(path)
+        with open(path, encoding="utf-8", opener=no_link) as file:
+            text = file.read()
         # PyYAML takes minutes for nested brackets; with aliases a small file makes a huge page.
         brackets = text.count("[") + text.count("{")
         if brackets > 10_000 or any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text)):

@@ -209,7 +209,8 @@ class Reporter:
         if held_out == bool(args.eval_steps and self._held_out.total):
             table = answer_table(row)
             self._log.write_answers(done, table)
-            logger.info("sample answers\n%s", format_answers(table, boxed=sys.stderr.isatty()))
+            shown = format_answers(table, boxed=sys.stderr.isatty())
+            logger.info("sample answers\n%s", shown, extra={"is_styled": True})
 
     def _say_best(self) -> None:
         """Name the best evaluation where the last one has lost a fifth of its gain."""

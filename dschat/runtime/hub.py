@@ -5,7 +5,6 @@ and stays as it is. A push that fails is a warning: the models are on disk.
 """
 
 import glob
-import json
 import logging
 import os
 import shlex
@@ -27,7 +26,7 @@ from dschat.config.errors import first_line, require
 from dschat.config.fields import changed, of_result
 from dschat.data.sources.resolve import looks_like_file
 from dschat.models.checkpoint_files import CHECKSUMS, CONFIG
-from dschat.observability.metrics_log import METRICS, versions
+from dschat.observability.metrics_log import METRICS, is_finite, versions, whole_rows
 from dschat.runtime.output_dir import PRODUCTS
 from dschat.startup.files import replace_file
 
@@ -51,8 +50,16 @@ def write_card(folder: Path, config: CommonConfig) -> None:
     """Write the cards of the model in ``folder`` and of its adapter, on rank 0."""
     for place in (folder, folder / "adapter") if dist.is_main_process() else ():
         card = place / CARD
-        if place.is_dir() and (not card.exists() or _MARK in card.read_text("utf-8", "replace")):
+        if not place.is_dir() or (card.exists() and not _is_ours(card)):
+            continue
+        try:
             replace_file(card, _text(place, config))
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", card, error.strerror)
+
+
+def _is_ours(card: Path) -> bool:
+    return card.is_file() and _MARK in card.read_text("utf-8", "replace")
 
 
 def _text(folder: Path, config: CommonConfig) -> str:
@@ -110,11 +117,10 @@ def _on_hub(name: str) -> Any:
 
 def _metrics(config: CommonConfig) -> list[str]:
     """A table of the first and the last evaluation of the run."""
-    log = Path(config.output_dir or "", METRICS)
     values = defaultdict[str, list[float]](list)
-    for line in log.read_text("utf-8").splitlines() if config.output_dir and log.exists() else ():
-        for name, value in json.loads(line).items():
-            if name.startswith("eval/") and value is not None:
+    for row in whole_rows(Path(config.output_dir, METRICS)) if config.output_dir else ():
+        for name, value in row.items():
+            if name.startswith("eval/") and is_finite(value):
                 values[name.removeprefix("eval/")].append(value)
     table = [f"| {name} | {of[0]:.4g} | {of[-1]:.4g} |" for name, of in values.items()]
     head = ["## Metrics of held-out rows", "", "| metric | before | after |", "|---|---|---|"]

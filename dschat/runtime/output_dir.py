@@ -6,10 +6,10 @@ does not cost a finished model.
 
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,11 @@ import dschat.distributed as dist
 from dschat.checkpoint import manifest
 from dschat.checkpoint.compatibility import contents_of
 from dschat.config import CommonConfig, UserError
+from dschat.config.errors import require
 from dschat.distributed.machine import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
-from dschat.startup.files import no_link, replace_file
+from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS
+from dschat.startup.files import discard, no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
 _LOCK = ".lock"
@@ -48,6 +50,14 @@ def check_output_dir(
         raise UserError(
             f"--output_dir {folder} holds a finished step; choose another, "
             "or pass --overwrite_output_dir"
+        )
+    for name in (METRICS, SAMPLES, SETTINGS, *PRODUCTS):  # found before training, not after it
+        path = folder / name
+        fits = path.is_dir() if name in PRODUCTS else path.is_file() and not path.is_symlink()
+        require(
+            fits or not os.path.lexists(path),
+            f"--output_dir {folder}: its {name} is not a {'folder' if name in PRODUCTS else 'file'}"
+            "; remove it, or choose another folder",
         )
     if dist.is_main_process():
         check_writable(folder)
@@ -157,12 +167,22 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
             raise UserError(f"--output_dir {folder} cannot be made: {error.strerror}") from None
         _claim(folder, record)
         if not resumes:
-            shutil.rmtree(folder / manifest.FOLDER, ignore_errors=True)
-        if (folder / COMPLETE).exists():
-            (folder / COMPLETE).unlink()
+            _remove_checkpoints(folder / manifest.FOLDER)
+        if os.path.lexists(folder / COMPLETE):
+            discard(folder / COMPLETE)
             for name in PRODUCTS:
-                shutil.rmtree(folder / name, ignore_errors=True)
+                discard(folder / name)
     dist.barrier()
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Where ``folder`` is a link, it stays, as users link to a larger disk."""
+    for path in manifest.step_folders(folder):
+        discard(path)
+    if left := list(manifest.step_folders(folder)):
+        raise UserError(f"{left[0]} cannot be removed; remove it by hand, or choose another folder")
+    if not folder.is_symlink():
+        discard(folder)
 
 
 def _claim(folder: Path, record: str) -> None:
@@ -205,9 +225,16 @@ def mark_complete(output_dir: str | Path) -> None:
     if dist.is_main_process():
         folder = Path(output_dir)
         file, record = _claims.get(str(folder), (None, ""))
-        replace_file(folder / COMPLETE, record)
+        replace_file(folder / COMPLETE, sealed(folder, record))
         (folder / _LOCK).unlink(missing_ok=True)
         if file is not None:
             file.close()
             del _claims[str(folder)]
     dist.barrier()
+
+
+def sealed(folder: Path, record: str) -> str:
+    """``record``, and in a line of its own the checksum of it and of the step's settings."""
+    settings = folder / SETTINGS
+    content = settings.read_bytes() if settings.is_file() else b""
+    return f"{record}{hashlib.sha256(record.encode() + content).hexdigest()}\n"

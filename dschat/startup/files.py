@@ -4,9 +4,12 @@ A run's folder may come from elsewhere, and a name that can be foreseen may be a
 reader's own files.
 """
 
+import errno
 import hashlib
 import os
 import secrets
+import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,8 +42,22 @@ def replace_file(path: str | Path, content: str | bytes, modified: float | None 
 
 
 def no_link(path: str, flags: int) -> int:
-    """The ``opener`` of files that are written under a known name: OSError for a link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """The ``opener`` of files that are written under a known name: OSError for a link, and for a
+    pipe or a device, which may block forever.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a file", path)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, as far as that can be, or the file or link in its place."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_file(path: Path) -> None:

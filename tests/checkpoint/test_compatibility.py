@@ -216,13 +216,11 @@ def test_an_edited_file_is_another_setting(name, value, tmp_path, monkeypatch):
     assert compatibility.changes(saved, given) == []
 
 
-def checkpoint_in(folder, step=12, log_bytes=0):
-    """A checkpoint of a run whose metrics.jsonl had ``log_bytes``."""
+def checkpoint_in(folder, step=12):
     path = folder / f"checkpoints/step_{step:06d}"
     path.mkdir(parents=True)
     text = manifest_bytes(step, 1, compatibility.settings_of(SFTConfig()), {})
     (path / "manifest.json").write_bytes(text)
-    (path / "values.json").write_text(json.dumps({"log": {"bytes": log_bytes, "rows": ""}}))
     return path
 
 
@@ -233,20 +231,6 @@ def test_a_run_that_ends_before_its_checkpoint_is_refused(tmp_path):
         compatibility.check_start(SFTConfig(max_steps=enough, **given), 1)
     with pytest.raises(UserError, match="taken 12 steps, and this one ends after 11; raise --max"):
         compatibility.check_start(SFTConfig(max_steps=11, **given), 1)
-
-
-def test_a_resume_without_the_rows_of_its_metrics_is_refused(tmp_path):
-    """In the folder of another run too."""
-    path = checkpoint_in(tmp_path / "a", log_bytes=10)
-    (tmp_path / "a/metrics.jsonl").write_text("{}" * 5)
-    named = SFTConfig(resume=str(path), output_dir=str(tmp_path / "a"))
-    compatibility.check_start(named, 1)
-    elsewhere = dataclasses.replace(named, output_dir=str(tmp_path / "b"))
-    with pytest.raises(UserError, match="b/metrics.jsonl is shorter than .*--output_dir of that"):
-        compatibility.check_start(elsewhere, 1)
-    (tmp_path / "a/metrics.jsonl").write_text("{}" * 4)
-    with pytest.raises(UserError, match="a/metrics.jsonl is shorter than when .*step_000012 was"):
-        compatibility.check_start(named, 1)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):

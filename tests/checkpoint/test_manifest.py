@@ -1,22 +1,22 @@
 """Damaged checkpoints and other formats are refused; settings are compared."""
 
+import dataclasses
+import errno
 import json
 import os
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from damages import broken_link, flip, pipe, remove
 from fakes import names, save, step_loaded
 
-from dschat.checkpoint.manager import CheckpointManager
+from dschat.checkpoint import manifest
+from dschat.checkpoint.compatibility import check_start, settings_of
+from dschat.checkpoint.manager import CheckpointManager, RunState
 from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, newest, sha256_of
-from dschat.config import UserError
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
+from dschat.config import SFTConfig, UserError
 
 DAMAGES = {
     "a byte": (flip, "checksum"),
@@ -106,6 +106,91 @@ def test_a_file_outside_of_the_manifest_is_not_unpickled(tmp_path, caplog):
 
 def test_a_folder_without_checkpoints_is_no_mistake(tmp_path):
     assert CheckpointManager(tmp_path, {}).latest() is None
+    (tmp_path / "checkpoints").mkdir()
+    assert CheckpointManager(tmp_path, {}).latest() is None
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EIO, errno.ELOOP])
+def test_a_disk_that_does_not_answer_has_no_end_of_checkpoints(code, tmp_path, monkeypatch):
+    save(CheckpointManager(tmp_path, {}), 1)
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=OSError(code, os.strerror(code))))
+    said = f"the checkpoints in .*/checkpoints cannot be listed: {os.strerror(code)}; make them"
+    for looks in (newest, lambda folder: CheckpointManager(folder, {}).latest(), begin, restart):
+        with pytest.raises(UserError, match=said):
+            looks(tmp_path)
+
+
+@pytest.mark.parametrize("harm", [pipe, broken_link, lambda path: path.write_text("")])
+def test_what_is_no_folder_has_no_end_of_checkpoints(harm, tmp_path):
+    """A link to a disk that is not mounted is not an empty disk."""
+    harm(tmp_path / "checkpoints")
+    for looks in (newest, begin, restart):
+        with pytest.raises(UserError, match="the checkpoints in .*/checkpoints cannot be listed: "):
+            looks(tmp_path)
+
+
+def test_a_disk_that_goes_after_a_checkpoint_is_complete_costs_none(tmp_path, monkeypatch):
+    """Older ones stay, beyond the limit."""
+    checkpoints = CheckpointManager(tmp_path, {}, total_limit=1)
+    save(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "step_folders", Mock(side_effect=UserError("cannot be listed")))
+        save(checkpoints, 2)
+    assert checkpoints.last.name == "step_000002"
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    save(checkpoints, 3)
+    assert names(tmp_path) == ["step_000003"]
+
+
+def begin(folder):
+    check_start(SFTConfig(output_dir=str(folder)), 1)
+
+
+def restart(folder):
+    check_start(SFTConfig(output_dir=str(folder), overwrite_output_dir=True), 1)
+
+
+@pytest.mark.parametrize("harm", [pipe, broken_link, remove])
+@pytest.mark.parametrize("name", ["", "manifest.json", "values.json", "actor"])
+def test_a_checkpoint_of_another_kind_is_damaged(harm, name, tmp_path):
+    """It is not skipped as if it had never been: alone, it is refused."""
+    checkpoints = CheckpointManager(tmp_path, {})
+    save(checkpoints, 1, 2)
+    place = tmp_path / "checkpoints/step_000002"
+    harm(place / name)
+    assert newest(tmp_path).step == 1
+    assert step_loaded(checkpoints) == 1
+    if (harm, name) == (remove, ""):
+        return
+    with pytest.raises(UserError, match="unfinished run, with checkpoints/step_000002"):
+        begin(tmp_path)
+    save(checkpoints, 2)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert step_loaded(checkpoints) == 2
+
+
+def test_a_deep_manifest_is_broken(tmp_path):
+    save(CheckpointManager(tmp_path, {}), 1, 2)
+    (tmp_path / "checkpoints/step_000002" / MANIFEST).write_text('{"a":' * 10_000)
+    assert newest(tmp_path).step == 1
+
+
+def test_damaged_values_lead_to_the_checkpoint_before(tmp_path):
+    """Whatever they would have the log be: not even a log that is gone ends a run."""
+    log = {"log": {"bytes": 17, "rows": ""}}
+    checkpoints = CheckpointManager(tmp_path, settings_of(SFTConfig()))
+    for step in (1, 2):
+        checkpoints.save(step, RunState(values=log | {"step": step}))
+        checkpoints.wait()
+    place = tmp_path / "checkpoints/step_000002"
+    values = (place / "values.json").read_bytes()
+    (place / "values.json").write_bytes(values.replace(b"17", b"97"))
+    assert checkpoints.latest().step == 1
+    config = SFTConfig(output_dir=str(tmp_path), resume="latest")
+    check_start(config, 1)
+    check_start(dataclasses.replace(config, resume=str(place)), 1)  # which `latest` refuses
+    with pytest.raises(UserError, match=r"values.json has another checksum than the manifest says"):
+        checkpoints.latest(place)
 
 
 def test_pickles_of_others_are_not_run(tmp_path):

@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 
 import pytest
+import yaml
 from python_process import ROOT, python
 
 from dschat.chat.load import ChatConfig
@@ -122,6 +123,11 @@ def test_flag_equal_to_default_wins_over_file(yaml_file):
         ("seed: 1\n\nseed: 2", "line 3: duplicate key seed, also at line 1; leave one out"),
         ("x:\n  a-b: 1\n  a_b: 2", "line 3: duplicate key a_b, also at line 2; leave one out"),
         ("- a", "must be a mapping"),
+        *(
+            (text, f"broken YAML at line 2: {value} is another number in YAML 1.1; quote it")
+            for value in ("010", "-0_7", "12:30:45", "1:30.5")
+            for text in (f"a: b\nseed: {value}", f"a:\n- {value}", f"a: b\nx: {{{value}: 1}}")
+        ),
     ],
 )
 def test_mistakes_in_a_file_name_it(yaml_file, text, message):
@@ -131,6 +137,13 @@ def test_mistakes_in_a_file_name_it(yaml_file, text, message):
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_numbers_that_all_read_alike(yaml_file):
+    values = {"a": 10, "b": 0, "c": 0.5, "d": "010", "e": "12:30:45", "f": "09", "g": 16, "h": -1}
+    text = "a: 10\nb: 0\nc: 0.5\nd: '010'\ne: \"12:30:45\"\nf: 09\ng: 0x10\nh: -1\ni: a:1\n"
+    assert parser.read_yaml(yaml_file(text)) == values | {"i": "a:1"}
+    assert parser.read_yaml(yaml_file(yaml.safe_dump(values))) == values
 
 
 def test_a_key_may_override_a_merged_one(yaml_file):

@@ -3,9 +3,10 @@
 import shutil
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
+from damages import DAMAGES, flip
 from data_files import step_table
 from dialogues import REPLY, USER
 
@@ -76,3 +77,36 @@ def test_another_chat_template_makes_another_table(dialogue):
     first = step_table(dialogue, tokenizer)["input_ids"][:]
     tokenizer.chat_template = "{% for m in messages %}x{% endfor %}"
     assert step_table(dialogue, tokenizer)["input_ids"][:] != first
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "a byte of the last row"])
+def test_a_damaged_table_is_made_again(damage, dialogue, tmp_path, caplog):
+    """A flipped byte would else be other tokens, without a word."""
+    tokenizer = tiny_tokenizer()
+    whole = step_table(dialogue, tokenizer)[:]
+    before = {file.name: file.read_bytes() for file in tmp_path.glob("cache/dschat/*")}
+    # The tokenized one first: it is made again with the table that it is made from.
+    for name, content in sorted(before.items(), key=lambda file: b"input_ids" not in file[1]):
+        path = tmp_path / "cache/dschat" / name
+        flip_last = partial(flip, share=content.rindex(whole["input_ids"][0][-1]) / len(content))
+        DAMAGES.get(damage, flip_last)(path)
+        caplog.clear()
+        assert step_table(dialogue, tokenizer)[:] == whole
+        assert f"{path} is damaged: the rows are read again" in caplog.text
+        assert path.read_bytes() == content
+
+
+def test_a_table_is_on_disk_before_it_has_its_name(dialogue, tmp_path, monkeypatch):
+    """A power cut must not leave the name of a table without its rows."""
+    order = []
+
+    def replace(made, path):
+        order.append(("named", made))
+        shutil.move(made, path)
+
+    monkeypatch.setattr(tables, "sync_file", lambda path: order.append(("synced", path)))
+    monkeypatch.setattr(tables, "os", SimpleNamespace(replace=replace))
+    step_table(dialogue, tiny_tokenizer())
+    assert [what for what, _ in order] == ["synced", "named", "synced"] * 2
+    assert order[0][1] == order[1][1]
+    assert order[2][1] == tmp_path / "cache/dschat"

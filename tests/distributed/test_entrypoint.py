@@ -57,6 +57,8 @@ def exits_with(body, variables, joins_group=True):
         ("raise KeyboardInterrupt", {}, 130, "interrupted\n"),
         ("raise KeyboardInterrupt", SECOND, 130, ""),
         ("raise FloatingPointError('nan')", {}, 1, "error: nan\n"),
+        ("raise UserError('\\x1b]0;a\\x07b')", {}, 2, "error: \\x1b]0;a\\x07b\n"),
+        ("raise FloatingPointError('\\x1b[2J')", {}, 1, "error: \\x1b[2J\n"),
         (
             *(FULL, {}, 2),
             "error: no space left on the disk: out/metrics.jsonl; free some, then run the same "

@@ -10,11 +10,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from damages import DAMAGES
 from python_process import environment
 
+from dschat.config import UserError
 from dschat.distributed import process_registry, stop_signals
+from dschat.launch import supervisor
 
 LONGEST_S = 600  # virtual machines have stood still for a minute
 
@@ -251,3 +255,32 @@ def test_the_registry_removes_entries_of_killed_processes(tmp_path):
         ranks.remove_stale()
         assert [p.name for p in (tmp_path / process_registry.FOLDER).glob("*@*")] == ["elsewhere@1"]
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["train0", "stopped", f"{socket.gethostname()}@17", "a@17"])
+def test_damaged_registries_are_a_line_and_no_wait(name, damage, tmp_path):
+    """Left by a run that was killed; who starts the next one looks at them first."""
+    folder = tmp_path / process_registry.FOLDER
+    folder.mkdir()
+    path = folder / name
+    path.write_text(f"{socket.gethostname()}@{os.getpid()} 12345")
+    DAMAGES[damage](path)
+    (folder / os.fsdecode(b"\xff@\xff")).write_text("")
+    (folder / f"{socket.gethostname()}@x").write_text("")
+    (folder / f"{socket.gethostname()}@{'9' * 150}").write_text("17")
+    assert supervisor.wait_until_free(tmp_path) is False
+    if name == "train0" and damage in ("folder", "broken link", "pipe"):
+        with pytest.raises(OSError, match="train0"), process_registry.opened(tmp_path):
+            pass
+        return
+    with process_registry.opened(tmp_path) as ranks:
+        assert ranks.here() == []
+        assert not ranks.stopped
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_registry_that_cannot_be_made_is_a_line(tmp_path):
+    (tmp_path / process_registry.FOLDER).write_text("")
+    with pytest.raises(UserError, match=r"\.ranks: File exists; remove it, or choose another"):
+        supervisor.ProcessSupervisor().run(["true"], {}, tmp_path, Mock(number_here=0))

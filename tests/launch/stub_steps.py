@@ -10,11 +10,16 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import yaml
 from python_process import environment, python
 
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.launch import recipe, run_plan
+from dschat.runtime.output_dir import record_of, sealed
 
 STUB = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -65,7 +70,13 @@ if os.environ.get("FAIL") == name:
     sys.stderr.write(f"error: {name} says why\\n")
     sys.exit(3)
 (out / "config.json").write_text("{}")
-(out / "COMPLETE").write_text("")
+import dataclasses
+from dschat.checkpoint.compatibility import contents_of
+from dschat.config import RewardConfig, RLHFConfig, SFTConfig, parser
+kinds = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_rlhf": RLHFConfig}
+config = parser.parse(kinds[name])
+(out / "training_config.yaml").write_text(json.dumps(dataclasses.asdict(config)))
+(out / "COMPLETE").write_text(json.dumps({"contents": contents_of(config)}))
 """
 
 QUIET = ("--recipe", "quiet", "--output-dir", "out")
@@ -106,10 +117,30 @@ def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
     return fields
 
 
-def finish(folder: Path, architecture: str = "OPTForCausalLM") -> Path:
-    folder.mkdir(parents=True)
+# What the recipe quiet gives each step.
+_MODELS = ("out/step1_sft", "out/step2_reward")
+DPO = RewardConfig(model_name_or_path=_MODELS[0], seed=3, loss="dpo")  # into step 3's folder
+SETTINGS = {
+    "step1_sft": SFTConfig(model_name_or_path="hub/actor", seed=3),
+    "step2_reward": RewardConfig(model_name_or_path="hub/reward", seed=3),
+    "step3_rlhf": RLHFConfig(
+        actor_model_name_or_path=_MODELS[0], critic_model_name_or_path=_MODELS[1], seed=3
+    ),
+}
+
+
+def finish(
+    folder: Path, architecture: str = "OPTForCausalLM", like: Any = None, **settings: object
+) -> Path:
+    """A finished step, trained ``like`` a configuration, or as the recipe quiet says, but for
+    ``settings``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    (folder / "COMPLETE").write_text("")
+    config = like or SETTINGS.get(folder.name, SFTConfig())
+    config = replace(config, output_dir=str(folder), **settings)
+    (folder / "training_config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    (folder / "COMPLETE").write_text(sealed(folder, record_of(config)))
     return folder
 
 

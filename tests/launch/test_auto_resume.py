@@ -36,8 +36,7 @@ def test_an_unfinished_step_resumes(tree):
     assert "overwrite_output_dir" not in fields[1]
     note = f"step 1 resumes from {newest}, on 1 process, not 2"
     assert plan(tree, *QUIET).notes == [note]
-    for name in ("config.json", "COMPLETE"):  # then there is nothing to resume
-        (step1 / name).write_text("{}")
+    finish(step1)  # then there is nothing to resume
     assert list(planned(tree, *QUIET)) == [2, 3]
 
 
@@ -78,7 +77,7 @@ def test_a_step_does_not_resume_with_a_retrained_model(tree):
     finish(Path("out/step2_reward"))
     interrupt(Path("out/step3_rlhf"), step3)
     assert planned(tree, *QUIET)[3]["resume"] == "latest"
-    (step1 / "COMPLETE").write_text("later")
+    finish(step1)  # later
     change = "actor_model_name_or_path: out/step1_sft -> out/step1_sft, changed since"
     with pytest.raises(UserError, match=change):
         plan(tree, *QUIET)

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from damages import DAMAGES, flip
 
 from dschat.checkpoint.compatibility import describe
+from dschat.checkpoint.manifest import Damaged
 from dschat.config import RLHFConfig, SFTConfig, UserError
 from dschat.launch.recipe import STEPS
 from dschat.launch.step_runs import SETTINGS, StepRun, check_finished
 from dschat.launch.step_runs import finished_differences as differences
-from dschat.runtime.output_dir import COMPLETE, record_of
+from dschat.runtime.output_dir import COMPLETE, record_of, sealed
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def finish(config, num_processes=1):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS).write_text(yaml.safe_dump(asdict(config)))
     record = json.loads(record_of(config)) | {"num_processes": num_processes}
-    (folder / COMPLETE).write_text(json.dumps(record))
+    (folder / COMPLETE).write_text(sealed(folder, json.dumps(record) + "\n"))
     return config
 
 
@@ -124,18 +126,61 @@ def test_a_step_outside_of_step_flag_is_compared_by_given_fields():
     assert differences(sft(seed=4), ["seed"], 1) == [("seed", 3, 4)]
 
 
-def test_an_older_complete_file_is_compared_by_settings():
-    config = finish(sft(data_path=["rows.jsonl"]))
-    Path("rows.jsonl").write_text("{}")
-    for mark in ("", "yes", "1"):
-        (Path(config.output_dir) / COMPLETE).write_text(mark)
-        assert not differences(sft(data_path=["./rows.jsonl"]), None, 1)
-    assert describe(differences(sft(seed=4, data_path=["rows.jsonl"]), None, 1)) == "seed: 3 -> 4"
-    settings = Path(config.output_dir) / SETTINGS
-    settings.write_text("model_name_or_path: hub/actor\nseed: 3\n")  # a version with fewer flags
-    assert describe(differences(sft(max_steps=1), None, 1)) == "max_steps: 0 -> 1"
-    settings.unlink()
-    assert not differences(sft(seed=4), None, 1)
+def unknown(*args) -> str:
+    with pytest.raises(Damaged) as problem:
+        differences(*args)
+    return str(problem.value)
+
+
+def test_a_record_without_a_checksum_is_an_older_version_s():
+    """Its settings may lack newer flags, and its data may be unknown, which is not equal."""
+    folder = Path(finish(sft(data_path=["rows.jsonl"])).output_dir)
+    record = json.loads((folder / COMPLETE).read_text().splitlines()[0])
+    (folder / SETTINGS).write_text("model_name_or_path: hub/actor\nseed: 3\ndata_path: rows.jsonl")
+    for text in (json.dumps(record), json.dumps(record) + "\n"):
+        (folder / COMPLETE).write_text(text)
+        changed = describe(differences(sft(max_steps=1, data_path=["rows.jsonl"]), None, 1))
+        assert changed == "max_steps: 0 -> 1"
+    (folder / COMPLETE).write_text(json.dumps(record | {"contents": {}}))
+    changed = describe(differences(sft(data_path=["rows.jsonl"]), None, 1))
+    assert changed == "data_path: rows.jsonl -> rows.jsonl, changed since"
+    Path("rows.jsonl").unlink()
+    assert not differences(sft(data_path=["rows.jsonl"]), None, 1)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [SETTINGS, COMPLETE])
+def test_what_is_not_known_is_not_equal(name, damage):
+    folder = Path(finish(sft(data_path=["rows.jsonl"])).output_dir)
+    DAMAGES[damage](folder / name)
+    said = unknown(sft(data_path=["rows.jsonl"]), None, 1)
+    assert said in (f"{name} cannot be read", f"{SETTINGS} or {COMPLETE} was changed since")
+    assert differences(sft(), [], 1) == []  # outside of --step, and nothing given
+    run = StepRun(STEPS[1], asdict(sft()), "finished")
+    (note,) = check_finished(run, None, 1, reuse=True)
+    assert note == f"step 1 is reused from out/step1_sft with unknown settings ({said})"
+    with pytest.raises(UserError, match=r"is finished, with unknown settings \(.*; --reuse uses"):
+        check_finished(run, None, 1, reuse=False)
+
+
+def test_a_record_that_is_gone():
+    folder = Path(finish(sft()).output_dir)
+    for text in ("", "yes", "1", "[]", "{}", "null"):  # empty: that of the first versions
+        (folder / COMPLETE).write_text(text)
+        assert unknown(sft(), None, 1) == "COMPLETE cannot be read"
+    (folder / SETTINGS).unlink()
+    assert unknown(sft(), None, 1) == "training_config.yaml cannot be read"
+
+
+@pytest.mark.parametrize("name", [SETTINGS, COMPLETE])
+def test_any_byte_of_the_record(name):
+    file = Path(finish(sft()).output_dir) / name
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 11):
+        flip(file, place / len(whole), 4)
+        unknown(sft(), None, 1)
+        file.write_bytes(whole)
+    assert differences(sft(), None, 1) == []
 
 
 def test_the_error_names_both_remedies():

@@ -1,6 +1,5 @@
 """Planned runs: steps to run, their commands and processes, and errors before anything runs."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -85,27 +84,22 @@ def test_mistakes_are_found_before_anything_runs(tree, argv, message):
 
 def test_missing_steps_run_first_and_finished_ones_are_reused(tree):
     argv = ("--step", "3", *QUIET, "--max_seq_len", "64")
-    mark = finish(Path("out/step1_sft")) / "COMPLETE"
-    mark.unlink()
+    (finish(Path("out/step1_sft")) / "COMPLETE").unlink()
     assert list(planned(tree, *argv)) == [1, 2, 3]
-    mark.touch()
+    finish(Path("out/step1_sft"), max_seq_len=64)
     made = plan(tree, *argv)
     assert [step.number for step, _ in made.commands] == [2, 3]
     assert "out/step1_sft" in made.notes[0]
     assert "step 2 runs first" in made.notes[1]
-    finish(Path("out/step2_reward"))
+    finish(Path("out/step2_reward"), max_seq_len=64)
     assert list(planned(tree, *argv)) == [3]
     finish(Path("out/step3_rlhf"))
     assert list(planned(tree, *argv)) == []
     assert list(planned(tree, *argv, "--overwrite-output-dir")) == [3]
 
 
-def trained_with(folder: Path, **settings: object) -> None:
-    (finish(folder) / "training_config.yaml").write_text(json.dumps(settings))
-
-
 def test_a_step_finished_with_other_settings_is_refused_unless_reused(tree):
-    trained_with(Path("out/step1_sft"), model_name_or_path="hub/actor", seed=3, max_steps=7)
+    finish(Path("out/step1_sft"), max_steps=7)
     other = r"out/step1_sft is finished, with other settings \({}\); --reuse .* --step1.over"
     with pytest.raises(UserError, match=other.format("max_steps: 7 -> 0")):
         plan(tree, *QUIET)
@@ -126,7 +120,7 @@ def test_a_step_finished_with_other_settings_is_refused_unless_reused(tree):
         with pytest.raises(UserError, match=other.format(change)):
             plan(tree, *later, *flags)
     assert list(planned(tree, *later, "--actor-model", "hub/b", "--reuse")) == [2, 3]
-    trained_with(Path("out/step3_rlhf"), seed=3, kl_coef=0.5)
+    finish(Path("out/step3_rlhf"), kl_coef=0.5, actor_model_name_or_path=None)
     with pytest.raises(UserError, match="out/step3_rlhf is finished, with .*kl_coef: 0.5 -> 0.1"):
         plan(tree, *later, "--reward-model", "hub/reward", "--critic_model_name_or_path", "hub/c")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from stub_steps import QUIET, finish, plan, planned
+from stub_steps import DPO, QUIET, finish, plan, planned
 
 from dschat.config import UserError
 
@@ -23,7 +23,7 @@ def test_a_policy_loss_leaves_out_step_three(tree):
     assert list(planned(tree, *argv, "--step", "2")) == [1, 2]
     finish(Path("out/step1_sft"))
     assert list(planned(tree, *argv, "--step", "2")) == [2]
-    finish(Path("out/step3_rlhf"))
+    finish(Path("out/step3_rlhf"), like=DPO)
     made = plan(tree, *argv)
     assert made.commands == []
     assert made.finished(made.steps[1])

@@ -21,9 +21,12 @@ def write_metrics(folder: Path, text: str) -> None:
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
     write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n{"step"\n')
+    page = tmp_path / "report.html"
+    page.mkdir()
     line = RunReport(tmp_path, ENVIRONMENT, 0).write()
-    path = tmp_path / "step1_sft/metrics.jsonl"
-    assert line == (f"no report: {path}: line 2 is not a JSON object with a step; remove that line")
+    assert line == f"no report: {page} cannot be written: Is a directory"
+    page.rmdir()
+    assert RunReport(tmp_path, ENVIRONMENT, 0).write() == f"report: {page}"
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
+from damages import DAMAGES, LINES
 
-from dschat.config import UserError
 from dschat.launch.summary import format_summary, write_summary
 
 STEP_1 = [{"step": 0, "eval/loss": 4.0}, {"step": 0, "eval/gold": 0.01}, {"step": 1, "loss": 3.0}]
@@ -123,13 +123,27 @@ def test_unknown_numbers_are_null_and_shown_as_a_dash(tmp_path):
     assert all(line.endswith(" -") for line in format_summary(summary).splitlines())
 
 
-def test_broken_metrics_are_one_line(tmp_path):
+@pytest.mark.parametrize("line", LINES)
+def test_a_damaged_row_is_left_out(line, tmp_path):
     log(tmp_path, step2_reward=STEP_2)
-    with (tmp_path / "step2_reward" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "eval/acc\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl: line 4 is not a JSON object"):
-        write_summary(tmp_path, {})
-    assert not (tmp_path / "summary.json").exists()
+    whole = write_summary(tmp_path, {1: 2.0})
+    with (tmp_path / "step2_reward" / "metrics.jsonl").open("a", encoding="latin-1") as file:
+        file.write(f'{line}\n{{"step": 3, "eval/accuracy": 1{"0" * 400}}}\n')
+    assert write_summary(tmp_path, {1: 2.0}) == whole
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_end_no_run(damage, tmp_path):
+    """Those of the log and of the summary that there was."""
+    log(tmp_path, step3_rlhf=STEP_3)
+    write_summary(tmp_path, {1: 2.0})
+    DAMAGES[damage](tmp_path / "step3_rlhf/metrics.jsonl")
+    if damage != "folder":
+        DAMAGES[damage](tmp_path / "summary.json")
+    assert "rm_accuracy" in write_summary(tmp_path, {}, resumed=True)
+    summary = write_summary(tmp_path, {1: 1.0}, resumed=True)
+    assert math.isfinite(summary["step1_s"])
+    assert format_summary(summary)
 
 
 def test_table():

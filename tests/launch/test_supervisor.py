@@ -3,13 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stub_steps import alive, in_loop, interrupted, wait_for
 
-from dschat.launch.supervisor import exit_code
+from dschat.launch.supervisor import ProcessSupervisor, exit_code
 
 
 def check_stopped(run: subprocess.Popen, pids: list[int]) -> str:
@@ -51,6 +53,25 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 )
 def test_exit_codes(returncode, caught, was_asked, has_saved, code):
     assert exit_code(returncode, caught, was_asked, has_saved) == code
+
+
+@pytest.mark.parametrize(
+    ("signum", "line"),
+    [
+        (signal.SIGKILL, "error: the step was killed, as the system does where memory runs out"),
+        (signal.SIGTERM, ""),
+        (0, ""),
+    ],
+)
+def test_a_step_that_the_system_kills_is_a_line(signum, line, tmp_path, capfd):
+    command = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signum})"]
+    with ProcessSupervisor() as runner:
+        cluster = SimpleNamespace(number_here=0, relay=None)
+        code = runner.run(command, {**os.environ}, tmp_path, cluster)
+    assert code == (128 + signum if signum else 0)
+    said = capfd.readouterr().err
+    assert said.startswith(line)
+    assert bool(said) == bool(line)
 
 
 slow, dist = pytest.mark.slow, pytest.mark.dist

@@ -47,6 +47,16 @@ def test_what_a_terminal_would_execute_or_reorder_is_escaped():
     assert console.printable(kept) == kept
 
 
+def test_log_lines_are_printable(dschat_logger, capsys):
+    """A name in somebody's data set or folder may be anything; our own tables have colors."""
+    console.setup()
+    logging.getLogger("dschat").info("%s\n\ttext", "\x1b]0;title\x07")
+    logging.getLogger("dschat").info("\x1b[1mtable", extra={"is_styled": True})
+    printed = capsys.readouterr().err
+    assert "\\x1b]0;title\\x07\n\ttext\n" in printed
+    assert "\x1b[1mtable" in printed
+
+
 def test_deprecations_among_libraries_are_not_shown(dschat_logger):
     with warnings.catch_warnings(record=True) as caught:
         console.setup()

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dschat.config import SFTConfig
-from dschat.observability.metrics_log import MetricsLog, RowFile
+from dschat.observability.metrics_log import MetricsLog, RowFile, whole_rows
 
 
 def log_of(folder, resume=None, tensorboard=False):
@@ -110,6 +110,55 @@ def test_a_file_that_was_cut_keeps_its_whole_rows(tmp_path, caplog):
     log.close()
     assert "metrics.jsonl lacks rows of the first 2 steps: they are lost" in caplog.text
     assert steps(tmp_path) == [1, 3]
+
+
+def row(step):
+    return json.dumps({"step": step, "loss": 0.5}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("edit", "kept"),
+    [
+        (lambda text: text.replace("0.5", "0.54321", 1), [1, 2]),  # the place is in row 3
+        (lambda text: text.replace(row(1), ""), [2, 3]),  # it is behind row 4
+        (lambda text: text.replace(row(1), row(1)[:-2] + "\n"), [2, 3]),
+        (lambda text: text.replace(row(3), ""), [1, 2]),
+        (lambda text: row(9) + text, [1, 2]),
+        (lambda text: "", []),
+        (lambda text: text[:-5], [1, 2, 3]),
+        (lambda text: text, [1, 2, 3]),
+    ],
+)
+def test_an_edited_file_is_cut_behind_its_last_whole_row(edit, kept, tmp_path, caplog):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(edit("".join(map(row, (1, 2, 3, 4)))))
+    log = log_of(tmp_path, "latest")
+    log.resume_from({"bytes": 3 * len(row(1)), "rows": ""}, 3)
+    log.write(4, {"loss": 0.25})
+    log.close()
+    rows = whole_rows(file)
+    assert [found["step"] for found in rows] == [*kept, 4]
+    assert rows[-1]["loss"] == 0.25
+    assert ("lacks rows of the first 3 steps" in caplog.text) == (kept != [1, 2, 3])
+
+
+@pytest.mark.parametrize("cut", range(0, len(row(3)) + 1, 5))
+@pytest.mark.parametrize("harm", ["", "edited", "short"])
+def test_a_row_that_waited_in_part(cut, harm, tmp_path, caplog):
+    """The checkpoint has the rest of a row that a full disk cut, and further ones."""
+    text, waiting = row(1) + row(2) + row(3)[:cut], row(3)[cut:] + row(4)
+    edited = {"": text, "edited": text.replace("0.5", "0.512", 1), "short": text[:-1]}[harm]
+    (tmp_path / "metrics.jsonl").write_text(edited)
+    log = log_of(tmp_path, "latest")
+    log.resume_from({"bytes": len(text), "rows": waiting}, 4)
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line)["step"] for line in lines]  # each line is a row
+    assert found == sorted(found)
+    assert found[0] == 1
+    assert found[-1] == 4 or harm == "edited"
+    assert ("they are lost" in caplog.text) or found == [1, 2, 3, 4]
+    assert harm or "lost" not in caplog.text
 
 
 def sampling_log(folder, resume=None):

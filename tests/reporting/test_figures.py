@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from run_folders import write_rows, write_run
 
+from dschat.observability.metrics_log import whole_rows
 from dschat.reporting.figures import running_mean, sections_of, spread
-from dschat.reporting.run_files import read_rows, read_runs
+from dschat.reporting.run_files import read_runs
 
 
 def figures_of(*folders, max_points=1000):
@@ -77,7 +78,7 @@ def test_score_by_kl(tmp_path):
     """Of the steps that have both; a color per metric, or per run."""
     out = write_run(tmp_path / "a")
     evaluated = [{"step": n, "eval/score": n, "eval/kl": n / 4} for n in (0, 2)]
-    rows = [*read_rows(out / "step3_rlhf/metrics.jsonl"), *evaluated, {"step": 9, "eval/kl": 1.0}]
+    rows = [*whole_rows(out / "step3_rlhf/metrics.jsonl"), *evaluated, {"step": 9, "eval/kl": 1.0}]
     write_rows(out / "step3_rlhf/metrics.jsonl", rows)
     figure = figures_of(out)["step3_rlhf-score-against-kl"]
     training, held_out = figure.traces

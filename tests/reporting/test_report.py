@@ -4,15 +4,20 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+from contextlib import nullcontext, suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from damages import DAMAGES
 from python_process import python
 from run_folders import write_rows, write_run
 
 from dschat.config import UserError
-from dschat.reporting.page import write_report
+from dschat.reporting.figures import sections_of
+from dschat.reporting.page import _numbers, history_of, write_report
+from dschat.reporting.run_files import STEPS, read_runs
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
@@ -77,6 +82,82 @@ def test_three_questions_stand_on_top(tmp_path):
     assert learned < text.index(less) < hacked
     assert hacked < text.index("<td>score in training</td><td>0.5 → 2</td>")
     assert hacked < text.index("<td>KL to the reference model, nats per answer</td><td>0 → 40</td>")
+
+
+OTHERS = ("training_config.yaml", "COMPLETE", "checkpoints/step_000002/manifest.json")
+DEMO = Path(__file__).with_name("demo")  # metrics of train.py's demo, a few steps of it
+
+
+def prefixes(name):
+    lines = (DEMO / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    return ["".join(lines[:count]) for count in range(1, len(lines) + 1)]
+
+
+def test_numbers_and_figures_of_every_prefix_of_a_log(tmp_path):
+    """Alone, and beside a run that has just begun: a report is written while a run goes on."""
+    whole = {name: prefixes(name)[-1] for name in STEPS}
+    for name in STEPS:
+        for text in prefixes(name):
+            for run, steps in (("a", {name: text}), ("b", whole | {name: text})):
+                for step, rows in steps.items():
+                    (tmp_path / run / step).mkdir(parents=True, exist_ok=True)
+                    (tmp_path / run / step / "metrics.jsonl").write_text(rows)
+            for folders in (["a"], ["b"], ["a", "b"], ["b", "a"]):
+                runs = read_runs([str(tmp_path / folder) for folder in folders])
+                cells = [cell for table in _numbers(runs) for row in table["rows"] for cell in row]
+                assert all(isinstance(cell, str) for cell in cells)
+        assert sections_of(read_runs([str(tmp_path / "a")]), 1000)
+        shutil.rmtree(tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_page_of_every_prefix_of_a_log(name, tmp_path):
+    (tmp_path / name).mkdir()
+    for text in prefixes(name):
+        for partial in (text, text + text[:9]):
+            (tmp_path / name / "metrics.jsonl").write_text(partial)
+            assert "not finished; last row is of step" in page_of(tmp_path)
+
+
+def test_one_value_stands_alone(tmp_path):
+    write_rows(tmp_path / "step1_sft/metrics.jsonl", [{"step": 0, "eval/loss": 5.0}])
+    assert "<td>held-out loss after step 1, nats per token</td><td>5</td>" in page_of(tmp_path)
+
+
+QUICK = ("starts.jsonl digits", "metrics.jsonl pipe", "samples.jsonl half", "COMPLETE folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=() if f"{name} {damage}" in QUICK else pytest.mark.slow)
+        for name in (*(f"{kind}.jsonl" for kind in ("metrics", "samples", "starts")), *OTHERS)
+        for damage in DAMAGES
+    ],
+)
+def test_damaged_files_are_a_line(name, damage, tmp_path):
+    out = write_run(tmp_path)
+    (out / "step3_rlhf/COMPLETE").write_text('{"contents": {}}\n')
+    place = out / "step3_rlhf/checkpoints/step_000002"
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text("{}")
+    DAMAGES[damage](out / "step3_rlhf" / name)
+    with suppress(UserError) if name == "training_config.yaml" else nullcontext():
+        page_of(out)
+
+
+def test_checkpoints_that_cannot_be_listed_are_left_out(tmp_path):
+    (write_run(tmp_path) / "step3_rlhf/checkpoints").write_text("")
+    assert "checkpoints kept" not in str(history_of(read_runs([str(tmp_path)])))
+
+
+@pytest.mark.parametrize("time", [1e300, -1e300, 1e15, "1", None, float("nan")])
+def test_a_damaged_time_is_left_out(time, tmp_path):
+    out = write_run(tmp_path)
+    write_rows(out / "step3_rlhf/starts.jsonl", [{"event": "start", "step": 0, "time": time}])
+    (event, *_) = [row for row in history_of(read_runs([str(out)]))["rows"] if "started" in row]
+    assert event[2] == ""
 
 
 def test_what_a_model_wrote_is_data_not_markup(tmp_path):

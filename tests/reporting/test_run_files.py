@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from damages import LINES
 from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
@@ -41,26 +42,27 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path):
     assert run.steps["step1_sft"].rows[-1]["step"] == 4
 
 
-@pytest.mark.parametrize("line", ['{"step": 5, "lo', "[]", '{"loss": 1}', "\udcff"])
-def test_a_broken_line_is_named(tmp_path, line):
+@pytest.mark.parametrize("line", LINES)
+def test_a_damaged_line_is_left_out(tmp_path, line, caplog):
     metrics = write_run(tmp_path) / "step1_sft/metrics.jsonl"
-    broken = metrics.read_bytes().split(b"\n")
-    broken[2] = line.encode(errors="surrogateescape")
-    metrics.write_bytes(b"\n".join(broken))
-    reason = "not UTF-8" if line == "\udcff" else "line 3 is not a JSON object with a step"
-    with pytest.raises(UserError, match=f"step1_sft/metrics.jsonl.*{reason}"):
-        read_runs([str(tmp_path)])
+    (whole,) = read_runs([str(tmp_path)])
+    lines = metrics.read_bytes().split(b"\n")
+    metrics.write_bytes(b"\n".join([*lines[:2], line.encode("latin-1"), *lines[2:]]))
+    (run,) = read_runs([str(tmp_path)])
+    assert run.steps["step1_sft"].rows == whole.steps["step1_sft"].rows
+    assert f"{metrics}: damaged lines left out: 1" in caplog.text
 
 
 @pytest.mark.parametrize(
     "broken", [{"tokens": "4"}, {"prompt": None}, {"token_kl": [0.0]}, {"advantages": "x"}]
 )
-def test_broken_samples_are_named(tmp_path, broken):
+def test_broken_samples_are_left_out(tmp_path, broken, caplog):
     out = write_run(tmp_path)
     row = {"step": 7, "samples": [sample(**broken)], "scores": [], "answer_lengths": []}
-    write_rows(out / "step3_rlhf/samples.jsonl", [row])
-    with pytest.raises(UserError, match="samples.jsonl: step 7 is not a row of samples"):
-        read_runs([str(out)])
+    write_rows(out / "step3_rlhf/samples.jsonl", [row, row | {"samples": 1}, row | {"samples": []}])
+    (run,) = read_runs([str(out)])
+    assert [row["samples"] for row in run.steps["step3_rlhf"].samples] == [[]]
+    assert "samples.jsonl: damaged lines left out: 2" in caplog.text
 
 
 def test_history_tells_starts_resumes_and_the_end(tmp_path):
@@ -82,7 +84,7 @@ DEEP = 100_000  # of YAML 1,000: PyYAML takes a minute for as many
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("metrics.jsonl", '{"step": ' + "[" * DEEP + "]" * DEEP + "}\n", "line 1 is not"),
+        ("training_config.yaml", "a: " + "[" * DEEP + "]" * DEEP, "cannot be read"),
         ("training_config.yaml", "[" * 1_000, "cannot be read"),
         ("training_config.yaml", "a: &a [1]\nb: [*a, *a]\n", "cannot be read"),
     ],
@@ -107,11 +109,15 @@ def test_numbers_larger_than_floats_are_not_finite(tmp_path):
     assert run.steps["step1_sft"].series("loss") == [(2, 1)]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "training_config.yaml"])
-def test_a_link_to_a_file_outside_the_run_is_not_read(name, tmp_path):
-    file = write_run(tmp_path / "out") / "step1_sft" / name
-    file.unlink(missing_ok=True)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "training_config.yaml"])
+def test_a_link_to_a_file_outside_the_run_is_not_read(name, tmp_path, caplog):
+    file = write_run(tmp_path / "out") / "step3_rlhf" / name
+    file.unlink()
     file.symlink_to(tmp_path / "theirs")
     (tmp_path / "theirs").write_text('{"step": 1, "secret": 1}\n')
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
-        read_runs([str(tmp_path / "out")])
+    if name == "training_config.yaml":
+        with pytest.raises(UserError, match=f"{name} cannot be read"):
+            read_runs([str(tmp_path / "out")])
+    else:
+        assert "secret" not in str(read_runs([str(tmp_path / "out")]))
+        assert f"{name} cannot be read: Too many levels of symbolic links" in caplog.text

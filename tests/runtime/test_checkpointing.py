@@ -14,6 +14,7 @@ from quick import slow
 from step_rows import PROMPTS
 
 import dschat.distributed as dist
+from dschat.checkpoint import manager
 from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
@@ -287,12 +288,12 @@ def test_what_rank_0_has_saved_no_rank_saves_again(monkeypatch):
         assert saved == steps
 
 
-def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog):
+def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog, monkeypatch):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
 
     def stop(checkpointer):
         checkpointer.checkpoints.wait()
-        (tmp_path / "checkpoints/.step_000003.saving").write_text("in the way")
+        monkeypatch.setattr(manager, "_make_folders", lambda *_: "No space left on device")
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)
         checkpointer.after(3, trainer.run_state)

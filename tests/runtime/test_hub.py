@@ -1,14 +1,17 @@
 """Cards of saved models, and their pushes to a hub: a small HTTP server with the hub's answers."""
 
 import base64
+import errno
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
 from byte_tokenizers import byte_tokenizer
+from damages import LINES, folder, pipe, remove
 from huggingface_hub import HfApi, ModelCard, constants
 
 from dschat.checkpoint.hf_export import export_hf
@@ -192,6 +195,34 @@ def test_what_cannot_be_pushed_is_refused(server, repo, user, words):
     server.user = USER
     for fine in ("chat", "ann/chat", "lab/chat"):
         hub.check_hub(SFTConfig(push_to_hub=fine))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_damaged_row_is_left_out_of_a_card(line, tmp_path):
+    """One flipped bit in the log must not cost the models that are still to be saved."""
+    config = step_of(tmp_path, SFTConfig(), root=1)
+    write_card(tmp_path, config)
+    whole = (tmp_path / "README.md").read_text()
+    assert "| score | 1.5 | 2.25 |" in whole
+    rows = (tmp_path / "metrics.jsonl").read_text().split("\n")
+    damaged = "\n".join([rows[0], line, '{"step": 1, "eval/score": "1"}', *rows[1:]])
+    (tmp_path / "metrics.jsonl").write_text(damaged, encoding="latin-1")
+    write_card(tmp_path, config)
+    assert (tmp_path / "README.md").read_text() == whole
+
+
+@pytest.mark.parametrize("harm", [pipe, folder])
+def test_a_card_that_cannot_be_written_ends_no_run(harm, tmp_path, monkeypatch, caplog):
+    config = step_of(tmp_path, SFTConfig(), root=1)
+    harm(tmp_path / "README.md")
+    write_card(tmp_path, config)
+    harm(tmp_path / "metrics.jsonl")
+    write_card(tmp_path, config)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(hub, "replace_file", Mock(side_effect=full))
+    remove(tmp_path / "README.md")
+    write_card(tmp_path, config)
+    assert "README.md cannot be written: No space left on device" in caplog.text
 
 
 def test_a_user_s_card_stays(tmp_path):

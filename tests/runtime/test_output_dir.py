@@ -9,8 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from damages import broken_link, folder, pipe
 
 from dschat.config import UserError
+from dschat.runtime import output_dir
 from dschat.runtime.output_dir import (
     COMPLETE,
     check_output_dir,
@@ -18,6 +20,7 @@ from dschat.runtime.output_dir import (
     claim_output_dir,
     mark_complete,
 )
+from dschat.startup.files import discard
 
 
 def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
@@ -36,7 +39,7 @@ def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
     claim_output_dir(folder, record="how")
     assert not (folder / COMPLETE).exists()
     mark_complete(folder)
-    assert (folder / COMPLETE).read_text() == "how"
+    assert (folder / COMPLETE).read_text().startswith("how")
 
 
 @pytest.mark.parametrize("below", ["", "below", "two/below"])
@@ -69,20 +72,57 @@ def test_a_dangling_link_is_in_the_way(tmp_path):
         check_output_dir(tmp_path / "link", overwrite=True)
 
 
-def test_old_checkpoints_go_before_the_mark_and_stay_where_a_run_resumes(tmp_path):
+@pytest.mark.parametrize("harm", [broken_link, pipe, folder])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "samples.jsonl", "training_config.yaml", "actor"]
+)
+def test_what_a_run_would_fail_to_write_is_found_before_it(name, harm, tmp_path):
+    harm(tmp_path / name)
+    if (name, harm) == ("actor", folder):
+        check_output_dir(tmp_path, overwrite=True)
+        return
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path}: its {name} is not a f"):
+        check_output_dir(tmp_path, overwrite=True)
+
+
+def test_old_checkpoints_go_before_the_mark_and_stay_where_a_run_resumes(tmp_path, monkeypatch):
     (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
     (tmp_path / COMPLETE).write_text("")
     claim_output_dir(tmp_path, resumes=True)
     assert (tmp_path / "checkpoints/step_000002").is_dir()
     assert not (tmp_path / COMPLETE).exists()
-    (tmp_path / COMPLETE).mkdir()  # it cannot be removed as a file
-    with pytest.raises(OSError, match=COMPLETE):
-        claim_output_dir(tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
-    (tmp_path / COMPLETE).rmdir()
     (tmp_path / COMPLETE).write_text("")
+    removed = []
+    monkeypatch.setattr(output_dir, "discard", lambda path: (removed.append(path), discard(path)))
     claim_output_dir(tmp_path)
     assert not (tmp_path / COMPLETE).exists()
+    names = [str(path.relative_to(tmp_path)) for path in removed]
+    assert names[:3] == ["checkpoints/step_000002", "checkpoints", COMPLETE]
+
+
+def test_a_restart_removes_checkpoints_behind_a_link_and_the_links_of_models(tmp_path):
+    """Users link both to a larger disk."""
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    for name in ("checkpoints/step_000002", "checkpoints/mine", "actor"):
+        (disk / name).mkdir(parents=True)
+    run.mkdir()
+    (disk / "checkpoints/step_000004").symlink_to(disk / "actor")
+    (run / "checkpoints").symlink_to(disk / "checkpoints")
+    (run / "actor").symlink_to(disk / "actor")
+    (run / COMPLETE).mkdir()
+    claim_output_dir(run, resumes=True)
+    assert len(os.listdir(run / "checkpoints")) == 3
+    claim_output_dir(run)
+    assert os.listdir(run / "checkpoints") == ["mine"]
+    assert sorted(os.listdir(run)) == [".lock", "checkpoints"]
+    assert (disk / "actor").is_dir()
+
+
+def test_checkpoints_that_stay_are_not_begun_over(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
+    monkeypatch.setattr(output_dir, "discard", lambda path: None)
+    with pytest.raises(UserError, match="step_000002 cannot be removed; remove it by hand"):
+        claim_output_dir(tmp_path)
 
 
 WRITES = """
@@ -126,8 +166,6 @@ def test_a_model_that_the_new_run_does_not_write_goes(tmp_path):
 
 
 def test_a_full_disk_leaves_no_mark(tmp_path, monkeypatch):
-    """An empty one would be that of an older version, whose data nobody compares."""
-
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -138,7 +176,7 @@ def test_a_full_disk_leaves_no_mark(tmp_path, monkeypatch):
             mark_complete(tmp_path)
     assert not (tmp_path / COMPLETE).exists()
     mark_complete(tmp_path)
-    assert (tmp_path / COMPLETE).read_text() == "how"
+    assert (tmp_path / COMPLETE).read_text().startswith("how")
 
 
 def test_a_folder_that_cannot_be_made_when_training_begins(tmp_path):

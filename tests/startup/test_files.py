@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from dschat.startup.files import replace_file
+from dschat.startup.files import no_link, replace_file
 
 
 def test_a_link_is_replaced_not_followed(tmp_path):
@@ -28,3 +28,11 @@ def test_what_fails_leaves_the_old_file_and_names_it(tmp_path):
         replace_file(tmp_path / "folder", b"new")
     assert problem.value.filename == str(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY, os.O_RDWR])
+def test_a_pipe_is_refused_at_once(flags, tmp_path):
+    """Opening it would wait for its other end."""
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(OSError, match="not a file|No such device"):
+        no_link(str(tmp_path / "log"), flags)
