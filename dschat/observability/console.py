@@ -29,6 +29,15 @@ _NOISY = (
 _UNSEEN = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+class _Formatter(logging.Formatter):
+    """Marks warnings."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        mark = "warning: " if record.levelno == logging.WARNING else ""
+        record.message = mark + record.message
+        return super().formatMessage(record)
+
+
 class _TqdmHandler(logging.Handler):
     """Prints above a running progress bar. `hold` buffers records until `unhold`."""
 
@@ -72,7 +81,7 @@ def setup(level: str = "info", hold: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logger.handlers.clear()
     handler = _TqdmHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     if hold and level != "debug":
         handler.hold(MAX_HOLD_S)
     logger.addHandler(handler)

@@ -15,7 +15,7 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS
+from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, STARTS, WARNINGS
 from dschat.startup.files import no_link
 
 PAGE = "report.html"  # in the folder of a run
@@ -33,6 +33,7 @@ class Step:
     samples: list[Row] = field(default_factory=list)
     starts: list[Row] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric, in order."""
@@ -113,7 +114,13 @@ def read_step(folder: Path) -> Step:
         [_checked_sample(row, folder / SAMPLES) for row in read_rows(folder / SAMPLES)],
         read_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
+        read_warnings(folder),
     )
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """What a step found to be wrong, a line each."""
+    return [str(row.get("warning")) for row in read_rows(folder / WARNINGS)]
 
 
 def read_rows(path: Path) -> list[Row]:
