@@ -122,6 +122,12 @@ def test_a_run_that_is_bad_from_the_start_is_not_quoted_as_usual():
     assert "at first" not in found.text
 
 
+def test_a_small_step_may_grow():
+    health = RunHealth()
+    read(health, 1, 5, **{"policy/approxkl_avg": 1e-4})
+    assert not read(health, 6, 5, **{"policy/approxkl_avg": 0.04})
+
+
 # -- settings --------------------------------------------------------------------------------------
 
 
