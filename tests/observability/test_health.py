@@ -31,7 +31,7 @@ HEALTHY = {
 WRONG = {
     "far step": ({"policy/approxkl_avg": 0.12}, 1, "--actor_learning_rate"),
     "far step at once": ({"policy/approxkl_avg": 10.6}, 1, "10.6, at first 0.004"),
-    "far single step": ({"policy/approxkl_after": 0.12}, 1, "approxkl_after 0.12, at first 0.004"),
+    "far single step": ({"policy/approxkl_after": 0.6}, 1, "approxkl_after 0.6, at first 0.004"),
     "no entropy": ({"objective/entropy": 1e-5}, 2, "no longer explores"),
     "equal scores": ({"frac_reward_zero_std": 1.0}, 3, "same score, for 100% of the prompts"),
     "no gradient": ({"policy/grad_norm": 0.0}, 3, "gradient is 0"),
@@ -73,7 +73,7 @@ def test_a_line_comes_once_and_again_when_it_returns(name):
     ("name", "value"),
     [
         ("policy/approxkl_avg", 0.05),
-        ("policy/approxkl_after", 0.05),
+        ("policy/approxkl_after", 0.5),  # 0.12 was seen in a run that learned well
         ("objective/entropy", 2e-3),
         ("frac_reward_zero_std", 0.97),
         ("completions/clipped_ratio", 0.5),
