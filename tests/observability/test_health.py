@@ -167,7 +167,7 @@ def test_a_solved_task_is_no_collapse():
         found += read(health, i, 1, **({"objective/scores": 0.99} if i % 7 == 0 else solved))
     (line,) = found
     assert line.text.startswith("solved: the score is at its highest, 1,")
-    assert (line.since, line.kind, health.is_doubtful) == (6, "warning", False)
+    assert (line.since, line.kind, health.is_doubtful) == (8, "warning", False)
     lost = read(health, 60, 3, **solved | {"objective/scores": 0.5})
     assert [f.since for f in lost if "gradient is 0" in f.text] == [60]
     assert health.is_doubtful
