@@ -74,7 +74,7 @@ def main() -> int:
                 command, plan.environment, plan.folder(step), plan.cluster, report.poll
             )
             seconds = time.monotonic() - start
-            if plan.summary and code in (0, stop_signals.EXIT_CODE):
+            if plan.cluster.is_first and code != 2:  # a mistake leaves nothing behind
                 note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
             if code == stop_signals.EXIT_CODE:
                 return stopped(f"stopped in step {step.number}", plan, plan.folder(step))

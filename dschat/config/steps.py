@@ -12,6 +12,7 @@ from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import (
+    AUTO,
     flag,
     log_flag,
     place_flag,
@@ -313,14 +314,15 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
     keep_best: Optional[str] = flag(
         None,
         "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
-        "better; without a value: eval/score.",
+        "better; without a value: gold score, pass@1 or score, until the run warns of a collapse "
+        "or a hacked score.",
         nargs="?",
-        const="eval/score",
+        const=AUTO,
     )
     stop_on: Literal["never", "collapse"] = log_flag(
         "never",
-        "End the run, after a checkpoint, where metrics say that the policy has collapsed; a "
-        "warning says so in any case.",
+        "End the run where metrics say that the policy has collapsed; the last line names the "
+        "latest checkpoint. A warning says so in any case.",
     )
     sample_steps: int = log_flag(
         10,
@@ -387,7 +389,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         )
         self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
         require(
-            self.keep_best is None or self.keep_best.startswith("eval/"),
+            self.keep_best in (None, AUTO) or str(self.keep_best).startswith("eval/"),
             f"--keep_best {self.keep_best} is not an evaluation metric such as eval/score",
         )
         samples, mini = self.rollout_samples(1), self.mini_batch_size(1)

@@ -1,7 +1,7 @@
 """Summarizes a run in a few numbers from its metrics.jsonl files: ``summary.json`` and a table.
 
 The keys are flat; null where a number is unknown (a step that has not finished, data without a gold
-score). ``warnings``: what went wrong in step 3, a line each.
+score). ``warnings``: what went wrong in the steps, a line each.
 """
 
 import json
@@ -12,9 +12,8 @@ from typing import NamedTuple, Optional
 
 from dschat.checkpoint.manifest import COMPLETE
 from dschat.launch.recipe import STEPS
-from dschat.observability.health import findings
 from dschat.observability.metrics_log import METRICS, is_finite, whole_rows
-from dschat.reporting.run_files import Step
+from dschat.reporting.run_files import Step, read_warnings
 from dschat.startup.files import no_link, replace_file
 
 Number = Optional[float]
@@ -94,8 +93,9 @@ def write_summary(
             continue
         before, ran = previous.get(line.key), step_seconds.get(line.step)
         summary[line.key] = before if ran is None else ran + (before or 0.0 if resumed else 0.0)
-    content = summary | {"warnings": [str(finding) for finding in findings(steps[3].rows)]}
-    replace_file(folder / "summary.json", json.dumps(content, indent=2) + "\n")
+    warnings = [text for step in steps.values() for text in read_warnings(step.folder)]
+    content = json.dumps(summary | {"warnings": warnings}, indent=2)
+    replace_file(folder / "summary.json", content + "\n")
     return summary
 
 

@@ -27,6 +27,15 @@ _NOISY = (
 )
 
 
+class _Formatter(logging.Formatter):
+    """Marks warnings."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        mark = "warning: " if record.levelno == logging.WARNING else ""
+        record.message = mark + record.message
+        return super().formatMessage(record)
+
+
 class _TqdmHandler(logging.Handler):
     """Prints above a running progress bar. `hold` buffers records until `unhold`."""
 
@@ -72,7 +81,7 @@ def setup(level: str = "info", hold: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logger.handlers.clear()
     handler = _TqdmHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     if hold and level != "debug":
         handler.hold(MAX_HOLD_S)
     logger.addHandler(handler)

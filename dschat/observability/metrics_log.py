@@ -155,6 +155,7 @@ def is_finite(value: Any) -> bool:
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+WARNINGS = "warnings.jsonl"
 SETTINGS = "training_config.yaml"
 
 
@@ -177,7 +178,7 @@ class MetricsLog:
         self, output_dir: str | None, config: CommonConfig, has_samples: bool = False
     ) -> None:
         self._rows: RowFile | None = None
-        self._samples: RowFile | None = None
+        self._others: dict[str, RowFile] = {}  # samples and warnings
         self._tensorboard: Any = None
         self._wandb: Any = None
         if not dist.is_main_process() or output_dir is None:
@@ -191,8 +192,9 @@ class MetricsLog:
         keeps_rows = bool(config.resume)
         self._is_restart = _has_rows(folder / METRICS)
         self._rows = RowFile(folder / METRICS, keeps_rows)
+        self._others["warnings"] = RowFile(folder / WARNINGS, keeps_rows)
         if has_samples:
-            self._samples = RowFile(folder / SAMPLES, keeps_rows)
+            self._others["samples"] = RowFile(folder / SAMPLES, keeps_rows)
         self._uses_tensorboard = "tensorboard" in config.report_to
         if self._uses_tensorboard and not config.resume:
             self._start_tensorboard()
@@ -218,7 +220,7 @@ class MetricsLog:
 
     @property
     def _row_files(self) -> list[RowFile]:
-        return [file for file in (self._rows, self._samples) if file is not None]
+        return [] if self._rows is None else [self._rows, *self._others.values()]
 
     @property
     def files(self) -> list[Path]:
@@ -227,18 +229,19 @@ class MetricsLog:
 
     def position(self) -> dict[str, Any]:
         """The size of metrics.jsonl in bytes, and the rows not yet written after it; the same of
-        samples.jsonl where it is written.
+        the files beside it.
         """
-        position = self._rows.position() if self._rows else {"bytes": 0, "rows": ""}
-        return position | ({"samples": self._samples.position()} if self._samples else {})
+        if self._rows is None:
+            return {"bytes": 0, "rows": ""}
+        return self._rows.position() | {name: f.position() for name, f in self._others.items()}
 
     def resume_from(self, position: dict[str, Any], step: int) -> None:
         """Drop rows after ``position``, the one saved in the checkpoint of ``step``."""
         if self._rows is None:
             return
         self._rows.resume_from(position, step)
-        if self._samples is not None:  # older checkpoints have no position of samples
-            self._samples.resume_from(position.get("samples", {"bytes": 0, "rows": ""}), step)
+        for name, file in self._others.items():  # older checkpoints have no position of theirs
+            file.resume_from(position.get(name, {"bytes": 0, "rows": ""}), step)
         if self._uses_tensorboard:
             self._start_tensorboard(purge_step=step + 1)
         record_start(self._folder, "resume", step)
@@ -264,10 +267,17 @@ class MetricsLog:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
+    def write_warnings(self, step: int, found: Sequence[Any]) -> None:
+        """Log what was ``found`` to be wrong, and record it under ``step`` of warnings.jsonl."""
+        for finding in found:
+            logger.warning("%s", finding)
+            if self._others:
+                self._others["warnings"].write({"step": step, "warning": str(finding)})
+
     def write_samples(self, step: int, row: Mapping[str, Any]) -> None:
         """Record ``row`` of samples.jsonl under ``step``."""
-        if self._samples is not None:
-            self._samples.write({"step": step} | dict(row))
+        if "samples" in self._others:
+            self._others["samples"].write({"step": step} | dict(row))
 
     def write_answers(self, step: int, table: Sequence[Mapping[str, Any]]) -> None:
         """Show answers in the other sinks: one mapping of column to text or number for each."""

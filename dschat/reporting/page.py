@@ -18,7 +18,6 @@ import numpy as np
 from dschat import __version__
 from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
-from dschat.observability.health import findings
 from dschat.observability.metrics_log import METRICS
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spread
 from dschat.reporting.run_files import PAGE, STEPS, Run, Step, is_finite, read_runs
@@ -105,10 +104,13 @@ def _numbers(runs: Sequence[Run]) -> list[Table]:
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
-    """What went wrong in step 3 of the runs."""
-    steps = [(run.name, run.steps["step3_rlhf"]) for run in runs if "step3_rlhf" in run.steps]
-    found = [(name, str(finding)) for name, step in steps for finding in findings(step.rows)]
-    return [f"{name}: {text}" if len(runs) > 1 else text for name, text in found]
+    """What went wrong in the steps of the runs."""
+    found = []
+    for run in runs:
+        for name, step in run.steps.items():
+            labels = [run.name] * (len(runs) > 1) + [name] * (len(run.steps) > 1)
+            found += [": ".join([*labels, text]) for text in step.warnings]
+    return found
 
 
 def _values(run: Run, step: str, metric: str) -> str:

@@ -18,6 +18,7 @@ from dschat.observability.metrics_log import (
     SAMPLES,
     SETTINGS,
     STARTS,
+    WARNINGS,
     Row,
     is_finite,
     whole_rows,
@@ -38,6 +39,7 @@ class Step:
     samples: list[Row] = field(default_factory=list)
     starts: list[Row] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric, in order."""
@@ -113,7 +115,13 @@ def read_step(folder: Path) -> Step:
         whole_rows(folder / SAMPLES, _has_samples),
         whole_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
+        read_warnings(folder),
     )
+
+
+def read_warnings(folder: Path) -> list[str]:
+    """What a step found to be wrong, a line each."""
+    return [str(row.get("warning")) for row in whole_rows(folder / WARNINGS)]
 
 
 def _has_samples(row: Row) -> bool:

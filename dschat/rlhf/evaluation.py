@@ -18,10 +18,12 @@ import dschat.distributed as dist
 from dschat.builtin.gold_scorer import answer_metrics
 from dschat.config import RLHFConfig
 from dschat.config.errors import require
+from dschat.config.fields import AUTO
 from dschat.data.batches import PromptTable, prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
+from dschat.observability.health import LEADING
 from dschat.rewards.reward_functions import REWARD_MODEL
 from dschat.rewards.scoring import SourceScores, any_applies, source_means
 from dschat.rlhf.batching import pieces
@@ -132,8 +134,8 @@ def _scores_of(name: str, sources: list[SourceScores]) -> Tensor:
     return torch.where(source.applies, source.scores.double(), math.nan)
 
 
-def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> None:
-    """Check the evaluation flags before any weight loads.
+def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> str:
+    """Check the evaluation flags before any weight loads; the metric of the best evaluation.
 
     Args:
         sources: names of all score sources, in their order.
@@ -147,17 +149,21 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
         f"--eval_pass_source {args.eval_pass_source} does not score here; choose from "
         f"{', '.join(sources)}",
     )
+    names, metric = _metric_names(args, sources), args.keep_best
+    if metric in (None, AUTO):
+        metric = next((name for name in LEADING if name in names), LEADING[-1])
     if not num_held_out:
         none = "no prompt is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
         require(not args.keep_best, f"--keep_best needs evaluations, but {none}")
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
     elif args.keep_best:
-        names = _metric_names(args, sources)
         require(
-            args.keep_best in names,
-            f"--keep_best {args.keep_best} is not measured; choose from {', '.join(names)}",
+            metric in names, f"--keep_best {metric} is not measured; choose from {', '.join(names)}"
         )
+        if metric == "eval/rlhf_reward" and not args.kl_coef:
+            logger.warning("--keep_best eval/rlhf_reward: with --kl_coef 0 it is eval/score")
+    return metric
 
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:

@@ -62,13 +62,17 @@ def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFCo
     # Importance weights compare both log-probs of every token; older policies drew other ones.
     needs_all = args.old_logprobs == "recompute" or args.rollout_is != "off" or args.partial_rollout
     if not needs_all:
-        checked = [i for i in rows if int(e.numbers[i]) % _CHECKED_SHARE == 0]
-        _recompute(engine, e, args, checked)
+        _recompute(engine, e, args, _checked(e))
         if not _reads_old_logprobs(engine, args) or _agree(e):
             return True
         rows = [i for i in rows if not e.recomputed[i]]
     _recompute(engine, e, args, rows)
     return False
+
+
+def _checked(e: Experience) -> list[int]:
+    """The rows that are recomputed to compare."""
+    return [i for i, number in enumerate(e.numbers.tolist()) if number % _CHECKED_SHARE == 0]
 
 
 def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> bool:
@@ -84,6 +88,26 @@ def _agree(e: Experience) -> bool:
     gap, count = dist.sum_floats([gap, float(mask.sum())])
     # NOTE: False for NaN, and where no answer was compared: dynamic sampling leaves numbers out.
     return count > 0 and gap <= _AGREES * count
+
+
+@torch.no_grad()
+def update_kl(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> dict[str, float]:
+    """Collective. How far the update on ``e`` moved the policy, as ``policy/approxkl_after``: half
+    the mean squared log-ratio to the old log-probs, of an eighth of the answers.
+
+    ``policy/approxkl_avg`` is measured before each step: 0 where there is only one.
+    """
+    total, count = torch.zeros((), dtype=torch.float64, device=dist.device()), 0
+    with evaluating(engine.actor):
+        for _, batch in pieces(engine, e, args.per_device_training_batch_size, _checked(e)):
+            logprobs, _ = action_logprobs(engine.actor, batch, args.temperature)
+            if logprobs.dim() == 3:  # with those of the teacher's candidates
+                logprobs = logprobs[:, :, 0]
+            log_ratio = torch.where(batch.loss_mask, logprobs - batch.logprobs, 0.0)
+            total += log_ratio.double().square().sum() / 2
+            count += int(batch.loss_mask.sum())
+    total_kl, tokens = dist.sum_floats([float(total), float(count)])
+    return {"policy/approxkl_after": total_kl / tokens} if tokens else {}
 
 
 def _recompute(

@@ -10,7 +10,6 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -26,9 +25,10 @@ from transformers import PreTrainedTokenizerBase
 import dschat.distributed as dist
 from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
+from dschat.config.fields import AUTO
 from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import format_line, printable, progress
-from dschat.observability.health import RunHealth
+from dschat.observability.health import LEADING, RunHealth, Settings
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
@@ -65,8 +65,11 @@ class Reporter:
         num_iters: int,
         num_rows: int | None = None,
         call: Callable[..., None] = lambda *_: None,
+        metric: str = LEADING[-1],
     ) -> None:
-        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`."""
+        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`.
+        ``metric``: of the best evaluation.
+        """
         self._call = call
         self._trainer = trainer
         self._engine = trainer.engine
@@ -76,8 +79,11 @@ class Reporter:
         self._log = MetricsLog(
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
-        self._health = RunHealth()
-        self._metric = self._args.keep_best or "eval/score"
+        args = self._args
+        most_clipped = 0.4 if args.policy_loss == "gspo" else 0.3  # all tokens of a sequence
+        known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
+        self._health = RunHealth(Settings("iteration", *known))
+        self._metric = metric
         self._evaluated: list[tuple[float, int]] = []  # a value of that metric, and when
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
@@ -95,6 +101,8 @@ class Reporter:
         )
         if values is None:
             self._log.begin()
+            if not self._engine.has_reference:
+                logger.info("a policy far from its start, or a hacked score, shows with --log_kl")
             self.evaluate()
             return
         # After it the folder may have got an actor of a branch that is given up.
@@ -103,16 +111,16 @@ class Reporter:
             self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
             if values.get("best_print") == self._best_print:
                 self._best = values["best"]
-        self._health = RunHealth(**values.get("health", {}))
+        self._health = RunHealth(self._health.settings, **values.get("health", {}))
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "best_metric": self._args.keep_best}
+        state.values |= {"best": self._best, "best_metric": self._metric}
         state.values["best_print"] = self._best_print
-        state.values |= {"health": asdict(self._health), "evaluated": self._evaluated}
+        state.values |= {"health": self._health.state(), "evaluated": self._evaluated}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
@@ -141,9 +149,8 @@ class Reporter:
     def _warn(self, metrics: dict[str, float]) -> str:
         """Log what is wrong anew; returns the line of a collapse, if it is one."""
         found = self._health.read(self._trainer.iteration, metrics)
-        for finding in found:
-            logger.warning("%s", finding)
-        return next((str(finding) for finding in found if finding.is_collapse), "")
+        self._log.write_warnings(self._trainer.iteration, found)
+        return next((str(finding) for finding in found if finding.kind == "collapse"), "")
 
     def _evaluate_if_due(self) -> None:
         done, every = self._trainer.iteration, self._args.eval_steps
@@ -176,8 +183,12 @@ class Reporter:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
-        name = self._args.keep_best
-        if name is not None and metrics[name] > self._best:
+        name, keep_best = self._metric, self._args.keep_best
+        if keep_best is None or not metrics[name] > self._best:
+            return
+        if keep_best == AUTO and self._health.is_doubtful:
+            logger.info("%s %.4f is not kept: the run has warned", name, metrics[name])
+        else:
             self._best = metrics[name]
             self._engine.save_actor(self._best_folder)
             self._best_print = model_fingerprint(str(self._best_folder))

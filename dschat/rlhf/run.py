@@ -69,7 +69,7 @@ def train(
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if episodes and episodes.rewards:
         sources.append(ENVIRONMENT)
-    check_evaluation(args, sources, len(held_out))
+    metric = check_evaluation(args, sources, len(held_out))
     prompt_train_dataloader = PromptBatches(
         prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
     )
@@ -100,7 +100,8 @@ def train(
     claim_output_dir(output_dir, bool(args.resume), record_of(args))
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
-    report = Reporter(trainer, held_out, num_iters, prompt_train_dataloader.num_rows, call)
+    num_rows = prompt_train_dataloader.num_rows
+    report = Reporter(trainer, held_out, num_iters, num_rows, call, metric)
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         report.begin(checkpointer)
         while trainer.iteration < num_iters:

@@ -28,7 +28,7 @@ from dschat.rlhf.collector import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
-from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite
+from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite, update_kl
 from dschat.rlhf.metrics import (
     experience_metrics,
     mismatch_sums,
@@ -245,6 +245,8 @@ class DeepSpeedPPOTrainer:
             for m in range(args.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
+        if not (warming_up or experience.problem):
+            self.metrics |= update_kl(self.engine, experience, args)
         self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
         self._warned_of_gap = self._warned_of_gap or warn_of_gap(
             self.metrics, self.engine.dtype, self.args

@@ -138,6 +138,6 @@ def training_checkpointer(
         except FloatingPointError as error:
             checkpoints.wait()
             last = checkpoints.last
-            saved = f"; the last good checkpoint is {last}" if last else ""
-            raise FloatingPointError(f"{error}{saved}") from None
+            saved = f"the latest checkpoint is {last}" if last else "there is no checkpoint"
+            raise FloatingPointError(f"{error}; {saved}") from None
         checkpoints.wait()

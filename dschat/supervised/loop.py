@@ -27,6 +27,7 @@ from dschat.losses import pairwise_loss
 from dschat.models.routing import METRIC, add_router_loss, router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
 from dschat.observability.console import format_line, progress
+from dschat.observability.health import RunHealth, Settings
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime import optimizer_step
 from dschat.runtime.checkpointing import training_checkpointer
@@ -214,6 +215,7 @@ def train(
     """
     total = num_total_steps(config, train_batches)
     steps, skipped = Endless(train_batches), SkippedSteps(config.max_bad_steps)
+    health = RunHealth(Settings("step"))
 
     def state() -> RunState:
         values = {
@@ -221,6 +223,7 @@ def train(
             "bad": skipped.in_a_row,
             "rows": train_batches.num_rows,
             "log": metrics_log.position(),
+            "health": health.state(),
         }
         return RunState({"model": engine}, values=values, files=metrics_log.files)
 
@@ -231,11 +234,13 @@ def train(
         metrics = evaluate(engine, task, eval_batches)
         call("on_evaluate", engine, metrics)
         metrics_log.write(done, metrics)
+        metrics_log.write_warnings(done, health.read(done, metrics))
         logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
         return metrics
 
     def restore(values: dict[str, Any]) -> None:
         steps.position, skipped.in_a_row = values["step"], values["bad"]
+        vars(health).update(values.get("health", {}))
 
     with training_checkpointer(config, save) as checkpointer:
         values = checkpointer.begin(state(), total, restore)

@@ -156,9 +156,13 @@ def test_table():
 
 
 def test_what_went_wrong_is_in_the_file(tmp_path):
-    rows = [{"step": i, "policy/grad_norm": 0.0, "objective/scores": 1.0} for i in range(1, 9)]
-    log(tmp_path, step3_rlhf=rows)
+    """As it was found, of all steps, also of one that ended early: that may be why."""
+    log(tmp_path, step2_reward=STEP_2, step3_rlhf=STEP_3)
+    (tmp_path / "step3_rlhf/COMPLETE").unlink()
+    found = {"step2_reward": ["the loss rises (since step 2)"], "step3_rlhf": ["gone", "far"]}
+    for name, texts in found.items():
+        rows = "".join(json.dumps({"step": 28, "warning": text}) + "\n" for text in texts)
+        (tmp_path / name / "warnings.jsonl").write_text(rows)
     write_summary(tmp_path, {})
-    (warning,) = json.loads((tmp_path / "summary.json").read_text())["warnings"]
-    assert "gradient is 0" in warning
-    assert warning.endswith("(since iteration 1)")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["warnings"] == sum(found.values(), [])

@@ -28,6 +28,19 @@ def test_held_lines_wait_for_release(dschat_logger, capsys):
     assert [line.split()[-1] for line in lines] == ["one", "two"]
 
 
+def test_warnings_are_marked(dschat_logger, capsys):
+    """Once each, with more than one handler too."""
+    console.setup()
+    dschat_logger.addHandler(dschat_logger.handlers[0])
+    other = logging.StreamHandler()
+    other.setFormatter(dschat_logger.handlers[0].formatter)
+    dschat_logger.addHandler(other)
+    dschat_logger.info("one %d", 1)
+    dschat_logger.warning("two %d", 2)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["one 1"] * 2 + ["warning: two 2"] * 2
+
+
 def test_held_lines_are_printed_after_a_while(capsys):
     handler, latest, printed = console._TqdmHandler(), time.monotonic() + 60, ""
     handler.hold(0.05)

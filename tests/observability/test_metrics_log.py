@@ -33,16 +33,23 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path, tensorboard):
     log.begin()
     for step in range(3):
         log.write(step, {"loss": 0.5})
+    log.write_warnings(2, ["far"])
     position = log.position()
-    assert position == {"bytes": (tmp_path / "metrics.jsonl").stat().st_size, "rows": ""}
+    sizes = [(tmp_path / f"{name}.jsonl").stat().st_size for name in ("metrics", "warnings")]
+    of_warnings = {"bytes": sizes[1], "rows": ""}
+    assert position == {"bytes": sizes[0], "rows": "", "warnings": of_warnings}
     log.write(3, {"loss": 0.5})  # and the process is killed here
+    log.write_warnings(3, ["gone", "and lost"])
     log = log_of(tmp_path, "latest", tensorboard)
     log.write(0, {"eval/gold": 0.0})  # before the checkpoint is chosen
     log.resume_from(position, 2)
     assert log.position() == position
     log.write(3, {"loss": 0.25})
+    log.write_warnings(3, ["gone"])
     log.close()
     assert steps(tmp_path) == [0, 1, 2, 3]
+    rows = map(json.loads, (tmp_path / "warnings.jsonl").open())
+    assert list(rows) == [{"step": 2, "warning": "far"}, {"step": 3, "warning": "gone"}]
 
 
 @pytest.mark.parametrize("resume", [None, "latest"])

@@ -54,17 +54,20 @@ class Elements(HTMLParser):
 
 
 def test_what_went_wrong_and_the_best_evaluation_stand_on_top(tmp_path):
-    """Of each run by its name where there are several; nothing of a run that is well."""
+    """Of each run by its name where there are several, of a step by its own; nothing of a run that
+    is well.
+    """
     well, ill = write_run(tmp_path / "well"), write_run(tmp_path / "ill")
     assert "What went wrong" not in page_of(well)
-    rows = [{"step": n, "policy/grad_norm": 0.0} for n in range(1, 5)]
-    rows += [{"step": n, "eval/score": v} for n, v in ((0, 0.25), (2, 0.75), (4, 0.5))]
+    line = {"step": 28, "warning": "the actor's gradient is 0 (since iteration 1)"}
+    write_rows(ill / "step3_rlhf" / "warnings.jsonl", [line])
+    rows = [{"step": n, "eval/score": v} for n, v in ((0, 0.25), (2, 0.75), (4, 0.5))]
     write_rows(ill / "step3_rlhf" / "metrics.jsonl", rows)
     text = page_of(ill)
-    found = text.index("gradient is 0: nothing is learned")
+    found = text.index("gradient is 0 (since iteration 1)")
     assert text.index("What went wrong") < found < text.index("In numbers")
     assert "0.25 → 0.5 (best 0.75 at 2)" in text
-    assert "<li>ill: the actor&#39;s gradient is 0" in page_of(well, ill)
+    assert "<li>ill: step3_rlhf: the actor&#39;s gradient is 0" in page_of(well, ill)
 
 
 def test_three_questions_stand_on_top(tmp_path):

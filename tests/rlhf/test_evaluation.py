@@ -215,7 +215,7 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper, caplog)
     trainer.args.resume = "latest"
     for metric, is_better in (("eval/score", False), ("eval/kl", True)):
         trainer.args.keep_best = metric
-        second = Reporter(trainer, held_out(), 3)
+        second = Reporter(trainer, held_out(), 3, metric=metric)
         second.begin(checkpoints(begin=lambda *_: values))
         before = (folder / "model.safetensors").stat().st_mtime_ns
         second.evaluate()
@@ -241,6 +241,73 @@ def test_a_best_actor_that_was_not_kept_is_not_claimed(keeper, caplog):
     assert folder.exists()
     assert "best held-out eval/score was 0.9" in caplog.text
     assert "has that actor" not in caplog.text
+
+
+def iterations(report, trainer, numbers, **metrics):
+    """Report iterations that have ``metrics``."""
+    trainer.metrics = metrics
+    for trainer.iteration in numbers:
+        report.step(None)
+
+
+COLLAPSE = {"policy/approxkl_avg": 5.0}
+
+
+def test_by_default_the_best_actor_is_of_a_run_that_has_not_warned(keeper):
+    """Also once it is resumed; of a metric that was named it is the best in any case."""
+    (trainer, found, folder), states = keeper, []
+    for keep_best, is_kept in (("auto", False), ("eval/score", True)):
+        trainer.args.keep_best, trainer.args.resume = keep_best, None
+        report = Reporter(trainer, held_out(), 9)
+        found["eval/score"] = 0.2
+        report.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+        found["eval/score"] = 0.3
+        iterations(report, trainer, [1], **{"completions/clipped_ratio": 0.9})
+        report.evaluate()
+        before = model_time(folder)
+        iterations(report, trainer, [2], **COLLAPSE)
+        report.close()
+        trainer.args.resume, found["eval/score"] = "latest", 0.9
+        resumed = Reporter(trainer, held_out(), 9)
+        values = json.loads(json.dumps(states[-1].values))
+        resumed.begin(checkpoints(begin=lambda *_, values=values: values))
+        resumed.evaluate()
+        resumed.close()
+        assert (model_time(folder) > before) == is_kept
+
+
+def model_time(folder):
+    return (folder / "model.safetensors").stat().st_mtime_ns
+
+
+def test_findings_are_stored_when_they_come(keeper):
+    """Whether their iterations are logged or not; those of an evaluation too."""
+    (trainer, found, folder), still = keeper, {"policy/grad_norm": 0.0, "objective/scores": 0.5}
+    trainer.args.logging_steps, found["eval/score"] = 10, 2.0
+    report = Reporter(trainer, held_out(), 40)
+    report.begin(checkpoints())
+    iterations(report, trainer, range(1, 5), **still | {"objective/scores_std": 0.0})
+    found |= {"eval/score": 0.1, "eval/answer_length": 9.0}
+    report.evaluate()
+    report.close()
+    rows = list(map(json.loads, (folder.parent / "warnings.jsonl").open()))
+    assert [row["step"] for row in rows] == [3, 4]
+    assert rows[0]["warning"].endswith("(since iteration 1)")
+    assert "eval/score 0.1, at best 2" in rows[1]["warning"]
+    logged = map(json.loads, (folder.parent / "metrics.jsonl").open())
+    assert [row["step"] for row in logged] == [0, 4]
+
+
+def test_a_collapse_ends_the_run_if_asked_to(keeper):
+    trainer, _, _ = keeper
+    report = Reporter(trainer, held_out(0), 9)
+    report.begin(checkpoints())
+    iterations(report, trainer, [1], **COLLAPSE)
+    trainer.args.stop_on = "collapse"
+    iterations(report, trainer, [2], **{"completions/clipped_ratio": 0.9})
+    with pytest.raises(FloatingPointError, match="by --stop_on collapse: an update moves .* far"):
+        iterations(report, trainer, [3], **COLLAPSE)
+    report.close()
 
 
 # -- without any model: which answers pass, which flags are refused before loading
@@ -324,6 +391,29 @@ def test_a_source_that_is_only_logged_fails_no_answer():
 def test_refused_before_weights_load(knobs, sources, num_held_out, words):
     with pytest.raises(UserError, match=words):
         check_evaluation(RLHFConfig(data_path=["mine.jsonl"], **knobs), sources, num_held_out)
+
+
+@pytest.mark.parametrize(
+    ("data", "sources", "keep_best", "metric"),
+    [
+        ("builtin/chat", ["length"], "auto", "eval/gold"),
+        ("mine.jsonl", ["reward_model", "length"], "auto", "eval/pass@1"),
+        ("mine.jsonl", ["reward_model"], "auto", "eval/score"),
+        ("mine.jsonl", ["reward_model"], None, "eval/score"),
+        ("builtin/chat", ["length"], "eval/score", "eval/score"),
+    ],
+)
+def test_the_metric_of_the_best_evaluation(data, sources, keep_best, metric):
+    args = RLHFConfig(data_path=[data], keep_best=keep_best)
+    assert check_evaluation(args, sources, 9) == metric
+
+
+def test_without_a_kl_the_penalized_score_is_the_score(caplog):
+    for kl_coef in (0.1, 0.0):
+        assert "it is eval/score" not in caplog.text
+        args = RLHFConfig(keep_best="eval/rlhf_reward", kl_coef=kl_coef, log_kl=True)
+        check_evaluation(args, ["length"], 9)
+    assert "--keep_best eval/rlhf_reward: with --kl_coef 0 it is eval/score" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["eval/score", "eval/pass@2", "eval/scores/length", "eval/gold"])

@@ -2,17 +2,21 @@
 generation over ranks of which some were idle.
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from families import empty_engine
-from program_cases import trainer_of
+from float64_step import answer_logprobs
+from program_cases import trainer_of, weights_of
 from step_rows import PROMPTS
 from tiny_models import CONFIGS
 
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference.stats import GenerationStats
 from dschat.rlhf.metrics import generation_metrics
+from dschat.runtime.deepspeed_engine import unwrap
 
 
 def test_a_rollouts_metrics(models_folder):
@@ -54,6 +58,46 @@ def test_an_updates_metrics(models_folder):
     sides = metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]
     assert min(sides) > 0
     assert sum(sides) == pytest.approx(metrics["policy/clipfrac_avg"])
+
+
+def test_the_kl_of_a_single_step(models_folder, monkeypatch):
+    """In float64, of every eighth answer; measured before the step it is 0. Weights and the next
+    rollout are those of a run that does not measure it.
+    """
+    options = {"ppo_epochs": 1, "gradient_accumulation_steps": 2, "actor_learning_rate": 1e-2}
+    trainer = trainer_of(models_folder, temperature=0.8, **options)
+    e = trainer.generate_experience(PROMPTS[:8])
+    trainer.train_rlhf(e)
+    model = copy.deepcopy(unwrap(trainer.engine.actor)).double()
+    with torch.no_grad():
+        tables = answer_logprobs(model, e, 0.8)
+    log_ratios = []
+    for i in range(0, 16, 8):
+        ids = e.input_ids[i, e.prompt_lengths[i] : e.lengths[i]]
+        logprobs = tables[i].gather(1, ids.unsqueeze(1)).squeeze(1)
+        log_ratios.append((logprobs - e.logprobs[i, : len(ids)])[e.loss_mask[i, : len(ids)]])
+    expected = float(torch.cat(log_ratios).square().mean()) / 2
+    assert trainer.metrics["policy/approxkl_after"] == pytest.approx(expected, rel=1e-4)
+    assert expected > 1e-3
+    assert trainer.metrics["policy/approxkl_avg"] == 0.0
+    monkeypatch.setattr("dschat.rlhf.trainer.update_kl", lambda *_: {})
+    other = trainer_of(models_folder, temperature=0.8, **options)
+    other.train_rlhf(other.generate_experience(PROMPTS[:8]))
+    weights = zip(weights_of(trainer.engine.actor), weights_of(other.engine.actor), strict=True)
+    assert all(torch.equal(*pair) for pair in weights)
+    rollouts = (t.generate_experience(PROMPTS[8:12]) for t in (trainer, other))
+    assert torch.equal(*(e.rollout_logprobs for e in rollouts))
+
+
+def test_no_kl_of_an_update_that_was_not_made(models_folder):
+    options = {"advantage_estimator": "gae", "critic_warmup_steps": 1}
+    trainer = trainer_of(models_folder, **options)
+    trainer.train_rlhf(trainer.generate_experience(PROMPTS[:4]))
+    assert "policy/approxkl_after" not in trainer.metrics
+    e = trainer.generate_experience(PROMPTS[:4])
+    e.loss_mask[:] = False
+    trainer.train_rlhf(e)
+    assert "policy/approxkl_after" not in trainer.metrics
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
 def test_numbers_that_went_wrong_are_not_saved(models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
     last = tmp_path / "checkpoints/step_000002"
-    with pytest.raises(FloatingPointError, match=f"nan; the last good checkpoint is {last}"):
+    with pytest.raises(FloatingPointError, match=f"nan; the latest checkpoint is {last}"):
         steps(trainer, 1, 2, 3, then=raising(FloatingPointError("nan")))
     assert list(last.parent.iterdir()) == [last]
 
