@@ -1,8 +1,8 @@
 """Scores samples with an HTTP endpoint; posts JSON, retried on transient failures.
 
-The request is ``{"prompts": [...], "answers": [...], "finish_reasons": [...], COLUMN: [...]}``,
-each list with one entry per sample. The reply is ``{"rewards": [...]}``, one entry per sample: a
-number, a list of one number per token of the answer, or null.
+The request is ``{"prompts": [...], "prompt_messages": [...], "answers": [...], "finish_reasons":
+[...], COLUMN: [...]}``, each list with one entry per sample. The reply is ``{"rewards": [...]}``,
+one entry per sample: a number, a list of one number per token of the answer, or null.
 """
 
 import http.client
@@ -61,6 +61,7 @@ def body_of(samples: Samples) -> bytes:
     """The request for ``samples``."""
     content = samples.columns | {
         "prompts": samples.prompts,
+        "prompt_messages": samples.chats,
         "answers": samples.answers,
         "finish_reasons": samples.finish_reasons,
     }

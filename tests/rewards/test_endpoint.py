@@ -59,6 +59,7 @@ def test_samples_go_in_batches_side_by_side(server, ask):
             "prompts": [f"p{i // 2}" for i in rows],
             "answers": [f"a{i}" for i in rows],
             "finish_reasons": ["stop" if i % 2 else "length" for i in rows],
+            "prompt_messages": [f"p{i // 2}" for i in rows],
             "tests": list(rows),
         }
         for rows in (range(4), range(4, 8), range(8, 10))
