@@ -96,10 +96,14 @@ def evaluate_policy(
             pass_scores = _scores_of(args.eval_pass_source, sources)
         # The tolerance: 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
         passed = (pass_scores >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
-        sums |= _passes(passed.sum(dim=1), sampling.n)
+        known = pass_scores.isfinite().reshape(-1, sampling.n)
+        sums |= _passes(passed.sum(dim=1), known.sum(dim=1), sampling.n)
     totals = dist.sum_named(sums)
-    of_answers = list(totals.items())[2:]
-    metrics = {f"eval/{name}": total / max(totals["count"], 1.0) for name, total in of_answers}
+    metrics = {
+        f"eval/{name}": total / max(totals.get(f"{_ASKED}{name}", totals["count"]), 1.0)
+        for name, total in list(totals.items())[2:]
+        if not name.startswith(_ASKED)
+    }
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
         if engine.has_reference:
@@ -172,7 +176,8 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     if args.has_teacher:
         names.append("teacher_kl")
     if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):
-        names += _passes(torch.zeros(0), args.eval_num_samples)
+        passes = _passes(torch.zeros(0), torch.zeros(0), args.eval_num_samples)
+        names += [name for name in passes if not name.startswith(_ASKED)]
     if len(sources) > 1:
         names += [f"scores/{name}" for name in sources]
     return [f"eval/{name}" for name in names]
@@ -196,13 +201,23 @@ def _answer_sums(
     return {name: means[name] * e.num_sequences for name in names}
 
 
-def _passes(num_right: Tensor, n: int) -> dict[str, float]:
-    """``pass@k`` of this rank's prompts for k = 1, 2, 4, ... and n, times n: sums over answers.
+_ASKED = "asked of "
 
-    ``num_right`` (P,): how many of each prompt's n answers pass.
+
+def _passes(num_right: Tensor, num_scored: Tensor, n: int) -> dict[str, float]:
+    """``pass@k`` of this rank's prompts for k = 1, 2, 4, ... and n, times n: sums over answers;
+    with `_ASKED` the n of all prompts that count.
+
+    ``num_right``, ``num_scored`` (P,): how many of each prompt's n answers pass, and have a score.
+    A prompt counts for k if k of its answers have one.
     """
     ks = sorted({k for k in (2**i for i in range(n.bit_length())) if k < n} | {n})
-    return {f"pass@{k}": n * sum(pass_at(k, n, int(c)) for c in num_right) for k in ks}
+    prompts = list(zip(num_scored.int().tolist(), num_right.int().tolist(), strict=True))
+    found: dict[str, float] = {}
+    for k in ks:
+        known = [pass_at(k, scored, right) for scored, right in prompts if scored >= k]
+        found |= {f"pass@{k}": n * sum(known), f"{_ASKED}pass@{k}": n * len(known)}
+    return found
 
 
 def pass_at(k: int, n: int, num_right: int) -> float:

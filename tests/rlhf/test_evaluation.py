@@ -82,7 +82,7 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
     trainer = trainer_of(models_folder, [moody], on_reward_error="skip", eval_num_samples=2)
     metrics, _ = evaluation_of(trainer)
     assert metrics["eval/score"] == 3
-    assert 0 < metrics["eval/pass@1"] < 1  # some of them were odd
+    assert metrics["eval/pass@1"] == 1  # as every answer that has a score
 
 
 def checkpoints(begin=lambda *_: None, after=lambda *_, **__: None):
@@ -275,25 +275,40 @@ def test_rounding_fails_no_answer():
 
 
 def test_one_source_may_decide_what_passes():
-    """By what it gave, not by its weight, nor what shapes the sum; what it did not score fails."""
+    """By what it gave, not by its weight, nor what shapes the sum. What it did not score counts for
+    neither: pass@2 is that of the first prompt.
+    """
     right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
     parts = [right, source("length", 1.0, [0.5] * 4)]
     assert evaluated(parts)["eval/pass@1"] == 0.5
     own = evaluated(parts, eval_pass_source="right")
-    assert (own["eval/pass@1"], own["eval/pass@2"]) == (0.25, 0.5)
+    assert (own["eval/pass@1"], own["eval/pass@2"]) == (0.25, 1)
     model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
     assert "eval/pass@1" not in evaluated(model)
     judged = evaluated(model, eval_pass_source="reward_model")
     assert judged["eval/pass@1"] == 0.25
 
 
-def test_declined_answers_are_in_no_mean_and_do_not_pass():
+def test_declined_answers_are_in_no_mean_and_no_share():
     applies = torch.tensor([True, False, True, True])
     parts = [source("right", 2.0, [1.0, 0.0, 0.5, 0.0], applies=applies)]
     metrics = evaluated(parts, eval_pass_score=0.0)
-    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 0.75)
+    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 1)
     both = evaluated([*parts, source("length", 1.0, [3.0] * 4)], eval_pass_score=0.0)
     assert (both["eval/score"], both["eval/pass@1"]) == (3.75, 1)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"eval_pass_source": "right"}])
+def test_answers_on_which_a_function_failed_are_not_wrong(knobs):
+    """With --on_reward_error skip; the oracle: the answers that have a score."""
+    scores = [1.0, math.nan, math.nan, math.nan]
+    metrics = evaluated([source("right", 1.0, scores)], **knobs)
+    assert (metrics["eval/score"], metrics["eval/pass@1"], metrics["eval/pass@2"]) == (1, 1, 0)
+    metrics = evaluated([source("right", 1.0, [math.nan, 0.0, 1.0, 0.0])], **knobs)
+    assert metrics["eval/score"] == pytest.approx(1 / 3)
+    assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.25, 1)  # the mean over prompts
+    assert not [name for name in metrics if "asked" in name]
+    assert evaluated([source("right", 1.0, [math.nan] * 4)])["eval/pass@1"] == 0
 
 
 def test_a_source_that_is_only_logged_fails_no_answer():
