@@ -81,7 +81,9 @@ class Samples:
     @classmethod
     def joined(cls, parts: "Sequence[Samples]") -> "Samples":
         """The samples of all ``parts``, which have the same columns."""
-        lists = {name: [v for part in parts for v in getattr(part, name)] for name in _LISTS}
+        lists: dict[str, Any] = {
+            name: [v for part in parts for v in getattr(part, name)] for name in _LISTS
+        }
         first = parts[0] if parts else Samples(**lists)
         names = first.columns
         columns = {name: [v for part in parts for v in part.columns[name]] for name in names}
@@ -104,9 +106,11 @@ class Samples:
 
     def pick(self, rows: Sequence[int]) -> "Samples":
         """A copy of samples ``rows``."""
-        lists = {name: [copy(getattr(self, name)[row]) for row in rows] for name in _LISTS}
         columns = {name: [of[row] for row in rows] for name, of in self.columns.items()}
-        return replace(self, **lists, columns=columns)
+        picked: dict[str, Any] = {"columns": columns}
+        for name in _LISTS:
+            picked[name] = [copy(getattr(self, name)[row]) for row in rows]
+        return replace(self, **picked)
 
     def part(self, start: int, stop: int) -> "Samples":
         """A copy of samples ``start`` to ``stop``, or to the last one."""

@@ -56,7 +56,7 @@ class Retokenizer:
     def batch(self, e: Experience) -> list[list[int]]:
         """The sequences of ``e`` re-tokenized."""
         sources: Sequence[Content | None] = e.sources or [None] * e.num_sequences
-        inputs: Sequence[dict[str, Any] | None] = e.inputs or [None] * e.num_sequences
+        inputs = e.inputs or [{}] * e.num_sequences
         tensors = e.input_ids, e.lengths, e.prompt_lengths, e.finished
         columns = zip(*(tensor.tolist() for tensor in tensors), sources, inputs, strict=True)
         return [

@@ -1,6 +1,7 @@
 """pass@k, scores by source, the best actor, on held-out prompts; the flags of evaluations."""
 
 import copy
+import itertools
 import json
 import logging
 import math
@@ -275,14 +276,14 @@ def test_rounding_fails_no_answer():
 
 
 def test_one_source_may_decide_what_passes():
-    """By what it gave, not by its weight, nor what shapes the sum. What it did not score counts for
-    neither: pass@2 is that of the first prompt.
+    """By what it gave, not by its weight, nor what shapes the sum. What it did not score is left
+    out.
     """
     right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
     parts = [right, source("length", 1.0, [0.5] * 4)]
     assert evaluated(parts)["eval/pass@1"] == 0.5
     own = evaluated(parts, eval_pass_source="right")
-    assert (own["eval/pass@1"], own["eval/pass@2"]) == (0.25, 1)
+    assert (own["eval/pass@1"], own["eval/pass@2"]) == pytest.approx((1 / 3, 2 / 3))
     model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
     assert "eval/pass@1" not in evaluated(model)
     judged = evaluated(model, eval_pass_source="reward_model")
@@ -300,15 +301,14 @@ def test_declined_answers_are_in_no_mean_and_no_share():
 
 @pytest.mark.parametrize("knobs", [{}, {"eval_pass_source": "right"}])
 def test_answers_on_which_a_function_failed_are_not_wrong(knobs):
-    """With --on_reward_error skip; the oracle: the answers that have a score."""
-    scores = [1.0, math.nan, math.nan, math.nan]
-    metrics = evaluated([source("right", 1.0, scores)], **knobs)
-    assert (metrics["eval/score"], metrics["eval/pass@1"], metrics["eval/pass@2"]) == (1, 1, 0)
-    metrics = evaluated([source("right", 1.0, [math.nan, 0.0, 1.0, 0.0])], **knobs)
-    assert metrics["eval/score"] == pytest.approx(1 / 3)
-    assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.25, 1)  # the mean over prompts
-    assert not [name for name in metrics if "asked" in name]
-    assert evaluated([source("right", 1.0, [math.nan] * 4)])["eval/pass@1"] == 0
+    """With --on_reward_error skip: of scores that are 0 or 1, pass@1 is the mean, as score is."""
+    for scores in itertools.product((0.0, 1.0, math.nan), repeat=4):
+        metrics = evaluated([source("right", 1.0, scores)], **knobs)
+        assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/score"])
+        known = [[x for x in pair if x == x] for pair in (scores[:2], scores[2:])]
+        both = sum(len(pair) * max(pair, default=0.0) for pair in known)
+        assert metrics["eval/pass@2"] == pytest.approx(both / max(1, sum(map(len, known))))
+        assert "eval/known" not in metrics
 
 
 def test_a_source_that_is_only_logged_fails_no_answer():
