@@ -16,6 +16,7 @@ from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
 from dschat.rewards.call import GIVEN, INNER, TRL, adapted, is_async
 from dschat.user_code.calls import Recipe, load, portable, raised
+from dschat.user_code.surroundings import restored
 
 logger = logging.getLogger("dschat")
 
@@ -213,7 +214,8 @@ def _bind(reward: RewardFunction, args: dict[str, str]) -> None:
 
 def _instance(target: type, values: dict[str, Any], label: str) -> Any:
     try:
-        return target(**values)
+        with restored(label):
+            return target(**values)
     except UserError as error:
         raise UserError(f"{label}: {error}") from None
     except Exception as error:

@@ -31,6 +31,7 @@ from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
 from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, called, within
 from dschat.user_code.processes import Workers
+from dschat.user_code.surroundings import restored
 
 logger = logging.getLogger("dschat")
 
@@ -269,7 +270,8 @@ class FunctionSource:
         kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
         own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
-        return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
+        with restored(self.label):
+            return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
 
 
 def _state_of(function: Any) -> Any:
