@@ -109,11 +109,11 @@ def start_step(
     console.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
-    # Absolute: the user's code may leave the working directory.
-    config.output_dir = os.path.abspath(config.output_dir or default_output_dir)
+    config.output_dir = config.output_dir or default_output_dir
     settings = {f"--{k}": v for k, v in asdict(config).items()}
     # With a disk of its own a machine may have other files under the same names.
     dist.check_same(settings | {f"content of --{k}": v for k, v in contents_of(config).items()})
+    config.output_dir = os.path.abspath(config.output_dir)  # the user's code may call os.chdir
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
     check_sinks(config)

@@ -42,8 +42,10 @@ def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, others, p
         assert made.logs.extra == {"length": [4, 2]}
 
 
-def test_a_function_of_trl_that_takes_ids_alone(rewards, samples, others):
-    made = rewards(reward_fn=[f"{others}:by_ids"])
+def test_a_function_of_trl_that_takes_ids_alone(rewards, samples, others, caplog):
+    with caplog.at_level("INFO", logger="dschat"):
+        made = rewards(reward_fn=[f"{others}:by_ids"])
+    assert "by_ids is called as TRL calls it" in caplog.text
     chats = samples(2)
     assert scores_of(made, chats) == [[0, 0]]
     chats.chats = [[{"role": "user", "content": prompt}] for prompt in chats.prompts]

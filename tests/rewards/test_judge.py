@@ -82,7 +82,15 @@ RATINGS = {
     None: (
         *("", "good", "[[11]]", "[[0]]", "-5", "8/100", "2024", "4/5", "Rating: 4/5", "[[4/5]]"),
         *("on a scale of 1-10, it is a 10.", "There are 3 errors in 5 lines", "8/10/2024"),
-        *("Rating: 80%", "Rating: 8,5", "Rating: -5", "Rating: 8-9", "Rating: 85", "score: 5/100"),
+        *(
+            "Rating: 8%",
+            "2024/8/10",
+            "Rating: 8,5",
+            "Rating: -5",
+            "Rating: 8-9",
+            "Rating: 85",
+            "score: 5/100",
+        ),
         *("8/10 for style, 3/10 for truth", "Confidence score: 5", "underscore: 5", "1. a\n2. b"),
         *("Rating: 8. A score of 10 would need sources.", "The rating scale is from 1 to 10"),
     ),
