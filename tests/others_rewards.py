@@ -30,6 +30,17 @@ def own(answers, **kwargs):  # dschat
     return [0.0] * len(answers)
 
 
+def by_ids(completion_ids, **kwargs):  # TRL
+    assert len(kwargs["completions"]) == len(kwargs["prompts"]) == len(completion_ids)
+    kwargs["log_metric"]("calls", 1)
+    return [float(isinstance(prompt, list)) for prompt in kwargs["prompts"]]
+
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):  # verl's batch form
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [compute_score(*row) for row in rows]
+
+
 async def later_reward(queries, prompts, labels):  # OpenRLHF
     await asyncio.sleep(0)
     return {"rewards": reward_func(queries, prompts, labels)["rewards"]}

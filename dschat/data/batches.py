@@ -151,12 +151,14 @@ class PromptTable:
         sources: text or chat messages; None if unknown.
         texts: the text, or the last user turn; None if unknown.
         columns: the other columns of the prompts' rows.
+        inputs: what the chat template gets beside the messages; None if unknown.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     sources: list[Content] | None = None
     texts: list[str] | None = None
     columns: dict[str, list[Any]] = field(default_factory=dict)
+    inputs: list[dict[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -168,25 +170,27 @@ class PromptTable:
         return self.ids[row]
 
     def pick(self, rows: list[int]) -> "PromptTable":
-        def picked(values: list[Any]) -> list[Any]:
-            return [values[row] for row in rows]
+        def picked(values: Any) -> Any:
+            if isinstance(values, dict):
+                return {name: picked(column) for name, column in values.items()}
+            return None if values is None else [values[row] for row in rows]
 
-        return PromptTable(
-            picked(self.ids),
-            None if self.sources is None else picked(self.sources),
-            None if self.texts is None else picked(self.texts),
-            {name: picked(values) for name, values in self.columns.items()},
-        )
+        return PromptTable(**picked(vars(self)))
 
     def concat(self, other: "PromptTable") -> "PromptTable":
         if not self.ids or not other.ids:
             return self if self.ids else other
-        both = set(self.columns) & set(other.columns)
+        both = sorted(set(self.columns) & set(other.columns))
+
+        def joined(mine: Any, theirs: Any) -> Any:
+            return mine + theirs if mine and theirs else None
+
         return PromptTable(
             self.ids + other.ids,
-            self.sources + other.sources if self.sources and other.sources else None,
-            self.texts + other.texts if self.texts and other.texts else None,
-            {name: self.columns[name] + other.columns[name] for name in sorted(both)},
+            joined(self.sources, other.sources),
+            joined(self.texts, other.texts),
+            {name: self.columns[name] + other.columns[name] for name in both},
+            joined(self.inputs, other.inputs),
         )
 
 
@@ -286,7 +290,8 @@ def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
 
 
 def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> PromptTable:
-    """Rows of ``prompt_dataset`` as prompts; ``sources`` and ``texts`` if all rows have one.
+    """Rows of ``prompt_dataset`` as prompts; ``sources``, ``texts`` and ``inputs`` if all rows have
+    one.
 
     ``columns``: see ``prompt_columns``; default: those of these rows.
     """
@@ -295,11 +300,13 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> PromptTabl
         columns = {name for row in others for name in row}
     sources = [json.loads(row["prompt"]) for row in rows if "prompt" in row]
     texts = [row["prompt_text"] for row in rows if "prompt_text" in row]
+    inputs = [json.loads(row["inputs"]) for row in rows if "inputs" in row]
     return PromptTable(
         [row["prompt_ids"] for row in rows],
         sources if len(sources) == len(rows) else None,
         texts if len(texts) == len(rows) else None,
         {name: [row.get(name) for row in others] for name in sorted(columns)},
+        inputs if len(inputs) == len(rows) else None,
     )
 
 

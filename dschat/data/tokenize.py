@@ -122,12 +122,13 @@ def prompt_dataset(
     tools: Tools = None,
 ) -> Tables:
     """Step 3's table: ``prompt_ids`` (P,), P <= max_prompt_seq_len, ``prompt``, ``prompt_text``,
-    ``index``, ``columns``.
+    ``index``, ``columns``, ``inputs``.
 
     ``prompt`` is the source of the ids, text or chat messages, as JSON. ``prompt_text``, for the
     gold scorer and the log, is a text prompt or the last user turn. ``index`` numbers the examples
     before any is dropped. Prompts that are too long are dropped, not cut. ``columns`` are the row's
-    others for reward functions, as JSON: `prompt_columns` names them, `prompts_of` unpacks them.
+    others for reward functions, as JSON: `prompt_columns` names them, `prompts_of` unpacks them;
+    ``inputs`` are what the chat template gets beside ``prompt``, as JSON.
     Prompts show ``tools`` in place of those of their rows, and a text is a user's turn.
 
     Returns and raises like ``sft_dataset``.
@@ -142,7 +143,7 @@ def prompt_dataset(
         reasoning=config.reasoning,
     )
     columns = {"prompt_ids": _IDS, "index": Value("int64")}
-    columns |= dict.fromkeys(("prompt", "prompt_text", "columns"), Value("string"))
+    columns |= dict.fromkeys(("prompt", "prompt_text", "columns", "inputs"), Value("string"))
     return _tables(config, "rlhf", split, make, columns)
 
 
@@ -294,6 +295,7 @@ def _prompt_rows(
             "prompt_text": question_text(example.prompt),
             "index": index,
             "columns": json.dumps(example.columns),
+            "inputs": json.dumps(example.inputs),
             "problem": problem,
             "cut": encoded.cut,
         }

@@ -8,6 +8,7 @@ and error messages can ask for the rank without it.
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,19 @@ _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # set by deepspeed's import: a weake
 VARIABLES = (*_RANK, *_WORLD_SIZE, *_LOCAL_RANK)
 
 
+_variables: Mapping[str, str] = os.environ
+
+
+def pin(is_joined: bool) -> None:
+    """Read the present variables until this is undone: the user's code may change them."""
+    global _variables
+    _variables = dict(os.environ) if is_joined else os.environ
+
+
 def _environment(names: tuple[str, ...], default: int) -> int:
     for name in names:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+        if _variables.get(name, "").isdigit():
+            return int(_variables[name])
     return default
 
 
@@ -53,7 +63,7 @@ def is_main_process() -> bool:
 
 def is_launched() -> bool:
     """Whether a launcher set MASTER_ADDR, or SLURM's srun started several tasks."""
-    return "MASTER_ADDR" in os.environ or _environment(_WORLD_SIZE[-1:], 1) > 1
+    return "MASTER_ADDR" in _variables or _environment(_WORLD_SIZE[-1:], 1) > 1
 
 
 def complete_environment() -> None:

@@ -19,6 +19,7 @@ from dschat.distributed.env import (
     has_gpu,
     is_launched,
     local_rank,
+    pin,
     rank,
     world_size,
 )
@@ -55,6 +56,7 @@ def init(timeout_minutes: float = 60.0) -> None:
     torch_dist.init_process_group(
         backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout
     )
+    pin(True)
     if world_size() > 1:
         check_same(flags_of(sys.argv))  # else they would hang
         watch(FailureDetector(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects))
@@ -127,4 +129,5 @@ def shutdown() -> None:
     announce_exit(0)
     if torch_dist.is_initialized():
         collectives.forget_group()
+        pin(False)
         torch_dist.destroy_process_group()

@@ -10,6 +10,7 @@ import logging
 import os
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -75,7 +76,9 @@ class AnswerScorer:
                 self.max_len = longest
             else:
                 ends = answering.stop_ids
-                self._retokenizer = Retokenizer(answering.tokenizer, tokenizer, ends, longest)
+                self._retokenizer = Retokenizer(
+                    *(answering.tokenizer, tokenizer, ends, longest, config.chat_template_kwargs)
+                )
 
     def load(self) -> None:
         """Load the reward model, if there is one."""
@@ -118,7 +121,8 @@ class AnswerScorer:
             if read is None:
                 ids.append(row.ids + answer)
             else:
-                ids.append(read.sequence(row.ids, answer, reason == "stop", row.prompt))
+                finished = reason == "stop"
+                ids.append(read.sequence(row.ids, answer, finished, row.prompt, row.inputs))
         shared = [len(row.ids) if read is None else 0 for row in rows]
         scores = self._model.score(ids, shared)
         if not scores.isfinite().all():
@@ -137,6 +141,8 @@ class AnswerScorer:
             answer_ids=answers.token_ids,
             finish_reasons=list(answers.finish_reasons),
             columns={name: [row.columns.get(name) for row in rows] for name in self._columns},
+            chats=[row.prompt for row in rows],
+            decode=partial(self._answering.tokenizer.decode, clean_up_tokenization_spaces=False),
         )
 
 

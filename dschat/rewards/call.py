@@ -14,7 +14,8 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from copy import copy
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,9 @@ GIVEN = {
     "completion_ids": "answer_ids",
     "finish_reasons": "finish_reasons",
 }
+# Likewise, of the adapters below alone: names that no column has.
+INNER = {"_prompts": "whole_prompts", "_queries": "queries"}
+TRL = {"completions", "completion_ids"}  # a function that takes one of them was written for TRL
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Samples:
     finish_reasons: list[str]  # (S,) "stop" or "length"
     columns: dict[str, list[Any]] = field(default_factory=dict)  # name -> (S,), from the data
     chats: list[Any] = field(default_factory=list)  # (S,) prompts, as messages where they are chats
+    decode: Callable[[list[int]], str] | None = None  # of token ids, special ones too, if known
 
     def __post_init__(self) -> None:
         self.chats = self.chats or list(self.prompts)
@@ -57,22 +62,38 @@ class Samples:
             for chat, answer in zip(self.chats, self.answers, strict=True)
         ]
 
+    @property
+    def whole_prompts(self) -> list[str]:
+        """The prompts as the model read them: of chats, as their template renders them."""
+        return [*map(self.decode, self.prompt_ids)] if self.decode else self.prompts
+
+    @property
+    def queries(self) -> list[str]:
+        """Prompts and answers, as the model read and wrote them."""
+        if self.decode is None:
+            return [*map(str.__add__, self.prompts, self.answers)]
+        pairs = zip(self.prompt_ids, self.answer_ids, strict=True)
+        return [self.decode(prompt + answer) for prompt, answer in pairs]
+
     def __len__(self) -> int:
         return len(self.answers)
 
     @classmethod
     def joined(cls, parts: "Sequence[Samples]") -> "Samples":
         """The samples of all ``parts``, which have the same columns."""
-        names = [f.name for f in fields(cls) if f.name != "columns"]
-        lists = {name: [v for part in parts for v in getattr(part, name)] for name in names}
-        given = parts[0].columns if parts else {}
-        columns = {name: [v for part in parts for v in part.columns[name]] for name in given}
-        return cls(**lists, columns=columns)
+        lists: dict[str, Any] = {
+            name: [v for part in parts for v in getattr(part, name)] for name in _LISTS
+        }
+        first = parts[0] if parts else Samples(**lists)
+        names = first.columns
+        columns = {name: [v for part in parts for v in part.columns[name]] for name in names}
+        return replace(first, **lists, columns=columns)
 
     def arguments(self, sources: Mapping[str, str]) -> dict[str, list[Any]]:
         """Arguments of a call, of the column or name in `GIVEN` that each parameter gets."""
+        known = GIVEN | INNER
         return {
-            name: getattr(self, GIVEN[source]) if source in GIVEN else self._column(source)
+            name: getattr(self, known[source]) if source in known else self._column(source)
             for name, source in sources.items()
         }
 
@@ -85,15 +106,11 @@ class Samples:
 
     def pick(self, rows: Sequence[int]) -> "Samples":
         """A copy of samples ``rows``."""
-        return Samples(
-            [self.prompts[row] for row in rows],
-            [self.answers[row] for row in rows],
-            [list(self.prompt_ids[row]) for row in rows],
-            [list(self.answer_ids[row]) for row in rows],
-            [self.finish_reasons[row] for row in rows],
-            {name: [values[row] for row in rows] for name, values in self.columns.items()},
-            [self.chats[row] for row in rows],
-        )
+        columns = {name: [of[row] for row in rows] for name, of in self.columns.items()}
+        picked: dict[str, Any] = {"columns": columns}
+        for name in _LISTS:
+            picked[name] = [copy(getattr(self, name)[row]) for row in rows]
+        return replace(self, **picked)
 
     def part(self, start: int, stop: int) -> "Samples":
         """A copy of samples ``start`` to ``stop``, or to the last one."""
@@ -130,7 +147,9 @@ class Samples:
         return lists
 
 
+_LISTS = ("prompts", "answers", "prompt_ids", "answer_ids", "finish_reasons", "chats")
 _VERL = {"data_source", "solution_str", "ground_truth"}
+_VERL_BATCH = {f"{name}s" for name in _VERL}
 _OPENRLHF = ["queries", "prompts", "labels"]
 
 Column = Sequence[Any] | None
@@ -160,16 +179,19 @@ def adapted(
     calls: Callable[..., Calls]
     if set(names) >= _VERL:
         trainer, calls = "verl", _verl_calls
+    elif set(names) >= _VERL_BATCH:
+        trainer, calls = "verl", _verl_batch
     elif names[:3] == _OPENRLHF:
         trainer, calls = "OpenRLHF", _openrlhf_calls
     else:
-        return function, "TRL" if "completions" in names else ""
+        return function, "TRL" if TRL & {*names} else ""
     given = options or {}
 
     def values_of(results: list[Any]) -> Any:
-        if trainer == "verl":
-            return [found["score"] if isinstance(found, dict) else found for found in results]
-        return results[0]["rewards"] if isinstance(results[0], dict) else results[0]
+        values = results if calls is _verl_calls else results[0]
+        if trainer == "verl" and isinstance(values, list):
+            return [value["score"] if isinstance(value, dict) else value for value in values]
+        return values["rewards"] if isinstance(values, dict) else values
 
     def call(**arguments: Any) -> Any:
         return values_of([function(**each, **given) for each in calls(**arguments)])
@@ -205,9 +227,16 @@ def _verl_calls(
     return calls
 
 
+@functools.wraps(_verl_calls)
+def _verl_batch(**columns: Any) -> Calls:
+    """One call, for all answers."""
+    calls = _verl_calls(**columns)
+    return [{f"{name}s": [call[name] for call in calls] for name in (*_VERL, "extra_info")}]
+
+
 def _openrlhf_calls(
-    prompts: Sequence[str],
-    answers: Sequence[str],
+    _prompts: Sequence[str],
+    _queries: Sequence[str],
     label: Column = None,
     labels: Column = None,
     reference: Column = None,
@@ -215,9 +244,8 @@ def _openrlhf_calls(
     """One call; a query is prompt + answer. It returns one number per sample, or a dict with them
     as ``rewards``.
     """
-    known = next((c for c in (labels, label, reference) if c is not None), [""] * len(prompts))
-    queries = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    return [{"queries": queries, "prompts": list(prompts), "labels": list(known)}]
+    known = next((c for c in (labels, label, reference) if c is not None), [""] * len(_prompts))
+    return [{"queries": list(_queries), "prompts": list(_prompts), "labels": list(known)}]
 
 
 class Logs:
@@ -238,7 +266,7 @@ class Logs:
         ``**kwargs``. ``can_log``: it does not run in another process.
         """
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        takes_all = takes_any and "completions" in accepted
+        takes_all = takes_any and bool(TRL & {*accepted})
         names = ("trainer_state", *(("log_metric", "log_extra") if can_log else ()))
         return {name: getattr(self, name) for name in names if takes_all or name in accepted}
 

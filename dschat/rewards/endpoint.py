@@ -1,8 +1,8 @@
 """Scores samples with an HTTP endpoint; posts JSON, retried on transient failures.
 
-The request is ``{"prompts": [...], "answers": [...], "finish_reasons": [...], COLUMN: [...]}``,
-each list with one entry per sample. The reply is ``{"rewards": [...]}``, one entry per sample: a
-number, a list of one number per token of the answer, or null.
+The request is ``{"prompts": [...], "prompt_messages": [...], "answers": [...], "finish_reasons":
+[...], COLUMN: [...]}``, each list with one entry per sample. The reply is ``{"rewards": [...]}``,
+one entry per sample: a number, a list of one number per token of the answer, or null.
 """
 
 import http.client
@@ -23,6 +23,7 @@ LONGEST_PAUSE_S = 30.0
 _TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 _CHUNK_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 28  # of a reply
 _DETAIL_BYTES = 1000  # of the body of an error
 
 
@@ -61,6 +62,7 @@ def body_of(samples: Samples) -> bytes:
     """The request for ``samples``."""
     content = samples.columns | {
         "prompts": samples.prompts,
+        "prompt_messages": samples.chats,
         "answers": samples.answers,
         "finish_reasons": samples.finish_reasons,
     }
@@ -128,6 +130,8 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
             raise _TransientFailure(message, timed_out=True) from None
         message = " ".join(str(reason).split()) or type(reason).__name__
         raise _TransientFailure(f"cannot be reached: {message}") from None
+    if len(body) > _LARGEST_BYTES:
+        raise Fault(f"answered with more than {_LARGEST_BYTES >> 20} MiB")
     if 200 <= reply.status < 300:
         return body
     answered = f"answered {reply.status} {reply.reason}".strip()
@@ -143,19 +147,19 @@ def _post(request: urllib.request.Request, timeout_s: float) -> bytes:
 def _exchange(
     request: urllib.request.Request, timeout_s: float
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """The reply and its body.
+    """The reply and its body, which ends soon after `_LARGEST_BYTES`.
 
     The limit here ends the thread that `within` has given up. urllib's timeout bounds single reads,
     but not DNS lookups or slow headers.
     """
-    end, chunks = time.monotonic() + timeout_s, []
+    end, body = time.monotonic() + timeout_s, bytearray()
     opener = urllib.request.build_opener(_AnyStatus)
     with opener.open(request, timeout=timeout_s) as reply:
-        while chunk := reply.read1(_CHUNK_BYTES):
-            chunks.append(chunk)
+        while len(body) <= _LARGEST_BYTES and (chunk := reply.read1(_CHUNK_BYTES)):
+            body += chunk
             if time.monotonic() > end:
                 raise TimeoutError
-    return reply, b"".join(chunks)
+    return reply, bytes(body)
 
 
 def _parsed(reply: bytes) -> Any:

@@ -50,11 +50,24 @@ _COMPARE = (
     "better, or [[C]] if they are equally good."
 )
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
-_RATING = re.compile(rf"\[\[\s*{_NUMBER}(?:/10)?\s*\]\]")
-# of models that use no brackets: 8, 8.5, 8/10, 8 out of 10
-_BARE_RATING = re.compile(rf"(?<![\d.]){_NUMBER}(?:\s*(?:/|out of)\s*10(?![\d.]*\d))?")
-_VERDICT = re.compile(r"\[\[([ABC])\]\]")
-_WINS = {"A": 1.0, "B": 0.0, "C": 0.5}  # of answer A
+_OF_10 = r"\s{0,3}\(?(?:/|out of)\s{0,3}10"
+_RATING = re.compile(rf"\[\[\s*{_NUMBER}(?:{_OF_10})?\s*\]\]")
+# Of models that use no brackets. A number ends here: 8/10 is one, and none is in 8/100, 4/5, 1-10.
+_END = r"(?![\d.,]*\d|\s{0,3}(?:/|out of|-|to)\s{0,3}\d|\s?%)"
+_LABELLED = (
+    r"\b(?:rating|score)\b[\s\"'*_`]{0,9}(?:\([^()\n]{0,40}\)[\s*]{0,9})?"
+    rf"(?:[:=]|[-\u2013\u2014]\s|is\b|of\b)?[\s\"'*_`]{{0,9}}{_NUMBER}(?:{_OF_10})?{_END}"
+)
+_LINES = (
+    re.compile(rf"^[^\w\n]{{0,9}}(?:(?:overall|final|total) )?{_LABELLED}[^\w\n]*$", re.I | re.M),
+    re.compile(rf"^[^\w\n-]{{0,9}}{_NUMBER}(?:{_OF_10})?[^\w\n]{{0,9}}\Z", re.I | re.M),
+)
+_MENTION = re.compile(
+    rf"(?<!confidence ){_LABELLED}|(?<![\d.,/-]){_NUMBER}{_OF_10}{_END}", re.IGNORECASE
+)
+_VERDICT = re.compile(r"\[\[\s*([ABC]|tie|[AB]\s*(?:>{1,2}|<{1,2}|={1,2})\s*[AB])\s*\]\]", re.I)
+_WINS = {"A": 1.0, "A>B": 1.0, "B<A": 1.0, "B": 0.0, "B>A": 0.0, "A<B": 0.0}  # of answer A
+_WINS |= dict.fromkeys(("C", "TIE", "A=B", "B=A"), 0.5)
 
 # A question to the judge: the two messages; and how to read the reply (None: it says nothing)
 Request = tuple[str, str]
@@ -62,16 +75,21 @@ Read = Callable[[str], float | None]
 
 
 def read_rating(reply: str) -> float | None:
-    """The last number of a reply (the last in double brackets, if any), 1 to 10 as 0 to 1."""
-    numbers = _RATING.findall(reply) or _BARE_RATING.findall(reply)
-    rating = float(numbers[-1]) if numbers else 0.0
+    """The rating of a reply, 1 to 10 as 0 to 1: its last number in double brackets; else on a line
+    of its own behind "rating" or "score", or as the last line; else the one that the text mentions
+    (rating is N, N/10, N out of 10). None where it has none, or mentions several.
+    """
+    alone = (form.findall(reply.strip()) for form in (_RATING, *_LINES))
+    found = next(filter(None, alone), [])[-1:] or map("".join, _MENTION.findall(reply))
+    numbers = set(map(float, found))
+    rating = numbers.pop() if len(numbers) == 1 else 0.0
     return (rating - 1) / 9 if 1 <= rating <= 10 else None
 
 
 def read_verdict(reply: str) -> float | None:
     """1 if the reply prefers answer A, 0 for answer B, 0.5 for a tie."""
     found = _VERDICT.findall(reply)
-    return _WINS[found[-1]] if found else None
+    return _WINS.get(re.sub(r"\s|(?<=[<>=])[<>=]", "", found[-1].upper())) if found else None
 
 
 @dataclass
@@ -134,34 +152,45 @@ class Judge:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
-    def __call__(self, prompts: list[str], answers: list[str]) -> list[float | None]:
+    def __call__(self, prompt_messages: list[Any], answers: list[str]) -> list[float | None]:
         asked = [
-            self._request(_RATE, question=prompt, answer=answer)
-            for prompt, answer in zip(prompts, answers, strict=True)
+            self._request(_RATE, prompt, answer=answer)
+            for prompt, answer in zip(prompt_messages, answers, strict=True)
         ]
         return self._ask(asked, read_rating)
 
-    def _compare(self, pairs: Sequence[tuple[str, str, str]]) -> list[list[float | None]]:
+    def _compare(self, pairs: Sequence[tuple[Any, str, str]]) -> list[list[float | None]]:
         """The shares that the first answer wins of each (prompt, answer, answer): in both orders of
         the two.
         """
         asked = [
-            self._request(_COMPARE, question=prompt, answer_A=first, answer_B=second)
+            self._request(_COMPARE, prompt, answer_A=first, answer_B=second)
             for prompt, a, b in pairs
             for first, second in ((a, b), (b, a))
         ]
         verdicts = iter(self._ask(asked, read_verdict))
         return [[next(verdicts), _other(next(verdicts))] for _ in pairs]
 
-    def _request(self, task: str, **texts: str) -> Request:
+    def _request(self, task: str, prompt: Any, **answers: str) -> Request:
         """The system message, and the user's: each text between tags of its name, which no text
-        can close.
+        can open or close. In a chat of several turns each has a tag of its role.
         """
-        parts = [
-            f"<{name}>\n{_cut(text, self.max_chars).replace('</', '< /')}\n</{name}>"
-            for name, text in texts.items()
-        ]
-        return f"{self._criteria}\n\n{task}", "\n\n".join(parts)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        roles = [turn["role"] for turn in turns]
+        names = "|".join(map(re.escape, ("question", *answers, *roles)))
+
+        def tagged(name: str, text: str) -> str:
+            text = re.sub(rf"<(/?\s*(?:{names})\b)", r"< \1", text, flags=re.IGNORECASE)
+            return f"<{name}>\n{text}\n</{name}>"
+
+        if roles == ["user"]:
+            question = tagged("question", _cut(turns[0]["content"], self.max_chars))
+        else:
+            parts = [tagged(role, _said(turn)) for role, turn in zip(roles, turns, strict=True)]
+            question = shortened("\n".join(parts), self.max_chars)
+            question = f"<question>\n{question}\n</question>"
+        parts = [tagged(name, _cut(text, self.max_chars)) for name, text in answers.items()]
+        return f"{self._criteria}\n\n{task}", "\n\n".join([question, *parts])
 
     def _ask(self, requests: Sequence[Request], read: Read) -> list[float | None]:
         """The verdict of each request, equal ones asked once; None for a reply without one, and for
@@ -251,12 +280,14 @@ class JudgeGroup(Judge):
     name: ClassVar[str] = "judge_group"
 
     def __call__(  # type: ignore[override]
-        self, prompts: list[str], answers: list[str], prompt_ids: list[list[int]]
+        self, prompt_messages: list[Any], answers: list[str], prompt_ids: list[list[int]]
     ) -> list[float | None]:
         groups = itertools.groupby(range(len(answers)), key=lambda i: prompt_ids[i])
         pairs = [pair for _, group in groups for pair in itertools.combinations(group, 2)]
         differ = [
-            (prompts[i], answers[i], answers[j]) for i, j in pairs if answers[i] != answers[j]
+            (prompt_messages[i], answers[i], answers[j])
+            for i, j in pairs
+            if answers[i] != answers[j]
         ]
         compared = iter(self._compare(differ))
         wins: list[list[float | None]] = [[] for _ in answers]
@@ -274,11 +305,11 @@ class JudgeReference(Judge):
     name: ClassVar[str] = "judge_reference"
 
     def __call__(  # type: ignore[override]
-        self, prompts: list[str], answers: list[str], reference: list[Any]
+        self, prompt_messages: list[Any], answers: list[str], reference: list[Any]
     ) -> list[float | None]:
         texts = [r[0] if isinstance(r, (list, tuple)) and r else r for r in reference]
         has = [text is not None and text != [] for text in texts]
-        rows = zip(prompts, answers, map(str, texts), strict=True)
+        rows = zip(prompt_messages, answers, map(str, texts), strict=True)
         compared = iter(self._compare(list(itertools.compress(rows, has))))
         return [_mean(next(compared)) if is_there else None for is_there in has]
 
@@ -291,6 +322,12 @@ def _other(share: float | None) -> float | None:
 def _mean(shares: Iterable[float | None]) -> float | None:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else None
+
+
+def _said(turn: dict[str, Any]) -> str:
+    """A turn's content and calls of tools."""
+    calls = json.dumps(turn["tool_calls"]) if turn.get("tool_calls") else ""
+    return "\n".join(filter(None, (turn.get("content"), calls)))
 
 
 def _cut(text: str, limit: int) -> str:

@@ -28,13 +28,15 @@ logger = logging.getLogger("dschat")
 _PATTERN_S = 2.0  # limit of one regular expression search, or of one answer's schema
 _LONGEST_ANSWER_S = 180.0
 _BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # after it, a call starts no other answer
+_THOUSANDS = regex.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 # NOTE one way only to match each space: ambiguous ones would backtrack in O(n^3).
 _FENCE = regex.compile(r"```(?:json)?[^\S\n]*\n(.*)\n[^\S\n]*```", regex.DOTALL | regex.IGNORECASE)
 
 
 @dataclass
 class ExactMatch:
-    """Whether the answer equals the reference, ignoring space at both ends.
+    """Whether the answer equals the reference, ignoring space at both ends, and the commas of a
+    number with thousands separators.
 
     A list as reference holds alternatives. ``pattern`` selects the text to compare: its last match,
     or the first group of it. A reference without a match is compared as a whole.
@@ -74,7 +76,8 @@ class ExactMatch:
         return last and (last[1 if self._pattern.groups else 0] or "")
 
     def _same(self, a: str, b: str) -> bool:
-        a, b = a.strip(), b.strip()
+        texts = a.strip(), b.strip()
+        a, b = (t.replace(",", "") if _THOUSANDS.fullmatch(t) else t for t in texts)
         return a.casefold() == b.casefold() if self.ignore_case else a == b
 
 

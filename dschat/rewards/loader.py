@@ -14,8 +14,9 @@ import yaml
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
-from dschat.rewards.call import GIVEN, adapted, is_async
+from dschat.rewards.call import GIVEN, INNER, TRL, adapted, is_async
 from dschat.user_code.calls import Recipe, load, portable, raised
+from dschat.user_code.surroundings import restored
 
 logger = logging.getLogger("dschat")
 
@@ -68,7 +69,7 @@ class RewardFunction:
             candidates = list(REFERENCE) if name == "reference" else [name]
             if name in self.mapped:
                 candidates = [self.mapped[name]]
-            known = {*columns, *GIVEN}
+            known = {*columns, *GIVEN, *INNER}
             source = next((c for c in candidates if {c, c.partition(".")[0]} & known), None)
             if source is not None:
                 chosen[name] = source
@@ -79,7 +80,7 @@ class RewardFunction:
                     f"(it has: {available}); give {name} a default, or name the column with "
                     f"--reward_args {self.name}.{name}=@COLUMN"
                 )
-        if "completions" in self.accepted and "prompts" in chosen:
+        if TRL & {*self.accepted} and "prompts" in chosen:
             chosen["prompts"] = "prompt_messages"  # as TRL gives them
         return chosen
 
@@ -213,7 +214,8 @@ def _bind(reward: RewardFunction, args: dict[str, str]) -> None:
 
 def _instance(target: type, values: dict[str, Any], label: str) -> Any:
     try:
-        return target(**values)
+        with restored(label):
+            return target(**values)
     except UserError as error:
         raise UserError(f"{label}: {error}") from None
     except Exception as error:

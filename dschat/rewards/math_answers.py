@@ -13,6 +13,7 @@ from dschat.config import UserError
 from dschat.user_code.processes import Killable
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_THOUGHT = re.compile(r"[<\[](/?)(?:think|thinking|thought|reasoning)[>\]]", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _comparison = Killable(f"{__name__}:Comparison")
 
@@ -24,9 +25,12 @@ def require_library(name: str) -> None:
 
 
 def are_equal(reference: str, answer: str, limit_s: float) -> bool:
-    """Whether ``answer`` equals ``reference``; False if it takes over ``limit_s`` or kills the
-    process; see `Killable`.
+    """Whether ``answer``, behind any thought, equals ``reference``; False if it takes over
+    ``limit_s`` or kills the process; see `Killable`.
     """
+    *_, last = None, *_THOUGHT.finditer(answer)
+    if last:  # a thought without an end has no answer
+        answer = answer[last.end() :] if last[1] else ""
     # U+2212 is the minus sign of typesetting, which math-verify does not read everywhere.
     reference, answer = (text.replace("\u2212", "-").strip() for text in (reference, answer))
     if not reference or not answer or reference == answer:

@@ -29,13 +29,14 @@ from dschat.rewards.call import (
 from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
-from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, raised, within
+from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, called, within
 from dschat.user_code.processes import Workers
+from dschat.user_code.surroundings import restored
 
 logger = logging.getLogger("dschat")
 
 REWARD_MODEL = "reward_model"  # reserved source name
-_NOT_JSON = "let it return JSON types, for checkpoints, or rename it"
+_NOT_JSON = "let it return JSON types, in time, for checkpoints, or rename it"
 
 
 class RewardFunctions:
@@ -123,14 +124,17 @@ class RewardFunctions:
         problem = ""
         for reward in self._stateful:
             try:
-                self._states[reward.name] = json.loads(json.dumps(reward.function.state_dict()))
-            except Exception as error:
-                problem = problem or f"{reward.label}: state_dict() {raised(error)}; {_NOT_JSON}"
+                self._states[reward.name] = self._in_time(_state_of, reward.function)
+            except Fault as fault:
+                problem = problem or f"{reward.label}: state_dict() {fault}; {_NOT_JSON}"
         ranks = dist.gather_objects((self._states, problem)) if self._stateful else []
         self._problem = next((p for _, p in ranks if p), "")
         if self._problem:
             logger.warning("a checkpoint has an earlier state: %s", self._problem)
         return {p.name: [states.get(p.name) for states, _ in ranks] for p in self._stateful}
+
+    def _in_time(self, job: Callable[..., Any], *args: Any) -> Any:
+        return within(self._config.reward_timeout_s, called, job, *args)
 
     def _raise_problem(self) -> None:
         if self._problem:
@@ -142,10 +146,11 @@ class RewardFunctions:
             if reward.name in states:
                 of_ranks = states[reward.name]
                 try:
-                    reward.function.load_state_dict(of_ranks[dist.rank() % len(of_ranks)])
-                except Exception as error:
+                    state = of_ranks[dist.rank() % len(of_ranks)]
+                    self._in_time(reward.function.load_state_dict, state)
+                except Fault as fault:
                     raise UserError(
-                        f"{reward.label}: load_state_dict() {raised(error)}; fix it, or start "
+                        f"{reward.label}: load_state_dict() {fault}; fix it, or start "
                         "over with --overwrite_output_dir (train.py: --restart)"
                     ) from None
 
@@ -265,7 +270,13 @@ class FunctionSource:
         kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
         own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
-        return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
+        with restored(self.label):
+            return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
+
+
+def _state_of(function: Any) -> Any:
+    """A copy, as JSON has it."""
+    return json.loads(json.dumps(function.state_dict()))
 
 
 def _is_stateful(function: object) -> bool:

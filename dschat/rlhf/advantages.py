@@ -2,7 +2,7 @@
 that flags name: those of `dschat.losses`, and the user's, file.py:NAME.
 
 Statistics are over the whole rollout on all ranks, even where one prompt's samples lie on several.
-Answers without a score count in none of them and get advantage 0.
+Answers without a score count in none of them and get advantage 0, but for a teacher's.
 """
 
 import inspect
@@ -111,15 +111,17 @@ def fill_in_advantages(
         e.advantages = e.returns = losses.returns_to_go(baselined, e.answer_mask, args.gamma)
         if args.advantage_estimator != "reinforce":
             e.advantages = _whitened(e.advantages, e.scored_mask)
+    e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
+    e.loss_mask = e.answer_mask if args.has_teacher else e.scored_mask
     if args.has_teacher and not args.distill_top_k:
-        # Per action and with its own discount, whatever the estimator.
-        e.advantages = e.advantages + args.distill_coef * losses.distillation_advantages(
+        # Per action and with its own discount, whatever the estimator; without a score too.
+        distilled = losses.distillation_advantages(
             e.logprobs, e.teacher_logprobs, e.answer_mask, args.distill_gamma
         )
-    e.advantages = torch.where(e.scored_mask, e.advantages, 0.0)
-    e.loss_mask = e.scored_mask
+        e.advantages = e.advantages + args.distill_coef * distilled
+        e.advantages = torch.where(e.answer_mask, e.advantages, 0.0)
     if args.overlong_filter:
-        e.loss_mask &= e.finished.unsqueeze(1)
+        e.loss_mask = e.loss_mask & e.finished.unsqueeze(1)
     e.weights, corrected = losses.rollout_weights(
         e.logprobs, e.rollout_logprobs, e.answer_mask, args.rollout_is, *args.importance_range
     )

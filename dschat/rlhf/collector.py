@@ -258,12 +258,12 @@ class Collector:
             finish_reasons=list(answers.finish_reasons),
             columns=prompts.columns,
             chats=prompts.sources or [],
+            decode=partial(self._engine.tokenizer.decode, clean_up_tokenization_spaces=False),
         )
 
     def _experience(self, groups: list[Group], first: int) -> Experience:
         """``first``: the number of the first sequence."""
         ids = [ids for group in groups for ids in group.prompts.ids]
-        sources = [source for group in groups for source in group.prompts.sources or ()]
         answers = Rollout.joined(group.answers for group in groups)
         if any(group.answers.drawn is not None for group in groups):
             answers.drawn = [drawn for group in groups for drawn in group.answers.drawn or ()]
@@ -272,7 +272,11 @@ class Collector:
                 "--moe_routing_replay needs the inference engine, which does not run this model"
             )
         pad_id = self._engine.tokenizer.pad_token_id
-        return from_rollout(ids, answers, pad_id, first, sources or None)
+        e = from_rollout(ids, answers, pad_id, first)
+        for name in ("sources", "inputs"):
+            values = [v for group in groups for v in getattr(group.prompts, name) or ()]
+            setattr(e, name, values or None)
+        return e
 
     def _scores_of(self, groups: list[Group]) -> list[SourceScores]:
         """The scores that the groups came with."""

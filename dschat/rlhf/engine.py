@@ -132,9 +132,8 @@ class DeepSpeedRLHFEngine:
             assert self.checkpoints.reward is not None
             text = self.checkpoints.reward.config.get_text_config()
             longest = getattr(text, "max_position_embeddings", None)
-            self._retokenizer = Retokenizer(
-                tokenizer, self.checkpoints.reward_tokenizer, self.stop_ids, longest
-            )
+            own, kwargs = self.checkpoints.reward_tokenizer, self.args.chat_template_kwargs
+            self._retokenizer = Retokenizer(tokenizer, own, self.stop_ids, longest, kwargs)
         self.ema = (
             ShardedEMA(unwrap(self.actor), self.args.ema_decay) if self.args.enable_ema else None
         )

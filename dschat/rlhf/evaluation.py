@@ -83,7 +83,7 @@ def evaluate_policy(
             scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
     show(replace(e, scores=scores, scored=scored))
-    sums = {"count": float(e.num_sequences), "scored": float(scored.sum())}
+    sums = {"count": float(e.num_sequences), "scored": float(scored.sum()), "known": 0.0}
     if sources:
         sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
@@ -98,10 +98,14 @@ def evaluate_policy(
             pass_scores = _scores_of(args.eval_pass_source, sources)
         # The tolerance: 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
         passed = (pass_scores >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
-        sums |= _passes(passed.sum(dim=1), sampling.n)
+        known = pass_scores.isfinite().reshape(-1, sampling.n)
+        sums["known"] = float(known.sum())
+        sums |= _passes(passed.sum(dim=1), known.sum(dim=1), sampling.n)
     totals = dist.sum_named(sums)
-    of_answers = list(totals.items())[2:]
-    metrics = {f"eval/{name}": total / max(totals["count"], 1.0) for name, total in of_answers}
+    metrics = {
+        f"eval/{name}": total / max(totals["known" if "pass@" in name else "count"], 1.0)
+        for name, total in list(totals.items())[3:]
+    }
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
         if engine.has_reference:
@@ -178,7 +182,7 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     if args.has_teacher:
         names.append("teacher_kl")
     if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):
-        names += _passes(torch.zeros(0), args.eval_num_samples)
+        names += _passes(torch.zeros(0), torch.zeros(0), args.eval_num_samples)
     if len(sources) > 1:
         names += [f"scores/{name}" for name in sources]
     return [f"eval/{name}" for name in names]
@@ -202,13 +206,15 @@ def _answer_sums(
     return {name: means[name] * e.num_sequences for name in names}
 
 
-def _passes(num_right: Tensor, n: int) -> dict[str, float]:
-    """``pass@k`` of this rank's prompts for k = 1, 2, 4, ... and n, times n: sums over answers.
+def _passes(num_right: Tensor, num_known: Tensor, n: int) -> dict[str, float]:
+    """``pass@k`` of this rank's prompts for k = 1, 2, 4, ... and n, times the answers with a score.
 
-    ``num_right`` (P,): how many of each prompt's n answers pass.
+    ``num_right``, ``num_known`` (P,): how many of each prompt's n answers pass, and have a score.
+    Of a prompt with fewer of these than k, all count.
     """
     ks = sorted({k for k in (2**i for i in range(n.bit_length())) if k < n} | {n})
-    return {f"pass@{k}": n * sum(pass_at(k, n, int(c)) for c in num_right) for k in ks}
+    prompts = [(int(m), int(c)) for m, c in zip(num_known, num_right, strict=True)]
+    return {f"pass@{k}": sum(m * pass_at(min(k, m), m, c) for m, c in prompts) for k in ks}
 
 
 def pass_at(k: int, n: int, num_right: int) -> float:

@@ -56,6 +56,7 @@ class Experience:
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
+    inputs: list[dict[str, Any]] | None = None  # (S,) what their chat template got beside them
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
@@ -178,12 +179,11 @@ def from_rollout(
     rollout: Rollout,
     pad_id: int,
     first_index: int = 0,
-    sources: list[Content] | None = None,
 ) -> Experience:
     """An experience from ``rollout``; scores, log-probs and values are still 0, weights 1.
 
-    ``prompts`` (and ``sources``, if given) has one entry per sequence of ``rollout``: a prompt is
-    repeated for each of its samples. The first sequence has number ``first_index``.
+    ``prompts`` has one entry per sequence of ``rollout``: a prompt is repeated for each of its
+    samples. The first sequence has number ``first_index``.
     """
     sequences = [p + a for p, a in zip(prompts, rollout.token_ids, strict=True)]
     if not sequences:
@@ -213,7 +213,6 @@ def from_rollout(
         scored=torch.ones(len(sequences), dtype=torch.bool),
         recomputed=torch.zeros(len(sequences), dtype=torch.bool),
         weights=mask.float(),
-        sources=sources,
         experts=rollout.experts,
         **per_action,
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +36,7 @@ class Retokenizer:
         actor_tokenizer, reward_tokenizer: of the two models.
         stop_ids: the actor's tokens that end an answer.
         max_len: positions of the reward model; longer texts lose their beginning, except a BOS.
+        template_kwargs: of the run's chat template, for the reward model's too.
     """
 
     def __init__(
@@ -43,32 +45,42 @@ class Retokenizer:
         reward_tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
         max_len: int | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self._actor_tokenizer, self._reward_tokenizer = actor_tokenizer, reward_tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._ends = end_ids(reward_tokenizer)
-        self._max_len = max_len
+        self._max_len, self._template_kwargs = max_len, template_kwargs or {}
         self._warnings: set[str] = set()
 
     def batch(self, e: Experience) -> list[list[int]]:
         """The sequences of ``e`` re-tokenized."""
         sources: Sequence[Content | None] = e.sources or [None] * e.num_sequences
+        inputs = e.inputs or [{}] * e.num_sequences
         tensors = e.input_ids, e.lengths, e.prompt_lengths, e.finished
-        columns = zip(*(tensor.tolist() for tensor in tensors), sources, strict=True)
+        columns = zip(*(tensor.tolist() for tensor in tensors), sources, inputs, strict=True)
         return [
-            self.sequence(ids[:start], ids[start:end], finished, source)
-            for ids, end, start, finished, source in columns
+            self.sequence(ids[:start], ids[start:end], finished, source, more)
+            for ids, end, start, finished, source, more in columns
         ]
 
     def sequence(
-        self, prompt_ids: list[int], answer_ids: list[int], finished: bool, source: Content | None
+        self,
+        prompt_ids: list[int],
+        answer_ids: list[int],
+        finished: bool,
+        source: Content | None,
+        inputs: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of one prompt and answer; ``source``: the prompt's text or messages, if known."""
+        """Ids of one prompt and answer; ``source``: the prompt's text or messages, if known;
+        ``inputs``: what the chat template gets beside the messages.
+        """
         if finished and answer_ids and answer_ids[-1] in self._stop_ids:
             answer_ids = answer_ids[:-1]
         if is_chat := isinstance(source, list):
             opened = opened_thought(self._actor_tokenizer, prompt_ids)
-            pieces = self._chat(source, (opened + self._decode(answer_ids)).strip(), finished)
+            answer = (opened + self._decode(answer_ids)).strip()
+            pieces = self._chat(source, answer, finished, self._template_kwargs | (inputs or {}))
         else:
             before = self._decode(prompt_ids)
             both = self._decode([*prompt_ids, *answer_ids])
@@ -97,10 +109,12 @@ class Retokenizer:
                 parts[-1].append(i)
         return (self._reward_tokenizer.eos_token or "").join(map(self._decode, parts))
 
-    def _chat(self, chat: list[Turn], answer: str, finished: bool) -> list[Segment]:
+    def _chat(
+        self, chat: list[Turn], answer: str, finished: bool, inputs: dict[str, Any]
+    ) -> list[Segment]:
         """Those of ``chat`` and its answer, without the end of a turn unless ``finished``."""
         try:
-            return _segments(self._reward_tokenizer, chat, answer, finished)
+            return _segments(self._reward_tokenizer, chat, answer, finished, **inputs)
         except UserError as error:
             self._warn_once(f"the reward model gets such chats in the default template: {error}")
         plain = copy(self._reward_tokenizer)
@@ -124,15 +138,19 @@ class Retokenizer:
 
 
 def _segments(
-    tokenizer: PreTrainedTokenizerBase, chat: list[Turn], answer: str, finished: bool
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[Turn],
+    answer: str,
+    finished: bool,
+    **inputs: Any,
 ) -> list[Segment]:
     # NOTE: searching for the answer would not find its end: "A" is in "Answer: " too.
     last, marked = (
         segments.answer_segment(
-            tokenizer, chat, [{"role": "assistant", "content": text}], closes=False
+            tokenizer, chat, [{"role": "assistant", "content": text}], closes=False, **inputs
         )
         for text in (answer, _MARK)
     )
     after = "" if finished else marked.text.rpartition(_MARK)[2]
-    asked = segments.prompt_segments(tokenizer, chat)
+    asked = segments.prompt_segments(tokenizer, chat, **inputs)
     return [*asked, replace(last, text=last.text.removesuffix(after))]

@@ -112,9 +112,9 @@ class RolloutScorer:
             self._warned = True
             logger.warning(
                 "%.0f of %.0f answers have no score: every source returned None; such answers are "
-                "not trained on (counted as rollout/unscored)",
-                num_declined,
-                total,
+                "%s (counted as rollout/unscored)",
+                *(num_declined, total),
+                "learned from the teacher alone" if self.args.has_teacher else "not trained on",
             )
         if num_failed:
             e = e.pick((~failed).nonzero().flatten().tolist())

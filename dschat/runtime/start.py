@@ -5,6 +5,7 @@ Hooks are objects with methods named as `EVENTS`.
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,7 @@ from dschat.observability.metrics_log import check_sinks
 from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
 from dschat.user_code.calls import load, raised
+from dschat.user_code.surroundings import restored
 
 logger = logging.getLogger("dschat")
 
@@ -62,7 +64,8 @@ class Callbacks:
             if (hook := getattr(item, event, None)) is None:
                 continue
             try:
-                hook(trainer, *args)
+                with restored(label):
+                    hook(trainer, *args)
             except Exception as error:
                 problem = f"{label}: {event} {raised(error)}"
                 if self._on_error == "error":
@@ -96,9 +99,9 @@ def start_step(
 ) -> Callbacks:
     """Collective. Set up the console, join the process group, seed, check the output folder.
 
-    ``config.output_dir`` becomes ``default_output_dir`` where it is not set. Log lines wait for
-    `console.release`, so that a mistake found until then stands alone on the screen. Returns the
-    hooks of ``config`` and ``callbacks``.
+    ``config.output_dir`` becomes absolute, ``default_output_dir`` where it is not set. Log lines
+    wait for `console.release`, so that a mistake found until then stands alone on the screen.
+    Returns the hooks of ``config`` and ``callbacks``.
 
     Raises ``UserError`` where ranks have other settings or files, the step cannot write or resume
     there, a metrics sink is missing, or the hub takes no push.
@@ -110,6 +113,7 @@ def start_step(
     settings = {f"--{k}": v for k, v in asdict(config).items()}
     # With a disk of its own a machine may have other files under the same names.
     dist.check_same(settings | {f"content of --{k}": v for k, v in contents_of(config).items()})
+    config.output_dir = os.path.abspath(config.output_dir)  # the user's code may call os.chdir
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
     check_sinks(config)

@@ -29,6 +29,7 @@ from typing import Any
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
+from dschat.user_code.surroundings import restored
 
 _SHOWN = 200  # characters of a message
 
@@ -52,8 +53,9 @@ def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         Fault: it raised.
     """
     try:
-        result = function(*args, **kwargs)
-        return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
+        with restored(getattr(function, "__qualname__", type(function).__qualname__)):
+            result = function(*args, **kwargs)
+            return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
     # NOTE BaseException: this is user code, and a thread would swallow SystemExit silently.
     # Ctrl-C reaches the main thread, which never runs this.
     except BaseException as error:
@@ -221,7 +223,8 @@ def load(spec: str, label: str) -> Any:
         UserError: it does not exist, or its module cannot be imported. ``label`` begins the line.
     """
     try:
-        return resolve(spec)
+        with restored(label):
+            return resolve(spec)
     except UserError as error:
         raise UserError(f"{label} {error}") from None
 

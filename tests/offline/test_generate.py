@@ -105,6 +105,25 @@ def test_best_of_n_by_a_function(flags, tmp_path):
             assert row["chosen"] is row["rejected"] is None
 
 
+def test_functions_get_chats_as_in_training(models, write, tmp_path):
+    """TRL's get messages, OpenRLHF's the whole text that the model read and wrote."""
+    chat = [{"role": "system", "content": "w3"}, {"role": "user", "content": "w4 w5"}]
+    path = write("chats.jsonl", [{"prompt": chat}])
+    (tmp_path / "mine.py").write_text(
+        "def trl(prompts, completions, **kwargs):\n"
+        "    assert [p[0]['role'] for p in prompts] == ['system'] * len(prompts)\n"
+        "    return [float(c[0]['role'] == 'assistant') for c in completions]\n"
+        "def openrlhf(queries, prompts, labels):\n"
+        "    assert all(q.startswith(p) and 'w3' in p for q, p in zip(queries, prompts))\n"
+        "    return [10.0] * len(queries)\n"
+    )
+    out = tmp_path / "out.jsonl"
+    made = ("--path", models / "llama", "--data_path", path, "--out", out, "--max_new_tokens", 6)
+    run(*made, "--reward_fn", *(f"{tmp_path}/mine.py:{name}" for name in ("trl", "openrlhf")))
+    (row,) = rows_of(out)
+    assert row["score"] == 11.0
+
+
 def test_a_killed_command_resumes(flags, models, tmp_path, monkeypatch):
     """At the end of a chunk, inside one, and inside a line; the file is as if never killed."""
     flags += ["--best_of", "--reward_model", str(models / "llama_reward")]

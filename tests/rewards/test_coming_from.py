@@ -129,6 +129,16 @@ def compute_score(rewards, samples):
     assert scores_of(rewards([number]), given) == [[2, 0]]
 
 
+def compute_scores(rewards, samples):
+    def numbers(data_sources, solution_strs, ground_truths, extra_infos):
+        assert data_sources == ["", ""]
+        assert extra_infos == [{"split": "train"}, None]
+        return torch.tensor([float(s == t) for s, t in zip(solution_strs, ground_truths)])  # noqa: B905
+
+    given = samples(2, answer=["a0", "b"], extra_info=[{"split": "train"}, None])
+    assert scores_of(rewards([numbers]), given) == [[1, 0]]
+
+
 def names_of_trl():
     names = {"num_generations": "num_samples_per_prompt", "beta": "kl_coef"}
     for name, here in {**names, "reward_funcs": "reward_fn"}.items():
@@ -148,6 +158,7 @@ TRIED = (
     (trainer_state, "one that needs `trainer_state`"),
     (reward_func, "`reward_func` of OpenRLHF"),
     (compute_score, "`compute_score` of verl"),
+    (compute_scores, "verl's batch form"),
     (names_of_trl, "arguments by TRL's names"),
 )
 

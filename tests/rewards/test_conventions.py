@@ -9,21 +9,21 @@ from dschat.config import UserError
 
 @pytest.mark.parametrize("pool", ["none", pytest.param("process", marks=pytest.mark.slow)])
 def test_each_is_called_as_its_trainer_does(rewards, samples, others, pool):
-    names = ("reward_func", "compute_score")
+    names = ("reward_func", "compute_score", "compute_scores")
     made = rewards(
         reward_fn=[f"{others}:{name}" for name in names],
         reward_args=["compute_score.bonus=0.5"],
         reward_pool=pool,
         reward_workers=1,
     )
-    assert scores_of(made, samples(2, answer=["a0", "b"])) == [[1, 0], [1.5, 0.5]]
+    assert scores_of(made, samples(2, answer=["a0", "b"])) == [[1, 0], [1.5, 0.5], [1, 0]]
     verl = samples(
         2,
         data_source=["math", "math"],
         reward_model=[{"ground_truth": "a0"}, {"ground_truth": "b"}],
         extra_info=[{"split": "train"}, {"split": "train"}],
     )
-    assert scores_of(made, verl)[1] == [1.5, 0.5]
+    assert scores_of(made, verl)[1:] == [[1.5, 0.5], [1, 0]]
 
 
 @pytest.mark.parametrize(("pool", "calls"), [("none", 1), ("thread", 2)])
@@ -40,6 +40,33 @@ def test_what_trls_functions_log_and_know_of_the_run(rewards, samples, others, p
         assert scores_of(made, given) == [[-4 - step, -2 - step], [step, step], [0, 0]]
         assert made.logged() == {"mean_length": 3.0, "calls": 3.0}
         assert made.logs.extra == {"length": [4, 2]}
+
+
+def test_a_function_of_trl_that_takes_ids_alone(rewards, samples, others, caplog):
+    with caplog.at_level("INFO", logger="dschat"):
+        made = rewards(reward_fn=[f"{others}:by_ids"])
+    assert "by_ids is called as TRL calls it" in caplog.text
+    chats = samples(2)
+    assert scores_of(made, chats) == [[0, 0]]
+    chats.chats = [[{"role": "user", "content": prompt}] for prompt in chats.prompts]
+    assert scores_of(made, chats) == [[1, 1]]
+    assert made.logged() == {"calls": 1.0}
+
+
+def test_queries_of_openrlhf_are_what_the_model_read_and_wrote(rewards, samples):
+    """As its experience maker decodes them: with special tokens, the whole chat."""
+    seen = []
+
+    def reward_func(queries, prompts, labels):
+        seen.extend(zip(queries, prompts, labels, strict=True))
+        return [0.0] * len(queries)
+
+    given = samples(4, label=list("wxyz"))
+    given.decode = lambda ids: "".join(f"<{i}>" for i in ids)
+    made = rewards([reward_func], reward_pool="thread", reward_workers=2)
+    made.score(given.pick([0, 1]).joined([given.pick([0, 1]), given.pick([2, 3])])).result()
+    pairs = zip(given.prompt_ids, given.answer_ids, "wxyz", strict=True)
+    assert sorted(seen) == sorted((given.decode(p + a), given.decode(p), x) for p, a, x in pairs)
 
 
 def test_worker_processes_cannot_log(rewards, others):

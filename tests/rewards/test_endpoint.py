@@ -59,6 +59,7 @@ def test_samples_go_in_batches_side_by_side(server, ask):
             "prompts": [f"p{i // 2}" for i in rows],
             "answers": [f"a{i}" for i in rows],
             "finish_reasons": ["stop" if i % 2 else "length" for i in rows],
+            "prompt_messages": [f"p{i // 2}" for i in rows],
             "tests": list(rows),
         }
         for rows in (range(4), range(4, 8), range(8, 10))
@@ -155,6 +156,26 @@ def test_headers_that_trickle_in_do_not_stretch_the_limit(server, ask):
         threading.Thread(target=trickle, daemon=True).start()
         with pytest.raises(RewardError, match=r"did not answer within 0.3 s \(once\)"):
             ask(1, reward_retries=0, reward_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("status", ["200 OK", "404 Not Found"])
+def test_an_endless_reply_is_bounded_and_not_asked_again(server, ask, monkeypatch, status):
+    monkeypatch.setattr(endpoint, "_LARGEST_BYTES", 1 << 20)
+    sent = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        def flood():
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):  # until the client hangs up
+                connection.sendall(f"HTTP/1.0 {status}\r\n\r\n".encode())
+                while True:
+                    sent.append(connection.send(b"[" * (1 << 16)))
+
+        threading.Thread(target=flood, daemon=True).start()
+        with pytest.raises(RewardError, match=r"score answered with more than 1 MiB on 1? ?"):
+            ask(1, reward_retries=3)
+    assert sum(sent) < 20 << 20  # what the sockets hold is sent too
 
 
 def test_skip_drops_the_failed_batch(server, ask, caplog):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from documentation import PAGES
 from quick import slow
 
 import dschat.distributed as dist
@@ -27,6 +29,10 @@ BAD = Path(__file__).with_name("bad_functions.py")
 def one(function, answer, *reference):
     (score,) = function([answer], *([r] for r in reference))
     return score
+
+
+# of docs/rewards.md
+(GSM8K,) = re.findall(r'"exact_match.pattern=(.*?)"', PAGES["rewards.md"])
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,12 @@ def one(function, answer, *reference):
         ({"pattern": r"#### (.+)"}, "#### 7\n#### 72", "72", 1),  # the last one counts
         ({"pattern": r"#### (.+)"}, "72", "72", 0),
         ({"pattern": r"-?\d+"}, "it is -4.", "-4", 1),
+        ({"pattern": GSM8K}, "so\n#### 1,000", "1000", 1),
+        ({"pattern": GSM8K}, "so\n#### $1000.", "it takes\n#### 1,000", 1),
+        ({"pattern": GSM8K}, "#### -1,234,567.50", "-1234567.50", 1),
+        ({"pattern": GSM8K}, "#### 1,00", "100", 0),  # no thousands
+        ({}, "1,2", "12", 0),
+        ({}, "(1,000)", "1000", 0),
         ({"pattern": r"a(b)?"}, "a", "x", 0),
     ],
 )
@@ -82,6 +94,11 @@ def test_exact_match(settings, answer, reference, score):
         ("-3", "the result is \u22123", 1),  # the minus sign of typesetting
         ("\u22123", "the result is -3", 1),
         ("3", "the result is \u22123", 0),
+        ("42", "<think>Maybe 42", 0),
+        ("42", "<think>Maybe 42</think> It is 42.", 1),
+        ("42", "Maybe 42</think> I do not know.", 0),
+        ("42", "<think>41</think> No, <think>\\boxed{42}", 0),
+        ("42", "[THINK]42[/THINK]41", 0),
     ],
 )
 def test_math_equal(reference, answer, score):

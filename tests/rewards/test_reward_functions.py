@@ -296,6 +296,40 @@ def test_a_functions_state_is_saved_and_restored(rewards, samples, monkeypatch):
         second.load_state_dict({"counts": [{}]})
 
 
+class Endless(Counts):
+    waits = False
+
+    def state_dict(self):
+        while self.waits:
+            time.sleep(0.01)
+        return super().state_dict()
+
+    def load_state_dict(self, state):
+        self.waits = True
+        self.state_dict()
+
+
+def test_a_state_that_never_comes_is_one_line(rewards, samples, caplog):
+    """The checkpoint has the last good state; then the run stops."""
+    endless = Endless()
+    asked = rewards([endless], reward_timeout_s=0.2)
+    asked.score(samples(2)).result()
+    assert asked.state_dict() == {"endless": [{"calls": 1}]}
+    asked.score(samples(2)).result()
+    endless.waits = True
+    assert asked.state_dict() == {"endless": [{"calls": 1}]}
+    words = (
+        r"endless: state_dict\(\) did not return within 0.2 s; let it return JSON types, in time"
+    )
+    assert re.search(words, caplog.text)
+    with pytest.raises(RewardError, match=words):
+        asked.score(samples(2))
+    endless.waits = False
+    with pytest.raises(UserError, match=r"load_state_dict\(\) did not return within 0.2 s; fix it"):
+        asked.load_state_dict({"endless": [{"calls": 1}]})
+    endless.waits = False
+
+
 def test_states_and_errors_of_all_ranks_are_gathered(rewards, monkeypatch):
     asked = rewards([Counts()])
     theirs = ({"counts": {"calls": 5}}, "")

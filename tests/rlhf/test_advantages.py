@@ -53,7 +53,8 @@ def config(estimator: str, **options) -> RLHFConfig:
 
 def by_hand(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None = CLIP):
     """Each answer in float64, one after the other: ``rewards``; ``advantages`` of scored ones. A
-    teacher's log-ratio is discounted on its own, after the estimator and its statistics.
+    teacher's log-ratio is discounted on its own, after the estimator and its statistics, and
+    teaches answers without a score too.
     """
     known = recorded(e, args)
     for answer in known:
@@ -61,15 +62,15 @@ def by_hand(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None 
     scored = [row for row, is_scored in enumerate(e.scored) if is_scored]
     advantages([known[row] for row in scored], args)
     log_ratio = (e.teacher_logprobs - e.logprobs).double()
-    for row in scored if args.has_teacher else ():
-        of_teacher = discounted(log_ratio[row, : known[row].n], args.distill_gamma)
-        known[row].advantages = known[row].advantages + args.distill_coef * of_teacher
+    for row, answer in enumerate(known) if args.has_teacher else ():
+        of_teacher = args.distill_coef * discounted(log_ratio[row, : answer.n], args.distill_gamma)
+        answer.advantages = of_teacher + (answer.advantages if row in scored else 0.0)
     return known
 
 
 def joined(known, e: Experience, name: str) -> np.ndarray:
-    """An attribute of the answers in a row; those that are scored, unless it is their reward."""
-    chosen = [a for a, scored in zip(known, e.scored, strict=True) if scored or name == "rewards"]
+    """An attribute of the answers that have it, in a row."""
+    chosen = [a for a in known if getattr(a, name, None) is not None]
     return torch.cat([getattr(a, name) for a in chosen]).numpy()
 
 
@@ -87,18 +88,18 @@ def joined(known, e: Experience, name: str) -> np.ndarray:
 )
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_estimators_by_hand(estimator, options, clip, declined):
-    """Answers without a score count in no statistics and have advantage 0."""
+    """Answers without a score count in no statistics and have advantage 0, but for a teacher's."""
     e, args = experience(declined=declined), config(estimator, **options)
     known = by_hand(e, args, 0.2, clip)
     rewards, _ = fill_in_advantages(e, args, 0.2, PROMPTS, clip)
     mask = e.answer_mask
     assert not rewards[~mask].any()
     np.testing.assert_allclose(rewards[mask].numpy(), joined(known, e, "rewards"), atol=1e-5)
-    scored = mask & e.scored[:, None]
+    taught = mask & (e.scored[:, None] | args.has_teacher)
     expected = joined(known, e, "advantages")
-    np.testing.assert_allclose(e.advantages[scored].numpy(), expected, atol=2e-5)
-    assert not e.advantages[~scored].any()
-    assert torch.equal(e.loss_mask, scored)
+    np.testing.assert_allclose(e.advantages[taught].numpy(), expected, atol=2e-5)
+    assert not e.advantages[~taught].any()
+    assert torch.equal(e.loss_mask, taught)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -1,6 +1,7 @@
 """pass@k, scores by source, the best actor, on held-out prompts; the flags of evaluations."""
 
 import copy
+import itertools
 import json
 import logging
 import math
@@ -82,7 +83,7 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
     trainer = trainer_of(models_folder, [moody], on_reward_error="skip", eval_num_samples=2)
     metrics, _ = evaluation_of(trainer)
     assert metrics["eval/score"] == 3
-    assert 0 < metrics["eval/pass@1"] < 1  # some of them were odd
+    assert metrics["eval/pass@1"] == 1  # as every answer that has a score
 
 
 def checkpoints(begin=lambda *_: None, after=lambda *_, **__: None):
@@ -342,25 +343,39 @@ def test_rounding_fails_no_answer():
 
 
 def test_one_source_may_decide_what_passes():
-    """By what it gave, not by its weight, nor what shapes the sum; what it did not score fails."""
+    """By what it gave, not by its weight, nor what shapes the sum. What it did not score is left
+    out.
+    """
     right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
     parts = [right, source("length", 1.0, [0.5] * 4)]
     assert evaluated(parts)["eval/pass@1"] == 0.5
     own = evaluated(parts, eval_pass_source="right")
-    assert (own["eval/pass@1"], own["eval/pass@2"]) == (0.25, 0.5)
+    assert (own["eval/pass@1"], own["eval/pass@2"]) == pytest.approx((1 / 3, 2 / 3))
     model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
     assert "eval/pass@1" not in evaluated(model)
     judged = evaluated(model, eval_pass_source="reward_model")
     assert judged["eval/pass@1"] == 0.25
 
 
-def test_declined_answers_are_in_no_mean_and_do_not_pass():
+def test_declined_answers_are_in_no_mean_and_no_share():
     applies = torch.tensor([True, False, True, True])
     parts = [source("right", 2.0, [1.0, 0.0, 0.5, 0.0], applies=applies)]
     metrics = evaluated(parts, eval_pass_score=0.0)
-    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 0.75)
+    assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 1)
     both = evaluated([*parts, source("length", 1.0, [3.0] * 4)], eval_pass_score=0.0)
     assert (both["eval/score"], both["eval/pass@1"]) == (3.75, 1)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"eval_pass_source": "right"}])
+def test_answers_on_which_a_function_failed_are_not_wrong(knobs):
+    """With --on_reward_error skip: of scores that are 0 or 1, pass@1 is the mean, as score is."""
+    for scores in itertools.product((0.0, 1.0, math.nan), repeat=4):
+        metrics = evaluated([source("right", 1.0, scores)], **knobs)
+        assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/score"])
+        known = [[x for x in pair if x == x] for pair in (scores[:2], scores[2:])]
+        both = sum(len(pair) * max(pair, default=0.0) for pair in known)
+        assert metrics["eval/pass@2"] == pytest.approx(both / max(1, sum(map(len, known))))
+        assert "eval/known" not in metrics
 
 
 def test_a_source_that_is_only_logged_fails_no_answer():

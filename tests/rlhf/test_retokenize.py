@@ -2,6 +2,8 @@
 transformers on the text, tokenized by the reward model's tokenizer.
 """
 
+import json
+
 import pytest
 import torch
 from byte_tokenizers import byte_tokenizer
@@ -31,6 +33,7 @@ HEADED = (
     "{% for m in messages %}<|im_start|>{{ 'w5 w6: ' if m['role'] == 'assistant' }}"
     "{{ m['content'] }}</s>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
+SHOWS_ALL = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ mood }}{{ tone }}" + CHATML
 NO_SYSTEM = "{{ raise_exception('no chats here') }}"
 USER = {"role": "user", "content": "w3 w4"}
 
@@ -210,6 +213,39 @@ def test_a_rank_without_rows_runs_the_forward(models_folder, tmp_path):
     trainer = trainer_of(models_folder, reward_folder(tmp_path / "reward"))
     dummy = from_rollout([], Rollout(), 0).take([], torch.device("cpu"))
     assert trainer.engine.score(dummy).shape == (1,)
+
+
+def test_tools_and_template_variables_of_rows_and_run(models_folder, tmp_path):
+    """From the data to the score; also after prompts were picked, joined and kept as JSON."""
+    own = reward_tokenizer(SHOWS_ALL)
+    folder = reward_folder(tmp_path / "reward")
+    own.save_pretrained(folder)
+    tool = {"type": "function", "function": {"name": "w5", "parameters": {"type": "object"}}}
+    rows = [
+        {"prompt": [USER], "tools": [tool], "chat_template_kwargs": {"mood": "glad"}},
+        {"prompt": [{"role": "user", "content": "w6"}]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    of_run = {"tone": "kind", "mood": "dull"}
+    trainer = trainer_of(models_folder, folder, max_prompt_seq_len=400, chat_template_kwargs=of_run)
+    config = RLHFConfig(
+        actor_model_name_or_path="a", critic_model_name_or_path="c", data_path=[str(path)],
+        max_prompt_seq_len=400, eval_fraction=0.0,
+    )  # fmt: skip
+    (batch,) = PromptBatches(prompt_dataset(config, actors()), 2, 0, 1, seed=0)
+    batch = batch.pick([1]).concat(PromptTable(**json.loads(json.dumps(vars(batch.pick([0]))))))
+    e = trainer.generate_experience(batch)
+    for i, answer, finished in answers_of(e):
+        row = next(row for row in rows if row["prompt"] == e.sources[i])
+        variables = of_run | row.get("chat_template_kwargs", {})
+        text = own.apply_chat_template(
+            row["prompt"], tools=row.get("tools"), tokenize=False, add_generation_prompt=True,
+            **variables,
+        )  # fmt: skip
+        ids = own(text + words(answer), add_special_tokens=False)["input_ids"]
+        ids += [own.eos_token_id] if finished else []
+        assert float(e.scores[i]) == pytest.approx(plain_score(folder, ids), abs=1e-5)
 
 
 @pytest.mark.slow

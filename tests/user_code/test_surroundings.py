@@ -1,0 +1,129 @@
+"""What the user's code does to this process, and what the run has afterwards."""
+
+import os
+import threading
+from contextlib import suppress
+
+import forked
+import pytest
+import torch
+
+from dschat.distributed import env
+from dschat.user_code import calls, surroundings
+from dschat.user_code.surroundings import restored
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(surroundings, "_their_folder", "")
+
+
+def test_each_has_its_own_working_directory(tmp_path):
+    """The user's code finds the one that it left, as if it were alone."""
+    (tmp_path / "theirs").mkdir()
+    with restored("f"):
+        os.chdir("theirs")
+    assert os.getcwd() == str(tmp_path)
+    for _ in range(2):
+        with restored("g"):
+            assert os.getcwd() == str(tmp_path / "theirs")
+        assert os.getcwd() == str(tmp_path)
+    with restored("g"):
+        os.chdir("..")
+    os.chdir("theirs")  # the run itself may move
+    with restored("g"):
+        assert os.getcwd() == str(tmp_path / "theirs")
+
+
+def test_scopes_of_several_threads(tmp_path):
+    """The first one ends last: the run has its directory when none is left."""
+    (tmp_path / "a").mkdir()
+    entered, done = threading.Event(), threading.Event()
+
+    def long():
+        with restored("long"):
+            os.chdir("a")
+            entered.set()
+            assert done.wait(10)
+
+    thread = threading.Thread(target=long)
+    thread.start()
+    assert entered.wait(10)
+    with restored("short"):
+        assert os.getcwd() == str(tmp_path / "a")
+    assert os.getcwd() == str(tmp_path / "a")  # `long` still needs it
+    done.set()
+    thread.join()
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_a_directory_that_is_removed(tmp_path):
+    gone = tmp_path / "gone"
+    for _ in range(2):
+        gone.mkdir()
+        with restored("f"):
+            os.chdir(gone)
+            gone.rmdir()
+        assert os.getcwd() == str(tmp_path)
+    with restored("f"):
+        os.chdir(tmp_path.parent)
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_the_default_dtype_is_put_back_also_after_an_error(caplog):
+    with suppress(KeyError), restored("--reward_fn f"):
+        torch.set_default_dtype(torch.float64)
+        raise KeyError
+    assert torch.get_default_dtype() == torch.float32
+    (record,) = caplog.records
+    assert record.getMessage() == "--reward_fn f changed torch's default dtype: put back"
+
+
+def test_files_that_are_imported_and_calls(tmp_path):
+    (tmp_path / "moves.py").write_text(
+        "import os, torch\n"
+        "os.chdir('/')\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "def where(): return os.getcwd()\n"
+    )
+    where = calls.load("moves.py:where", "--reward_fn moves.py:where")
+    assert (os.getcwd(), torch.get_default_dtype()) == (str(tmp_path), torch.float32)
+    assert calls.called(where) == "/"
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_ranks_are_those_of_the_start(monkeypatch):
+    monkeypatch.setattr(env, "_variables", os.environ)
+    for name, value in {"MASTER_ADDR": "a", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    env.pin(True)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.delenv("MASTER_ADDR")
+    assert (env.rank(), env.world_size(), env.local_rank()) == (1, 2, 0)
+    env.pin(False)
+    assert (env.rank(), env.world_size()) == (0, 1)
+
+
+CLOSES = """
+import os, sys
+from dschat.user_code.surroundings import restored
+with restored("--reward_fn f"):
+    {}
+os.write(2, b"goes on\\n")
+sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "exits"),
+    [
+        ("os.closerange(3, 999)", "error: --reward_fn f closed the files of the run's process", 2),
+        ("os.close(2); os.close(0)", "goes on", 0),
+        ("os.closerange(0, 999)", "", 2),
+    ],
+)
+def test_files_that_are_closed(code, said, exits):
+    done = forked.run("-c", CLOSES.format(code))
+    assert (done.code, said in done.stderr) == (exits, True)
