@@ -64,7 +64,7 @@ WRONG = [
     (*completion(response_format={"type": "xml"}), "response_format"),
     (*completion(response_format={"type": "json_schema"}), "response_format"),
     (*completion(response_format=NO_SCHEMA), "response_format"),
-    (*completion(response_format=schema({"$ref": "#"})), "response_format: no answer can follow"),
+    (*completion(response_format=schema({"$ref": "#"}), stream=True), "response_format: no answer"),
     (*completion(response_format=schema({"multipleOf": 999999937})), "response_format: no answer"),
     (*completion(response_format=schema({"maximum": 10**299})), "response_format: Value is not"),
     (*completion(response_format=schema({"enum": [HALF]})), "half of a character"),
