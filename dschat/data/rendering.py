@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content
-from dschat.data.sources.turns import THOUGHTS, Turn
+from dschat.data.sources.turns import THOUGHTS, Turn, storable
 from dschat.models.chat_template import MARK, attempt, default_template, failure, rendered
 
 # The first tag may be a part of the prompt.
-THINK = re.compile(r"\s*(?:<think>)?\s*((?:(?!<think>).)*?)\s*</think>\s*", re.DOTALL)
+THINK = re.compile(  # NOTE: linear in the text, which a client may have sent
+    r"\s*(?!\s)(?:<think>\s*(?!\s))?((?:(?:(?!</?think>).)*?\S)??)\s*</think>\s*", re.DOTALL
+)
 LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 
@@ -39,13 +41,14 @@ def render_chat(
     """
     template = None if tokenizer.chat_template else default_template(tokenizer)
     try:
-        return rendered(
+        text = rendered(
             tokenizer,
             messages,
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             **inputs,
         )
+        return storable(text)  # calls and tools may have half a character
     except (TemplateError, ValueError) as error:  # ValueError: named templates without a default
         raise RefusedChat(f"a chat that the tokenizer's template refuses ({error})") from error
     except Exception as error:  # a template is a program: it may raise any exception

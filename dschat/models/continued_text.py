@@ -104,6 +104,7 @@ def continued_texts(
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level names
 
 
+@lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """UTF-8 of a token within a longer text: part of a character, where the token is."""
     (text,) = continued_texts(tokenizer, [[token]], with_special=True)

@@ -36,6 +36,7 @@ def main() -> None:
             raise
         raise UserError(f"{error.name} is missing: pip install 'dschat[serve]'") from None
 
+    from dschat.distributed import stop_signals
     from dschat.observability import console
     from dschat.serving.web_chat import ChatScorer, PreferenceFile
     from dschat.serving.worker import load_models
@@ -68,9 +69,12 @@ def main() -> None:
             asyncio.get_running_loop().call_later(config.drain_s, server.end_answers)
             await super().shutdown(sockets)
 
-    # NOTE: uvicorn raises the signal again when all answers have ended: exit code 0.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    DrainingServer(settings).run(sockets=[listener])
+    draining = DrainingServer(settings)
+    # NOTE: uvicorn raises SIGTERM again when all answers have ended: exit code 0.
+    for signum in set(stop_signals.SIGNALS) - {signal.SIGINT}:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # else under nohup
+            signal.signal(signum, draining.handle_exit)
+    draining.run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

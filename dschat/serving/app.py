@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from dschat.config import UserError
+from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
@@ -112,18 +113,20 @@ class Server:
         began, model = time.perf_counter(), self.model(body.model)
         engine = model.worker.engine
 
-        def read() -> tuple[_Encoded, list[Shape | None]]:
-            encoded = encode(model.encoder, body)
-            return encoded, [shape_of(body, model.encoder, engine.num_tokens) for _ in encoded[0]]
+        def read() -> tuple[_Encoded, Shape | None]:
+            shape = shape_of(body, model.encoder, engine.num_tokens)
+            if isinstance(body, ChatRequest):
+                _require_short(model.encoder, body, engine.max_positions)
+            return encode(model.encoder, body), shape
 
-        (prompts, parse), shapes = await self.encoders.run(request, read)
+        (prompts, parse), shape = await self.encoders.run(request, read)
         if self._is_stopping:
             raise Stopping
         limit = body.max_new_tokens
         if limit is None:
             limit = max(1, min(engine.max_positions - len(ids) for ids in prompts))
         requests = []
-        for ids, shape in zip(prompts, shapes, strict=True):
+        for ids in prompts:
             split = 1 if body.echo else len(ids)
             sampling = body.sampling(limit)  # without a seed each has its own
             given = Request(ids[:split], sampling, limit=limit, forced=ids[split:])
@@ -164,7 +167,7 @@ class Server:
                         if any(event.text for event in held[choice]):
                             ready.append(held.pop(choice))
                     yield "".join(server_sent(answers.chunk(events)) for events in ready)
-        except Ended as error:
+        except (Ended, UserError) as error:
             _, problem, _ = describe(error)
             yield server_sent(problem)
         else:
@@ -185,7 +188,7 @@ class Server:
                         is_first = False
                     yield events
             is_left = False
-        except Ended:
+        except (Ended, UserError):
             is_left = False
             raise
         finally:
@@ -271,6 +274,14 @@ class _Stream(StreamingResponse):
             await asyncio.wait_for(super().__call__(scope, receive, send), self._timeout_s)
         finally:
             self._generation.close()
+
+
+def _require_short(encoder: Any, body: ChatRequest, max_positions: int) -> None:
+    """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
+    inputs = {"tools": body.schemas or None, **body.chat_template_kwargs}
+    text = render_chat(encoder, turns_of(body.messages), **inputs)[: 16 * max_positions]
+    if len(encoder.encode(text, add_special_tokens=False, verbose=False)) > 2 * max_positions:
+        raise UserError(f"messages: over twice the model's {max_positions} positions")
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:

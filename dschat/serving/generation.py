@@ -105,6 +105,7 @@ class Generation:
         Raises:
             TimedOut: ``timeout_s`` after the request began.
             Stopping: after `stop`.
+            UserError: no answer can follow the format.
             EngineFailure: the engine failed.
         """
         loop = asyncio.get_running_loop()
@@ -126,6 +127,8 @@ class Generation:
             raise item
         if isinstance(item, Exception):
             raise EngineFailure(str(item)) from item
+        if problem := getattr(item.handle.request.shape, "problem", ""):
+            raise UserError(problem)
         index = self._first[item.handle] + item.sample
         if index not in self._open:  # drawn before the engine knew of a stop string
             return []

@@ -184,12 +184,15 @@ def _entry(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float | None
 
 
 # Status, OpenAI's type of error, and message
-_OF_SERVER = {
+_OF_SERVER: dict[type[Exception], tuple[int, str, str]] = {
     Overloaded: (429, "rate_limit_error", "too many requests wait; try again later"),
     TimedOut: (504, "timeout_error", "the request took too long"),
     Stopping: (503, "server_error", "the server stops; ask again later"),
     EngineFailure: (500, "server_error", "the engine failed; see the server's log"),
     ClientLeft: (499, "client_left", ""),  # nginx's status; nobody reads it
+    # Outside of texts, where it becomes a "?".
+    UnicodeEncodeError: (400, "invalid_request_error", "a name or a value has half of a character"),
+    Exception: (500, "server_error", "the server failed; see its log"),  # uvicorn logs it
 }
 
 
@@ -204,9 +207,11 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
         if status != 429:
             return status, error_body(message, kind), {}
         return status, error_body(message, kind, "overloaded"), {"Retry-After": "2"}
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):
+        return describe(Exception())
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
-    return error.status_code, error_body(error.detail, "invalid_request_error", code), {}
+    return error.status_code, error_body(error.detail, kind, code), error.headers or {}
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -4,7 +4,7 @@ are forbidden, and JSON.
 
 import json
 from collections import defaultdict
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dschat.serving.schema import GenerationRequest
 # Room for indentation; a weak model would otherwise write nothing but white space.
 _LAYOUT: Any = {"whitespace_pattern": r"\n? {0,8}"}
 _TEXT, _OBJECT, _SCHEMA = "text", "json_object", "json_schema"
+_MAX_BAD_TOKENS = 16384  # of all bad words: every step looks for them in every answer
 
 
 def shape_of(
@@ -27,46 +28,60 @@ def shape_of(
     """What ``body`` asks for; None: nothing. ``num_tokens``: those that can be drawn.
 
     Raises:
-        UserError: an id outside the vocabulary, a format that is not known, or no JSON schema.
+        UserError: an id outside the vocabulary, too many bad words, no token that is left, a format
+            that is not known, or no JSON schema that can be followed.
     """
     schema = _schema(body.response_format)
     asks = body.logit_bias, body.allowed_token_ids, body.bad_words, body.presence_penalty
     if not any((*asks, body.frequency_penalty, schema, body.repetition_penalty not in (None, 1))):
         return None
-    named = [*body.logit_bias, *(body.allowed_token_ids or ())]
-    if odd := [i for i in named if not 0 <= i < num_tokens]:
+    biased, allowed = list(body.logit_bias), body.allowed_token_ids or []
+    if odd := [i for i in (*biased, *allowed) if not 0 <= i < num_tokens]:
         raise UserError(f"token id {odd[0]} is outside the vocabulary of {num_tokens}")
-    grammar = None if schema is None else _Grammar(tokenizer, schema)
-    return Shape(body, _ids_of_words(tokenizer, body.bad_words), grammar)
+    if schema is not None and body.min_tokens:
+        raise UserError("min_tokens: an answer ends where its response_format does; leave it out")
+    words = _ids_of_words(tokenizer, body.bad_words, num_tokens)
+    bias = torch.full((num_tokens,), -torch.inf if allowed else 0.0)
+    bias[allowed] = 0.0
+    bias[[ids[0] for ids in words if len(ids) == 1]] = -torch.inf
+    bias[biased] += torch.tensor(list(body.logit_bias.values()))
+    if bias.max() == -torch.inf:
+        raise UserError("bad_words: they forbid all tokens that may be drawn; leave out some")
+    return Shape(body, bias, words, None if schema is None else _Grammar(tokenizer, schema))
 
 
 class Shape:
-    """`Request.shape` of a request, in the order of vLLM: allowed tokens, bad words, biases, then
-    penalties. Presence and frequency count the answer's tokens, repetition the prompt's too.
+    """`Request.shape` of all requests of a body, as in vLLM: allowed tokens, bad words and biases,
+    then penalties. Presence and frequency count the answer's tokens, repetition the prompt's too.
+
+    ``bias``: (V,) of every step. ``problem``: why an answer could not follow its format.
     """
 
+    problem = ""
+
     def __init__(
-        self, body: GenerationRequest, bad_words: list[list[int]], grammar: "_Grammar | None"
+        self,
+        body: GenerationRequest,
+        bias: Tensor,
+        bad_words: list[list[int]],
+        grammar: "_Grammar | None",
     ) -> None:
-        self._bias, self._allowed = body.logit_bias, body.allowed_token_ids
+        self._bias, self._grammar = bias, grammar
         self._presence = body.presence_penalty or 0.0
         self._frequency = body.frequency_penalty or 0.0
         self._repetition = body.repetition_penalty or 1.0
-        self._bad_words, self._grammar = bad_words, grammar
+        self._bad_words = defaultdict[int, list[list[int]]](list)  # by the last token before
+        for ids in bad_words:
+            self._bad_words[ids[-2] if len(ids) > 1 else -1].append(ids)
 
     def __call__(self, sequence: Sequence, logits: Tensor) -> Tensor:
         answer = sequence.answer[len(sequence.request.forced) :]
         prompt = sequence.request.ids + sequence.request.forced
-        logits = logits.float().clone()
-        if self._allowed:
-            kept = logits[self._allowed]
-            logits = torch.full_like(logits, -torch.inf)
-            logits[self._allowed] = kept
-        for *head, last in self._bad_words:
-            if answer[len(answer) - len(head) :] == head:
+        logits, self._bias = logits.float().clone(), self._bias.to(logits.device)
+        logits[: len(self._bias)] += self._bias
+        for *head, last in self._bad_words.get(answer[-1], ()) if answer else ():
+            if answer[-len(head) :] == head:
                 logits[last] = -torch.inf
-        if self._bias:
-            logits[list(self._bias)] += torch.tensor(list(self._bias.values())).to(logits)
         if self._repetition != 1:
             seen = torch.tensor(list({*prompt, *answer}), device=logits.device)
             values = logits[seen]
@@ -77,7 +92,7 @@ class Shape:
             ids, counts = drawn.unique(return_counts=True)
             logits[ids] -= self._frequency * counts + self._presence
         if self._grammar is not None:
-            self._grammar.forbid(logits, sequence, answer)
+            self.problem = self._grammar.forbid(logits, sequence, answer) or self.problem
         return logits
 
 
@@ -91,27 +106,44 @@ class _Grammar:
             raise UserError(
                 "response_format needs llguidance; install it on the server: pip install llguidance"
             ) from None
-        self._vocabulary = _vocabulary(tokenizer)
-        self._grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_LAYOUT)
-        if problem := llguidance.LLMatcher.validate_grammar(self._grammar, self._vocabulary):
-            raise UserError(f"response_format: {problem.splitlines()[0]}")
-        new = partial(llguidance.LLMatcher, self._vocabulary, self._grammar)
-        self._matchers = defaultdict[int, Any](new)  # by sample
-        self._known = defaultdict[int, int](int)  # tokens of its answer that a matcher has read
+        json.dumps(schema, ensure_ascii=False).encode()  # raises for half of a character
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_LAYOUT)
+        except ValueError as error:  # a number of too many digits
+            raise UserError(f"response_format: {first_line(error):.200}") from None
+        start = llguidance.LLMatcher(_vocabulary(tokenizer), grammar, log_level=0)
+        start.compute_logit_bias()  # most of what fails does so at the first token
+        if start.is_error():
+            raise UserError(_why(start))
+        self._matchers = defaultdict[Sequence, Any](start.deep_copy)
+        self._known = defaultdict[Sequence, int](int)  # tokens of it that its matcher has read
 
-    def forbid(self, logits: Tensor, sequence: Sequence, answer: list[int]) -> None:
-        """Set the logits (V,) of tokens that may not follow ``answer`` to minus infinity."""
-        matcher = self._matchers[sequence.sample]
+    def forbid(self, logits: Tensor, sequence: Sequence, answer: list[int]) -> str:
+        """Set the logits (V,) of tokens that may not follow ``answer`` to minus infinity; returns
+        the problem if there are no others.
+        """
+        matcher = self._matchers[sequence]
         if not matcher.is_stopped():
-            matcher.consume_tokens(answer[self._known[sequence.sample] :])
-            self._known[sequence.sample] = len(answer)
+            matcher.consume_tokens(answer[self._known[sequence] :])
+            self._known[sequence] = len(answer)
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         biases = bytearray(matcher.compute_logit_bias())  # a byte per token, 0: forbidden
         known = torch.frombuffer(biases, dtype=torch.uint8)[: len(logits)]
         allowed[: len(known)] = known > 0
         allowed[sequence.request.draws.stops] = bool(matcher.is_accepting())
-        if allowed.any():  # else the JSON is complete, and the request ignores EOS
-            logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+        allowed = allowed.to(logits.device) & (logits > -torch.inf)
+        if matcher.is_error():
+            return _why(matcher)
+        if allowed.any():
+            logits.masked_fill_(~allowed, -torch.inf)
+        elif not matcher.is_accepting():  # else the request ignores EOS
+            return _why(matcher)
+        return ""
+
+
+def _why(matcher: Any) -> str:
+    told = matcher.get_error().partition("\n")[0].rstrip(":")[:200] or "its tokens are forbidden"
+    return f"response_format: no answer can follow it ({told})"
 
 
 @cache
@@ -143,8 +175,16 @@ def _schema(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
     return schema
 
 
-def _ids_of_words(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> list[list[int]]:
-    """The ids of each word, at the start of a text and within one."""
-    texts = [text for word in words for text in (word, f" {word}")]
-    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts if text.strip()]
-    return [ids for ids in rows if ids]
+def _ids_of_words(
+    tokenizer: PreTrainedTokenizerBase, words: list[str], num_tokens: int
+) -> list[list[int]]:
+    """The ids of each word, at the start of a text and within one; of words that can be drawn."""
+    rows, count = [], 0
+    for text in (text for word in words for text in (word, f" {word}") if text.strip()):
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        count += len(ids)
+        if count > _MAX_BAD_TOKENS:
+            raise UserError(f"bad_words: over {_MAX_BAD_TOKENS} tokens; leave out some")
+        if ids and max(ids) < num_tokens:
+            rows.append(ids)
+    return rows

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from dschat.startup.files import no_link
 
 if TYPE_CHECKING:
     from dschat.serving.app import Server
+
+logger = logging.getLogger("dschat")
 
 _PAGE = Path(__file__).with_name("chat.html")
 # The page has its script and style in itself, and loads nothing.
@@ -145,5 +148,9 @@ class WebChat:
 
     async def prefer(self, request: Request, body: Preference) -> Response:
         """Record that one answer is better than another."""
-        await self._thread.run(request, self._preferences.append, body)
+        try:
+            await self._thread.run(request, self._preferences.append, body)
+        except OSError as error:
+            logger.error("--preferences %s: %s", self._preferences.path, error.strerror)
+            raise HTTPException(500, f"not recorded: {error.strerror}") from None
         return Response(status_code=204)

@@ -25,7 +25,25 @@ def conversation(role="user", content="a", turn=(), **fields):
     return CHAT, {"messages": [{"role": role, "content": content, **dict(turn)}]} | fields
 
 
-NO_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+def called(arguments):
+    """A conversation with an earlier call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [("user", "a", {}), ("assistant", "b", {"tool_calls": [call]}), ("tool", "c", {})]
+    return CHAT, {"messages": [{"role": r, "content": c, **more} for r, c, more in turns]}
+
+
+def with_tool(description):
+    function = {"name": "f", "description": description, "parameters": {"enum": [description]}}
+    return conversation(tools=[{"type": "function", "function": function}])
+
+
+def schema(schema):
+    return {"type": "json_schema", "json_schema": {"schema": {"type": "integer"} | schema}}
+
+
+HALF = "\ud83d"  # of an emoji
+NO_SCHEMA = schema({"type": "nothing"})
+LONG_CHAT = [{"role": role, "content": "sun moon " * 9} for role in ("user", "assistant") * 100]
 WRONG = [
     (COMPLETIONS, b"{", "the body is not JSON"),
     (COMPLETIONS, b"\xff\xfe", "the body is not JSON"),
@@ -46,6 +64,15 @@ WRONG = [
     (*completion(response_format={"type": "xml"}), "response_format"),
     (*completion(response_format={"type": "json_schema"}), "response_format"),
     (*completion(response_format=NO_SCHEMA), "response_format"),
+    (*completion(response_format=schema({"$ref": "#"}), stream=True), "response_format: no answer"),
+    (*completion(response_format=schema({"multipleOf": 999999937})), "response_format: no answer"),
+    (*completion(response_format=schema({"maximum": 10**299})), "response_format: Value is not"),
+    (*completion(response_format=schema({"enum": [HALF]})), "half of a character"),
+    (*completion(response_format=schema({"properties": {HALF: {}}})), "half of a character"),
+    (*completion(response_format={"type": "json_object"}, min_tokens=3), "min_tokens: "),
+    (*completion(**{HALF: 1}), "half of a character"),
+    (*completion(bad_words=["sun moon " * 2000]), "bad_words: over 16384 tokens"),
+    (*completion(allowed_token_ids=[5], bad_words=["!"]), "bad_words: they forbid all"),
     (*completion(stop=["x"] * 17), "stop"),
     (*completion(seed=2**64), "seed: "),
     (*completion(guided_json={}), "guided_json "),
@@ -57,6 +84,9 @@ WRONG = [
     (*conversation(chat_template_kwargs={"tools": []}), "tools is no variable of a chat"),
     (*conversation(add_generation_prompt=False), "add_generation_prompt "),
     (*conversation(continue_final_message=True), "continue_final_message "),
+    (*conversation(chat_template_kwargs={HALF: 1}), "half of a character"),
+    (*conversation(turn={HALF: 1}), "half of a character"),
+    (CHAT, {"messages": LONG_CHAT}, "messages: over twice the model's 512 positions"),
     (*conversation(functions=[{}]), "functions "),
     (*conversation(tools=[{}]), "tools"),
     (*conversation(content=None), "messages.0: a turn without content"),
@@ -121,6 +151,8 @@ def test_the_drawn_token_has_one_log_prob(served):
             conversation(content=[{"type": "text", "text": "half \ud83d"}]),
             conversation(content="half ?"),
         ),
+        (called('{"half": "\\ud83d"}'), called('{"half": "?"}')),
+        (with_tool("half \ud83d"), with_tool("half ?")),
     ],
 )
 def test_half_an_emoji_is_a_question_mark(sent, meant, served):

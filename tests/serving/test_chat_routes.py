@@ -3,6 +3,7 @@ another origin sends without asking.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from http_client import answered, ask
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
+from dschat.serving import web_chat
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
 PREFERENCE = {"messages": MESSAGES, "chosen": "b", "rejected": "c"}
@@ -70,19 +72,40 @@ def test_without_a_reward_model(served):
         ({"Content-Type": ""}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
         ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://["}, 400),
+        ({"Origin": b"http://\xff"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://127.0.0.1:1"}, 403),  # another server of this machine
         ({"Origin": "http://127.0.0.1:PORT"}, 204),
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 204),
         ({}, 204),
     ],
 )
 def test_preferences_of_other_pages(headers, status, served):
     path = Path(served.config.preferences)
     before = path.read_bytes() if path.exists() else b""
-    headers = {k: v.replace("PORT", str(served.port)) for k, v in headers.items()}
+    if headers == {"Origin": "http://127.0.0.1:PORT"}:
+        headers = {"Origin": f"http://127.0.0.1:{served.port}"}
     assert ask(served, "/api/preference", PREFERENCE, **headers)[0] == status
     after = path.read_bytes() if path.exists() else b""
     assert len(after[len(before) :].splitlines()) == (status == 204)
+
+
+def test_preferences_that_cannot_be_written(served, monkeypatch, tmp_path, caplog):
+    """OpenAI's body, and one line in the log."""
+    monkeypatch.setattr(web_chat, "no_link", lambda *_: os.open(tmp_path, os.O_WRONLY))
+    status, _, text = ask(served, "/api/preference", PREFERENCE)
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (500, "server_error")
+    assert "Is a directory" in error["message"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert not caplog.records[0].exc_info
+
+
+def test_a_failure_of_the_server_has_openais_body(served, monkeypatch):
+    monkeypatch.setattr(served.server, "model", None)
+    status, _, text = ask(served, "/v1/completions", {"prompt": "a"})
+    assert (status, json.loads(text)["error"]["type"]) == (500, "server_error")
 
 
 def test_pages_that_are_allowed(start):

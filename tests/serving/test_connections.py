@@ -1,8 +1,11 @@
 """Connections that send no request, and answers that run when the server is stopped."""
 
+import http.client
+import json
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -67,12 +70,37 @@ def test_more_connections_than_are_allowed(start):
         client.close()
 
 
-@pytest.mark.parametrize("drain_s", [60, *slow([0])])
-def test_answers_that_run_when_the_server_is_stopped(drain_s, tmp_path):
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("cut", [0, 200, -5])
+def test_an_offer_of_another_protocol(protocol, cut, served):
+    """As Java's client makes one with its first request: it is answered by HTTP/1.1, and so is the
+    next one. ``cut``: where the request is split.
+    """
+    body = b'{"prompt": "sun", "max_tokens": 2}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nUpgrade: {protocol}\r\n"
+    head += "Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    request = head.encode() + body
+    with opened(served) as client:
+        for _ in range(2):
+            client.sendall(request[:cut])
+            time.sleep(0.05)
+            client.sendall(request[cut:])
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            assert response.status == 200
+            assert json.loads(response.read())["usage"]["completion_tokens"] <= 2
+
+
+STOPS = [(60, signal.SIGHUP), *slow([(0, signal.SIGTERM), (60, signal.SIGTERM)])]
+
+
+@pytest.mark.parametrize(("drain_s", "signum"), [*STOPS, *slow([(60, signal.SIGUSR1)])])
+def test_answers_that_run_when_the_server_is_stopped(drain_s, signum, tmp_path):
     """They end within --drain_s, or with an error; the process exits with code 0."""
     argv = ["-m", "dschat", "serve", "--path", "tiny=builtin/tiny", "--port", "0"]
     argv += ["--max_num_seqs", "4", "--drain_s", str(drain_s)]
-    command = forked.Command(argv, signal.SIGTERM, after_file="asked")
+    command = forked.Command(argv, signum, after_file="asked")
     printed = tmp_path / "runs/0/stdout"
     with ThreadPoolExecutor(7) as pool:
         stopped = pool.submit(forked.run_all, tmp_path, None, [command])

@@ -112,3 +112,47 @@ def test_a_port_in_use():
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"--port {port} .*: address already in use; choose"):
             _listen("127.0.0.1", port)
+
+
+def test_large_bodies_that_do_not_arrive_hold_little_memory():
+    """Those beyond a number are refused, small ones never; what they held is free when they end."""
+    from dschat.serving.limits import Guard
+
+    max_bytes, half, whole = 100_000, bytes(99_000), bytes(100_000)
+
+    async def ask(guard, *parts, ends=True):
+        """The status of a request whose body comes in ``parts``."""
+        messages = [{"body": part, "more_body": True} for part in parts]
+        if ends:
+            messages[-1]["more_body"] = False
+        statuses = []
+
+        async def receive():
+            return messages.pop(0) if messages else await asyncio.Event().wait()
+
+        async def send(message):
+            statuses.append(message.get("status"))
+
+        headers = [(b"content-type", b"application/json")]
+        await guard({"type": "http", "method": "POST", "headers": headers}, receive, send)
+        return statuses[0]
+
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "http.response.start", "status": 200})
+
+    async def run():
+        guard = Guard(app, [], max_bytes, body_timeout_s=30)
+        unfinished = [asyncio.create_task(ask(guard, half, ends=False)) for _ in range(300)]
+        await asyncio.sleep(0.1)
+        assert guard._held <= 33 * max_bytes
+        assert await ask(guard, half) == 429
+        assert await ask(guard, half, bytes(2_000)) == 413
+        assert await ask(guard, bytes(60_000)) == 200
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+        assert guard._held == 0
+        assert await ask(guard, whole) == 200
+
+    asyncio.run(run())

@@ -1,10 +1,11 @@
 """Biases, penalties, forbidden tokens and JSON, each seen in greedy answers."""
 
 import json
+from random import Random
 
 import pytest
 import torch
-from http_client import answered
+from http_client import answered, ask
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
@@ -106,11 +107,75 @@ def test_a_request_that_allows_nothing_leaves_the_others_alone(served):
     pytest.importorskip("llguidance")
     wanted, plain = {"type": "json_object"}, complete(served)["text"]
     token = served.model.tokenizer.encode(" moon", add_special_tokens=False)
-    complete(served, response_format=wanted, allowed_token_ids=token)
+    body = {"prompt": PROMPT, "response_format": wanted, "allowed_token_ids": token}
+    assert ask(served, "/v1/completions", body)[0] == 400
     braces = served.model.tokenizer.encode("{}", add_special_tokens=False)
     body = {"response_format": wanted, "allowed_token_ids": braces, "ignore_eos": True}
     assert complete(served, **body)["text"].startswith("{}")
     assert complete(served)["text"] == plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_that_no_answer_can_follow_to_its_end(stream, served):
+    """The second token has none to choose from: an error, not free text."""
+    pytest.importorskip("llguidance")
+    opened = served.model.tokenizer.encode("{", add_special_tokens=False)
+    body = {"prompt": PROMPT, "response_format": {"type": "json_object"}, "stream": stream, "n": 2}
+    status, _, text = ask(served, "/v1/completions", body | {"allowed_token_ids": opened})
+    assert status == (200 if stream else 400)
+    last = text.decode().split("\n\n")[-3].removeprefix("data: ") if stream else text
+    error = json.loads(last)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("response_format: no answer can follow it (")
+
+
+def test_several_prompts_share_a_format(served, monkeypatch):
+    """What is made once for all of them knows how far each answer is."""
+    llguidance = pytest.importorskip("llguidance")
+    made = []
+    build = llguidance.LLMatcher.grammar_from_json_schema
+
+    def count(*args, **options):
+        made.append(1)
+        return build(*args, **options)
+
+    monkeypatch.setattr(llguidance.LLMatcher, "grammar_from_json_schema", count)
+    wanted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    body = {"prompt": ["sun", "moon", "star"], "n": 2, "max_tokens": 120, "seed": 5}
+    choices = answered(served, body | {"response_format": wanted})["choices"]
+    assert len(choices) == 6
+    assert all(json.loads(choice["text"])["name"] in ("sun", "moon") for choice in choices)
+    assert made == [1]
+
+
+def test_random_masks_are_those_of_a_plain_loop(served):
+    """Allowed tokens, bad words of several lengths and biases, against vLLM's order, in words."""
+    random, tokenizer = Random(0), served.model.tokenizer
+    num_tokens = len(tokenizer)
+    texts = ["sun", "moon", "sun moon", "moon sun star", "the", "zebra zebra"]
+    for case in range(60):
+        words = random.sample(texts, random.randint(0, 4))
+        allowed = random.choices(range(num_tokens), k=random.choice([0, 500])) or None
+        bias = {str(i): random.uniform(-5, 5) for i in random.sample(range(num_tokens), 7)}
+        rows = [tokenizer.encode(t, add_special_tokens=False) for w in words for t in (w, f" {w}")]
+        answer = [token for row in random.choices(rows, k=2) for token in row] if rows else [3]
+        answer = answer[: len(answer) - random.randint(0, 1)]
+        logits = torch.randn(num_tokens, generator=torch.Generator().manual_seed(case))
+        expected = logits.tolist()
+        for token in range(num_tokens):
+            is_bad = any(row == [*answer, token][-len(row) :] for row in rows)
+            if is_bad or (allowed and token not in allowed):
+                expected[token] = -torch.inf
+            expected[token] += bias.get(str(token), 0.0)
+        body = {"allowed_token_ids": allowed, "bad_words": words, "logit_bias": bias}
+        found = shaped(served, logits, answer, **body)
+        assert found.tolist() == pytest.approx(expected, rel=1e-5), (case, words)
+
+
+def test_a_bad_word_of_tokens_that_the_model_has_not(served):
+    """A tokenizer may have more ids than the model's head has rows."""
+    token = served.model.tokenizer.encode("sun", add_special_tokens=False)[-1]
+    assert shaped(served, torch.zeros(token), [1], bad_words=["sun"]).tolist() == [0.0] * token
 
 
 def test_a_json_object_in_a_chat_beside_other_requests(served):
