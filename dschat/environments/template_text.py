@@ -141,7 +141,6 @@ _TAGS = re.compile(r"(?:<[^<>/\s]+>\s*)?<function=([^>]*)>")
 _VALUE = r"\s*<parameter=([^>]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))"
 _PARAMETER, _FUNCTION_END = re.compile(_VALUE, re.DOTALL), re.compile(r"\s*(?:</function>|\Z)")
 _KINDS = {list: "array", dict: "object", type(None): "null"}
-_DECODER = json.JSONDecoder()
 
 
 class CallParser:
@@ -237,17 +236,14 @@ def _start_of_calls(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     asked = render_chat(tokenizer, _QUESTION, add_generation_prompt=True)
     try:
-        written = render_chat(tokenizer, [*_QUESTION, turn])
+        answered = render_chat(tokenizer, [*_QUESTION, turn])
     except RefusedChat:
         return _BARE
-    shared = re.sub(r"[<\[][^<>\[\]\s]*\Z", "", commonprefix([asked, written]))  # no half tags
-    answer = written[len(shared) :]
+    shared = re.sub(r"[<\[][^<>\[\]\s]*\Z", "", commonprefix([asked, answered]))  # no half tags
+    answer = answered[len(shared) :]
     for brace in re.finditer(r"\{", answer):
-        try:
-            value, _ = _DECODER.raw_decode(answer, brace.start())
-        except ValueError:
-            continue
-        if isinstance(value, dict) and value.get("name") == _NAME:
+        written, _ = _calls(answer[brace.start() :], False)
+        if written and written[0].name == _NAME:
             before = answer[: brace.start()].strip().removesuffix("[").rstrip()
             mark = re.split(rf"\s|/{_THINK}", before)[-1]  # behind an empty thought
             return re.compile(f"{re.escape(mark)}()") if mark else _BARE
@@ -264,10 +260,11 @@ def _start_of_calls(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
 def _calls(text: str, is_marked: bool) -> tuple[list[Call], str]:
     """The calls that ``text`` begins with, JSON objects or a list of them; and the text after."""
     found: list[Call] = []
-    rest, starts, is_first = text.lstrip(), ("{", "["), is_marked
+    rest, is_first = text.lstrip(), is_marked
+    starts: tuple[str, ...] = ("{", "[")
     while is_first or rest.startswith(starts):
         try:
-            value, end = _DECODER.raw_decode(rest)
+            value, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError) as error:
             problem = f"the tool call is not JSON: {_line(error)}"
             return [Call(problem=problem)] if is_first else found, rest
@@ -286,17 +283,16 @@ def _parsed_call(value: Any, is_marked: bool) -> Call:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not isinstance(function, dict):
         return Call(problem='the tool call has no "name"')
-    given = next((function[key] for key in _ARGUMENTS if key in function), {} if is_marked else 0)
+    missing = None if is_marked else ""
+    given = next((function[key] for key in _ARGUMENTS if key in function), missing)
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
             return Call(name, problem=f"its arguments are not JSON: {_line(error)}")
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
+    if not isinstance(given, dict | None):
         return Call(name, problem='its "arguments" are no object')
-    return Call(name, given)
+    return Call(name, given or {})
 
 
 def _argument(text: str, function: Any, key: str) -> Any:
