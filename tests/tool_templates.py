@@ -1,5 +1,7 @@
 """Chat templates that show tools, in the forms of families of models, and tokenizers with them."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
@@ -36,16 +38,18 @@ MARKED = (
     "'id': c.id} | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}{{ ']<eot>' }}"
     "{% else %}{{ ' ' + m.content + '<eot>' }}{% endif %}{% endfor %}"
 )
-# Qwen3.5: names and arguments in tags
+# Qwen3.5: names and arguments in tags, numbers, booleans and null as Python writes them
 TAGS = (
     _HEAD + "{% for m in messages %}{% if m.role == 'tool' %}"
     "{{ '<im>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><eot>\\n' }}{% else %}"
     "{{ '<im>' + m.role + '\\n' + m.content }}{% for c in m.tool_calls or [] %}"
     "{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}"
     "{% for k, v in c.function.arguments.items() %}{{ '<parameter=' + k + '>\\n' + "
-    "(v if v is string else v | tojson) + '\\n</parameter>\\n' }}{% endfor %}"
+    "(v | tojson if v is iterable and v is not string else v | string) + '\\n</parameter>\\n' }}"
+    "{% endfor %}"
     "{{ '</function>\\n</tool_call>' }}{% endfor %}{{ '<eot>\\n' }}{% endif %}{% endfor %}" + _ASK
 )
+REAL = Path(__file__).parent / "data/chat_templates"  # of models, as TRL 1.16 has them (Apache 2.0)
 FORMS = {"hermes": HERMES, "json": JSON, "marked": MARKED, "tags": TAGS}
 
 

@@ -332,12 +332,11 @@ class ToolEnvironment(Environment):
         return tuple(await asyncio.gather(*map(self._result, self.calls)))
 
     async def _result(self, call: Call) -> ToolResult:
-        function = self._functions.get(call.name)
-        problem = call.problem
-        if not problem and function is None:
+        problem, function = call.problem, self._functions.get(call.name)
+        if function is None:
             near = did_you_mean(call.name, list(self._functions))
-            problem = f"there is no tool {call.name[:80]!r}{near}"
-        if not problem and function is not None:
+            problem = problem or f"there is no tool {call.name[:80]!r}{near}"
+        elif not problem:
             try:
                 inspect.signature(function).bind(**call.arguments)
             except TypeError as error:

@@ -44,8 +44,8 @@ class Episode:
         experts: (P + A, routers, k), see `Rollout`.
         is_over: whether it has ended; then its environment may still reward it.
         is_complete: whether its rewards are known too.
-        is_cut: whether the last answer has no stop token, so that nothing can follow it.
-        finish_reason: "stop" where the environment ended the episode, "length" at a bound.
+        finish_reason: "length" where the last answer has no stop token, or no tokens are left for
+            another one; "stop" elsewhere, and wherever the environment ended the episode.
         num_calls, num_failed_calls: of tools.
         problem: why the environment failed; then the episode is over.
     """
@@ -63,10 +63,9 @@ class Episode:
     num_turns: int = 0
     num_calls: int = 0
     num_failed_calls: int = 0
-    is_cut: bool = False
     is_over: bool = False
     is_complete: bool = False
-    finish_reason: FinishReason = "length"
+    finish_reason: FinishReason = "stop"
     problem: str = ""
 
     def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
@@ -204,7 +203,7 @@ class EpisodeRunner:
                 continue  # another rank's
             episode.add(sequence.answer, sequence.logprobs)
             episode.experts = sequence.experts
-            episode.is_cut = not sequence.stopped
+            episode.finish_reason = "stop" if sequence.stopped else "length"
             ids = sequence.answer[:-1] if sequence.stopped else sequence.answer
             texts = continued_texts(self._tokenizer, [ids])
             if episode.environment.wants_special_tokens:
@@ -288,7 +287,7 @@ class EpisodeRunner:
 
     def _tokens(self, episode: Episode, observation: Observation) -> list[int] | None:
         """The tokens of ``observation``; None where no answer can follow."""
-        if episode.is_cut or episode.num_turns == self._args.max_turns:
+        if episode.finish_reason == "length" or episode.num_turns == self._args.max_turns:
             return None
         room = self._sampling.max_new_tokens - len(episode.tokens)
         tokens = self._within(room, observation)
@@ -303,6 +302,8 @@ class EpisodeRunner:
             tokens = self._within(room, observation)
         episode.num_calls += len(observation.results)
         episode.num_failed_calls += sum(result.failed for result in observation.results)
+        if tokens is None:
+            episode.finish_reason = "length"
         return tokens
 
     def _within(self, room: int, observation: Observation) -> list[int] | None:

@@ -8,14 +8,15 @@ do not depend on the episode.
 Calls: a tokenizer with a ``response_template`` says itself how answers are read. For others the
 form is taken from the template: it renders a call, and what it puts before the JSON object, such as
 Hermes's and Qwen's ``<tool_call>``, marks calls in answers. Where it puts nothing there, as Llama
-3's, an answer that is JSON is a call. Qwen3.5's form ``<function=NAME><parameter=KEY>`` is read
-too.
+3's, JSON with arguments is a call. Qwen3.5's form ``<function=NAME><parameter=KEY>`` is read too.
 """
 
-import contextlib
+import ast
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -129,51 +130,56 @@ def _no_place(flag: str, what: str) -> UserError:
 _QUESTION = [{"role": "user", "content": "question"}]
 _NAME = "name-of-tool"
 _ARGUMENTS = ("arguments", "parameters")
-_FUNCTION = re.compile(r"<function=([^>]*)>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
-_DECODER = json.JSONDecoder()
+# Seed-OSS writes <seed:think>, Magistral [THINK]. A thought without an end is the whole answer.
+_THINK = r"(?i:(?:\w+:)?think[>\]])"
+_OPENED = re.compile(rf"[<\[]{_THINK}\s*\Z")
+_THOUGHTS = re.compile(rf"(?:\s*[<\[]{_THINK}.*?(?:[<\[]/{_THINK}|\Z))*", re.DOTALL)
+# JSON without a mark begins an answer or a fence. Llama 3.1 may write a token before it.
+_BARE = re.compile(r"(?:\A|```(?:json)?)\s*(?:<\|python_tag\|>)?([{\[])")
+_TAGS = re.compile(r"(?:<[^<>/\s]+>\s*)?<function=([^>]*)>")
+# A value may hold tags itself: it ends where another one begins, or the function ends.
+_VALUE = r"\s*<parameter=([^>]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))"
+_PARAMETER, _FUNCTION_END = re.compile(_VALUE, re.DOTALL), re.compile(r"\s*(?:</function>|\Z)")
+_KINDS = {list: "array", dict: "object", type(None): "null"}
 
 
 class CallParser:
-    """Reads the calls of an answer, as text with special tokens and without its EOS.
+    """Reads the calls of an answer, as text with special tokens and without its EOS. What stands in
+    its thought is no call.
 
-    ``tools``: JSON schemas.
+    ``tools``: JSON schemas. ``inputs``: the chat template's variables.
 
     Raises:
         UserError: the chat template does not show tools to the model, or writes calls in a form
             that only a ``response_template`` can describe.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], **inputs: Any
+    ) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools)
-        functions = [tool["function"] for tool in tools]
-        self._types = {f["name"]: f["parameters"].get("properties", {}) for f in functions}
+        self._schemas = {t["function"]["name"]: t["function"].get("parameters") for t in tools}
         try:
-            self._prompt = render_chat(
-                tokenizer, _QUESTION, add_generation_prompt=True, tools=tools
+            prompt = render_chat(
+                tokenizer, _QUESTION, add_generation_prompt=True, tools=tools, **inputs
             )
         except RefusedChat as error:
             raise UserError(f"--tools: {error}") from None
-        if not all(tool["function"]["name"] in self._prompt for tool in tools):
+        if not all(name in prompt for name in self._schemas):
             raise UserError(
                 "--tools: the chat template does not show tools to the model; name one that does "
                 "with --chat_template"
             )
+        opened = _OPENED.search(prompt)
+        self._opened = opened[0] if opened else ""
+        self._prompt = prompt.removesuffix(self._opened)
         self._reads_itself = getattr(tokenizer, "response_template", None) is not None
-        self._mark = "" if self._reads_itself else _mark(tokenizer)
-        if self._reads_itself and (found := self("answer")):
+        self._start = _BARE if self._reads_itself else _start_of_calls(tokenizer)
+        if self._reads_itself and (found := self._read_by_template("answer")[1]):
             raise UserError(f"--tools: the tokenizer's response_template fails: {found[0].problem}")
 
     def __call__(self, answer: str) -> list[Call]:
-        if self._reads_itself:
-            return self._read_by_template(answer)
-        if self._mark == "<function=":
-            return [self._tagged(*found.groups()) for found in _FUNCTION.finditer(answer)]
-        if self._mark:
-            return [c for piece in answer.split(self._mark)[1:] for c in _calls(piece, True)]
-        fenced = _FENCE.search(answer)
-        return _calls(fenced[1] if fenced else answer, False)
+        return self._read(answer)[1]
 
     def split(self, ids: Sequence[int]) -> tuple[str, list[Call]] | None:
         """The text of an answer before its calls, and the calls; None where it has none, or one
@@ -182,96 +188,147 @@ class CallParser:
         ends = stop_ids(self._tokenizer)
         kept = ids[:-1] if ids and ids[-1] in ends else ids
         (answer,) = continued_texts(self._tokenizer, [list(kept)], with_special=True)
-        calls = self(answer)
+        before, calls = self._read(answer)
         if not calls or any(call.problem for call in calls):
             return None
+        return before.strip(), calls
+
+    def _read(self, answer: str) -> tuple[str, list[Call]]:
+        """The text of ``answer`` before its calls, and the calls."""
+        thought = _THOUGHTS.match(self._opened + answer)
+        begin = thought.end() - len(self._opened)  # type: ignore[union-attr]  # it may be empty
         if self._reads_itself:
-            parsed = self._tokenizer.parse_response(answer, prefix=self._prompt, tools=self._tools)
-            return str(parsed.get("content") or "").strip(), calls
-        return (answer.split(self._mark)[0].strip() if self._mark else ""), calls
+            return self._read_by_template(answer[begin:])
+        text, before, calls, at = answer[begin:], answer, list[Call](), 0
+        while start := self._start.search(text, at):
+            if self._start is _TAGS:
+                found, rest = self._tagged(start[1], text[start.end() :])
+            else:
+                found, rest = _calls(text[start.start(1) :], self._start is not _BARE)
+            if found and not calls:
+                before = answer[: begin + start.start()]
+            calls += found
+            at = max(start.end(), len(text) - len(rest))
+        return before, calls
 
-    def _tagged(self, name: str, body: str) -> Call:
-        """A call whose arguments have tags. Those that are no text are JSON."""
-        types, arguments = self._types.get(name, {}), {}
-        for key, text in _PARAMETER.findall(body):
-            arguments[key] = text
-            if types.get(key, {}).get("type") != "string":
-                with contextlib.suppress(ValueError, RecursionError):
-                    arguments[key] = json.loads(text)
-        return Call(name, arguments)
+    def _tagged(self, name: str, text: str) -> tuple[list[Call], str]:
+        """The call of ``name`` with the arguments that ``text`` begins with, and the text after."""
+        arguments = {}
+        while given := _PARAMETER.match(text):
+            arguments[given[1]] = _argument(given[2], self._schemas.get(name), given[1])
+            text = text[given.end() :]
+        if end := _FUNCTION_END.match(text):
+            return [Call(name, arguments)], text[end.end() :]
+        return [Call(name, problem="its arguments are not in <parameter=NAME> tags")], ""
 
-    def _read_by_template(self, answer: str) -> list[Call]:
+    def _read_by_template(self, answer: str) -> tuple[str, list[Call]]:
         try:
             parsed = self._tokenizer.parse_response(answer, prefix=self._prompt, tools=self._tools)
         except Exception as error:  # what the model wrote may be anything
-            return [Call(problem=f"the tool call cannot be read: {_line(error)}")]
-        return [_parsed_call(call) for call in parsed.get("tool_calls") or ()]
+            return "", [Call(problem=f"the tool call cannot be read: {_line(error)}")]
+        calls = [_parsed_call(call, True) for call in parsed.get("tool_calls") or ()]
+        return str(parsed.get("content") or ""), calls
 
 
-def _mark(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the template writes before a call; "" if nothing."""
+def _start_of_calls(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
+    """What the template writes before a call, with a group where its JSON or its name begins."""
     calls = [_call(_NAME, "value-of-argument", "call00000")]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     asked = render_chat(tokenizer, _QUESTION, add_generation_prompt=True)
     try:
-        written = render_chat(tokenizer, [*_QUESTION, turn])
+        answered = render_chat(tokenizer, [*_QUESTION, turn])
     except RefusedChat:
-        return ""
-    shared = next((i for i, (a, b) in enumerate(zip(asked, written, strict=False)) if a != b), None)
-    answer = written[len(asked) if shared is None else shared :]
+        return _BARE
+    shared = re.sub(r"[<\[][^<>\[\]\s]*\Z", "", commonprefix([asked, answered]))  # no half tags
+    answer = answered[len(shared) :]
     for brace in re.finditer(r"\{", answer):
-        try:
-            value, _ = _DECODER.raw_decode(answer, brace.start())
-        except ValueError:
-            continue
-        if isinstance(value, dict) and value.get("name") == _NAME:
+        written, _ = _calls(answer[brace.start() :], False)
+        if written and written[0].name == _NAME:
             before = answer[: brace.start()].strip().removesuffix("[").rstrip()
-            return re.split(r"\s", before)[-1]
+            mark = re.split(rf"\s|/{_THINK}", before)[-1]  # behind an empty thought
+            return re.compile(f"{re.escape(mark)}()") if mark else _BARE
     if f"<function={_NAME}>" in answer:
-        return "<function="
+        return _TAGS
     if _NAME in answer:
         raise UserError(
             "--tools: the chat template writes calls of tools in a form of its own; give the "
             "tokenizer a response_template for it"
         )
-    return ""
+    return _BARE
 
 
-def _calls(text: str, is_marked: bool) -> list[Call]:
-    """The calls that ``text`` begins with: JSON objects, or a list of them."""
+def _calls(text: str, is_marked: bool) -> tuple[list[Call], str]:
+    """The calls that ``text`` begins with, JSON objects or a list of them; and the text after."""
     found: list[Call] = []
-    text = text.strip()
+    rest, is_first = text.lstrip(), is_marked
     starts: tuple[str, ...] = ("{", "[")
-    while is_marked or text.startswith(starts):
+    while is_first or rest.startswith(starts):
         try:
-            value, end = _DECODER.raw_decode(text)
+            value, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError) as error:
             problem = f"the tool call is not JSON: {_line(error)}"
-            return [Call(problem=problem)] if is_marked else found
-        calls = [_parsed_call(value) for value in (value if isinstance(value, list) else [value])]
-        if not is_marked and any(call.problem for call in calls):
+            return [Call(problem=problem)] if is_first else found, rest
+        values = value if isinstance(value, list) else [value]
+        calls = [_parsed_call(value, is_marked) for value in values]
+        if not is_first and any(call.problem for call in calls):
             break  # JSON, but no call
         found += calls
-        text, is_marked, starts = text[end:].lstrip(" \n;,"), False, ("{",)
-    return found
+        rest, is_first, starts = rest[end:].lstrip(" \n;,"), False, ("{",)
+    return found, rest
 
 
-def _parsed_call(value: Any) -> Call:
+def _parsed_call(value: Any, is_marked: bool) -> Call:
+    """``is_marked``: as a call; JSON alone is one only if it has arguments."""
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not isinstance(function, dict):
         return Call(problem='the tool call has no "name"')
-    given = next((function[key] for key in _ARGUMENTS if key in function), None)
+    missing = None if is_marked else ""
+    given = next((function[key] for key in _ARGUMENTS if key in function), missing)
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
             return Call(name, problem=f"its arguments are not JSON: {_line(error)}")
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
+    if not isinstance(given, dict | None):
         return Call(name, problem='its "arguments" are no object')
-    return Call(name, given)
+    return Call(name, given or {})
+
+
+def _argument(text: str, function: Any, key: str) -> Any:
+    """An argument in a tag: text where the schema of the ``function``'s parameters says so, else
+    JSON, or a Python value as `str` writes it.
+    """
+    parts = [part for known in _under(function, "properties") for part in _under(known, key)]
+    for part in parts:  # which grow meanwhile; some refer to themselves
+        named = [str(ref).rpartition("/")[2] for ref in _under(part, "$ref")]
+        referred = [known for each in _under(function, "$defs") for known in _under(each, *named)]
+        parts += _under(part, "anyOf", "oneOf") + referred if len(parts) < 64 else []
+    choices = [choice for part in parts for choice in _under(part, "enum")]
+    types = [kind for part in parts for kind in _under(part, "type")]
+    types += ["null" for part in parts if True in _under(part, "nullable")]
+    types += ["string" for choice in choices if isinstance(choice, str)]
+    for choice in choices:
+        if text in (str(choice), json.dumps(choice)):
+            return choice
+    value = _literal(text.strip())
+    is_text = "string" in types and _KINDS.get(type(value)) not in types
+    return text if is_text or isinstance(value, str) else value
+
+
+def _under(schema: Any, *names: str) -> list[Any]:
+    """The values that ``schema`` has under ``names``, or lists of them."""
+    found = [schema[name] for name in names if name in schema] if isinstance(schema, dict) else []
+    return [v for value in found for v in (value if isinstance(value, list) else [value])]
+
+
+def _literal(text: str) -> Any:
+    """The value that is JSON, or what `str` makes of a Python one; ``text`` where it is neither."""
+    is_python = text in ("True", "False", "None") or text.startswith(("[", "{"))
+    for read in (json.loads, ast.literal_eval) if is_python else (json.loads,):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return json.loads(json.dumps(read(text), allow_nan=False))
+    return text
 
 
 def _line(error: BaseException) -> str:

@@ -286,13 +286,14 @@ def _require_short(encoder: Any, body: ChatRequest, max_positions: int) -> None:
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
     turns, inputs = turns_of(body.messages), body.chat_template_kwargs
-    if not body.tools or body.tool_choice == "none":
+    tools = list[Any](body.tools)
+    if not tools or body.tool_choice == "none":
         return [prompt_text_ids(encoder, turns, **inputs)], None
     try:
-        parse = CallParser(encoder, body.schemas)
+        parse = CallParser(encoder, tools, **inputs)
     except UserError as error:
         raise UserError(str(error).removeprefix("--")) from None
-    return [prompt_text_ids(encoder, turns, tools=body.schemas, **inputs)], parse
+    return [prompt_text_ids(encoder, turns, tools=tools, **inputs)], parse
 
 
 def _encoded(encoder: Any, body: CompletionRequest) -> _Encoded:

@@ -1,9 +1,11 @@
 """Declares the request bodies of OpenAI's interface that the server takes, and checks them."""
 
+import json
 import secrets
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, WrapValidator, model_validator
 
 from dschat.config import UserError
 from dschat.config.data import template_variables
@@ -156,6 +158,12 @@ class Tool(BaseModel):
     function: Function
 
 
+def _as_it_came(tool: Any, check: Callable[[Any], Tool]) -> Any:
+    """A tool for the chat template: its keys keep their order, as in training."""
+    check(tool)
+    return json.loads(storable(json.dumps(tool, ensure_ascii=False)))
+
+
 class ChatRequest(GenerationRequest):
     """Body of ``/v1/chat/completions``."""
 
@@ -164,7 +172,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] = Field([], max_length=128)
+    tools: list[Annotated[Tool, WrapValidator(_as_it_came)]] = Field([], max_length=128)
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] = {}
 
@@ -175,11 +183,6 @@ class ChatRequest(GenerationRequest):
     @property
     def echo(self) -> bool:
         return False
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools as a chat template takes them."""
-        return [tool.model_dump() for tool in self.tools]
 
     @property
     def num_top(self) -> int:

@@ -159,12 +159,18 @@ class Endless:
         return "5", 0.0, False
 
 
-def test_an_environment_that_never_ends(made):
-    for episode in run(made, Endless):
-        assert episode.finish_reason == "length"
-        assert episode.num_turns <= LIMITS.max_turns
+@pytest.mark.parametrize("turns", [2, 5])
+def test_an_environment_that_never_ends(made, turns):
+    """Its last answer is cut where it has no stop token or no room is left, not by --max_turns."""
+    reasons = set()
+    for episode in run(made, Endless, limits=limits_of(turns, 8, 20.0, 4)):
+        cut = episode.tokens[-1] not in STOPS or episode.num_turns < turns
+        assert episode.finish_reason == ("length" if cut else "stop")
+        reasons.add(episode.finish_reason)
+        assert episode.num_turns <= turns
         assert len(episode.tokens) <= SAMPLING.max_new_tokens
         assert episode.drawn[-1]  # nothing of the environment's is left at the end
+    assert reasons == {"stop", "length"}
 
 
 def test_an_observation_that_leaves_no_token_for_an_answer_is_left_out(made):

@@ -1,9 +1,13 @@
 """Calls of tools: read in the form in which the chat template writes them, or told to the model."""
 
+import json
+import re
+from os.path import commonprefix
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_templates import FORMS, HERMES, SCHEMAS, tokenizer_of
+from tool_templates import FORMS, HERMES, REAL, SCHEMAS, tokenizer_of
 
 from dschat.config import UserError
 from dschat.data.rendering import render_chat
@@ -27,10 +31,10 @@ def called(*arguments, name="search"):
     }
 
 
-def written(tokenizer, turn):
+def written(tokenizer, turn, tools=SCHEMAS):
     """The answer that the template makes of ``turn``, without its EOS."""
-    asked = render_chat(tokenizer, ASKED, add_generation_prompt=True, tools=SCHEMAS)
-    answered = render_chat(tokenizer, [*ASKED, turn], tools=SCHEMAS)
+    asked = render_chat(tokenizer, ASKED, add_generation_prompt=True, tools=tools)
+    answered = render_chat(tokenizer, [*ASKED, turn], tools=tools)
     assert answered.startswith(asked)
     return answered[len(asked) :].removesuffix("\n").removesuffix(tokenizer.eos_token)
 
@@ -191,3 +195,236 @@ def test_calls_in_a_row_are_all_read():
     parse = CallParser(tokenizer_of(FORMS["json"]), SCHEMAS)
     one = '{"name": "search", "arguments": {"query": "q", "limit": 1}}'
     assert len(parse("; ".join([one] * 3000))) == 3000
+
+
+def opening(template):
+    """``template``, whose generation prompt opens a thought."""
+    *before, ask = template.rpartition("'<im>assistant\\n'")
+    return "".join([*before[:-1], "'<im>assistant\\n<think>\\n'", ask])
+
+
+@pytest.mark.parametrize("form", ["hermes", "json", "tags"])
+@pytest.mark.parametrize("by_prompt", [False, True])
+def test_a_call_in_a_thought_is_none(form, by_prompt):
+    tokenizer = tokenizer_of(FORMS[form])
+    thought, real = (written(tokenizer, called({"query": q})) for q in ("thought", "</think> real"))
+    if by_prompt:
+        tokenizer = tokenizer_of(opening(FORMS[form]))
+    parse, opened = CallParser(tokenizer, SCHEMAS), "" if by_prompt else "<think>"
+    (call,) = parse(f"{opened}{thought}</think>\n{real}")
+    assert call.arguments == {"query": "</think> real"}
+    assert parse(f"{opened}I could: {thought}, but no.</think>It is 4.") == []
+    assert parse(f"{opened}I could: {thought}") == []
+    assert parse(f"{opened}{thought}</think> <think>{thought}</think>{real}") == [call]
+    assert by_prompt or parse(real) == [call]
+    text = f"{opened}{thought}</think>\n{real}"
+    before, calls = parse.split(tokenizer.encode(text) + [tokenizer.eos_token_id])
+    assert (before, calls) == (f"{opened}{thought}</think>".strip(), [call])
+    assert parse.split(tokenizer.encode(text.removesuffix(real))) is None
+
+
+@pytest.mark.parametrize("tag", ["seed:think", "THINK"])
+def test_other_tags_of_thoughts(tag):
+    (a, z) = "[]" if tag == "THINK" else "<>"
+    parse = CallParser(tokenizer_of(HERMES), SCHEMAS)
+    call = '<tool_call>{"name": "search", "arguments": {"query": "q"}}</tool_call>'
+    assert len(parse(f"{a}{tag}{z}{call}{a}/{tag}{z}{call}")) == 1
+
+
+def test_a_thought_that_the_template_closes_opens_none():
+    """By a variable, or in a template that writes an empty one before calls."""
+    call = '{"name": "search", "arguments": {"query": "q"}}'
+    closed = opening(HERMES).replace(
+        "<think>\\n", "<think>' + ('</think>' if quick else '') + '\\n"
+    )
+    tokenizer = tokenizer_of(closed)
+    marked = f"<tool_call>{call}</tool_call>"
+    assert CallParser(tokenizer, SCHEMAS, quick=False)(marked) == []
+    assert len(CallParser(tokenizer, SCHEMAS, quick=True)(marked)) == 1
+    empty = FORMS["json"].replace("'<im>assistant\\n' + {", "'<im>assistant\\n<think></think>' + {")
+    parse = CallParser(tokenizer_of(empty), SCHEMAS)
+    assert parse("<think>a</think>Hello.") == []
+    assert len(parse(f"<think>a</think>{call}")) == 1
+
+
+CALL = '{"name": "search", "parameters": {"query": "q"}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "count", "before"),
+    [
+        ('{"name": "Alice", "age": 30}', 0, None),
+        ('[{"name": "Alice"}, {"name": "Bob"}]', 0, None),
+        ('Mine:\n```json\n{"name":"my-app","version":"1.0.0"}\n```', 0, None),
+        ('{"name": "search"}', 0, None),
+        ('{"function": {"name": "search"}}', 0, None),
+        ('{"name": "search", "parameters": null}', 1, ""),
+        ('{"type": "function", "name": "search", "parameters": {"query": "q"}}', 1, ""),
+        ('{"function": {"name": "search", "arguments": {"query": "q"}}}', 1, ""),
+        ('{"name": "nobody", "parameters": {}}', 1, ""),
+        (f'{CALL}; {{"name": "Alice"}}', 1, ""),
+        (f'[{CALL}, {{"name": "Alice"}}]', 0, None),
+        (f"<|python_tag|>{CALL}", 1, ""),
+        (f"Let me look.\n```json\n{CALL}\n```", 1, "Let me look."),
+        (
+            f'```json\n{{"name": "a"}}\n```\nThen\n```\n{CALL}\n```',
+            1,
+            '```json\n{"name": "a"}\n```\nThen',
+        ),
+        ('{"name": "search", "parameters": {"query": "```json\\n{}\\n```"}}', 1, ""),
+    ],
+)
+def test_json_without_a_mark(answer, count, before):
+    tokenizer = tokenizer_of(FORMS["json"])
+    parse = CallParser(tokenizer, SCHEMAS)
+    assert len(parse(answer)) == count
+    found = parse.split(tokenizer.encode(answer))
+    assert (found and found[0]) == before
+    marked = CallParser(tokenizer_of(HERMES), SCHEMAS)
+    assert marked('<tool_call>{"name": "search"}</tool_call>') == [Call("search")]
+
+
+def tool_of(properties, **more):
+    parameters = {"type": "object", "properties": properties, **more}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+CHOICES = {"type": ["integer", "string"], "enum": [1, "a", "2", None]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        *[
+            ({"type": "boolean"}, text, text in ("True", "true"))
+            for text in ("True", "False", "true")
+        ],
+        ({"type": "integer"}, "None", None),
+        ({"type": "integer"}, "oslo", "oslo"),
+        ({"type": "number"}, "NaN", "NaN"),
+        *[(NULLABLE, text, text) for text in ("12345", "true", "False", "[1]", "")],
+        *[(NULLABLE, text, None) for text in ("null", "None")],
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "string", "nullable": False}, "None", "None"),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", "2"]}, "3", "3"),
+        ({"enum": [1, 2]}, "1", 1),
+        *[(CHOICES, str(choice), choice) for choice in CHOICES["enum"]],
+        ({"oneOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}]}, "1", "1"),
+        ({"$ref": "#/$defs/Self"}, "1", 1),
+        ({"type": ["array", "string"]}, "['a', 'b']", ["a", "b"]),
+        ({"type": ["array", "string"]}, "{'a': 1}", "{'a': 1}"),
+        ({"type": "object"}, "{'a': True, 'b': (1,)}", {"a": True, "b": [1]}),
+        ({"type": "array"}, "['a', 'b']", ["a", "b"]),
+        *[
+            ({}, text, text)
+            for text in ('"q"', "'q'", "1_000", "1, 2", "[open('f')]", "{1, 2}", "[1e999]")
+        ],
+        ({}, "[" * 5000, "[" * 5000),
+        ({}, "[" + "-" * 90_000 + "1]", "[" + "-" * 90_000 + "1]"),
+        *[
+            ({"type": 5, "enum": 3, "anyOf": 7, "$ref": []}, text, value)
+            for text, value in [("5", 5), ("a", "a")]
+        ],
+    ],
+)
+def test_an_argument_in_tags(schema, text, expected):
+    level = {"type": "string", "enum": ["1", "b"]}
+    tool = tool_of({"x": schema}, **{"$defs": {"Level": level, "Self": {"$ref": "#/$defs/Self"}}})
+    parse = CallParser(tokenizer_of(FORMS["tags"]), [tool])
+    (call,) = parse(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>")
+    assert type(call.arguments["x"]) is type(expected)
+    assert call.arguments == {"x": expected}
+
+
+def test_arguments_of_a_tool_without_a_schema():
+    tool = {"type": "function", "function": {"name": "f"}}
+    answer = "<function=f><parameter=x>1</parameter></function>"
+    for properties in ({}, {"parameters": None}, {"parameters": {"properties": [1]}}):
+        parse = CallParser(
+            tokenizer_of(FORMS["tags"]), [tool | {"function": {"name": "f", **properties}}]
+        )
+        assert parse(answer) == [Call("f", {"x": 1})]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["x: 1</function>", "<parameter=x>1</function>", "<parameter=x>1</parameter><parameter=y>2"],
+)
+def test_tags_that_are_not_closed_are_told(body):
+    answer = f"<function=search>{body}"
+    calls = CallParser(tokenizer_of(FORMS["tags"]), SCHEMAS)(answer + answer)
+    assert [bool(call.problem) for call in calls] == [True]
+
+
+ODD = st.sampled_from(
+    ["12345", "True", "true", "null", "1.5", "[1]", "['a']", '{"a": 1}', "", " a ", "\n", "a\n\nb"]
+    + [
+        "</parameter> a",
+        "</function>",
+        "<parameter=y>",
+        "<tool_call>",
+        "</think>",
+        "<think>",
+        "'q'",
+    ]
+)
+STRINGS = ODD | TEXTS
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+KINDS = {
+    "string": STRINGS,
+    "integer": st.integers(),
+    "number": PLAIN.filter(lambda value: type(value) in (int, float)),
+    "boolean": st.booleans(),
+    "array": st.lists(PLAIN | STRINGS, max_size=3),
+    "object": st.dictionaries(TEXTS, PLAIN | STRINGS | st.lists(PLAIN), max_size=2),
+}
+
+
+@st.composite
+def arguments_of_schemas(draw):
+    """Properties, and arguments whose text is that of no other value that the schema allows."""
+    properties, arguments = {}, {}
+    for name in draw(st.lists(st.sampled_from("abc"), min_size=1, unique=True)):
+        kind = draw(st.sampled_from([*KINDS]))
+        values, form = KINDS[kind], draw(st.integers(0, 5))
+        schema = {"type": kind}
+        if form in (1, 2, 3):
+            null = [{"type": [kind, "null"]}, {"type": kind, "nullable": True}]
+            schema = [*null, {"oneOf": [{"type": kind}, {"type": "null"}]}][form - 1]
+            values = st.none() | values.filter(lambda v: v not in ("None", "null"))
+        elif form == 4:
+            schema = draw(
+                st.sampled_from([{"enum": ["1", "true", "None"]}, {"enum": [1, True, "a"]}])
+            )
+            values = st.sampled_from(schema["enum"])
+        elif form == 5:
+            schema, values = {}, PLAIN | st.lists(PLAIN) | st.sampled_from(["oslo", "'q'", " a "])
+        properties[name], arguments[name] = schema, draw(values)
+    return properties, arguments
+
+
+@pytest.mark.parametrize("name", ["tags", "qwen3_5_think", "qwen3_5_nothink", "llama3_1"])
+def test_arguments_survive_the_template(name):
+    path = REAL / f"{name}.jinja"
+    tokenizer = tokenizer_of(path.read_text() if path.exists() else FORMS[name], bos_token="<eot>")
+
+    @settings(max_examples=60, deadline=None)
+    @given(arguments_of_schemas())
+    def check(drawn):
+        properties, arguments = drawn
+        tools = [tool_of(properties)]
+        prompt = render_chat(tokenizer, ASKED, add_generation_prompt=True, tools=tools)
+        whole = render_chat(tokenizer, [*ASKED, called(arguments, name="f")], tools=tools)
+        answer = re.sub(
+            "(<.im_end.>\n|<.eot_id.>|<eot>\n)$", "", whole[len(commonprefix([prompt, whole])) :]
+        )
+        (call,) = CallParser(tokenizer, tools)(answer)
+        assert not call.problem
+        assert json.dumps(call.arguments) == json.dumps(arguments)
+
+    check()

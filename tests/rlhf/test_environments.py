@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import step_cases
@@ -10,10 +11,13 @@ from program_cases import ppo_trainer
 from quick import slow
 from step_cases import Case
 from tiny_models import EOS
+from tool_templates import HERMES, SCHEMAS, tokenizer_of
 
-from dschat.config import UserError
-from dschat.data.batches import PromptTable
+from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable, prompts_of
 from dschat.data.segments import prompt_text_ids
+from dschat.data.tokenize import prompt_dataset
+from dschat.rlhf.episodes import EpisodeCollector
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 PROMPTS = [[3 + i, 5, 7] for i in range(8)]
@@ -150,6 +154,31 @@ def test_reward_functions_see_the_text_that_reset_appended(pool, models_folder):
     for ids, length, source in starts:
         assert prompt_text_ids(tokenizer, source) == ids[:length]
     assert len(seen) > len(PROMPTS)  # samples of a prompt have other texts
+
+
+@pytest.mark.parametrize("own", [None, SCHEMAS])
+def test_a_prompt_with_the_text_of_reset_shows_the_tools_of_its_row(own, tmp_path):
+    """Its ids are those of a row that has the text itself."""
+    tools = [{"type": "function", "function": {"name": f"of_row_{i}"}} for i in range(3)]
+    shown = [{"tools": tools[:1]}, {"tools": json.dumps(tools[1:])}, {}]
+    shown.append({"functions": [tools[2]["function"]]})
+    tokenizer, tables = tokenizer_of(HERMES), []
+    for text in ("", " More."):
+        rows = [{"prompt": [{"role": "user", "content": f"Hi.{text}"}]} | more for more in shown]
+        path = tmp_path / f"{len(tables)}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = RLHFConfig(data_path=[str(path)], data_split="0,0,1", max_prompt_seq_len=2000)
+        config.output_dir = str(tmp_path)
+        tables.append(prompts_of(list(prompt_dataset(config, tokenizer, tools=own))))
+    collector = SimpleNamespace(
+        scorer=SimpleNamespace(args=config),
+        _engine=SimpleNamespace(tokenizer=tokenizer),
+        _source=SimpleNamespace(schemas=own),
+    )
+    for row in range(len(shown)):
+        ids = EpisodeCollector._appended(collector, tables[0], row, " More.")
+        assert ids == tables[1].ids[row]
+        assert ("of_row" in tokenizer.decode(ids)) == bool(shown[row] and not own)
 
 
 def test_reward_functions_begin_while_episodes_run(models_folder):

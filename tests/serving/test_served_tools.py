@@ -105,6 +105,49 @@ def test_the_model_reads_tools_calls_and_results_as_in_training(client, served):
     assert answer.usage.prompt_tokens == len(ids)
 
 
+def test_the_template_gets_a_tool_as_it_came(client, monkeypatch):
+    """With the order of its keys, which the rows of training keep too."""
+    seen = []
+
+    def shown(*args, tools, **inputs):
+        seen.append(tools)
+        return prompt_text_ids(*args, tools=tools, **inputs)
+
+    monkeypatch.setattr(app, "prompt_text_ids", shown)
+    function = {"strict": True, "description": "Add.", "parameters": {"b": 1, "a": 2}, "name": "f"}
+    tools = [{"function": function, "cached": None, "type": "function"}, ADD]
+    tools.append({"type": "function", "function": {"name": "now"}})
+    client.chat.completions.create(model="tiny", messages=[QUESTION], tools=tools, max_tokens=1)
+    assert json.dumps(seen) == json.dumps([tools])
+    for bad, place in (({"type": "function"}, "tools.0.function"), (3, "tools.0")):
+        with pytest.raises(openai.BadRequestError, match=place):
+            client.chat.completions.create(model="tiny", messages=[QUESTION], tools=[bad])
+
+
+@pytest.mark.parametrize("by_prompt", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_a_thought_is_text(client, served, says, by_prompt, stream):
+    """What stands behind the thought is not lost, and a call there is one."""
+    thought = f"{CALL} would do.</think>"
+    each = (served.model.tokenizer, served.model.encoder)
+    before = each[0].chat_template
+    opens = "{% if add_generation_prompt and thinks %}<think>{% endif %}"
+    for tokenizer in each:
+        tokenizer.chat_template = before + opens
+    try:
+        for end, count in ((" It is 3.", 0), (f" {CALL}", 1)):
+            says(text := ("" if by_prompt else "<think>") + thought + end)
+            kwargs = {"chat_template_kwargs": {"thinks": by_prompt}}
+            answer = ask(client, stream=stream, extra_body=kwargs)
+            parts = [c.choices[0].delta for c in answer] if stream else [answer.choices[0].message]
+            assert sum(len(part.tool_calls or ()) for part in parts) == count
+            content = "".join(part.content or "" for part in parts).strip()
+            assert content == (text.removesuffix(CALL.removeprefix("let me see")).strip())
+    finally:
+        for tokenizer in each:
+            tokenizer.chat_template = before
+
+
 def test_no_tools_are_shown_with_choice_none(client, says):
     says(CALL)
     answer = ask(client, tool_choice="none")
