@@ -3,7 +3,10 @@
 A thought is a field of the turn (`turns.THOUGHTS`), or a ``<think>`` block in front of its content.
 """
 
+import logging
 import re
+from functools import lru_cache
+from os.path import commonprefix
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -14,6 +17,17 @@ from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import THOUGHTS, Turn
 from dschat.models.chat_template import MARK, attempt, default_template, failure, rendered
 
+logger = logging.getLogger("dschat")
+
+# What a template may leave out of an answer.
+_LOST = ", which the chat template does not render"
+THOUGHT = f"thoughts ({THOUGHTS[0]}){_LOST}; see --reasoning"
+CALLS, TEXT = f"calls of tools{_LOST}", f"text beside calls of tools{_LOST}"
+RULED_OUT = (
+    "thoughts, which the generation prompt rules out; set the chat template's variable for them, "
+    "such as --chat_template_kwargs '{\"enable_thinking\": true}', or see --reasoning"
+)
+_MARKED_THOUGHT, _END = f"{MARK}-thought", "</think>"
 # The first tag may be a part of the prompt.
 THINK = re.compile(r"\s*(?:<think>)?\s*((?:(?!<think>).)*?)\s*</think>\s*", re.DOTALL)
 LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
@@ -21,6 +35,10 @@ LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 class RefusedChat(UserError):
     """A chat for which the template calls ``raise_exception``: its row is dropped."""
+
+
+class LeftOut(RefusedChat):
+    """An answer that the template does not render as it is."""
 
 
 def render_chat(
@@ -55,17 +73,109 @@ def render_chat(
         ) from error
 
 
-def continuing(asked: str, answered: str, closes: bool = True) -> str:
+def rendered_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[Turn],
+    turn: Turn,
+    closes: bool = True,
+    **inputs: Any,
+) -> tuple[str, str, int]:
+    """The generation prompt, what the template adds to it for an answer, and how many characters of
+    that end with the answer's thought.
+
+    ``closes``: the answer is one for this prompt, see `continuing`; else it may be any text.
+
+    Raises:
+        RefusedChat: the template refuses the chat, or leaves calls of tools out.
+        LeftOut: it leaves another part out, or the answer cannot follow this prompt.
+    """
+    asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
+    thought, said = thought_of(turn), spoken(turn)
+    inline = None if THOUGHTS[0] in turn else THINK.match(turn["content"])
+    if closes and thought and asked.rstrip().endswith(_END):
+        raise LeftOut(RULED_OUT)
+    marked, marks = _marked(turn)
+    text = render_chat(tokenizer, [*prompt, marked], **inputs) if marks else ""
+    lost, start = {marks[mark] for mark in marks if mark not in text}, text.find(_MARKED_THOUGHT)
+    is_quoted = _END in said  # a template that looks for a thought's end must not find it here
+    shown = turn["content"].removesuffix(said) + MARK if is_quoted else turn["content"]
+    answered = render_chat(tokenizer, [*prompt, {**turn, "content": shown}], **inputs)
+    begin, refused = len(asked), RefusedChat
+    if not answered.startswith(asked):
+        begin = _beginning(asked, answered, attempt(tokenizer, prompt[:-1], **inputs))
+    if begin < 0:
+        _warn_once(
+            "the chat template does not render an answer as a continuation of its generation "
+            "prompt: such answers are trained as plain text"
+        )
+        lost, refused = {*marks.values()} - ({THOUGHT} if inline else set()), LeftOut
+        begin, answered, start = 0, shown, 0
+    answered, start = asked + answered[begin:], start + len(asked) - begin
+    if is_quoted:
+        answered = asked + answered[len(asked) :].replace(MARK, said)
+    if inline and THOUGHT in lost:
+        # the template cuts it off, as from earlier turns; some leave the line breaks behind it
+        block = inline[0].strip()
+        after = inline[0].lstrip().removeprefix(block)
+        answered = asked + block + after + answered[len(asked) :].removeprefix(after)
+        start = len(asked) + inline.start(1) - inline[0].index(block)
+        lost.remove(THOUGHT)
+    if lost:
+        raise (refused if CALLS in lost else LeftOut)(min(lost))
+    text = continuing(asked, answered, said, closes)
+    end = max(answered.find(thought, start), start) + len(thought)
+    return asked, text, len(text) - len(answered) + end if thought else 0
+
+
+def continuing(asked: str, answered: str, said: str, closes: bool = True) -> str:
     """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already.
 
-    ``closes``: behind the end of an opened thought, if the answer has none.
+    ``closes``: behind the end of an opened thought, if there is none but those in ``said``.
     """
     answer, opened = answered[len(asked) :], LAST_TAG.search(asked)
     if opened and answer.lstrip().startswith(opened[1]):
         answer = answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
-    if closes and opened and opened[1] == "<think>" and "</think>" not in answer:
-        answer = f"</think>\n\n{answer}"
+    is_open = closes and opened and opened[1] == "<think>"
+    if is_open and answer.count(_END) <= said.count(_END):
+        answer = f"{_END}\n\n{answer}"
     return answer
+
+
+def _beginning(asked: str, answered: str, earlier: str) -> int:
+    """Where the answer begins in ``answered``, which does not begin with ``asked``; -1 if unknown.
+
+    Templates rewrite earlier turns when an answer follows, as gpt-oss's, but not what ``asked``
+    adds to the ``earlier`` turns; there may be no tag that opens a thought.
+    """
+    added = asked[len(commonprefix([asked, earlier])) :]
+    for text in filter(None, (added, LAST_TAG.sub("", added))):
+        if text in answered:
+            return answered.rindex(text) + len(text)
+    return -1
+
+
+def _marked(turn: Turn) -> tuple[Turn, dict[str, str]]:
+    """``turn`` with marks in place of its thought, its calls and the text beside them, and what it
+    means that one is left out. A thought, or a tool's name, may stand in the answer's text too.
+    """
+    content, said = turn["content"], spoken(turn)
+    marked, marks = dict(turn), {_MARKED_THOUGHT: THOUGHT} if thought_of(turn) else {}
+    if marks and THOUGHTS[0] in turn:
+        marked |= dict.fromkeys(THOUGHTS, _MARKED_THOUGHT)
+    elif marks and (found := THINK.match(content)):
+        marked["content"] = content[: found.start(1)] + _MARKED_THOUGHT + content[found.end(1) :]
+    calls = []
+    for i, call in enumerate(turn.get("tool_calls", ())):
+        name, keys = f"{MARK}-name{i}", range(len(call["function"]["arguments"]))
+        arguments = {f"{name}-key{j}-": f"{name}-value{j}-" for j in keys}
+        calls.append({**call, "function": {"name": f"{name}.", "arguments": arguments}})
+        marks |= dict.fromkeys([f"{name}.", *arguments, *arguments.values()], CALLS)
+    if calls:
+        marked["tool_calls"] = calls
+        if said.strip():
+            marked["content"] = marked["content"].removesuffix(said) + f"{MARK}-text"
+            marks[f"{MARK}-text"] = TEXT
+    return marked, marks
 
 
 # -- thoughts --------------------------------------------------------------------------------------
@@ -75,6 +185,12 @@ def thought_of(turn: Turn) -> str:
     """A turn's thought, "" without one."""
     found = THINK.match(turn["content"])
     return turn.get(THOUGHTS[0], "").strip() or (found[1] if found else "")
+
+
+def spoken(turn: Turn) -> str:
+    """A turn's content without the thought that it begins with."""
+    found = THINK.match(turn["content"])
+    return turn["content"][found.end() :] if found else turn["content"]
 
 
 def resolved(tokenizer: PreTrainedTokenizerBase, reasoning: str) -> str:
@@ -99,7 +215,7 @@ def _changed(turn: Turn, how: str) -> Turn:
     thought, is_field = thought_of(turn), THOUGHTS[0] in turn
     if not thought or (how == "inline" and not is_field) or (how == "field" and is_field):
         return turn
-    said = THINK.sub("", turn["content"], count=1)
+    said = spoken(turn)
     if how == "field":
         return {**turn, **dict.fromkeys(THOUGHTS, thought), "content": said}
     block = f"<think>\n{thought}\n</think>\n\n" if how == "inline" else ""
@@ -110,3 +226,8 @@ def _shows(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template renders a last answer's thought."""
     answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, MARK)}
     return MARK in attempt(tokenizer, [{"role": "user", "content": "?"}, answer])
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
