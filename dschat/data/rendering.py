@@ -23,7 +23,7 @@ logger = logging.getLogger("dschat")
 _LOST = ", which the chat template does not render"
 THOUGHT = f"thoughts ({THOUGHTS[0]}){_LOST}; see --reasoning"
 CALLS, TEXT = f"calls of tools{_LOST}", f"text beside calls of tools{_LOST}"
-RULED_OUT = (
+_RULED_OUT = (
     "thoughts, which the generation prompt rules out; set the chat template's variable for them, "
     "such as --chat_template_kwargs '{\"enable_thinking\": true}', or see --reasoning"
 )
@@ -83,56 +83,53 @@ def rendered_answer(
     """The generation prompt, what the template adds to it for an answer, and how many characters of
     that end with the answer's thought.
 
-    ``closes``: the answer is one for this prompt, see `continuing`; else it may be any text.
+    ``closes``: the answer is one for this prompt, and ends a thought that it opens; else it may be
+    any text.
 
     Raises:
         RefusedChat: the template refuses the chat, or leaves calls of tools out.
         LeftOut: it leaves another part out, or the answer cannot follow this prompt.
     """
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
-    thought, said = thought_of(turn), spoken(turn)
-    inline = None if THOUGHTS[0] in turn else THINK.match(turn["content"])
+    thought, said, content = thought_of(turn), spoken(turn), turn["content"]
+    inline = None if THOUGHTS[0] in turn else THINK.match(content)
     if closes and thought and asked.rstrip().endswith(_END):
-        raise LeftOut(RULED_OUT)
+        raise LeftOut(_RULED_OUT)
     marked, marks = _marked(turn)
     text = render_chat(tokenizer, [*prompt, marked], **inputs) if marks else ""
     lost, start = {marks[mark] for mark in marks if mark not in text}, text.find(_MARKED_THOUGHT)
-    is_quoted = _END in said  # a template that looks for a thought's end must not find it here
-    shown = turn["content"].removesuffix(said) + MARK if is_quoted else turn["content"]
+    if TEXT in lost or CALLS in lost or (lost and not inline):
+        raise (RefusedChat if CALLS in lost else LeftOut)(min(lost))
+    # a template may cut a thought off, as from earlier turns, with all that is before it
+    hidden = content.lstrip() if lost else said if _END in said else ""
+    shown = MARK if lost else content.removesuffix(hidden) + MARK * bool(hidden)
     answered = render_chat(tokenizer, [*prompt, {**turn, "content": shown}], **inputs)
-    begin, refused = len(asked), RefusedChat
+    begin = len(asked)
     if not answered.startswith(asked):
         begin = _beginning(asked, answered, attempt(tokenizer, prompt[:-1], **inputs))
     if begin < 0:
+        if "tool_calls" in turn or (thought and not inline):
+            raise LeftOut(min(marks.values()))
         _warn_once(
             "the chat template does not render an answer as a continuation of its generation "
             "prompt: such answers are trained as plain text"
         )
-        lost, refused = {*marks.values()} - ({THOUGHT} if inline else set()), LeftOut
         begin, answered, start = 0, shown, 0
-    answered, start = asked + answered[begin:], start + len(asked) - begin
-    if is_quoted:
-        answered = asked + answered[len(asked) :].replace(MARK, said)
-    if inline and THOUGHT in lost:
-        # the template cuts it off, as from earlier turns; some leave the line breaks behind it
-        block = inline[0].strip()
-        after = inline[0].lstrip().removeprefix(block)
-        answered = asked + block + after + answered[len(asked) :].removeprefix(after)
-        start = len(asked) + inline.start(1) - inline[0].index(block)
-        lost.remove(THOUGHT)
-    if lost:
-        raise (refused if CALLS in lost else LeftOut)(min(lost))
-    text = continuing(asked, answered, said, closes)
-    end = max(answered.find(thought, start), start) + len(thought)
-    return asked, text, len(text) - len(answered) + end if thought else 0
+    answer = answered[begin:].replace(MARK, hidden or MARK)
+    start -= begin
+    if lost and inline:
+        start = answer.index(hidden) + inline.start(1) - len(content) + len(hidden)
+    end = max(answer.find(thought, start), start) + len(thought)
+    text = _continuing(asked, answer, said, closes)
+    return asked, text, len(text) - len(answer) + end if thought else 0
 
 
-def continuing(asked: str, answered: str, said: str, closes: bool = True) -> str:
-    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already.
+def _continuing(asked: str, answer: str, said: str, closes: bool) -> str:
+    """``answer`` without a tag such as <think> that ``asked`` has opened already.
 
     ``closes``: behind the end of an opened thought, if there is none but those in ``said``.
     """
-    answer, opened = answered[len(asked) :], LAST_TAG.search(asked)
+    opened = LAST_TAG.search(asked)
     if opened and answer.lstrip().startswith(opened[1]):
         answer = answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
     is_open = closes and opened and opened[1] == "<think>"

@@ -88,9 +88,9 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool
     asked = {"role": "user", "content": MARK}
     as_parts = not shows([asked]) and shows([_formed(asked, True)])
     called = {"role": "assistant", "content": "", "tool_calls": [_call(0)]}
-    for as_json, as_null in ((False, False), (True, False), (False, True), (True, True)):
-        if shows([_formed(turn, as_parts, as_json, as_null) for turn in (_ASKED, called)]):
-            return as_parts, as_json, as_null
+    for form in ((as_parts, False, False), (as_parts, True, False), (as_parts, True, True)):
+        if shows([_formed(turn, *form) for turn in (_ASKED, called)]):
+            return form
     return as_parts, False, False
 
 
