@@ -91,7 +91,7 @@ def rendered_answer(
         LeftOut: it leaves another part out, or the answer cannot follow this prompt.
     """
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
-    thought, said, content = thought_of(turn), spoken(turn), turn["content"]
+    (thought, said), content = _parts(turn), turn["content"]
     inline = None if THOUGHTS[0] in turn else THINK.match(content)
     if closes and thought and asked.rstrip().endswith(_END):
         raise LeftOut(_RULED_OUT)
@@ -106,9 +106,13 @@ def rendered_answer(
     answered = render_chat(tokenizer, [*prompt, {**turn, "content": shown}], **inputs)
     begin = len(asked)
     if not answered.startswith(asked):
-        begin = _beginning(asked, answered, attempt(tokenizer, prompt[:-1], **inputs))
+        # it rewrites earlier turns when an answer follows, as gpt-oss's, but not the last one; or
+        # the answer has no tag that the prompt opens
+        earlier = attempt(tokenizer, prompt[:-1], **inputs)
+        added = LAST_TAG.sub("", asked[len(commonprefix([asked, earlier])) :])
+        begin = answered.rindex(added) + len(added) if added and added in answered else -1
     if begin < 0:
-        if "tool_calls" in turn or (thought and not inline):
+        if turn.get("tool_calls") or (thought and not inline):
             raise LeftOut(min(marks.values()))
         _warn_once(
             "the chat template does not render an answer as a continuation of its generation "
@@ -118,6 +122,7 @@ def rendered_answer(
     answer = answered[begin:].replace(MARK, hidden or MARK)
     start -= begin
     if lost and inline:
+        answer = answer if hidden in answer else hidden + answer
         start = answer.index(hidden) + inline.start(1) - len(content) + len(hidden)
     end = max(answer.find(thought, start), start) + len(thought)
     text = _continuing(asked, answer, said, closes)
@@ -138,25 +143,12 @@ def _continuing(asked: str, answer: str, said: str, closes: bool) -> str:
     return answer
 
 
-def _beginning(asked: str, answered: str, earlier: str) -> int:
-    """Where the answer begins in ``answered``, which does not begin with ``asked``; -1 if unknown.
-
-    Templates rewrite earlier turns when an answer follows, as gpt-oss's, but not what ``asked``
-    adds to the ``earlier`` turns; there may be no tag that opens a thought.
-    """
-    added = asked[len(commonprefix([asked, earlier])) :]
-    for text in filter(None, (added, LAST_TAG.sub("", added))):
-        if text in answered:
-            return answered.rindex(text) + len(text)
-    return -1
-
-
 def _marked(turn: Turn) -> tuple[Turn, dict[str, str]]:
     """``turn`` with marks in place of its thought, its calls and the text beside them, and what it
     means that one is left out. A thought, or a tool's name, may stand in the answer's text too.
     """
-    content, said = turn["content"], spoken(turn)
-    marked, marks = dict(turn), {_MARKED_THOUGHT: THOUGHT} if thought_of(turn) else {}
+    (thought, said), content = _parts(turn), turn["content"]
+    marked, marks = dict(turn), {_MARKED_THOUGHT: THOUGHT} if thought else {}
     if marks and THOUGHTS[0] in turn:
         marked |= dict.fromkeys(THOUGHTS, _MARKED_THOUGHT)
     elif marks and (found := THINK.match(content)):
@@ -178,16 +170,11 @@ def _marked(turn: Turn) -> tuple[Turn, dict[str, str]]:
 # -- thoughts --------------------------------------------------------------------------------------
 
 
-def thought_of(turn: Turn) -> str:
-    """A turn's thought, "" without one."""
+def _parts(turn: Turn) -> tuple[str, str]:
+    """A turn's thought, "" without one, and its content without the thought in front of it."""
     found = THINK.match(turn["content"])
-    return turn.get(THOUGHTS[0], "").strip() or (found[1] if found else "")
-
-
-def spoken(turn: Turn) -> str:
-    """A turn's content without the thought that it begins with."""
-    found = THINK.match(turn["content"])
-    return turn["content"][found.end() :] if found else turn["content"]
+    thought = turn.get(THOUGHTS[0], "").strip() or (found[1] if found else "")
+    return thought, turn["content"][found.end() :] if found else turn["content"]
 
 
 def resolved(tokenizer: PreTrainedTokenizerBase, reasoning: str) -> str:
@@ -209,10 +196,9 @@ def with_reasoning(content: Content, how: str) -> Content:
 
 
 def _changed(turn: Turn, how: str) -> Turn:
-    thought, is_field = thought_of(turn), THOUGHTS[0] in turn
+    (thought, said), is_field = _parts(turn), THOUGHTS[0] in turn
     if not thought or (how == "inline" and not is_field) or (how == "field" and is_field):
         return turn
-    said = spoken(turn)
     if how == "field":
         return {**turn, **dict.fromkeys(THOUGHTS, thought), "content": said}
     block = f"<think>\n{thought}\n</think>\n\n" if how == "inline" else ""

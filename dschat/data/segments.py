@@ -186,7 +186,7 @@ def answer_segment(
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     turn = answer[-1]
     asked, text, thought = rendered_answer(tokenizer, prompt, turn, closes, **inputs)
-    return Segment(text, weight_of(turn), False, asked, thought, "tool_calls" in turn)
+    return Segment(text, weight_of(turn), False, asked, thought, bool(turn.get("tool_calls")))
 
 
 def _parted(segment: Segment) -> list[Segment]:

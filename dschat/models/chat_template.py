@@ -50,9 +50,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any)
     """
     template = inputs.get("chat_template") or tokenizer.chat_template
     form = _form(tokenizer, str(template))
-    if any(form):
-        messages = [_formed(turn, *form) for turn in messages]
-    return _applied(tokenizer, messages, **inputs)
+    return _applied(tokenizer, [_formed(turn, *form) for turn in messages], **inputs)
 
 
 def _applied(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) -> str:
@@ -86,7 +84,7 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool
             return False
 
     asked = {"role": "user", "content": MARK}
-    as_parts = not shows([asked]) and shows([_formed(asked, True)])
+    as_parts = not shows([asked]) and shows([_formed(asked, True, False, False)])
     called = {"role": "assistant", "content": "", "tool_calls": [_call(0)]}
     for form in ((as_parts, False, False), (as_parts, True, False), (as_parts, True, True)):
         if shows([_formed(turn, *form) for turn in (_ASKED, called)]):
@@ -94,9 +92,7 @@ def _form(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool
     return as_parts, False, False
 
 
-def _formed(
-    turn: dict[str, Any], as_parts: bool, as_json: bool = False, as_null: bool = False
-) -> dict[str, Any]:
+def _formed(turn: dict[str, Any], as_parts: bool, as_json: bool, as_null: bool) -> dict[str, Any]:
     if as_null and turn.get("tool_calls") and not turn["content"]:
         turn = {**turn, "content": None}
     if as_parts and isinstance(turn["content"], str):
@@ -193,15 +189,18 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | 
 
     def next_turn(role: str, **answer: Any) -> list[int]:
         """The token that begins a turn behind an answer, if no answer begins with it."""
-        turns = [{"role": "assistant", **answer}, {**result, "role": role}]
-        alone, followed = pieces(turns[0]), pieces(*turns)
+        said = {"role": "assistant", **answer}
+        turn = {"role": role, "content": MARK, "name": "f", "tool_call_id": _call(0)["id"]}
+        alone, followed = pieces(said), pieces(said, turn)
         if len(alone) < 2 or len(followed) <= len(alone):
             return []
         (asked, *_, last), after = alone, followed[-2]
-        first = after[len(last) : len(last) + 1] if after[: len(last)] == last else []
+        first = after[len(last) :][:1] if after[: len(last)] == last else []
         return [i for i in first if i not in (-1, *asked)]
 
-    result = {"content": MARK, "name": "f", "tool_call_id": _call(0)["id"]}
+    def chosen(ids: list[int]) -> int | None:
+        return of_user if of_user in ids else next(iter(ids), None)
+
     asked, *after = pieces({"role": "assistant", "content": MARK}) or [[]]
     of_user = next((i for i in asked if i >= 0), None)
     ends = dropwhile(lambda i: i < 0, after[-1] if after else [])
@@ -210,10 +209,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | 
     *between, last = pieces(calls)[1:] or [[]]
     of_calls = [i for i in reversed(last) if i >= 0 and not any(i in ids for ids in between)]
     of_calls = of_calls or next_turn("tool", content="", tool_calls=[_call(0)])
-    first, second = (
-        of_user if of_user in ids else next(iter(ids), None) for ids in (of_answer, of_calls)
-    )
-    return first, second
+    return chosen(of_answer), chosen(of_calls)
 
 
 def failure(error: Exception) -> str:
