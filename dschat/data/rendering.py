@@ -98,7 +98,7 @@ def rendered_answer(
     marked, marks = _marked(turn)
     text = render_chat(tokenizer, [*prompt, marked], **inputs) if marks else ""
     lost, start = {marks[mark] for mark in marks if mark not in text}, text.find(_MARKED_THOUGHT)
-    if TEXT in lost or CALLS in lost or (lost and not inline):
+    if lost - ({THOUGHT} if inline else set()):
         raise (RefusedChat if CALLS in lost else LeftOut)(min(lost))
     # a template may cut a thought off, as from earlier turns, with all that is before it
     hidden = content.lstrip() if lost else said if _END in said else ""

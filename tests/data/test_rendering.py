@@ -166,6 +166,7 @@ VALUES = (
     [
         (CALLS, calling(OSLO, ROME, text="I use search now."), ""),
         ("", calling(OSLO, text="I use search now."), LOST),
+        ("", calling(OSLO, text="<think>search</think>"), LOST),
         (FIRST, calling(OSLO), ""),
         (FIRST, calling(OSLO, ROME), LOST),
         (NAMES, calling({"name": "search", "arguments": {}}), ""),
