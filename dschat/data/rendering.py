@@ -3,7 +3,10 @@
 A thought is a field of the turn (`turns.THOUGHTS`), or a ``<think>`` block in front of its content.
 """
 
+import logging
 import re
+from functools import lru_cache
+from os.path import commonprefix
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -14,6 +17,17 @@ from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import THOUGHTS, Turn, storable
 from dschat.models.chat_template import MARK, attempt, default_template, failure, rendered
 
+logger = logging.getLogger("dschat")
+
+# What a template may leave out of an answer.
+_LOST = ", which the chat template does not render"
+THOUGHT = f"thoughts ({THOUGHTS[0]}){_LOST}; see --reasoning"
+CALLS, TEXT = f"calls of tools{_LOST}", f"text beside calls of tools{_LOST}"
+_RULED_OUT = (
+    "thoughts, which the generation prompt rules out; set the chat template's variable for them, "
+    "such as --chat_template_kwargs '{\"enable_thinking\": true}', or see --reasoning"
+)
+_MARKED_THOUGHT, _END = f"{MARK}-thought", "</think>"
 # The first tag may be a part of the prompt.
 THINK = re.compile(  # NOTE: linear in the text, which a client may have sent
     r"\s*(?!\s)(?:<think>\s*(?!\s))?((?:(?:(?!</?think>).)*?\S)??)\s*</think>\s*", re.DOTALL
@@ -23,6 +37,10 @@ LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])(\s*)\Z")
 
 class RefusedChat(UserError):
     """A chat for which the template calls ``raise_exception``: its row is dropped."""
+
+
+class LeftOut(RefusedChat):
+    """An answer that the template does not render as it is."""
 
 
 def render_chat(
@@ -58,26 +76,108 @@ def render_chat(
         ) from error
 
 
-def continuing(asked: str, answered: str, closes: bool = True) -> str:
-    """What follows ``asked``, without a tag such as <think> that ``asked`` has opened already.
+def rendered_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[Turn],
+    turn: Turn,
+    closes: bool = True,
+    **inputs: Any,
+) -> tuple[str, str, int]:
+    """The generation prompt, what the template adds to it for an answer, and how many characters of
+    that end with the answer's thought.
 
-    ``closes``: behind the end of an opened thought, if the answer has none.
+    ``closes``: the answer is one for this prompt, and ends a thought that it opens; else it may be
+    any text.
+
+    Raises:
+        RefusedChat: the template refuses the chat, or leaves calls of tools out.
+        LeftOut: it leaves another part out, or the answer cannot follow this prompt.
     """
-    answer, opened = answered[len(asked) :], LAST_TAG.search(asked)
+    asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
+    (thought, said), content = _parts(turn), turn["content"]
+    inline = None if THOUGHTS[0] in turn else THINK.match(content)
+    if closes and thought and asked.rstrip().endswith(_END):
+        raise LeftOut(_RULED_OUT)
+    marked, marks = _marked(turn)
+    text = render_chat(tokenizer, [*prompt, marked], **inputs) if marks else ""
+    lost, start = {marks[mark] for mark in marks if mark not in text}, text.find(_MARKED_THOUGHT)
+    if lost - ({THOUGHT} if inline else set()):
+        raise (RefusedChat if CALLS in lost else LeftOut)(min(lost))
+    # a template may cut a thought off, as from earlier turns, with all that is before it
+    hidden = content.lstrip() if lost else said if _END in said else ""
+    shown = MARK if lost else content.removesuffix(hidden) + MARK * bool(hidden)
+    answered = render_chat(tokenizer, [*prompt, {**turn, "content": shown}], **inputs)
+    begin = len(asked)
+    if not answered.startswith(asked):
+        # it rewrites earlier turns when an answer follows, as gpt-oss's, but not the last one; or
+        # the answer has no tag that the prompt opens
+        earlier = attempt(tokenizer, prompt[:-1], **inputs)
+        added = LAST_TAG.sub("", asked[len(commonprefix([asked, earlier])) :])
+        begin = answered.rindex(added) + len(added) if added and added in answered else -1
+    if begin < 0:
+        if turn.get("tool_calls") or (thought and not inline):
+            raise LeftOut(min(marks.values()))
+        _warn_once(
+            "the chat template does not render an answer as a continuation of its generation "
+            "prompt: such answers are trained as plain text"
+        )
+        begin, answered, start = 0, shown, 0
+    answer = answered[begin:].replace(MARK, hidden or MARK)
+    start -= begin
+    if lost and inline:
+        answer = answer if hidden in answer else hidden + answer
+        start = answer.index(hidden) + inline.start(1) - len(content) + len(hidden)
+    end = max(answer.find(thought, start), start) + len(thought)
+    text = _continuing(asked, answer, said, closes)
+    return asked, text, len(text) - len(answer) + end if thought else 0
+
+
+def _continuing(asked: str, answer: str, said: str, closes: bool) -> str:
+    """``answer`` without a tag such as <think> that ``asked`` has opened already.
+
+    ``closes``: behind the end of an opened thought, if there is none but those in ``said``.
+    """
+    opened = LAST_TAG.search(asked)
     if opened and answer.lstrip().startswith(opened[1]):
         answer = answer.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
-    if closes and opened and opened[1] == "<think>" and "</think>" not in answer:
-        answer = f"</think>\n\n{answer}"
+    is_open = closes and opened and opened[1] == "<think>"
+    if is_open and answer.count(_END) <= said.count(_END):
+        answer = f"{_END}\n\n{answer}"
     return answer
+
+
+def _marked(turn: Turn) -> tuple[Turn, dict[str, str]]:
+    """``turn`` with marks in place of its thought, its calls and the text beside them, and what it
+    means that one is left out. A thought, or a tool's name, may stand in the answer's text too.
+    """
+    (thought, said), content = _parts(turn), turn["content"]
+    marked, marks = dict(turn), {_MARKED_THOUGHT: THOUGHT} if thought else {}
+    if marks and THOUGHTS[0] in turn:
+        marked |= dict.fromkeys(THOUGHTS, _MARKED_THOUGHT)
+    elif marks and (found := THINK.match(content)):
+        marked["content"] = content[: found.start(1)] + _MARKED_THOUGHT + content[found.end(1) :]
+    calls = []
+    for i, call in enumerate(turn.get("tool_calls", ())):
+        name, keys = f"{MARK}-name{i}", range(len(call["function"]["arguments"]))
+        arguments = {f"{name}-key{j}-": f"{name}-value{j}-" for j in keys}
+        calls.append({**call, "function": {"name": f"{name}.", "arguments": arguments}})
+        marks |= dict.fromkeys([f"{name}.", *arguments, *arguments.values()], CALLS)
+    if calls:
+        marked["tool_calls"] = calls
+        if said.strip():
+            marked["content"] = marked["content"].removesuffix(said) + f"{MARK}-text"
+            marks[f"{MARK}-text"] = TEXT
+    return marked, marks
 
 
 # -- thoughts --------------------------------------------------------------------------------------
 
 
-def thought_of(turn: Turn) -> str:
-    """A turn's thought, "" without one."""
+def _parts(turn: Turn) -> tuple[str, str]:
+    """A turn's thought, "" without one, and its content without the thought in front of it."""
     found = THINK.match(turn["content"])
-    return turn.get(THOUGHTS[0], "").strip() or (found[1] if found else "")
+    thought = turn.get(THOUGHTS[0], "").strip() or (found[1] if found else "")
+    return thought, turn["content"][found.end() :] if found else turn["content"]
 
 
 def resolved(tokenizer: PreTrainedTokenizerBase, reasoning: str) -> str:
@@ -99,10 +199,9 @@ def with_reasoning(content: Content, how: str) -> Content:
 
 
 def _changed(turn: Turn, how: str) -> Turn:
-    thought, is_field = thought_of(turn), THOUGHTS[0] in turn
+    (thought, said), is_field = _parts(turn), THOUGHTS[0] in turn
     if not thought or (how == "inline" and not is_field) or (how == "field" and is_field):
         return turn
-    said = THINK.sub("", turn["content"], count=1)
     if how == "field":
         return {**turn, **dict.fromkeys(THOUGHTS, thought), "content": said}
     block = f"<think>\n{thought}\n</think>\n\n" if how == "inline" else ""
@@ -113,3 +212,8 @@ def _shows(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template renders a last answer's thought."""
     answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, MARK)}
     return MARK in attempt(tokenizer, [{"role": "user", "content": "?"}, answer])
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

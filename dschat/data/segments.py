@@ -7,34 +7,27 @@ separately, without special tokens. In a dialogue each assistant turn is a segme
 the chat template adds for this turn to the rendered generation prompt.
 """
 
-import logging
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.rendering import (
-    LAST_TAG,
-    THINK,
+    LeftOut,
     RefusedChat,
-    continuing,
     render_chat,
+    rendered_answer,
     resolved,
-    thought_of,
     with_reasoning,
 )
 from dschat.data.sources.adapters import Content, Example
-from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
+from dschat.data.sources.turns import weight_of
 from dschat.models.chat_template import merges_system, turn_ends
 from dschat.models.continued_text import continued_ids
 from dschat.models.tokenizer import stop_ids
-
-logger = logging.getLogger("dschat")
 
 _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
@@ -51,7 +44,8 @@ class Segment:
     weight: float | None = None  # of an assistant's turn in the loss; None: of other text
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
-    thought: str = ""  # what of it is the assistant's reasoning
+    thought: int = 0  # how many characters end with the assistant's reasoning
+    has_calls: bool = False  # an answer that ends with calls of tools
 
 
 @dataclass
@@ -157,30 +151,22 @@ def prompt_segments(
     """
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
-    pieces: list[tuple[str, str, float | None]] = []
-    rendered, thoughts, rewrites = "", [], False
+    segments: list[Segment] = []
+    rendered, rewrites = "", False
     for i, turn in enumerate(prompt):
         if turn["role"] == "assistant" and i:
-            asked = render_chat(tokenizer, prompt[:i], add_generation_prompt=True, **inputs)
-            answered = render_chat(tokenizer, prompt[: i + 1], **inputs)
-            _require_calls(turn, answered[len(commonprefix([asked, answered])) :])
-            pieces += [(asked, rendered, None), (answered, asked, weight_of(turn))]
-            rendered = answered
-            rewrites |= thought_of(turn) not in answered[len(asked) :]
-            thoughts += ["", thought_of(turn)]
+            try:
+                answer = answer_segment(tokenizer, prompt[:i], [turn], **inputs)
+            except LeftOut:
+                rewrites = True
+                continue
+            rewrites |= not answer.before.startswith(rendered)
+            segments += [Segment(answer.before[len(rendered) :], before=rendered), answer]
+            rendered = answer.before + answer.text
     whole = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
-    pieces.append((whole, rendered, None))
-    if rewrites or not all(text.startswith(before) for text, before, _ in pieces):
+    if rewrites or not whole.startswith(rendered):
         return [Segment(whole)]
-    return [
-        Segment(
-            text[len(before) :] if weight is None else continuing(before, text),
-            weight,
-            before=before,
-            thought=thought,
-        )
-        for (text, before, weight), thought in zip(pieces, [*thoughts, ""], strict=True)
-    ]
+    return [*segments, Segment(whole[len(rendered) :], before=rendered)]
 
 
 def answer_segment(
@@ -198,39 +184,16 @@ def answer_segment(
     if isinstance(answer, str):
         return Segment(answer, 1.0, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
-    asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
-    answered = render_chat(tokenizer, [*prompt, *answer], **inputs)
-    opened = LAST_TAG.search(asked)
-    if opened and not answered.startswith(asked) and answered.startswith(asked[: opened.start()]):
-        answered = asked + answered[opened.start() :]  # without the thought that the prompt opens
-    elif not answered.startswith(asked):
-        _warn_once(
-            "the chat template does not render an answer as a continuation of its generation "
-            "prompt: answers are trained as plain text"
-        )
-        answered = asked + answer[-1]["content"]
-    _require_calls(answer[-1], answered[len(asked) :])
-    thought, inline = thought_of(answer[-1]), THINK.match(answer[-1]["content"])
-    if thought not in answered[len(asked) :]:
-        if not inline:
-            raise RefusedChat(
-                f"thoughts ({THOUGHTS[0]}), which the chat template does not "
-                "render; see --reasoning"
-            )
-        # the template cuts it off, as from earlier turns; some leave the line breaks behind it
-        block = inline[0].strip()
-        after = inline[0].lstrip().removeprefix(block)
-        answered = asked + block + after + answered[len(asked) :].removeprefix(after)
-    text = continuing(asked, answered, closes)
-    return Segment(text, weight_of(answer[-1]), before=asked, thought=thought)
+    turn = answer[-1]
+    asked, text, thought = rendered_answer(tokenizer, prompt, turn, closes, **inputs)
+    return Segment(text, weight_of(turn), False, asked, thought, bool(turn.get("tool_calls")))
 
 
 def _parted(segment: Segment) -> list[Segment]:
     """An answer's segment, its thought apart and without loss."""
     if not segment.thought:
         return [segment]
-    end = segment.text.index(segment.thought) + len(segment.thought)
-    split = _TAG.match(segment.text, end).end()  # type: ignore[union-attr]  # it may be empty
+    split = _TAG.match(segment.text, segment.thought).end()  # type: ignore[union-attr]  # may be empty
     apart = replace(segment, text=segment.text[:split], weight=None)
     said = replace(segment, text=segment.text[split:], before=segment.before + apart.text)
     return [apart, said]
@@ -278,21 +241,25 @@ def _assemble(
     num_answers: int,
     note: str,
 ) -> Encoded:
-    ends, end = stop_ids(tokenizer), end_of(tokenizer, is_chat=not pieces[0][0].add_special)
+    ends, is_chat = stop_ids(tokenizer), not pieces[0][0].add_special
     prompt_ids: list[int] = []
     weights: list[float | None] = []
     tails: list[list[int]] = []  # what follows the first end in an answer
+    unended: float | None = None  # the weight of an answer that the next turn's first token ends
     for segment, ids in pieces[: len(pieces) - num_answers]:
         # text that the template adds after an answer's end (a line break) carries no loss
         is_answer = segment.weight is not None
-        num_targets = len(through_end(ids, ends)) if is_answer else 0
+        weight = segment.weight if is_answer else unended
+        targets = through_end(ids, ends) if is_answer else [i for i in ids[:1] if i in ends]
+        num_targets = len(targets) if weight is not None else 0
+        unended = weight if is_answer and not {*targets[-1:]} & {*ends} else None
         tails += [ids[num_targets:]] if is_answer else []
         prompt_ids += ids
-        weights += [segment.weight] * num_targets + [None] * (len(ids) - num_targets)
+        weights += [weight] * num_targets + [None] * (len(ids) - num_targets)
     if not prompt_ids:
         return Encoded(problem="a prompt without tokens")
     own = pieces[len(pieces) - num_answers :]
-    texts = [[*ids, *end] for _, ids in own]
+    texts = [[*ids, *end_of(tokenizer, is_chat, segment.has_calls)] for segment, ids in own]
     answers = [through_end(ids, ends) for ids in texts]
     if any(len(ids) < 2 for ids in answers):
         return Encoded(problem="an answer without tokens")
@@ -334,25 +301,14 @@ def fit(
     return prompt, weights, answers, "; ".join(lost)
 
 
-def end_of(tokenizer: PreTrainedTokenizerBase, is_chat: bool) -> list[int]:
+def end_of(tokenizer: PreTrainedTokenizerBase, is_chat: bool, has_calls: bool = False) -> list[int]:
     """The id for the end of an answer whose text has none; empty for a tokenizer without EOS."""
-    end = turn_ends(tokenizer, str(tokenizer.chat_template))[0] if is_chat else None
-    return [i for i in (end, tokenizer.eos_token_id) if i is not None][:1]
+    ends = turn_ends(tokenizer, str(tokenizer.chat_template)) if is_chat else ()
+    ids = (*(ends[::-1] if has_calls else ends[:1]), tokenizer.eos_token_id)
+    return [i for i in ids if i is not None][:1]
 
 
 def through_end(ids: list[int], ends: Container[int]) -> list[int]:
     """``ids`` up to and including the first of ``ends``; all of them without one."""
     last = next((n for n, token in enumerate(ids) if token in ends), len(ids))
     return ids[: last + 1]
-
-
-def _require_calls(turn: Turn, text: str) -> None:
-    """Raise ``RefusedChat`` where an answer's ``text`` lacks its calls of tools."""
-    calls = [call["function"]["name"] for call in turn.get("tool_calls", ())]
-    if not all(name in text for name in calls):
-        raise RefusedChat("calls of tools, which the chat template does not render")
-
-
-@lru_cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)

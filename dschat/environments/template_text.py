@@ -98,11 +98,12 @@ class ObservationTokens:
         answered = before.find(_ANSWERED)
         if whole.startswith(before):
             asked = render_chat(self._tokenizer, chat[:1], add_generation_prompt=True)
-            end = self._ends.search(before, answered if answered >= 0 else len(asked))
-            if end:
-                return whole[end.end() :]
+            start = answered if answered >= 0 else len(asked)
             is_text = answered >= 0 and "tool_calls" not in answer
-            return whole[answered + len(_ANSWERED) if is_text else len(before) :]
+            after = answered + len(_ANSWERED) if is_text else len(before)
+            # a turn's first token may end the answer before it
+            end = self._ends.search(before, start) or self._ends.match(whole, after)
+            return whole[end.end() if end else after :]
         # it renders the last answer in another way, such as with its thoughts
         answered = whole.find(_ANSWERED)
         end = self._ends.search(whole, max(answered, 0))

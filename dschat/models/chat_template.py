@@ -6,10 +6,12 @@ import json
 import re
 import traceback
 from functools import lru_cache
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat.config import UserError
 from dschat.config.data import template_variables
@@ -47,10 +49,17 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any)
     Raises what the template raises.
     """
     template = inputs.get("chat_template") or tokenizer.chat_template
-    as_parts, as_json = _form(tokenizer, str(template))
-    if as_parts or as_json:
-        messages = [_formed(turn, as_parts, as_json) for turn in messages]
-    return tokenizer.apply_chat_template(messages, tokenize=False, **inputs)
+    form = _form(tokenizer, str(template))
+    return _applied(tokenizer, [_formed(turn, *form) for turn in messages], **inputs)
+
+
+def _applied(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) -> str:
+    if all(turn["content"] is not None for turn in messages):
+        return tokenizer.apply_chat_template(messages, tokenize=False, **inputs)
+    # apply_chat_template leaves out what is null
+    inputs = {**tokenizer.special_tokens_map, **inputs}
+    template = tokenizer.get_chat_template(inputs.pop("chat_template", None), inputs.get("tools"))
+    return render_jinja_template([messages], chat_template=template, **inputs)[0][0]
 
 
 def attempt(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) -> str:
@@ -62,27 +71,30 @@ def attempt(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) 
 
 
 @lru_cache(maxsize=16)
-def _form(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool]:
-    """Whether the template reads contents only as lists of parts (Idefics 3), and arguments only as
-    JSON text (DeepSeek V3). ``template`` tells templates apart.
+def _form(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool, bool]:
+    """Whether the template reads contents only as lists of parts (Idefics 3), arguments only as
+    JSON text (DeepSeek V3), and calls only without content (R1's distilled models). ``template``
+    tells templates apart.
     """
 
     def shows(turns: Turns) -> bool:
         try:
-            return MARK in tokenizer.apply_chat_template(turns, tokenize=False)
+            return MARK in _applied(tokenizer, turns)
         except Exception:  # a template is a program: it may raise anything
             return False
 
     asked = {"role": "user", "content": MARK}
-    as_parts = not shows([asked]) and shows([_formed(asked, True, False)])
+    as_parts = not shows([asked]) and shows([_formed(asked, True, False, False)])
     called = {"role": "assistant", "content": "", "tool_calls": [_call(0)]}
-    turns = [
-        [_formed(turn, as_parts, as_json) for turn in (_ASKED, called)] for as_json in (False, True)
-    ]
-    return as_parts, not shows(turns[0]) and shows(turns[1])
+    for form in ((as_parts, False, False), (as_parts, True, False), (as_parts, True, True)):
+        if shows([_formed(turn, *form) for turn in (_ASKED, called)]):
+            return form
+    return as_parts, False, False
 
 
-def _formed(turn: dict[str, Any], as_parts: bool, as_json: bool) -> dict[str, Any]:
+def _formed(turn: dict[str, Any], as_parts: bool, as_json: bool, as_null: bool) -> dict[str, Any]:
+    if as_null and turn.get("tool_calls") and not turn["content"]:
+        turn = {**turn, "content": None}
     if as_parts and isinstance(turn["content"], str):
         turn = {**turn, "content": [{"type": "text", "text": turn["content"]}]}
     if as_json and turn.get("tool_calls"):
@@ -159,24 +171,45 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | None, int | None]:
     """The ids with which the tokenizer's template ends an assistant's turn; None: it writes none.
 
-    The first ends an answer: the first added token after its content. It comes from a dialogue's
-    last turn: gpt-oss ends thoughts with a token that must not stop the answer after them. The
-    second ends a turn with calls of tools (gpt-oss: <|call|>): its last added token, unless it
-    stands between two calls too. ``template`` tells templates apart.
+    The first ends an answer: the first added token after its content, or one right behind it that
+    ends a user's turn too (Cohere2). It comes from a dialogue's last turn: gpt-oss ends thoughts
+    with a token that must not stop the answer after them. The second ends a turn with calls of
+    tools (gpt-oss: <|call|>): the user's token, or else its last added one, unless it stands
+    between two calls too. Where the template writes none, it is the token with which the next turn
+    begins, a user's or a tool's (GLM-4.5). ``template`` tells templates apart.
     """
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    added -= {tokenizer.bos_token_id}
 
-    def after_marks(**answer: Any) -> list[list[int]]:
-        """The added tokens after each mark in a rendered turn."""
-        turns = [_ASKED, {"role": "assistant", **answer}]
-        parts = attempt(tokenizer, turns).split(MARK)[1:]
+    def pieces(*turns: dict[str, Any]) -> list[list[int]]:
+        """The added tokens, and -1 for others, between marks behind a question."""
+        parts = attempt(tokenizer, [{**_ASKED, "content": MARK}, *turns]).split(MARK)[1:]
         encoded = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-        return [[i for i in ids if i in added] for ids in encoded] or [[]]
+        return [[i if i in added else -1 for i in ids] for ids in encoded]
 
-    *between, last = after_marks(content="", tool_calls=[_call(0), _call(1)])
-    of_calls = [i for i in last if not any(i in ids for ids in between)]
-    of_answer = after_marks(content=MARK)[-1]
-    return next(iter(of_answer), None), next(reversed(of_calls), None)
+    def next_turn(role: str, **answer: Any) -> list[int]:
+        """The token that begins a turn behind an answer, if no answer begins with it."""
+        said = {"role": "assistant", **answer}
+        turn = {"role": role, "content": MARK, "name": "f", "tool_call_id": _call(0)["id"]}
+        alone, followed = pieces(said), pieces(said, turn)
+        if len(alone) < 2 or len(followed) <= len(alone):
+            return []
+        (asked, *_, last), after = alone, followed[-2]
+        first = after[len(last) :][:1] if after[: len(last)] == last else []
+        return [i for i in first if i not in (-1, *asked)]
+
+    def chosen(ids: list[int]) -> int | None:
+        return of_user if of_user in ids else next(iter(ids), None)
+
+    asked, *after = pieces({"role": "assistant", "content": MARK}) or [[]]
+    of_user = next((i for i in asked if i >= 0), None)
+    ends = dropwhile(lambda i: i < 0, after[-1] if after else [])
+    of_answer = [*takewhile(lambda i: i >= 0, ends)] or next_turn("user", content=MARK)
+    calls = {"role": "assistant", "content": "", "tool_calls": [_call(0), _call(1)]}
+    *between, last = pieces(calls)[1:] or [[]]
+    of_calls = [i for i in reversed(last) if i >= 0 and not any(i in ids for ids in between)]
+    of_calls = of_calls or next_turn("tool", content="", tool_calls=[_call(0)])
+    return chosen(of_answer), chosen(of_calls)
 
 
 def failure(error: Exception) -> str:

@@ -26,6 +26,20 @@ GPT_OSS = (
     "{{ '<|im_end|>' if loop.last else '<s>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
 )
+# As GLM-4.5: a turn begins with its role's token, and no answer has an end of its own
+ROLES = (
+    "{% set roles = {'user': '<start_of_turn>', 'tool': '<end_of_turn>', "
+    "'assistant': '<|im_start|>'} %}{% for m in messages %}{{ roles[m.role] + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+SPACED = ROLES.replace("'<start_of_turn>'", "'\n<start_of_turn>'").replace("<end_of_turn>", "")
+# As Command A: two tokens end an answer, and the generation prompt is always there
+TWO_ENDS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}"
+    "{{ '<end_of_turn>' if m.role == 'assistant' }}{{ '<|im_end|>' }}{% endfor %}"
+    "{{ '<|im_start|>assistant:' }}"
+)
 NO_END = "{% for m in messages %}{{ '<|im_start|>' + m.role + ':' + m.content }}{% endfor %}"
 ASKED = [{"role": "user", "content": "what time is it?"}]
 
@@ -41,6 +55,9 @@ def turn(text):
         (GEMMA, ["<end_of_turn>"]),
         (PHI_3, ["<|im_end|>"]),
         (GPT_OSS, ["<|im_end|>", "<end_of_turn>"]),
+        (ROLES, ["<start_of_turn>", "<end_of_turn>"]),
+        (SPACED, []),
+        (TWO_ENDS, ["<|im_end|>"]),
         (NO_END, []),
         (None, []),
         ("{{ raise_exception('none') }}", []),
@@ -82,6 +99,28 @@ def test_earlier_turns_carry_no_loss_after_their_end():
     assert row.prompt_ids == prompt_text_ids(tokenizer, chat)
     pairs = zip(row.prompt_ids, row.prompt_weights, strict=True)
     assert tokenizer.decode([i for i, t in pairs if t]) == "five<|im_end|>"
+
+
+def test_a_turns_first_token_ends_the_answer_before_it():
+    tokenizer = tokenizer_of("byte-level", ROLES)
+    function = {"name": "f", "arguments": {}}
+    called = {**turn("a")[0], "tool_calls": [{"type": "function", "function": function}]}
+    told = {"role": "tool", "content": "told"}
+    call = '\na<call>{"name": "f", "arguments": {}}<end_of_turn>'
+    chat = [*ASKED, called, told, *turn("five"), *ASKED]
+    (row, *others) = encode_examples(
+        tokenizer, [Example(chat, turn("six")), Example(ASKED, [called]), Example(ASKED, turn("b"))]
+    )
+    assert row.prompt_ids == prompt_text_ids(tokenizer, chat)
+    pairs = zip(row.prompt_ids, row.prompt_weights, strict=True)
+    assert tokenizer.decode([i for i, t in pairs if t]) == f"{call}\nfive<start_of_turn>"
+    answers = [tokenizer.decode(row.answers[0]) for row in (row, *others)]
+    assert answers == ["\nsix<start_of_turn>", call, "\nb<start_of_turn>"]
+    # an answer without loss has none at its end either
+    (row,) = encode_examples(
+        tokenizer, [Example([*ASKED, {**turn("x")[0], "weight": 0.0}, *ASKED], turn("y"))]
+    )
+    assert not any(row.prompt_weights)
 
 
 @pytest.mark.parametrize("template", [CHATML, GEMMA, PHI_3])

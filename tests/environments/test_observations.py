@@ -1,5 +1,7 @@
 """An observation's tokens: what the chat template puts between two answers, for any text."""
 
+from pathlib import Path
+
 import pytest
 import tool_templates
 from hypothesis import given, settings
@@ -8,8 +10,9 @@ from transformers import AutoTokenizer
 
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
-from dschat.data.segments import prompt_text_ids
-from dschat.environments.contract import Observation
+from dschat.data.segments import encode_examples, prompt_text_ids
+from dschat.data.sources.adapters import Example
+from dschat.environments.contract import Observation, ToolResult
 from dschat.environments.template_text import ObservationTokens
 
 CHATML = (
@@ -68,6 +71,26 @@ def test_an_episode_is_the_rendered_chat(name):
         assert tokenizer.decode(ids) == expected
 
     check()
+
+
+def test_a_turn_that_begins_with_the_end_of_the_answer_before_it():
+    """As GLM-4.5, whose answers end with the token of the next turn's role."""
+    roles = ["<|user|>", "<|assistant|>", "<|observation|>", "</tool_call>", "</arg_value>"]
+    template = (Path(__file__).parents[1] / "data/chat_templates/glm4moe.jinja").read_text("utf-8")
+    tokenizer = tool_templates.tokenizer_of(template, "<|endoftext|>", roles)
+    observations = ObservationTokens(tokenizer, is_chat=True)
+    function = {"name": "search", "arguments": {"query": "oslo"}}
+    answered = {"role": "assistant", "content": "five"}
+    called = {**answered, "tool_calls": [{"type": "function", "function": function}]}
+    result = ToolResult("search", "COLD")
+    for answer, said, turn in (
+        (answered, Observation("why?"), {"role": "user", "content": "why?"}),
+        (called, Observation(results=(result,)), {"role": "tool", "content": "COLD"}),
+    ):
+        (row,) = encode_examples(tokenizer, [Example([{"role": "user", "content": "?"}], [answer])])
+        ids = [*row.prompt_ids, *row.answers[0], *observations(said)]
+        whole = [{"role": "user", "content": "?"}, answer, turn]
+        assert ids == prompt_text_ids(tokenizer, whole)
 
 
 def test_text_is_all_there_is_without_a_chat():
