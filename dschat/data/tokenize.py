@@ -82,7 +82,7 @@ def preference_dataset(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
     """Step 2's table: ``chosen_ids``, ``rejected_ids`` (T,): prompt + answer + EOS, as in step 1;
-    and ``prompt_length``, the tokens before either answer.
+    ``prompt_length``, the tokens before either answer; and ``prompt_key``, the prompt's hash.
 
     Both sides have identical prompt tokens: the prompt is cut on the left, as in step 1, to fit the
     longer side. Pairs with identical tokens are dropped, and pairs with an answer that would lose
@@ -105,6 +105,7 @@ def preference_dataset(
         reasoning=config.reasoning,
     )
     columns = {"chosen_ids": _IDS, "rejected_ids": _IDS, "prompt_length": Value("int32")}
+    columns["prompt_key"] = Value("int64")
     if not config.trains_policy:
         columns |= {"other_ids": List(_IDS), "ranks": List(Value("int32"))}
     tables = _tables(config, "reward", split, make, columns)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config.data import look_up
-from dschat.data.sources.known_datasets import ColumnAdapter
+from dschat.data.sources.known_datasets import ColumnAdapter, label_of
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
     CHAT_COLUMNS,
@@ -98,7 +98,9 @@ def normalize(
         if purpose == "rlhf":
             example.columns = {name: v for name, v in raw.items() if name != adapter.prompt}
         else:
-            example = _answered(example, answers, ranked, purpose, adapter.unpaired)
+            if adapter.label:
+                answers = _by_label(answers[0], label_of(row, adapter))
+            example = _answered(example, answers, ranked, purpose, adapter.label is not None)
     except Unusable as unusable:
         problem = str(unusable)
     plain = "plain" if is_plain(example.prompt) else ""
@@ -195,6 +197,15 @@ def _answered(
         raise Unusable("an empty or unreadable rejected answer" + _because(rejected))
     chosen, rejected = (answer if _is_answer(answer) else None for answer in (chosen, rejected))
     return replace(example, chosen=chosen, rejected=rejected)
+
+
+def _by_label(answer: Parsed, label: Union[bool, str]) -> list[Parsed]:
+    """Chosen, rejected and SFT's answer of a row with one answer and a label."""
+    if label is False:
+        return [Unusable("its label is false"), answer, None]
+    if label is not True:
+        answer = Unusable("a label that is neither true nor false; see --columns chosen")
+    return [answer, None, None]
 
 
 def _read_row(

@@ -23,12 +23,14 @@ class Unusable(Exception):
     """Stands for a value that cannot be used, with the reason."""
 
 
+# Turns whose content is calls of tools, in agent data of LLaMA-Factory and ms-swift.
+_CALL_ROLES = ("function_call", "tool_call")
 # The names of OpenAI, ShareGPT and Open Assistant. Other roles make a dialogue unusable.
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", *_CALL_ROLES), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool"),
 }
 
 # A thought is given under all the names that templates use.
@@ -60,10 +62,17 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
         value = [value]
     if not isinstance(value, list):
         return Unusable(f"neither text nor a list of turns, but {_kind(value)}")
+    read: list[Turn] = []
     try:
-        return [_read_turn(item) for item in value]
+        for item in value:
+            calls = _as_calls(item)
+            turn = _read_turn(calls or item)
+            if calls and read and read[-1]["role"] == "assistant":
+                turn = _with_calls(read.pop(), turn)
+            read.append(turn)
     except Unusable as unusable:
         return unusable
+    return read
 
 
 def is_turn(value: Any) -> bool:
@@ -118,6 +127,28 @@ def vicuna_turns(prompt: Any) -> Union[list[Turn], Any]:
 def storable(text: str) -> str:
     """``text`` with lone surrogates replaced, which JSON can represent and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _as_calls(turn: Any) -> Optional[Turn]:
+    """A turn of `_CALL_ROLES` in OpenAI's form; its content may begin with a thought. Else None."""
+    if not is_turn(turn) or str(turn.get("role", turn.get("from"))).lower() not in _CALL_ROLES:
+        return None
+    content, said = turn.get("content", turn.get("value")), ""
+    if isinstance(content, str) and content.lstrip().startswith("<think>"):
+        thought, end, content = content.partition("</think>")
+        said = thought + end
+    calls = from_cell(content)
+    return {**turn, "content": said, "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _with_calls(answer: Turn, calls: Turn) -> Turn:
+    """One turn of an answer and the calls behind it, with the lower weight."""
+    if not (answer["content"].strip() or answer.get("tool_calls") or THOUGHTS[0] in answer):
+        return calls
+    calls["content"] = answer["content"] + calls["content"]
+    calls["tool_calls"] = answer.get("tool_calls", []) + calls["tool_calls"]
+    weight = min(weight_of(answer), weight_of(calls))
+    return {**answer, **calls} | ({"weight": weight} if weight < 1 else {})
 
 
 def _read_turn(turn: Any) -> Turn:
