@@ -32,7 +32,7 @@ from dschat.data.sources.adapters import Content, Example
 from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
 from dschat.models.chat_template import merges_system, turn_ends
 from dschat.models.continued_text import continued_ids
-from dschat.models.tokenizer import stop_ids
+from dschat.models.tokenizer import stop_ids, text_ids
 
 logger = logging.getLogger("dschat")
 
@@ -237,7 +237,7 @@ def _parted(segment: Segment) -> list[Segment]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
-    """Token ids of each segment, without the EOS that some tokenizers append to a prompt."""
+    """Token ids of each segment."""
     out: list[list[int]] = [[] for _ in segments]
     given = [(i, s) for i, s in enumerate(segments) if s.text]
     pairs = {i: (s.before, s.text) for i, s in given if s.before}
@@ -245,16 +245,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> l
         out[i] = ids
     for special in (False, True):
         indices = [i for i, s in given if s.add_special == special and not s.before]
-        if not indices:
-            continue
         texts = [segments[i].text for i in indices]
-        # verbose=False: no warning about texts beyond the model's limit; tokenize.py cuts them
-        batch = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-        for i, ids in zip(indices, batch, strict=True):
-            out[i] = list(ids)
-            ends = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
-            if special and ends and not segments[i].text.endswith(tokenizer.eos_token):
-                out[i].pop()
+        for i, ids in zip(indices, text_ids(tokenizer, texts, special), strict=True):
+            out[i] = ids
     return out
 
 

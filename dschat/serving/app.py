@@ -20,6 +20,7 @@ from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
+from dschat.models.tokenizer import text_ids
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation
 from dschat.serving.limits import Counted, Guard, ServerMetrics
@@ -285,4 +286,4 @@ def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
 
 
 def _encoded(encoder: Any, body: CompletionRequest) -> _Encoded:
-    return [encoder.encode(p) if isinstance(p, str) else p for p in body.prompts], None
+    return [text_ids(encoder, [p])[0] if isinstance(p, str) else p for p in body.prompts], None
