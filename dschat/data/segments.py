@@ -22,14 +22,17 @@ from dschat.data.rendering import (
     LAST_TAG,
     THINK,
     RefusedChat,
+    begun_text,
     continuing,
     render_chat,
     resolved,
+    rest_text,
     thought_of,
+    through_last_answer,
     with_reasoning,
 )
 from dschat.data.sources.adapters import Content, Example
-from dschat.data.sources.turns import THOUGHTS, Turn, weight_of
+from dschat.data.sources.turns import BEGINS, THOUGHTS, Turn, weight_of
 from dschat.models.chat_template import merges_system, turn_ends
 from dschat.models.continued_text import continued_ids
 from dschat.models.tokenizer import stop_ids, text_ids
@@ -52,6 +55,7 @@ class Segment:
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
     thought: str = ""  # what of it is the assistant's reasoning
+    is_known: bool = False  # another row of the dialogue has it: without loss
 
 
 @dataclass
@@ -92,6 +96,7 @@ def encode_examples(
     reasoning: str = "auto",
     train_on_reasoning: bool = True,
     every_answer: bool = False,
+    train_on_prompt: bool = False,
 ) -> list[Encoded]:
     """Tokenize prompts and answers as one batch.
 
@@ -100,6 +105,8 @@ def encode_examples(
         train_on_reasoning: False takes the thought of a single answer as a part of the prompt.
         every_answer: in front of a dialogue whose earlier turns the template rewrites as it grows,
             return one more for each earlier answer, with the prompt that the model sees there.
+        train_on_prompt: these have no loss on what is in the one before them. Answers without loss
+            have one too, for their prompts.
 
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
@@ -116,8 +123,13 @@ def encode_examples(
         answers: list[Content],
         inputs: dict[str, Any],
         note: str = "",
+        apart: bool = False,
     ) -> None:
-        """``asked``: the segments of ``prompt``."""
+        """``asked``: the segments of ``prompt``; ``apart``: its answers have rows of their own."""
+        if apart:
+            whole = "".join(segment.text for segment in asked)
+            known = through_last_answer(tokenizer, prompt, whole, inputs)
+            asked = [Segment(known, is_known=True), Segment(whole[len(known) :], before=known)]
         said = [answer_segment(tokenizer, prompt, answer, **inputs) for answer in answers]
         segments = [*asked, *said]
         if not train_on_reasoning:
@@ -127,16 +139,19 @@ def encode_examples(
         made.append((place, segments, len(answers), note))
 
     for place, example in enumerate(examples):
-        answers = [with_reasoning(answer, how) for answer in example.answers]
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
+        answers = example.answers
+        if BEGINS not in prompt[-1]:  # else they are not whole turns
+            answers = [with_reasoning(answer, how) for answer in answers]
         try:
             asked = prompt_segments(tokenizer, prompt, **inputs)
-            is_rewritten = len(asked) == 1 and isinstance(prompt, list)
-            for i, turn in enumerate(prompt) if every_answer and is_rewritten else ():
-                if i and isinstance(turn, dict) and weight_of(turn):
+            is_rewritten = every_answer and len(asked) == 1 and isinstance(prompt, list)
+            for i, turn in enumerate(prompt) if is_rewritten else ():
+                assert isinstance(turn, dict)
+                if i and (weight_of(turn) or (train_on_prompt and turn["role"] == "assistant")):
                     before = prompt_segments(tokenizer, prompt[:i], **inputs)
-                    add(place, prompt[:i], before, [[turn]], inputs, EARLIER)
-            add(place, prompt, asked, answers, inputs)
+                    add(place, prompt[:i], before, [[turn]], inputs, EARLIER, train_on_prompt)
+            add(place, prompt, asked, answers, inputs, apart=is_rewritten and train_on_prompt)
         except RefusedChat as error:
             made.append((place, [], 0, str(error)))
     ids = iter(encode(tokenizer, [segment for _, segments, *_ in made for segment in segments]))
@@ -157,6 +172,13 @@ def prompt_segments(
     """
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
+    if BEGINS in prompt[-1]:
+        whole = begun_text(tokenizer, prompt, inputs)
+        before = prompt_segments(tokenizer, prompt[:-1], **inputs)
+        known = "".join(segment.text for segment in before)
+        if not whole.startswith(known):
+            return [Segment(whole)]
+        return [*before, Segment(whole[len(known) :], before=known)]
     pieces: list[tuple[str, str, float | None]] = []
     rendered, thoughts, rewrites = "", [], False
     for i, turn in enumerate(prompt):
@@ -198,6 +220,9 @@ def answer_segment(
     if isinstance(answer, str):
         return Segment(answer, 1.0, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
+    if BEGINS in prompt[-1]:
+        asked, text = rest_text(tokenizer, prompt, answer[-1], inputs)
+        return Segment(text, weight_of(answer[-1]), before=asked, thought=thought_of(answer[-1]))
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
     answered = render_chat(tokenizer, [*prompt, *answer], **inputs)
     opened = LAST_TAG.search(asked)
@@ -281,7 +306,8 @@ def _assemble(
         num_targets = len(through_end(ids, ends)) if is_answer else 0
         tails += [ids[num_targets:]] if is_answer else []
         prompt_ids += ids
-        weights += [segment.weight] * num_targets + [None] * (len(ids) - num_targets)
+        others = 0.0 if segment.is_known else None
+        weights += [segment.weight] * num_targets + [others] * (len(ids) - num_targets)
     if not prompt_ids:
         return Encoded(problem="a prompt without tokens")
     own = pieces[len(pieces) - num_answers :]

@@ -32,7 +32,7 @@ from dschat.serving.responses import (
     handle_errors,
     server_sent,
 )
-from dschat.serving.schema import ChatRequest, CompletionRequest, turns_of
+from dschat.serving.schema import ChatRequest, CompletionRequest
 from dschat.serving.shaping import Shape, shape_of
 from dschat.serving.web_chat import ChatScorer, PreferenceFile, WebChat
 from dschat.serving.worker import ServedModel
@@ -275,7 +275,7 @@ class _Stream(StreamingResponse):
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
-    turns, inputs = turns_of(body.messages), body.chat_template_kwargs
+    turns, inputs = body.turns, body.chat_template_kwargs
     if not body.tools or body.tool_choice == "none":
         return [prompt_text_ids(encoder, turns, **inputs)], None
     try:

@@ -37,6 +37,7 @@ class ColumnAdapter:
     as_chat: bool = False  # turn the prompt into the user turn of a chat
     context: Optional[str] = None  # text appended to an `as_chat` prompt
     label: Optional[str] = None  # says whether a row's one answer is good, see `_LABELS`
+    completion_alone: bool = False  # the assistant's turns in the prompt have no loss
     rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
     reads: tuple[str, ...] = ()  # further columns that `rewrite` needs
     source: Optional[str] = None  # NAME or NAME:CONFIG to load the rows from instead
@@ -189,7 +190,7 @@ _LABELS = {
 }
 _LABEL_COLUMNS = ("kto_tag", "label")
 
-_CHATS = ("messages", "conversations", "conversation", "dialogue")
+CHATS = ("messages", "conversations", "conversation", "dialogue")
 _ANSWERED = {
     "question": ("answer", "response"),
     "problem": ("solution", "answer"),
@@ -204,7 +205,7 @@ GENERIC = (
     _PAIRS,
     _QUESTION_PAIRS,
     ColumnAdapter("instruction", "chosen_response", "rejected_response", as_chat=True),
-    *(replace(_PAIRS, prompt=name) for name in _CHATS),
+    *(replace(_PAIRS, prompt=name) for name in CHATS),
     ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ in the last turn
     # ranked answers
     *(
@@ -227,7 +228,7 @@ GENERIC = (
         for answer in answers
     ),
     # whole dialogues
-    *(ColumnAdapter(messages=name) for name in _CHATS),
+    *(ColumnAdapter(messages=name) for name in CHATS),
     # prompts only, for step 3
     ColumnAdapter("prompt"),
     *(ColumnAdapter(p, as_chat=True) for p in ("question", "problem", "instruction", "query")),

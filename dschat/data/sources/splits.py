@@ -213,6 +213,14 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
         found = name if os.path.exists(name) else known.source or name
         splits = read_source(found, flag, config, eval_split=known.eval_split)
     adapter = choose_adapter(name, splits.train.columns, config, flag)
+    # of step 1's flags; other configurations lack them
+    alone = getattr(config, "train_on", "all") == "auto"
+    if (
+        alone
+        and not getattr(config, "train_on_prompt", False)
+        and str(adapter.chosen).lower() == "completion"
+    ):
+        adapter = replace(adapter, completion_alone=True)
     first = islice(splits.train, _NUM_PEEKED if config.streaming else None)
     adapter = checked_label(name, adapter, (line.row or {} for line in first))
     if config.text_as:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Optional, Union
 
 from dschat.config import UserError
@@ -38,10 +39,11 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 SHOWN = (*THOUGHTS, "name", "tool_call_id")
 # An answer's weight in the loss, as OpenAI, Mistral, axolotl and slime name it.
 LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+BEGINS = "begins"  # marks a prompt's last turn, if it is the beginning of the answer
 # They would change the text or the loss.
 UNSUPPORTED = ("refusal", "prefix", "image", "images", "video", "videos", "audio", "train_detail")
 _READ = {"role", "from", "content", "value", "tool_calls", "function_call"}
-_READ |= {*SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
+_READ |= {BEGINS, *SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
 
 # Columns of chats, whatever the data set.
 CHAT_COLUMNS = ("tools", "functions", "chat_template_kwargs")
@@ -73,6 +75,22 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
     except Unusable as unusable:
         return unusable
     return read
+
+
+def masked(parts: list[Any], mask: Any) -> list[Any]:
+    """A raw chat, or prompt and answer, with the weights of the row's ``loss_mask``, if a list."""
+    if not isinstance(mask, list):
+        return parts
+    chats = [part if isinstance(part, list) else [part] for part in parts]
+    if (num_turns := sum(map(len, chats))) != len(mask):
+        wrong = Unusable(f"a loss_mask of {len(mask)} numbers for {num_turns} turns")
+        return [*parts[:-1], wrong]
+    flat = zip((turn for chat in chats for turn in chat), mask, strict=True)
+    turns = [{**turn, "loss_mask": m} if is_turn(turn) else turn for turn, m in flat]
+    if isinstance(parts[-1], str) and mask[-1] != 1:
+        turns[-1] = {"role": "assistant", "content": parts[-1], "loss_mask": mask[-1]}
+    rest = iter(turns)
+    return [[*islice(rest, len(p))] if isinstance(p, list) else next(rest) for p in parts]
 
 
 def is_turn(value: Any) -> bool:
@@ -190,7 +208,16 @@ def _read_turn(turn: Any) -> Turn:
 
 def weight_of(turn: Turn) -> float:
     """A turn's weight in step 1's loss, from 0 to 1; 0 if it is not an answer, or is empty."""
-    return float(turn.get("weight", 1.0)) if turn["role"] == "assistant" else 0.0
+    has_loss = turn["role"] == "assistant" and BEGINS not in turn
+    return float(turn.get("weight", 1.0)) if has_loss else 0.0
+
+
+def begun(prompt: list[Turn]) -> list[Turn]:
+    """``prompt``; its last turn is marked if it is an assistant's text, which begins the answer."""
+    *before, last = prompt
+    is_text = bool(last["content"].strip()) and "tool_calls" not in last
+    has_begun = before and last["role"] == "assistant" and is_text
+    return [*before, {**last, BEGINS: True}] if has_begun else prompt
 
 
 def _is_weight(value: Any) -> bool:
