@@ -173,7 +173,7 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _continues_or_begins(self) -> "ChatRequest":
         if self.continue_final_message == self.add_generation_prompt:
-            raise ValueError("one of continue_final_message, add_generation_prompt must be true")
+            raise ValueError("continue_final_message goes with add_generation_prompt false alone")
         return self
 
     @property

@@ -57,6 +57,7 @@ WRONG = [
     (*conversation(chat_template_kwargs={"tools": []}), "tools is no variable of a chat"),
     (*conversation(add_generation_prompt=False), "add_generation_prompt "),
     (*conversation(continue_final_message=True), "continue_final_message "),
+    (*conversation(continue_final_message=False, add_generation_prompt=False), "add_generation_"),
     (*conversation(functions=[{}]), "functions "),
     (*conversation(tools=[{}]), "tools"),
     (*conversation(content=None), "messages.0: a turn without content"),
