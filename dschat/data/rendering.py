@@ -70,48 +70,6 @@ def continuing(asked: str, answered: str, closes: bool = True) -> str:
     return answer
 
 
-def begun_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], inputs: dict[str, Any]
-) -> str:
-    """A chat whose last turn is the beginning of the answer, and stays open."""
-    try:
-        return render_chat(tokenizer, prompt, continue_final_message=True, **inputs)
-    except RefusedChat:
-        raise RefusedChat(
-            "the beginning of an answer, which the chat template does not render"
-        ) from None
-
-
-def rest_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], answer: Turn, inputs: dict[str, Any]
-) -> tuple[str, str]:
-    """`begun_text`, and the text of the answer that continues it."""
-    asked = begun_text(tokenizer, prompt, inputs)
-    whole = {**prompt[-1], **answer, "content": prompt[-1]["content"] + answer["content"]}
-    answered = attempt(tokenizer, [*prompt[:-1], whole], **inputs)
-    if not answered.startswith(asked):  # the thought of the whole turn is rendered in another way
-        if "tool_calls" in answer or THOUGHTS[0] in answer:
-            raise RefusedChat("calls or thoughts in an answer that its prompt begins")
-        answered = asked + answer["content"]
-    return asked, continuing(asked, answered, closes=False)
-
-
-def through_last_answer(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, whole: str, inputs: dict[str, Any]
-) -> str:
-    """What ``whole``, the rendered prompt, has up to the end of its last answer."""
-    assert not isinstance(prompt, str)
-    last = max((i for i, t in enumerate(prompt) if i and t["role"] == "assistant"), default=0)
-    if not last:
-        return ""
-    marked = [*prompt[:last], {"role": "assistant", "content": "\ue000"}, *prompt[last + 1 :]]
-    other = attempt(tokenizer, marked, add_generation_prompt=True, **inputs)
-    behind = len(whole) - len(commonprefix([whole[::-1], other[::-1]]))
-    ends = [tokenizer.decode(i) for i in stop_ids(tokenizer)]
-    found = [at + len(end) for end in ends if (at := whole.find(end, behind)) >= 0]
-    return whole[: min(found, default=behind)]
-
-
 # -- thoughts --------------------------------------------------------------------------------------
 
 
@@ -154,3 +112,48 @@ def _shows(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template renders a last answer's thought."""
     answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, MARK)}
     return MARK in attempt(tokenizer, [{"role": "user", "content": "?"}, answer])
+
+
+# -- parts of a chat -------------------------------------------------------------------------------
+
+
+def begun_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], inputs: dict[str, Any]
+) -> str:
+    """A chat whose last turn is the beginning of the answer, and stays open."""
+    try:
+        return render_chat(tokenizer, prompt, continue_final_message=True, **inputs)
+    except RefusedChat:
+        raise RefusedChat(
+            "the beginning of an answer, which the chat template does not render"
+        ) from None
+
+
+def rest_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], answer: Turn, inputs: dict[str, Any]
+) -> tuple[str, str]:
+    """`begun_text`, and the text of the answer that continues it."""
+    asked = begun_text(tokenizer, prompt, inputs)
+    whole = {**prompt[-1], **answer, "content": prompt[-1]["content"] + answer["content"]}
+    answered = attempt(tokenizer, [*prompt[:-1], whole], **inputs)
+    if not answered.startswith(asked):  # the thought of the whole turn is rendered in another way
+        if "tool_calls" in answer or THOUGHTS[0] in answer:
+            raise RefusedChat("calls or thoughts in an answer that its prompt begins")
+        answered = asked + answer["content"]
+    return asked, continuing(asked, answered, closes=False)
+
+
+def through_last_answer(
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, whole: str, inputs: dict[str, Any]
+) -> str:
+    """What ``whole``, the rendered prompt, has up to the end of its last answer."""
+    assert not isinstance(prompt, str)
+    last = max((i for i, t in enumerate(prompt) if i and t["role"] == "assistant"), default=0)
+    if not last:
+        return ""
+    marked = [*prompt[:last], {"role": "assistant", "content": "\ue000"}, *prompt[last + 1 :]]
+    other = attempt(tokenizer, marked, add_generation_prompt=True, **inputs)
+    behind = len(whole) - len(commonprefix([whole[::-1], other[::-1]]))
+    ends = [tokenizer.decode(i) for i in stop_ids(tokenizer)]
+    found = [at + len(end) for end in ends if (at := whole.find(end, behind)) >= 0]
+    return whole[: min(found, default=behind)]
