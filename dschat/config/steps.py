@@ -179,8 +179,8 @@ class SupervisedConfig(CommonConfig):
 class SFTConfig(SupervisedConfig):
     """Step 1: supervised fine-tuning."""
 
-    train_on: Literal["all", "last"] = flag(
-        "all", "Assistant turns of a dialogue with loss: all of them, or the last."
+    train_on: Literal["auto", "all", "last"] = flag(
+        "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
     shuffle: Literal["rows", "dialogues"] = flag(
         "rows", "What is shuffled: rows, or dialogues; rows of one then share their tokens."

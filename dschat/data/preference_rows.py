@@ -1,5 +1,6 @@
 """Makes step 2's rows: the answers to a prompt that can be compared, tokenized, best first."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ def pair_rows(
             "chosen_ids": best,
             "rejected_ids": worst,
             "prompt_length": len(prompt),
+            "prompt_key": key_hash(json.dumps(example.prompt), "prompt") >> 1,
             "problem": problem,
             "cut": "; ".join(filter(None, (cut, lost and f"lost {lost}"))),
         }

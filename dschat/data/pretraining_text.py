@@ -18,6 +18,7 @@ from dschat.data.sources.resolve import RawRows, broken_line, read_source
 from dschat.data.sources.stream import shuffled
 from dschat.data.sources.turns import storable
 from dschat.data.tables import made_table, read_report
+from dschat.models.tokenizer import text_ids
 
 logger = logging.getLogger("dschat")
 
@@ -32,7 +33,8 @@ def text_dataset(
     block_len: int,
     config: Optional[DataConfig] = None,
 ) -> Union[Dataset, RowStream]:
-    """Plain text for ptx: ``input_ids`` of ``block_len`` tokens, documents joined by EOS.
+    """Plain text for ptx: ``input_ids`` of ``block_len`` tokens, documents joined by EOS,
+    behind the BOS that the tokenizer adds.
 
     ``name`` is a source as in ``--data_path``, or a .txt file (each paragraph is a document).
     Documents are joined a thousand at a time; a last block that is not full is kept only if it is
@@ -84,8 +86,7 @@ def _blocks(
     """The rows of one pass."""
     eos = require_eos(tokenizer)
     while batch := list(islice(texts, _DOCUMENTS)):
-        documents = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-        stream = [token for ids in documents for token in (*ids, eos)]
+        stream = [token for ids in text_ids(tokenizer, batch) for token in (*ids, eos)]
         whole = len(stream) // block_len * block_len or len(stream)
         for start in range(0, whole, block_len):
             yield {"input_ids": stream[start : start + block_len]}

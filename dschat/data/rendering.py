@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Content
-from dschat.data.sources.turns import THOUGHTS, Turn, storable
+from dschat.data.sources.turns import BEGINS, THOUGHTS, Turn, storable
 from dschat.models.chat_template import MARK, attempt, default_template, failure, rendered
+from dschat.models.tokenizer import stop_ids
 
 logger = logging.getLogger("dschat")
 
@@ -93,6 +94,8 @@ def rendered_answer(
         RefusedChat: the template refuses the chat, or leaves calls of tools out.
         LeftOut: it leaves another part out, or the answer cannot follow this prompt.
     """
+    if BEGINS in prompt[-1]:
+        return _rendered_rest(tokenizer, prompt, turn, inputs)
     asked = render_chat(tokenizer, prompt, add_generation_prompt=True, **inputs)
     (thought, said), content = _parts(turn), turn["content"]
     inline = None if THOUGHTS[0] in turn else THINK.match(content)
@@ -212,6 +215,52 @@ def _shows(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template renders a last answer's thought."""
     answer = {"role": "assistant", "content": "answer", **dict.fromkeys(THOUGHTS, MARK)}
     return MARK in attempt(tokenizer, [{"role": "user", "content": "?"}, answer])
+
+
+# -- parts of a chat -------------------------------------------------------------------------------
+
+
+def begun_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], inputs: dict[str, Any]
+) -> str:
+    """A chat whose last turn is the beginning of the answer, and stays open."""
+    try:
+        return render_chat(tokenizer, prompt, continue_final_message=True, **inputs)
+    except RefusedChat:
+        raise RefusedChat(
+            "the beginning of an answer, which the chat template does not render"
+        ) from None
+
+
+def _rendered_rest(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], answer: Turn, inputs: dict[str, Any]
+) -> tuple[str, str, int]:
+    """`rendered_answer` of the answer that continues `begun_text`."""
+    asked = begun_text(tokenizer, prompt, inputs)
+    whole = {**prompt[-1], **answer, "content": prompt[-1]["content"] + answer["content"]}
+    answered = attempt(tokenizer, [*prompt[:-1], whole], **inputs)
+    if not answered.startswith(asked):  # the thought of the whole turn is rendered in another way
+        if "tool_calls" in answer or THOUGHTS[0] in answer:
+            raise RefusedChat("calls or thoughts in an answer that its prompt begins")
+        answered = asked + answer["content"]
+    text, thought = answered[len(asked) :], _parts(answer)[0]
+    return asked, text, text.index(thought) + len(thought) if thought in text else 0
+
+
+def through_last_answer(
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, whole: str, inputs: dict[str, Any]
+) -> str:
+    """What ``whole``, the rendered prompt, has up to the end of its last answer."""
+    assert not isinstance(prompt, str)
+    last = max((i for i, t in enumerate(prompt) if i and t["role"] == "assistant"), default=0)
+    if not last:
+        return ""
+    marked = [*prompt[:last], {"role": "assistant", "content": "\ue000"}, *prompt[last + 1 :]]
+    other = attempt(tokenizer, marked, add_generation_prompt=True, **inputs)
+    behind = len(whole) - len(commonprefix([whole[::-1], other[::-1]]))
+    ends = [tokenizer.decode(i) for i in stop_ids(tokenizer)]
+    found = [at + len(end) for end in ends if (at := whole.find(end, behind)) >= 0]
+    return whole[: min(found, default=behind)]
 
 
 @lru_cache

@@ -18,16 +18,18 @@ from dschat.config import UserError
 from dschat.data.rendering import (
     LeftOut,
     RefusedChat,
+    begun_text,
     render_chat,
     rendered_answer,
     resolved,
+    through_last_answer,
     with_reasoning,
 )
 from dschat.data.sources.adapters import Content, Example
-from dschat.data.sources.turns import weight_of
+from dschat.data.sources.turns import BEGINS, weight_of
 from dschat.models.chat_template import merges_system, turn_ends
 from dschat.models.continued_text import continued_ids
-from dschat.models.tokenizer import stop_ids
+from dschat.models.tokenizer import stop_ids, text_ids
 
 _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its answer
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
@@ -46,6 +48,7 @@ class Segment:
     before: str = ""  # the text that this one follows
     thought: int = 0  # how many characters end with the assistant's reasoning
     has_calls: bool = False  # an answer that ends with calls of tools
+    is_known: bool = False  # another row of the dialogue has it: without loss
 
 
 @dataclass
@@ -86,6 +89,7 @@ def encode_examples(
     reasoning: str = "auto",
     train_on_reasoning: bool = True,
     every_answer: bool = False,
+    train_on_prompt: bool = False,
 ) -> list[Encoded]:
     """Tokenize prompts and answers as one batch.
 
@@ -94,6 +98,8 @@ def encode_examples(
         train_on_reasoning: False takes the thought of a single answer as a part of the prompt.
         every_answer: in front of a dialogue whose earlier turns the template rewrites as it grows,
             return one more for each earlier answer, with the prompt that the model sees there.
+        train_on_prompt: these have no loss on what is in the one before them. Answers without loss
+            have one too, for their prompts.
 
     Raises:
         UserError: the tokenizer has no EOS, or its chat template fails.
@@ -110,8 +116,13 @@ def encode_examples(
         answers: list[Content],
         inputs: dict[str, Any],
         note: str = "",
+        apart: bool = False,
     ) -> None:
-        """``asked``: the segments of ``prompt``."""
+        """``asked``: the segments of ``prompt``; ``apart``: its answers have rows of their own."""
+        if apart:
+            whole = "".join(segment.text for segment in asked)
+            known = through_last_answer(tokenizer, prompt, whole, inputs)
+            asked = [Segment(known, is_known=True), Segment(whole[len(known) :], before=known)]
         said = [answer_segment(tokenizer, prompt, answer, **inputs) for answer in answers]
         segments = [*asked, *said]
         if not train_on_reasoning:
@@ -121,16 +132,19 @@ def encode_examples(
         made.append((place, segments, len(answers), note))
 
     for place, example in enumerate(examples):
-        answers = [with_reasoning(answer, how) for answer in example.answers]
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
+        answers = example.answers
+        if BEGINS not in prompt[-1]:  # else they are not whole turns
+            answers = [with_reasoning(answer, how) for answer in answers]
         try:
             asked = prompt_segments(tokenizer, prompt, **inputs)
-            is_rewritten = len(asked) == 1 and isinstance(prompt, list)
-            for i, turn in enumerate(prompt) if every_answer and is_rewritten else ():
-                if i and isinstance(turn, dict) and weight_of(turn):
+            is_rewritten = every_answer and len(asked) == 1 and isinstance(prompt, list)
+            for i, turn in enumerate(prompt) if is_rewritten else ():
+                assert isinstance(turn, dict)
+                if i and (weight_of(turn) or (train_on_prompt and turn["role"] == "assistant")):
                     before = prompt_segments(tokenizer, prompt[:i], **inputs)
-                    add(place, prompt[:i], before, [[turn]], inputs, EARLIER)
-            add(place, prompt, asked, answers, inputs)
+                    add(place, prompt[:i], before, [[turn]], inputs, EARLIER, train_on_prompt)
+            add(place, prompt, asked, answers, inputs, apart=is_rewritten and train_on_prompt)
         except RefusedChat as error:
             made.append((place, [], 0, str(error)))
     ids = iter(encode(tokenizer, [segment for _, segments, *_ in made for segment in segments]))
@@ -151,6 +165,13 @@ def prompt_segments(
     """
     if isinstance(prompt, str):
         return [Segment(prompt, add_special=True)]
+    if BEGINS in prompt[-1]:
+        whole = begun_text(tokenizer, prompt, inputs)
+        before = prompt_segments(tokenizer, prompt[:-1], **inputs)
+        known = "".join(segment.text for segment in before)
+        if not whole.startswith(known):
+            return [Segment(whole)]
+        return [*before, Segment(whole[len(known) :], before=known)]
     segments: list[Segment] = []
     rendered, rewrites = "", False
     for i, turn in enumerate(prompt):
@@ -200,7 +221,7 @@ def _parted(segment: Segment) -> list[Segment]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:
-    """Token ids of each segment, without the EOS that some tokenizers append to a prompt."""
+    """Token ids of each segment."""
     out: list[list[int]] = [[] for _ in segments]
     given = [(i, s) for i, s in enumerate(segments) if s.text]
     pairs = {i: (s.before, s.text) for i, s in given if s.before}
@@ -208,16 +229,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> l
         out[i] = ids
     for special in (False, True):
         indices = [i for i, s in given if s.add_special == special and not s.before]
-        if not indices:
-            continue
         texts = [segments[i].text for i in indices]
-        # verbose=False: no warning about texts beyond the model's limit; tokenize.py cuts them
-        batch = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-        for i, ids in zip(indices, batch, strict=True):
-            out[i] = list(ids)
-            ends = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
-            if special and ends and not segments[i].text.endswith(tokenizer.eos_token):
-                out[i].pop()
+        for i, ids in zip(indices, text_ids(tokenizer, texts, special), strict=True):
+            out[i] = ids
     return out
 
 
@@ -255,7 +269,8 @@ def _assemble(
         unended = weight if is_answer and not {*targets[-1:]} & {*ends} else None
         tails += [ids[num_targets:]] if is_answer else []
         prompt_ids += ids
-        weights += [weight] * num_targets + [None] * (len(ids) - num_targets)
+        others = 0.0 if segment.is_known else None
+        weights += [weight] * num_targets + [others] * (len(ids) - num_targets)
     if not prompt_ids:
         return Encoded(problem="a prompt without tokens")
     own = pieces[len(pieces) - num_answers :]

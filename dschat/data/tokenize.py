@@ -36,6 +36,7 @@ MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _WEIGHTS = List(Value("float32"))
 Numbered = tuple[int, dict[str, Any]]  # an example's number and its row
+WITHOUT_LOSS = "had answers without loss: empty, of weight 0, of the prompt, or of another row"
 _BATCH = 1000  # examples that are tokenized together
 _NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 
@@ -70,7 +71,7 @@ def sft_dataset(
         max_len=config.max_seq_len,
         train_on_prompt=config.train_on_prompt,
         train_on_reasoning=config.train_on_reasoning,
-        every_answer=config.train_on == "all",
+        every_answer=config.train_on != "last",
         reasoning=config.reasoning,
     )
     columns = {"input_ids": _IDS, "loss_mask": _MASK, "weights": _WEIGHTS}
@@ -82,7 +83,7 @@ def preference_dataset(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
     """Step 2's table: ``chosen_ids``, ``rejected_ids`` (T,): prompt + answer + EOS, as in step 1;
-    and ``prompt_length``, the tokens before either answer.
+    ``prompt_length``, the tokens before either answer; and ``prompt_key``, the prompt's hash.
 
     Both sides have identical prompt tokens: the prompt is cut on the left, as in step 1, to fit the
     longer side. Pairs with identical tokens are dropped, and pairs with an answer that would lose
@@ -105,6 +106,7 @@ def preference_dataset(
         reasoning=config.reasoning,
     )
     columns = {"chosen_ids": _IDS, "rejected_ids": _IDS, "prompt_length": Value("int32")}
+    columns["prompt_key"] = Value("int64")
     if not config.trains_policy:
         columns |= {"other_ids": List(_IDS), "ranks": List(Value("int32"))}
     tables = _tables(config, "reward", split, make, columns)
@@ -243,7 +245,9 @@ def _sft_rows(
     reasoning: str,
 ) -> Iterator[dict[str, Any]]:
     encoded_examples = encode_examples(
-        tokenizer, examples, reasoning, train_on_reasoning, every_answer
+        *(tokenizer, examples, reasoning, train_on_reasoning),
+        every_answer=every_answer or train_on_prompt,
+        train_on_prompt=train_on_prompt,
     )
     made: list[dict[str, Any]] = []
     for encoded in encoded_examples:
@@ -254,7 +258,7 @@ def _sft_rows(
         weights = [float(train_on_prompt) if weight is None else weight for weight in given]
         weights += encoded.answer_weights * len(answer)
         if 0.0 in given:
-            cut = "; ".join(filter(None, (cut, "had answers without loss: empty or of weight 0")))
+            cut = "; ".join(filter(None, (cut, WITHOUT_LOSS)))
         weights[:1] = [0.0] * len(weights[:1])  # nothing predicts the first token
         mask = [weight > 0 for weight in weights]
         if set(weights) <= {0.0, 1.0}:

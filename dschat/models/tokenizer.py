@@ -212,6 +212,22 @@ def stop_ids(
     return tuple(sorted(found - {None}))
 
 
+def text_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], begins: bool = True
+) -> list[list[int]]:
+    """Ids of texts; if they begin a sequence, behind the BOS that the tokenizer adds, unless a text
+    has it. An EOS that the tokenizer appends is left out: it would end a prompt.
+    """
+    if not texts:
+        return []
+    alone, framed = (tokenizer("a", add_special_tokens=s)["input_ids"] for s in (False, True))
+    starts = (n for n in range(len(framed)) if framed[n : n + len(alone)] == alone)
+    head = framed[: next(starts, 0)] if begins else []
+    # verbose=False: no warning about texts beyond the model's limit; tokenize.py cuts them
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [list(ids) if ids[: len(head)] == head else [*head, *ids] for ids in rows]
+
+
 # Text on which tokenizers differ: spaces, digits, case, accents, scripts, punctuation, newlines.
 _PROBE = "The  quick brown fox's 12345 jumps;\n\nover Ångström's naïve café, 東京 и 3.14% <|x|> !"
 

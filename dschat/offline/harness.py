@@ -33,7 +33,7 @@ from dschat.config.errors import first_line, require
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
-from dschat.models.tokenizer import num_ids
+from dschat.models.tokenizer import num_ids, text_ids
 from dschat.offline.evaluate import Metrics
 from dschat.offline.flags import OWN_TASKS, EvalConfig
 from dschat.offline.rows import Progress
@@ -159,10 +159,7 @@ class EngineModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        if add_special_tokens is None:  # unless a template has written BOS
-            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        options = {"add_special_tokens": add_special_tokens, "verbose": False}
-        return self.tokenizer.encode(string, **options)
+        return text_ids(self.tokenizer, [string], add_special_tokens is not False)[0]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True

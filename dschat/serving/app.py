@@ -21,6 +21,7 @@ from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
+from dschat.models.tokenizer import text_ids
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation
 from dschat.serving.limits import Counted, Guard, ServerMetrics
@@ -32,7 +33,7 @@ from dschat.serving.responses import (
     handle_errors,
     server_sent,
 )
-from dschat.serving.schema import ChatRequest, CompletionRequest, turns_of
+from dschat.serving.schema import ChatRequest, CompletionRequest
 from dschat.serving.shaping import Shape, shape_of
 from dschat.serving.web_chat import ChatScorer, PreferenceFile, WebChat
 from dschat.serving.worker import ServedModel
@@ -278,14 +279,14 @@ class _Stream(StreamingResponse):
 
 def _require_short(encoder: Any, body: ChatRequest, max_positions: int) -> None:
     """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
-    inputs = {"tools": body.schemas or None, **body.chat_template_kwargs}
-    text = render_chat(encoder, turns_of(body.messages), **inputs)[: 16 * max_positions]
+    inputs = {"tools": list[Any](body.tools) or None, **body.chat_template_kwargs}
+    text = render_chat(encoder, body.turns, **inputs)[: 16 * max_positions]
     if len(encoder.encode(text, add_special_tokens=False, verbose=False)) > 2 * max_positions:
         raise UserError(f"messages: over twice the model's {max_positions} positions")
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
-    turns, inputs = turns_of(body.messages), body.chat_template_kwargs
+    turns, inputs = body.turns, body.chat_template_kwargs
     tools = list[Any](body.tools)
     if not tools or body.tool_choice == "none":
         return [prompt_text_ids(encoder, turns, **inputs)], None
@@ -297,4 +298,4 @@ def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
 
 
 def _encoded(encoder: Any, body: CompletionRequest) -> _Encoded:
-    return [encoder.encode(p) if isinstance(p, str) else p for p in body.prompts], None
+    return [text_ids(encoder, [p])[0] if isinstance(p, str) else p for p in body.prompts], None

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, WrapValidator, model_vali
 
 from dschat.config import UserError
 from dschat.config.data import template_variables
-from dschat.data.sources.turns import Turn, read_content, storable
+from dschat.data.sources.turns import BEGINS, Turn, begun, read_content, storable
 from dschat.inference.protocol import SamplingParams
 
 # Fields that change no answer, and values of others that ask for nothing, as null does.
@@ -175,6 +175,22 @@ class ChatRequest(GenerationRequest):
     tools: list[Annotated[Tool, WrapValidator(_as_it_came)]] = Field([], max_length=128)
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> "ChatRequest":
+        if self.continue_final_message == self.add_generation_prompt:
+            raise ValueError("continue_final_message goes with add_generation_prompt false alone")
+        return self
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The conversation; raises ``UserError`` where it could not be trained or continued."""
+        turns = turns_of(self.messages)
+        if self.continue_final_message and BEGINS not in (turns := begun(turns))[-1]:
+            raise UserError("continue_final_message: the last message is no assistant's text")
+        return turns
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -4,18 +4,20 @@ The reference is a frozen copy of the policy, the policy without its LoRA adapte
 computed before the first step.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.algorithm import PreferenceConfig
-from dschat.data.batches import RowStream, RowTable
+from dschat.data.batches import RowStream, RowTable, rows_of
 from dschat.data.micro_batches import (
     MicroBatchSize,
     PreferenceBatch,
@@ -32,6 +34,8 @@ from dschat.observability.console import progress
 from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, unwrap
 from dschat.runtime.optimizer_step import DeviceSums, sum_parts
 
+logger = logging.getLogger("dschat")
+
 Rows = list[dict[str, Any]]
 
 _SIDES, _MISMATCHED = ("chosen_ids", "rejected_ids"), "mismatched_ids"
@@ -42,15 +46,17 @@ class Pairs:
 
     Args:
         rows: a table with ``chosen_ids``, ``rejected_ids`` and ``prompt_length``.
-        max_len: add ``mismatched_ids`` of at most so many tokens to each row: its prompt with the
-            next row's answer, alternately the chosen and the rejected one. So the pairing depends
-            on the data alone, not on batches. None: add none.
+        max_len: add ``mismatched_ids`` of at most so many tokens to each row: its prompt with an
+            answer to the next row's prompt that is another one (``prompt_key``), alternately the
+            chosen and the rejected one. So the pairing depends on the data alone, not on batches.
+            Where all prompts are alike, the prompt alone. None: add none.
 
     ``ref_logps``, if set, has the reference's log-probs of every row, one number per block.
     """
 
     def __init__(self, rows: RowTable, max_len: int | None = None) -> None:
         self._rows, self._max_len = rows, max_len
+        self._others = [] if max_len is None else _next_prompts(rows)
         self.ref_logps: list[list[float]] | None = None
 
     def __len__(self) -> int:
@@ -59,14 +65,27 @@ class Pairs:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = dict(self._rows[index])
         if self._max_len is not None:
-            other = self._rows[(index + 1) % len(self._rows)]
+            other = self._rows[self._others[index]]
             answers = [other[side][other["prompt_length"] :] for side in _SIDES]
-            answers = list(filter(None, answers))
+            answers = [[]] if self._others[index] == index else list(filter(None, answers))
             mismatched = row[_SIDES[0]][: row["prompt_length"]] + answers[index % len(answers)]
             row[_MISMATCHED] = mismatched[: self._max_len]
         if self.ref_logps is not None:
             row["ref_logps"] = self.ref_logps[index]
         return row
+
+
+def _next_prompts(rows: RowTable) -> list[int]:
+    """The number of the next row of another prompt, for each row; its own where there is none."""
+    found = rows_of(rows, ("prompt_key",))
+    keys = np.array([row.get("prompt_key", i) for i, row in enumerate(found)])
+    ends = np.flatnonzero(keys != np.roll(keys, -1))  # of rows of one prompt that are neighbours
+    numbers = np.arange(len(keys))
+    if len(ends):
+        numbers = (ends[np.searchsorted(ends, numbers) % len(ends)] + 1) % len(keys)
+    elif len(keys):
+        logger.warning("all %d rows have one prompt: KTO's reference point is 0", len(keys))
+    return numbers.tolist()
 
 
 def as_pairs(config: RewardConfig, *tables: RowTable | RowStream) -> list[Pairs | RowStream]:

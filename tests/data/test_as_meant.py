@@ -193,6 +193,65 @@ def test_legacy_function_calls_are_calls_of_tools(tmp_path):
     assert example.tools == [{"type": "function", "function": rows[0]["functions"][0]}]
 
 
+# -- turns of calls in agent data
+
+
+def calls_of(*calls):
+    return [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("role", "text", "calling"),
+    [("from", "value", "function_call"), ("role", "content", "tool_call")],
+)
+def test_turns_of_calls_are_the_assistants(tmp_path, form, role, text, calling):
+    """LLaMA-Factory's and ms-swift's roles, against the same dialogue in OpenAI's form."""
+    one = {"name": "f", "arguments": {"x": 1}}
+    two = [{"name": "g", "arguments": '{"y": [2]}'}, {"name": "h"}]
+    said = [
+        ("user", "u"),
+        (calling, json.dumps(one)),
+        ("tool_response", "1"),
+        ("assistant", "I look."),
+        (calling, f"<think>hm</think>\n{json.dumps(two)}"),
+        (calling.upper(), json.dumps(one)),
+        ("tool_response", "2"),
+        ("tool_response", "3"),
+        ("assistant", "r"),
+    ]
+    rows = [{"conversations": [{role: who, text: what} for who, what in said]}]
+    first, both = calls_of(("f", {"x": 1})), calls_of(("g", {"y": [2]}), ("h", {}), ("f", {"x": 1}))
+    expected = [
+        USER("u"),
+        {**REPLY(""), "tool_calls": first},
+        {"role": "tool", "content": "1"},
+        {**REPLY("I look.<think>hm</think>"), "tool_calls": both},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "3"},
+    ]
+    assert load(tmp_path, rows, form=form) == [Example(expected, [REPLY("r")])]
+
+
+def test_turns_of_calls_as_answers(tmp_path):
+    call = {"role": "tool_call", "content": {"name": "f", "arguments": {"x": 1}}}
+    called = {**REPLY(""), "tool_calls": calls_of(("f", {"x": 1}))}
+    for answer in (call, [call], [REPLY(""), call]):
+        assert load(tmp_path, [{"prompt": [USER("u")], "completion": answer}])[0].chosen == [called]
+    ask = [USER("u"), {**REPLY("a"), "weight": 0.5}, {**call, "loss": 0}, USER("v"), REPLY("b")]
+    (example,) = load(tmp_path, [{"messages": ask}])
+    assert example.prompt[1] == {**called, "content": "a", "weight": 0.0}
+
+
+@pytest.mark.parametrize(
+    "content", ["f(x)", "[1]", '{"arguments": {}}', '{"name": "f", "arguments": 3}', None]
+)
+def test_a_turn_of_calls_without_any_is_refused(tmp_path, content):
+    turns = [USER("u"), {"role": "tool_call", "content": content}]
+    with pytest.raises(UserError, match="a tool call (without a name|whose arguments)"):
+        load(tmp_path, [{"messages": turns}])
+
+
 # -- templates
 
 THINKS = (
@@ -302,31 +361,6 @@ def test_a_column_of_any_row_reaches_reward_functions(tmp_path, late):
 )
 def test_naming_a_usual_column_changes_nothing(tmp_path, row, flags, prompt):
     assert load(tmp_path, [row], **flags) == [chat(prompt, "r")]
-
-
-# -- answers with a label
-
-
-LABELLED = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 3 > 0} for i in range(6)]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_labelled_answers(tmp_path, form):
-    good, bad = ([row for row in LABELLED if row["label"] == is_good] for is_good in (True, False))
-    assert load(tmp_path, LABELLED, form=form) == [
-        Example(r["prompt"], r["completion"]) for r in good
-    ]
-    assert len(load(tmp_path, LABELLED, "rlhf", form)) == 6
-    with pytest.raises(UserError, match="labels single answers, .* add --loss kto"):
-        load(tmp_path, LABELLED, "reward", form)
-
-
-@pytest.mark.parametrize("label", [None, "math", 3])
-def test_a_label_that_is_none_is_refused(tmp_path, label):
-    row = {"prompt": "p", "completion": "c", "label": label}
-    with pytest.raises(UserError, match="neither true nor false; see --columns chosen"):
-        load(tmp_path, [row])
-    assert load(tmp_path, [row], columns=["chosen=completion"]) == [Example("p", "c")]
 
 
 # -- exports

@@ -96,7 +96,7 @@ def test_the_table_has_all_answers_and_for_dpo_the_best_and_the_worst(table):
     assert most_answers(table(RANKED)) == 4
     (pair,) = table(RANKED, loss="dpo")
     assert texts(pair) == ["best", "worst"]
-    assert set(pair) == {"chosen_ids", "rejected_ids", "prompt_length"}
+    assert set(pair) == {"chosen_ids", "rejected_ids", "prompt_length", "prompt_key"}
     alike = {name: row[name] for name in pair}
     assert alike == pair
 

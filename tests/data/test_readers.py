@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import tracemalloc
+from types import SimpleNamespace
 
 import data_files
 import pytest
@@ -348,3 +349,29 @@ def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / "cache").write_text("")  # a file, where the folder would be
     with pytest.raises(UserError, match="HF_DATASETS_CACHE"):
         load(put(tmp_path / "x.jsonl", pairs(3)))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_paragraphs_of_a_text_file(tmp_path, end):
+    """Their line ends are the same, whoever wrote them; other files keep theirs."""
+    lines = ["", "one", "two", "", " ", "three", "", "", "four \t", ""]
+    (tmp_path / "book.txt").write_bytes(end.join(lines).encode())
+    found = [
+        (line.where.rpartition(":")[2], line.row) for line in read_lines(str(tmp_path / "book.txt"))
+    ]
+    texts = [("2", "one\ntwo"), ("6", "three"), ("9", "four \t")]
+    assert found == [(number, {"text": text}) for number, text in texts]
+
+
+class Piece(str):
+    """A line that refuses to be appended to the text before it, which copies all of that."""
+
+    def __radd__(self, text):
+        raise AssertionError("quadratic in the number of lines")
+
+
+def test_a_text_without_blank_lines_is_not_copied_for_each_line(tmp_path):
+    pieces = iter([*map(Piece, ["a line\n"] * 1000), ""])
+    file = SimpleNamespace(readline=lambda size: next(pieces))
+    (line,) = readers._paragraphs(file, "book.txt")
+    assert line.row == {"text": ("a line\n" * 1000).rstrip()}

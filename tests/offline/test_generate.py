@@ -17,6 +17,7 @@ from dschat.config import RewardConfig, SFTConfig, UserError, parser
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
 from dschat.inference import InferenceEngine, SamplingParams
+from dschat.models.chat_template import default_template
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.generate import generate
 from dschat.offline.rows import AnswerFile, Prompts, Rows
@@ -48,6 +49,22 @@ def reward_of(model: Path, texts: list[str]) -> list[float]:
             hidden = module.model(input_ids=ids).last_hidden_state[0, -1]
             scores.append(float(module.score(hidden)))
     return scores
+
+
+def test_a_prompt_that_begins_the_answer_is_continued(models, tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It is"}]
+    data, out = tmp_path / "begun.jsonl", tmp_path / "out.jsonl"
+    data.write_text(json.dumps({"prompt": turns}) + "\n")
+    words = f"--path {models}/llama --data_path {data} --max_new_tokens 6 --out {out}"
+    run(*words.split())
+    tokenizer = AutoTokenizer.from_pretrained(models / "llama")
+    tokenizer.chat_template = default_template(tokenizer)
+    text = tokenizer.apply_chat_template(turns, continue_final_message=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    engine = InferenceEngine.from_pretrained(models / "llama")
+    (expected,) = engine.generate([ids], SamplingParams(max_new_tokens=6, seed=1234))
+    (row,) = rows_of(out)
+    assert row["answer"] == tokenizer.decode(expected.token_ids, skip_special_tokens=True).strip()
 
 
 def test_lines_keep_the_data_and_its_order(flags, prompts, models, tmp_path):

@@ -87,6 +87,7 @@ WRONG = [
     (*conversation(chat_template_kwargs={HALF: 1}), "half of a character"),
     (*conversation(turn={HALF: 1}), "half of a character"),
     (CHAT, {"messages": LONG_CHAT}, "messages: over twice the model's 512 positions"),
+    (*conversation(continue_final_message=False, add_generation_prompt=False), "add_generation_"),
     (*conversation(functions=[{}]), "functions "),
     (*conversation(tools=[{}]), "tools"),
     (*conversation(content=None), "messages.0: a turn without content"),

@@ -55,6 +55,23 @@ def test_a_chat(client, alone, served, stream):
     assert usage.completion_tokens == sum(map(len, rollout.token_ids))
 
 
+def test_the_last_message_is_continued(client, alone, served):
+    """As vLLM's clients ask for it; the answer is the rest alone."""
+    tokenizer, begun = served.model.tokenizer, [*MESSAGES, {"role": "assistant", "content": "The"}]
+    text = tokenizer.apply_chat_template(begun, continue_final_message=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    texts, _ = alone(ids, max_new_tokens=8, seed=3)
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    options = {"model": "tiny", "messages": begun, "max_tokens": 8, "seed": 3}
+    got = client.chat.completions.create(**options, extra_body=fields)
+    assert got.choices[0].message.content == texts[0]
+    assert got.usage.prompt_tokens == len(ids)
+    closed = client.chat.completions.create(**options)
+    assert closed.usage.prompt_tokens == len(prompt_text_ids(tokenizer, begun)) > len(ids)
+    with pytest.raises(openai.BadRequestError, match="the last message is no assistant's text"):
+        client.chat.completions.create(**options | {"messages": MESSAGES}, extra_body=fields)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(client, alone, served, stream):
     ids = prompt_text_ids(served.model.tokenizer, MESSAGES)

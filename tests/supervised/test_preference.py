@@ -50,6 +50,59 @@ def test_mismatched_answers_are_the_next_rows():
     assert "ref_logps" not in pairs[0]
 
 
+@pytest.mark.parametrize("prompts", ["aaaabbbcccca", "abab", "aab", "abb", "aaabaaaa"])
+def test_mismatched_answers_are_of_another_prompt(prompts):
+    """The next one, by a plain search; one number is each row's prompt, another its answer."""
+    rows = [
+        {"chosen_ids": [ord(p), 1000 + i], "rejected_ids": [ord(p)], "prompt_length": 1}
+        | {"prompt_key": ord(p)}
+        for i, p in enumerate(prompts)
+    ]
+    pairs = Pairs(rows, max_len=9)
+    for i, prompt in enumerate(prompts):
+        following = [j % len(prompts) for j in range(i + 1, i + len(prompts))]
+        other = next(j for j in following if prompts[j] != prompt)
+        assert pairs[i]["mismatched_ids"] == [ord(prompt), 1000 + other]
+
+
+def kto_table(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"completion": "x", "label": True, **r}) + "\n" for r in rows)
+    )
+    flags = {"data_path": [str(path)], "data_split": "0,1,0", "eval_fraction": 0.0}
+    return preference_dataset(RewardConfig(loss="kto", max_seq_len=32, **flags), tiny_tokenizer())
+
+
+def test_answers_to_one_long_prompt_are_not_mismatched(tmp_path):
+    """A prompt that is cut, to more or fewer tokens, is still one."""
+    long = {"prompt": "long " * 99}
+    rows = [long | {"completion": "y" * n} for n in (1, 5, 2)] + [{"prompt": "short"}]
+    table = kto_table(tmp_path, rows)
+    assert len({tuple(row["chosen_ids"][: row["prompt_length"]]) for row in table}) > 2
+    pairs, (*_, other) = Pairs(table, 32), table
+    answer = other["chosen_ids"][other["prompt_length"] :]
+    for row in list(pairs)[:3]:
+        prompt = row["chosen_ids"][: row["prompt_length"]]
+        assert row["mismatched_ids"] == (prompt + answer)[:32]
+
+
+def test_one_prompt_alone_has_no_mismatched_answers(tmp_path, caplog):
+    rows = [{"prompt": "one", "completion": f" a{i}", "label": i % 2 > 0} for i in range(4)]
+    table = kto_table(tmp_path, rows)
+    pairs = Pairs(table, 32)
+    assert "all 4 rows have one prompt: KTO's reference point" in caplog.text
+    assert all(row["mismatched_ids"] == row["chosen_ids"][: row["prompt_length"]] for row in pairs)
+    models = (
+        LanguageModel(causal_lm("llama", seed=s, vocab_size=len(tiny_tokenizer()))) for s in (0, 5)
+    )
+    policy, reference = models
+    task = PreferenceTask(RewardConfig(loss="kto"), reference)
+    (batch,) = task.prepare(policy, [task.collate(list(pairs))])
+    assert batch.kl == 0.0
+    assert task.loss(policy, batch)[0] > 0
+
+
 def reference_task(loss: str, **knobs) -> PreferenceTask:
     reference = LanguageModel(causal_lm("llama", seed=5))
     return PreferenceTask(RewardConfig(loss=loss, **knobs), reference)

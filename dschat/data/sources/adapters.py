@@ -11,17 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional, TypeGuard, Union
 
 from dschat.config.data import look_up
-from dschat.data.sources.known_datasets import ColumnAdapter
+from dschat.data.sources.known_datasets import CHATS, ColumnAdapter, label_of
 from dschat.data.sources.readers import Form
 from dschat.data.sources.turns import (
+    BEGINS,
     CHAT_COLUMNS,
     Content,
     Turn,
     Unusable,
+    begun,
     chat_in_cell,
     from_cell,
     is_plain,
-    is_turn,
+    masked,
     read_content,
     read_template_kwargs,
     read_tools,
@@ -98,7 +100,9 @@ def normalize(
         if purpose == "rlhf":
             example.columns = {name: v for name, v in raw.items() if name != adapter.prompt}
         else:
-            example = _answered(example, answers, ranked, purpose, adapter.unpaired)
+            if adapter.label:
+                answers = _by_label(answers[0], label_of(row, adapter))
+            example = _answered(example, answers, ranked, purpose, adapter.label is not None)
     except Unusable as unusable:
         problem = str(unusable)
     plain = "plain" if is_plain(example.prompt) else ""
@@ -197,6 +201,15 @@ def _answered(
     return replace(example, chosen=chosen, rejected=rejected)
 
 
+def _by_label(answer: Parsed, label: Union[bool, str]) -> list[Parsed]:
+    """Chosen, rejected and SFT's answer of a row with one answer and a label."""
+    if label is False:
+        return [Unusable("its label is false"), answer, None]
+    if label is not True:
+        answer = Unusable("a label that is neither true nor false; see --columns chosen")
+    return [answer, None, None]
+
+
 def _read_row(
     row: dict[str, Any], adapter: ColumnAdapter, ranked: Union[Ranked, Unusable, None]
 ) -> tuple[Parsed, list[Parsed]]:
@@ -205,16 +218,20 @@ def _read_row(
     """
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
+    mask = from_cell(row.get("loss_mask"))
     if adapter.messages:
-        chat = from_cell(look_up(row, adapter.messages))
-        prompt, answer = _split_answer(read_content(_masked(chat, row.get("loss_mask"))))
+        (chat,) = masked([from_cell(look_up(row, adapter.messages))], mask)
+        prompt, answer = _split_answer(read_content(chat))
         return prompt, [answer, None, None]
     columns = (adapter.chosen, adapter.rejected, adapter.sft)
     found = [look_up(row, column) for column in columns]
     if isinstance(ranked, tuple):
         found = ranked[0]
     found = [_as_text(value) for value in found]
-    prompt, *answers = map(read_content, (look_up(row, adapter.prompt), *found))
+    asked = look_up(row, adapter.prompt)
+    if adapter.prompt and adapter.chosen and not adapter.rejected:
+        asked, found[0] = masked([asked, found[0]], mask)
+    prompt, *answers = map(read_content, (asked, *found))
     if isinstance(prompt, Unusable):
         return prompt, [None] * len(answers)
     if adapter.prompt is None:
@@ -227,6 +244,10 @@ def _read_row(
             prompt = [{"role": "user", "content": prompt}]
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
+    if prompt and isinstance(prompt, list):
+        if adapter.completion_alone and not isinstance(mask, list):
+            prompt = [{**t, "weight": 0.0} if t["role"] == "assistant" else t for t in prompt]
+        prompt = prompt if adapter.prompt in CHATS else begun(prompt)
     if not isinstance(prompt, list):
         return prompt, list(map(_filled, answers))
     prompts, parts = zip(*(_continued(prompt, answer) for answer in answers), strict=True)
@@ -237,17 +258,6 @@ def _as_text(answer: Any) -> Any:
     """A number or a boolean as text, as a chat template writes it; other values unchanged."""
     is_number = isinstance(answer, (bool, int, float)) and math.isfinite(answer)
     return str(answer) if is_number else answer
-
-
-def _masked(chat: Any, mask: Any) -> Any:
-    """A chat whose turns have the weights of its row's ``loss_mask``, a list."""
-    mask = from_cell(mask)
-    if not isinstance(mask, list) or not isinstance(chat, list):
-        return chat
-    if len(mask) != len(chat):
-        return Unusable(f"a loss_mask of {len(mask)} numbers for {len(chat)} turns")
-    pairs = zip(chat, mask, strict=True)
-    return [{**turn, "loss_mask": m} if is_turn(turn) else turn for turn, m in pairs]
 
 
 def _same_prompt(
@@ -296,7 +306,7 @@ def _whole_prompt(
 def _asked(row: dict[str, Any], adapter: ColumnAdapter, prompt: list[Turn]) -> list[Turn]:
     """``prompt`` without the first turns of an answer of several, such as calls of tools."""
     answer = read_content(look_up(row, adapter.chosen)) if adapter.prompt else None
-    if isinstance(answer, list) and answer[0]["role"] == "assistant":
+    if isinstance(answer, list) and answer[0]["role"] == "assistant" and BEGINS not in prompt[-1]:
         return prompt[: len(prompt) + 1 - len(answer)]
     return prompt
 
@@ -346,6 +356,8 @@ def _without_answer(dialogue: list[Turn]) -> tuple[list[Turn], Optional[list[Tur
 def _continued(prompt: list[Turn], answer: Parsed) -> tuple[Parsed, Parsed]:
     """Prompt and answer turn, where ``answer`` is text, further turns or a whole dialogue."""
     if isinstance(answer, list):
+        if len(answer) > 1 and prompt and BEGINS in prompt[-1]:
+            return prompt, Unusable("several turns behind a prompt that begins the answer")
         return _split_answer(prompt + answer if answer[0]["role"] == "assistant" else answer)
     filled = _filled(answer)
     if isinstance(filled, str):

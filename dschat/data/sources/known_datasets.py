@@ -7,14 +7,17 @@ A column may be a path into its value: ``answers.0.text`` is the text of the fir
 ``answers.*.text`` the list of all texts.
 """
 
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from dschat.config import UserError
-from dschat.config.data import ROLES, DataConfig, columns_by_role
+from dschat.config.data import ROLES, DataConfig, columns_by_role, look_up
 from dschat.data.sources.turns import Unusable, vicuna_turns
+
+logger = logging.getLogger("dschat")
 
 Row = dict[str, Any]
 
@@ -33,7 +36,8 @@ class ColumnAdapter:
     sft: Optional[str] = None  # the answer that step 1 trains on, if not `chosen`
     as_chat: bool = False  # turn the prompt into the user turn of a chat
     context: Optional[str] = None  # text appended to an `as_chat` prompt
-    unpaired: bool = False  # a row has one answer, chosen or rejected
+    label: Optional[str] = None  # says whether a row's one answer is good, see `_LABELS`
+    completion_alone: bool = False  # the assistant's turns in the prompt have no loss
     rewrite: Optional[Callable[[Row], Row]] = None  # new values for some columns of a row
     reads: tuple[str, ...] = ()  # further columns that `rewrite` needs
     source: Optional[str] = None  # NAME or NAME:CONFIG to load the rows from instead
@@ -42,7 +46,7 @@ class ColumnAdapter:
     @property
     def roles(self) -> dict[str, str]:
         """Role -> column, for the roles that have one."""
-        names = (*ROLES, "sft", "context")
+        names = (*ROLES, "sft", "context", "label")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
     @property
@@ -103,18 +107,6 @@ def _vicuna(row: Row) -> Row:
     return {"prompt": vicuna_turns(row.get("prompt")), "label": label}
 
 
-def _by_truth(row: Row) -> Row:
-    """TRL's form for KTO: one answer, with a label that is true for a good one."""
-    label, answer = str(row.get("label")).lower(), row.get("completion")
-    if label in ("false", "0"):
-        return {"completion": {"good": Unusable("its label is false"), "bad": answer}}
-    if label not in ("true", "1"):
-        answer = Unusable("a label that is neither true nor false; see --columns chosen")
-    return {"completion": {"good": answer}}
-
-
-_GOOD_OR_BAD = ColumnAdapter("prompt", "completion.good", "completion.bad", unpaired=True)
-_LABELLED = replace(_GOOD_OR_BAD, rewrite=_by_truth, reads=("label",))
 _PAIRS = ColumnAdapter("prompt", "chosen", "rejected")
 _MIRACL = ColumnAdapter(
     "query",
@@ -191,7 +183,14 @@ ADAPTERS = {
     ),
 }
 
-_CHATS = ("messages", "conversations", "conversation", "dialogue")
+# What labels say of answers, as text; and their columns: LLaMA-Factory's, TRL's and ms-swift's.
+_LABELS = {
+    **dict.fromkeys(("true", "1", "1.0", "good"), True),
+    **dict.fromkeys(("false", "0", "0.0", "bad"), False),
+}
+_LABEL_COLUMNS = ("kto_tag", "label")
+
+CHATS = ("messages", "conversations", "conversation", "dialogue")
 _ANSWERED = {
     "question": ("answer", "response"),
     "problem": ("solution", "answer"),
@@ -206,7 +205,7 @@ GENERIC = (
     _PAIRS,
     _QUESTION_PAIRS,
     ColumnAdapter("instruction", "chosen_response", "rejected_response", as_chat=True),
-    *(replace(_PAIRS, prompt=name) for name in _CHATS),
+    *(replace(_PAIRS, prompt=name) for name in CHATS),
     ColumnAdapter(chosen="chosen", rejected="rejected"),  # dialogues that differ in the last turn
     # ranked answers
     *(
@@ -218,7 +217,6 @@ GENERIC = (
     _ULTRAFEEDBACK,
     # one answer
     ColumnAdapter("prompt", "chosen"),
-    _LABELLED,
     *(ColumnAdapter("prompt", answer) for answer in ("completion", "response", "answer", "output")),
     _ALPACA,
     ColumnAdapter("instruction", "response", as_chat=True, context="context"),
@@ -230,7 +228,7 @@ GENERIC = (
         for answer in answers
     ),
     # whole dialogues
-    *(ColumnAdapter(messages=name) for name in _CHATS),
+    *(ColumnAdapter(messages=name) for name in CHATS),
     # prompts only, for step 3
     ColumnAdapter("prompt"),
     *(ColumnAdapter(p, as_chat=True) for p in ("question", "problem", "instruction", "query")),
@@ -263,7 +261,7 @@ def choose_adapter(
         adapter = row if row.messages and given else replace(row, **given)
         fits = all(_has(columns, column) for column in adapter.columns)
         if fits and set(given.values()) <= set(adapter.columns):
-            return adapter
+            return adapter if "chosen" in given else _with_label(adapter, columns)
     if known:
         raise UserError(f"{flag}: {name} should have {', '.join(known.columns)}; it has: {present}")
     raise UserError(
@@ -271,6 +269,40 @@ def choose_adapter(
         "--columns prompt=COLUMN chosen=COLUMN rejected=COLUMN, or messages=COLUMN, or "
         "answers=COLUMN scores=COLUMN"
     )
+
+
+def _with_label(adapter: ColumnAdapter, columns: Sequence[str]) -> ColumnAdapter:
+    """``adapter`` with the column of labels, if its rows have one answer and such a column."""
+    has_one = (adapter.chosen or adapter.messages) and not (adapter.rejected or adapter.answers)
+    others = {column.lower(): column for column in columns if column not in adapter.columns}
+    named = [others[name] for name in _LABEL_COLUMNS if name in others]
+    return replace(adapter, label=named[0]) if has_one and named else adapter
+
+
+def checked_label(name: str, adapter: ColumnAdapter, rows: Iterable[Row]) -> ColumnAdapter:
+    """``adapter`` without its column of labels where that has other values, such as classes, or
+    none. Beside ``completion``, as in TRL, it is known to have labels.
+    """
+    if not adapter.label or (adapter.chosen, adapter.label) == ("completion", "label"):
+        return adapter
+    has_labels = False
+    for row in rows:
+        label = label_of(row, adapter)
+        if label and isinstance(label, str):
+            logger.info(
+                "%s: its column %s has the value %.40r, so it does not label answers: all are read",
+                *(name, adapter.label, label),
+            )
+            return replace(adapter, label=None)
+        has_labels |= label != ""
+    return adapter if has_labels else replace(adapter, label=None)
+
+
+def label_of(row: Row, adapter: ColumnAdapter) -> Union[bool, str]:
+    """Whether a row's answer is good; a text where its label does not say it, "" without one."""
+    value = look_up(row, adapter.label)
+    text = "" if value is None else str(value).strip().lower()
+    return _LABELS.get(text, text)
 
 
 def known_adapter(name: str) -> Optional[ColumnAdapter]:

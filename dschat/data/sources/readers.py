@@ -62,7 +62,8 @@ def read_lines(path: str, encoding: str = "utf-8") -> Iterator[Line]:
         return
     with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as raw:
         # NOTE: bytes that the encoding does not have become lone surrogates, see `_require_valid`.
-        file = TextIOWrapper(cast(IO[bytes], raw), encoding, "surrogateescape", newline="\n")
+        newline = None if kind == TEXT_SUFFIX else "\n"  # None: \r\n becomes \n
+        file = TextIOWrapper(cast(IO[bytes], raw), encoding, "surrogateescape", newline=newline)
         try:
             if kind in TABLE_SUFFIXES:
                 yield from _table(file, path, "\t" if kind == ".tsv" else None)
@@ -289,15 +290,16 @@ def _table(file: TextIOWrapper, name: str, delimiter: Optional[str]) -> Iterator
 
 
 def _paragraphs(file: TextIOWrapper, name: str) -> Iterator[Line]:
-    start, paragraph = 1, ""
+    start, paragraph = 1, list[str]()
     for number, line in chain(_numbered(file), [(0, "")]):  # a blank line ends the last one too
         if line is None:
             yield Line(f"{name}:{number}", None, _NOT_UTF8)
         elif line.strip():
-            start, paragraph = (start if paragraph else number), paragraph + line
+            start = start if paragraph else number
+            paragraph.append(line)
         elif paragraph:
-            yield Line(f"{name}:{start}", {"text": paragraph.rstrip("\r\n")})
-            paragraph = ""
+            yield Line(f"{name}:{start}", {"text": "".join(paragraph).rstrip("\n")})
+            paragraph.clear()
 
 
 def known_rows(paths: list[str]) -> Optional[int]:

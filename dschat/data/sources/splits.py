@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,13 @@ from dschat.config import UserError
 from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
 from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize
-from dschat.data.sources.known_datasets import ColumnAdapter, choose_adapter, known_adapter, listed
+from dschat.data.sources.known_datasets import (
+    ColumnAdapter,
+    checked_label,
+    choose_adapter,
+    known_adapter,
+    listed,
+)
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.turns import unread_keys
 from dschat.data.tables import iterate, made_table
@@ -40,6 +47,7 @@ logger = logging.getLogger("dschat")
 NOTES = ("key", "problem", "plain", "unread", "fault", "where")
 EXAMPLES = Features({"example": Value("string")})  # `Example.to_row`
 SCHEMA = Features({name: Value("string") for name in (*EXAMPLES, *NOTES)})
+_NUM_PEEKED = 1000  # first rows of a stream that say whether a column has labels
 NUM_LISTED = 10  # bad rows that the log lists individually
 BROKEN = "an unreadable line"
 # of a row: hashes of its key, for holding out and for the steps; whether it has a key, and whether
@@ -67,7 +75,8 @@ class DataSource:
 
     def is_split(self, config: DataConfig) -> bool:
         """Whether its rows are split between the steps; else every step has all of them."""
-        return config.data_split != AUTO or bool(self.adapter.rejected or self.adapter.answers)
+        has_worse = self.adapter.rejected or self.adapter.answers or self.adapter.label
+        return config.data_split != AUTO or bool(has_worse)
 
     def placed(self, rows: RawRows, config: DataConfig, purpose: Purpose) -> "PlacedRows":
         """The rows with a usable prompt, normalized for ``purpose``.
@@ -177,13 +186,13 @@ def load_source(
         "rlhf": {},
     }[purpose]
     for role, column in needs.items():
-        if not (column or adapter.answers):
+        if not (column or adapter.answers or adapter.label):
             step = PURPOSES.index(purpose) + 1
             raise UserError(
                 f"{flag}: {source.name} has no {role} answers, which step {step} needs; "
                 f"name their column with --columns {role}=COLUMN (it has: {columns})"
             )
-    if adapter.unpaired and purpose == "reward" and getattr(config, "loss", "") != "kto":
+    if adapter.label and purpose == "reward" and getattr(config, "loss", "") != "kto":
         raise UserError(
             f"{flag}: {source.name} labels single answers, which step 2 compares in pairs; add "
             "--loss kto, which trains the policy on them"
@@ -204,6 +213,16 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
         found = name if os.path.exists(name) else known.source or name
         splits = read_source(found, flag, config, eval_split=known.eval_split)
     adapter = choose_adapter(name, splits.train.columns, config, flag)
+    # of step 1's flags; other configurations lack them
+    alone = getattr(config, "train_on", "all") == "auto"
+    if (
+        alone
+        and not getattr(config, "train_on_prompt", False)
+        and str(adapter.chosen).lower() == "completion"
+    ):
+        adapter = replace(adapter, completion_alone=True)
+    first = islice(splits.train, _NUM_PEEKED if config.streaming else None)
+    adapter = checked_label(name, adapter, (line.row or {} for line in first))
     if config.text_as:
         adapter = replace(adapter, as_chat=config.text_as == "chat")
     return DataSource(name, weight, splits, adapter, flag)

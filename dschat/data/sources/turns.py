@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Optional, Union
 
 from dschat.config import UserError
@@ -23,12 +24,14 @@ class Unusable(Exception):
     """Stands for a value that cannot be used, with the reason."""
 
 
+# Turns whose content is calls of tools, in agent data of LLaMA-Factory and ms-swift.
+_CALL_ROLES = ("function_call", "tool_call")
 # The names of OpenAI, ShareGPT and Open Assistant. Other roles make a dialogue unusable.
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", *_CALL_ROLES), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool"),
 }
 
 # A thought is given under all the names that templates use.
@@ -36,10 +39,11 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 SHOWN = (*THOUGHTS, "name", "tool_call_id")
 # An answer's weight in the loss, as OpenAI, Mistral, axolotl and slime name it.
 LOSS_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+BEGINS = "begins"  # marks a prompt's last turn, if it is the beginning of the answer
 # They would change the text or the loss.
 UNSUPPORTED = ("refusal", "prefix", "image", "images", "video", "videos", "audio", "train_detail")
 _READ = {"role", "from", "content", "value", "tool_calls", "function_call"}
-_READ |= {*SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
+_READ |= {BEGINS, *SHOWN, *LOSS_FLAGS, *UNSUPPORTED}
 
 # Columns of chats, whatever the data set.
 CHAT_COLUMNS = ("tools", "functions", "chat_template_kwargs")
@@ -60,10 +64,33 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
         value = [value]
     if not isinstance(value, list):
         return Unusable(f"neither text nor a list of turns, but {_kind(value)}")
+    read: list[Turn] = []
     try:
-        return [_read_turn(item) for item in value]
+        for item in value:
+            calls = _as_calls(item)
+            turn = _read_turn(calls or item)
+            if calls and read and read[-1]["role"] == "assistant":
+                turn = _with_calls(read.pop(), turn)
+            read.append(turn)
     except Unusable as unusable:
         return unusable
+    return read
+
+
+def masked(parts: list[Any], mask: Any) -> list[Any]:
+    """A raw chat, or prompt and answer, with the weights of the row's ``loss_mask``, if a list."""
+    if not isinstance(mask, list):
+        return parts
+    chats = [part if isinstance(part, list) else [part] for part in parts]
+    if (num_turns := sum(map(len, chats))) != len(mask):
+        wrong = Unusable(f"a loss_mask of {len(mask)} numbers for {num_turns} turns")
+        return [*parts[:-1], wrong]
+    flat = zip((turn for chat in chats for turn in chat), mask, strict=True)
+    turns = [{**turn, "loss_mask": m} if is_turn(turn) else turn for turn, m in flat]
+    if isinstance(parts[-1], str) and mask[-1] != 1:
+        turns[-1] = {"role": "assistant", "content": parts[-1], "loss_mask": mask[-1]}
+    rest = iter(turns)
+    return [[*islice(rest, len(p))] if isinstance(p, list) else next(rest) for p in parts]
 
 
 def is_turn(value: Any) -> bool:
@@ -120,6 +147,28 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def _as_calls(turn: Any) -> Optional[Turn]:
+    """A turn of `_CALL_ROLES` in OpenAI's form; its content may begin with a thought. Else None."""
+    if not is_turn(turn) or str(turn.get("role", turn.get("from"))).lower() not in _CALL_ROLES:
+        return None
+    content, said = turn.get("content", turn.get("value")), ""
+    if isinstance(content, str) and content.lstrip().startswith("<think>"):
+        thought, end, content = content.partition("</think>")
+        said = thought + end
+    calls = from_cell(content)
+    return {**turn, "content": said, "tool_calls": calls if isinstance(calls, list) else [calls]}
+
+
+def _with_calls(answer: Turn, calls: Turn) -> Turn:
+    """One turn of an answer and the calls behind it, with the lower weight."""
+    if not (answer["content"].strip() or answer.get("tool_calls") or THOUGHTS[0] in answer):
+        return calls
+    calls["content"] = answer["content"] + calls["content"]
+    calls["tool_calls"] = answer.get("tool_calls", []) + calls["tool_calls"]
+    weight = min(weight_of(answer), weight_of(calls))
+    return {**answer, **calls} | ({"weight": weight} if weight < 1 else {})
+
+
 def _read_turn(turn: Any) -> Turn:
     """Raises ``Unusable``."""
     if not isinstance(turn, dict):
@@ -159,7 +208,16 @@ def _read_turn(turn: Any) -> Turn:
 
 def weight_of(turn: Turn) -> float:
     """A turn's weight in step 1's loss, from 0 to 1; 0 if it is not an answer, or is empty."""
-    return float(turn.get("weight", 1.0)) if turn["role"] == "assistant" else 0.0
+    has_loss = turn["role"] == "assistant" and BEGINS not in turn
+    return float(turn.get("weight", 1.0)) if has_loss else 0.0
+
+
+def begun(prompt: list[Turn]) -> list[Turn]:
+    """``prompt``; its last turn is marked if it is an assistant's text, which begins the answer."""
+    *before, last = prompt
+    is_text = bool(last["content"].strip()) and "tool_calls" not in last
+    has_begun = before and last["role"] == "assistant" and is_text
+    return [*before, {**last, BEGINS: True}] if has_begun else prompt
 
 
 def _is_weight(value: Any) -> bool:
