@@ -308,7 +308,10 @@ CHOICES = {"type": ["integer", "string"], "enum": [1, "a", "2", None]}
         ({"type": ["string", "null"]}, "12345", "12345"),
         ({"type": "string", "nullable": True}, "None", None),
         ({"type": "string", "nullable": False}, "None", "None"),
-        ({"type": "string"}, "None", "None"),
+        *[
+            ({"type": "string"}, text, text)
+            for text in ("None", "</parameter> a", "</function>", "<parameter=y>")
+        ],
         ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": ["1", "2"]}, "3", "3"),
