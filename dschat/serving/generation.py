@@ -60,6 +60,7 @@ class Generation:
         self._tokens: asyncio.Queue[Token | Exception] = asyncio.Queue()
         self._first: dict[Handle, int] = {}
         ends = sampling.end_ids(engine.stop_ids)
+        self._shape = requests[0].shape  # of all of them
         self.num_choices = len(requests) * sampling.n
         self._texts = [
             AnswerText(model.tokenizer, stops, ends, r.ids if echoes else [], len(r.forced))
@@ -127,7 +128,7 @@ class Generation:
             raise item
         if isinstance(item, Exception):
             raise EngineFailure(str(item)) from item
-        if problem := getattr(item.handle.request.shape, "problem", ""):
+        if problem := getattr(self._shape, "problem", ""):
             raise UserError(problem)
         index = self._first[item.handle] + item.sample
         if index not in self._open:  # drawn before the engine knew of a stop string
