@@ -35,6 +35,7 @@ class Tokenizer:
     """A token's text is its number."""
 
     chat_template, eos_token_id, unk_token_id, added_tokens_decoder = None, None, None, {}
+    bos_token_id = None
 
     def __call__(self, texts, **_):
         return {"input_ids": [[*map(ord, text)] for text in texts]}

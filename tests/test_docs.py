@@ -34,7 +34,7 @@ from test_from_deepspeed_chat import DS_CHAT_FLAGS
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, parser
-from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
+from dschat.data.sources.known_datasets import _LABEL_COLUMNS, ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
 
@@ -352,5 +352,6 @@ def test_the_known_data_sets_are_listed():
 
 def test_the_columns_are_those_of_the_table():
     known = {name for a in GENERIC for column in a.columns for name in (column, *column.split("."))}
+    known |= {*_LABEL_COLUMNS}
     for columns, _ in tables(PAGES["data.md"], "rows have", "they are"):
         assert set(re.findall(r"`([^`]+)`", columns)) <= known

@@ -109,7 +109,7 @@ def test_a_finished_step_of_an_older_version_is_the_same(tmp_path, old, now):
     settings = {name: value for name, value in asdict(RLHFConfig()).items() if name not in now}
     content = settings | old | {"output_dir": str(tmp_path)}
     (tmp_path / SETTINGS).write_text(yaml.safe_dump(content))
-    (tmp_path / "COMPLETE").write_text(json.dumps({"num_processes": 1}))
+    (tmp_path / "COMPLETE").write_text(json.dumps({"num_processes": 1, "contents": {}}))
     assert finished_differences(config, None, 1) == []
 
 

@@ -138,7 +138,7 @@ def test_metadata_is_counted(tmp_path, log):
 def test_an_empty_answer_amid_a_dialogue_is_not_trained_and_counted(tmp_path, log):
     ask = [USER("u"), REPLY(" "), USER("v"), REPLY("b")]
     assert trained_texts(tmp_path, ask, CHAT) == [["b<|im_end|>"]]
-    assert "1 had answers without loss: empty or of weight 0" in log.text
+    assert "1 had answers without loss: empty, of weight 0" in log.text
 
 
 # -- what stands beside the turns

@@ -6,6 +6,7 @@ plain one: one process, ZeRO 0, whole batches. The saved model is loaded and com
 """
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -149,4 +150,5 @@ def test_activations_are_recomputed_in_step_3(name, models_folder):
     experience = trainer.generate_experience(my_prompts(Case("ppo"), 0, trainer.args))
     found = {n: forwards_of(unwrap(getattr(trainer.engine, n))) for n in ("actor", "critic")}
     trainer.train_rlhf(experience)
-    assert {n: len(calls) for n, calls in found.items()} == {"actor": 1, "critic": 1, name: 2}
+    forwards = Counter(["actor", "critic", name, "actor"])  # the last one measures the update
+    assert {n: len(calls) for n, calls in found.items()} == forwards

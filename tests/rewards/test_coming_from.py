@@ -63,7 +63,7 @@ def trl_pairs(read):
 
 def trl_kto(read):
     single = rows(lambda ask, good, _: {"prompt": [ask], "completion": [good], "label": True})
-    assert "chosen <- completion.good" in read(single)
+    assert "chosen <- completion, label <- label" in read(single)
 
 
 def sharegpt(read):

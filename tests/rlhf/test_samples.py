@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_turns_are_apart_and_have_roles(experience, tokenizer):
     drawn = [token not in ids_of(tokenizer, "<|user|>higher<|assistant|>") for token in answer]
     rollout = Rollout([answer], [[0.0] * len(answer)], ["stop"], drawn=[drawn])
     for sources, prompt in (([turns], rendered), ([turns[:1]], "uau"), (["text"], "uau")):
-        e = from_rollout([ids], rollout, 0, sources=sources)
+        e = replace(from_rollout([ids], rollout, 0), sources=sources)
         (sample,) = sample_row(e, tokenizer, 1, has_kl=False)["samples"]
         assert sample["prompt"] == prompt
         assert sample["answer"] == "ab<|end|><|user|>higher<|assistant|>b<|end|>"

@@ -95,12 +95,13 @@ def test_conversations_have_a_bound(path, compared):
 
 
 def test_a_conversation_is_rendered_once_for_all_scored_answers(compared, monkeypatch):
-    from dschat.data import segments
+    from dschat.data import rendering, segments
 
-    rendered, render = [], segments.render_chat
-    monkeypatch.setattr(
-        segments, "render_chat", lambda *a, **k: rendered.append(a) or render(*a, **k)
-    )
+    rendered, render = [], rendering.render_chat
+    for module in (rendering, segments):
+        monkeypatch.setattr(
+            module, "render_chat", lambda *a, **k: rendered.append(a) or render(*a, **k)
+        )
     turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(21)]
     for count in (1, 8):
         rendered.clear()
