@@ -314,8 +314,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
     keep_best: Optional[str] = flag(
         None,
         "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
-        "better; without a value: gold score, pass@1 or score, until the run warns of a collapse "
-        "or a hacked score.",
+        "better; without a value: gold score, pass@1 or score, until it looks collapsed or hacked.",
         nargs="?",
         const=AUTO,
     )

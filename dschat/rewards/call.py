@@ -85,8 +85,7 @@ class Samples:
             name: [v for part in parts for v in getattr(part, name)] for name in _LISTS
         }
         first = parts[0] if parts else Samples(**lists)
-        names = first.columns
-        columns = {name: [v for part in parts for v in part.columns[name]] for name in names}
+        columns = {n: [v for part in parts for v in part.columns[n]] for n in first.columns}
         return replace(first, **lists, columns=columns)
 
     def arguments(self, sources: Mapping[str, str]) -> dict[str, list[Any]]:
