@@ -13,7 +13,6 @@ from dschat.data.batches import PromptTable
 from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
-from dschat.data.sources.turns import read_tools
 from dschat.environments.contract import Environment
 from dschat.environments.episodes import Episode, EpisodeRunner
 from dschat.environments.sources import EnvironmentSource, load_environment
@@ -126,10 +125,9 @@ class EpisodeCollector(Collector):
             raise Fault("reset returned text, but of the prompts only ids are known")
         source = _with_text(prompts.sources[row], text)
         limit = self.scorer.args.max_prompt_seq_len
-        own = (prompts.columns.get(name, {row: None})[row] for name in ("tools", "functions"))
+        inputs = prompts.inputs[row] if prompts.inputs else {"tools": self._source.schemas}
         try:
-            tools = self._source.schemas or read_tools(*own)  # as `prompt_dataset` chooses
-            ids = prompt_text_ids(self._engine.tokenizer, source, tools=tools)
+            ids = prompt_text_ids(self._engine.tokenizer, source, **inputs)
         except RefusedChat as error:
             raise Fault(str(error)) from None
         if len(ids) > limit:
