@@ -23,7 +23,7 @@ from dschat.builtin.arithmetic import arithmetic_rows
 from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
-from dschat.config import UserError
+from dschat.config import SFTConfig, UserError
 from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
 from dschat.data.sources.adapters import PURPOSES, Example, Purpose, normalize
@@ -213,14 +213,9 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
         found = name if os.path.exists(name) else known.source or name
         splits = read_source(found, flag, config, eval_split=known.eval_split)
     adapter = choose_adapter(name, splits.train.columns, config, flag)
-    # of step 1's flags; other configurations lack them
-    alone = getattr(config, "train_on", "all") == "auto"
-    if (
-        alone
-        and not getattr(config, "train_on_prompt", False)
-        and str(adapter.chosen).lower() == "completion"
-    ):
-        adapter = replace(adapter, completion_alone=True)
+    if isinstance(config, SFTConfig) and config.train_on == "auto" and not config.train_on_prompt:
+        is_completion = str(adapter.chosen).lower() == "completion"
+        adapter = replace(adapter, completion_alone=is_completion)
     first = islice(splits.train, _NUM_PEEKED if config.streaming else None)
     adapter = checked_label(name, adapter, (line.row or {} for line in first))
     if config.text_as:
