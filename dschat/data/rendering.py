@@ -255,7 +255,12 @@ def through_last_answer(
     last = max((i for i, t in enumerate(prompt) if i and t["role"] == "assistant"), default=0)
     if not last:
         return ""
-    marked = [*prompt[:last], {"role": "assistant", "content": "\ue000"}, *prompt[last + 1 :]]
+    turn = {**prompt[last], "content": "\ue000"}
+    if calls := turn.get("tool_calls"):  # their results may need them
+        function = {**calls[-1]["function"], "arguments": {"\ue000": "\ue000"}}
+        calls = [*calls[:-1], {**calls[-1], "function": function}]
+        turn |= {"content": prompt[last]["content"], "tool_calls": calls}
+    marked = [*prompt[:last], turn, *prompt[last + 1 :]]
     other = attempt(tokenizer, marked, add_generation_prompt=True, **inputs)
     behind = len(whole) - len(commonprefix([whole[::-1], other[::-1]]))
     ends = [tokenizer.decode(i) for i in stop_ids(tokenizer)]

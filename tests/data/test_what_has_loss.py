@@ -134,3 +134,22 @@ def test_with_its_prompts_each_turn_of_a_dialogue_counts_once(
         assert whole.count(f"hm{i}") == (weight if thought else 0)
     ends = len(turns[: 2 * trained_up_to + 3]) - weights[: trained_up_to + 1].count(0)
     assert whole.count(END) == ends
+
+
+def test_with_its_prompts_the_result_of_a_tool_counts_once(tmp_path):
+    """The template, as gpt-oss's, takes a tool's name from the call before its result."""
+    template = FORGETS.chat_template.replace(
+        "{{ m['content'] }}",
+        "{% if m.role == 'tool' %}{% if not ns.name %}{{ raise_exception('no call') }}{% endif %}"
+        "{{ ns.name + ':' }}{% endif %}{{ m['content'] }}{% for c in m.tool_calls or [] %}"
+        "{% set ns.name = c.function.name %}{{ c.function | tojson }}{% endfor %}",
+    )
+    call = {"tool_calls": [{"function": {"name": "search", "arguments": {"for": "oslo"}}}]}
+    turns = [USER("ask"), {**REPLY(""), **call}, {"role": "tool", "content": "COLD"}]
+    row = {"messages": [*turns, REPLY("said0"), USER("more"), REPLY("said1")]}
+    tokenizer = byte_tokenizer(END, template)
+    rows = texts(tmp_path, row, tokenizer, train_on_prompt=True)
+    whole = "".join(itertools.chain(*rows))
+    assert len(rows) == 3
+    for text in ("ask", "oslo", "search:COLD", "said0", "more", "said1"):
+        assert whole.count(text) == 1
