@@ -239,9 +239,13 @@ def _rendered_rest(
     asked = begun_text(tokenizer, prompt, inputs)
     whole = {**prompt[-1], **answer, "content": prompt[-1]["content"] + answer["content"]}
     answered = attempt(tokenizer, [*prompt[:-1], whole], **inputs)
-    if not answered.startswith(asked):  # the thought of the whole turn is rendered in another way
-        if "tool_calls" in answer or THOUGHTS[0] in answer:
+    is_rest = answered.startswith(asked)
+    if "tool_calls" in answer or THOUGHTS[0] in answer:
+        marked, marks = _marked(whole)
+        text = attempt(tokenizer, [*prompt[:-1], marked], **inputs)
+        if not (is_rest and all(mark in text for mark in marks)):
             raise RefusedChat("calls or thoughts in an answer that its prompt begins")
+    if not is_rest:  # the thought of the whole turn is rendered in another way
         answered = asked + answer["content"]
     text, thought = answered[len(asked) :], _parts(answer)[0]
     return asked, text, text.index(thought) + len(thought) if thought in text else 0

@@ -123,6 +123,29 @@ def test_what_cannot_be_continued_is_a_bad_row(tmp_path):
     assert "calls or thoughts in an answer that its prompt begins" in encoded.problem
 
 
+CALLS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m.tool_calls or '' }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "more"),
+    [
+        (CHATML, {"reasoning_content": "hm"}),
+        (CHATML, {"tool_calls": [{"function": {"name": "It", "arguments": {}}}]}),
+        (CALLS, {"tool_calls": [{"function": {"name": "It", "arguments": {"is": 4}}}]}),
+    ],
+)
+def test_the_thought_and_calls_of_a_rest_must_be_rendered(tmp_path, template, more):
+    row = {"prompt": [*ASKED, REPLY("It is")], "completion": [{**REPLY(" 4"), **more}]}
+    if template == CHATML:
+        with pytest.raises(UserError, match="calls or thoughts in an answer that its prompt"):
+            sft_rows(tmp_path, row, byte_tokenizer(END, template))
+    else:
+        (made,) = sft_rows(tmp_path, row, byte_tokenizer(END, template))
+        (text,) = trained(byte_tokenizer(END, template), made)
+        assert text.startswith(" 4[{")
+        assert "{'is': 4}" in text
+
+
 def test_a_prompt_is_written_and_read_alike(tmp_path):
     """As `dschat generate` writes it."""
     tokenizer, prompt = byte_tokenizer(END, CHATML), begun([*ASKED, REPLY("It is")])
