@@ -71,6 +71,15 @@ def test_a_directory_that_is_removed(tmp_path):
     assert os.getcwd() == str(tmp_path)
 
 
+def test_a_run_whose_own_directory_is_removed(tmp_path):
+    """Calls return as before: the run needs none."""
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    with restored("f"):
+        (tmp_path / "gone").rmdir()
+    assert calls.called(lambda: 3) == 3
+
+
 def test_the_default_dtype_is_put_back_also_after_an_error(caplog):
     with suppress(KeyError), restored("--reward_fn f"):
         torch.set_default_dtype(torch.float64)
