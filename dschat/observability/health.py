@@ -303,7 +303,7 @@ def _worse_answers(health: RunHealth, metrics: Metrics) -> str | None:
 
 def _loss_rises(health: RunHealth, metrics: Metrics) -> str | None:
     loss, lowest = metrics["eval/loss"], health.range("eval/loss")[0]
-    if not loss > lowest + 0.1 * abs(lowest):
+    if not loss > lowest + max(0.01, 0.1 * abs(lowest)):
         return None
     return (
         f"the held-out loss rises: eval/loss {loss:.3g}, at its lowest {lowest:.3g}; train for "

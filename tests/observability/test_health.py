@@ -282,6 +282,7 @@ def test_a_held_out_loss_that_rises():
     (line,) = texts(found)
     assert "eval/loss 0.761, at its lowest 0.658" in line
     assert line.endswith("(since step 40)")
+    assert not [*health.read(50, {"eval/loss": 0.001}), *health.read(60, {"eval/loss": 0.01})]
 
 
 @pytest.mark.parametrize(
