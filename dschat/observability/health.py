@@ -270,10 +270,10 @@ def _far_from_start(health: RunHealth, metrics: Metrics) -> str | None:
 
 def _has_fallen(value: float, best: float, spread: float, num_prompts: float) -> bool:
     """Whether a mean over prompts is a quarter, and 0.1, below the best one, where chance does not
-    explain it: three standard errors of a difference.
+    explain it: three standard errors of a difference. False where the spread is not known yet.
     """
     error = spread * math.sqrt(2 / max(num_prompts, 1.0))
-    return value < best - max(0.1, 0.25 * abs(best), 3 * error)
+    return value < best - 3 * error and value < best - max(0.1, 0.25 * abs(best))
 
 
 def _score_falls(health: RunHealth, metrics: Metrics) -> str | None:
@@ -303,7 +303,7 @@ def _worse_answers(health: RunHealth, metrics: Metrics) -> str | None:
 
 def _loss_rises(health: RunHealth, metrics: Metrics) -> str | None:
     loss, lowest = metrics["eval/loss"], health.range("eval/loss")[0]
-    if not loss > lowest + 0.1 * abs(lowest):
+    if not loss > lowest + max(0.01, 0.1 * abs(lowest)):
         return None
     return (
         f"the held-out loss rises: eval/loss {loss:.3g}, at its lowest {lowest:.3g}; train for "

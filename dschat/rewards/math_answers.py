@@ -13,7 +13,7 @@ from dschat.config import UserError
 from dschat.user_code.processes import Killable
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
-_THOUGHT = re.compile(r"[<\[](/?)(?:think|thinking|thought|reasoning)[>\]]", re.IGNORECASE)
+_THOUGHT = re.compile(r"<(/?)(?i:think|thinking|thought|reasoning)>|\[(/?)THINK\]")
 _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _comparison = Killable(f"{__name__}:Comparison")
 
@@ -30,7 +30,7 @@ def are_equal(reference: str, answer: str, limit_s: float) -> bool:
     """
     *_, last = None, *_THOUGHT.finditer(answer)
     if last:  # a thought without an end has no answer
-        answer = answer[last.end() :] if last[1] else ""
+        answer = answer[last.end() :] if last[1] or last[2] else ""
     # U+2212 is the minus sign of typesetting, which math-verify does not read everywhere.
     reference, answer = (text.replace("\u2212", "-").strip() for text in (reference, answer))
     if not reference or not answer or reference == answer:

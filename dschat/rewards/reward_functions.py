@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -186,9 +186,10 @@ class RewardFunctions:
         for reward in self._functions:
             function = _on_own_device(reward.function)
             place: tuple[Any, ...] = submit, num_parts
-            run: Callable[..., Values] = functools.partial(_in_thread, function)
+            run: Callable[..., Values] = functools.partial(_in_thread, reward.label, function)
             if reward.is_async:
-                run = functools.partial(_in_loop, self._closed_later(Loop()), function)
+                loop = self._closed_later(Loop())
+                run = functools.partial(_in_loop, reward.label, loop, function)
                 place = background, 1
             elif pool == "process":
                 run = functools.partial(workers.call, plain.index(reward))
@@ -270,8 +271,7 @@ class FunctionSource:
         kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
         own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
         lengths = [len(ids) for ids in samples.answer_ids]
-        with restored(self.label):
-            return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
+        return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
 
 
 def _state_of(function: Any) -> Any:
@@ -286,16 +286,14 @@ def _is_stateful(function: object) -> bool:
     return has_both and not isinstance(function, torch.nn.Module)
 
 
-def _in_thread(
-    function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-) -> Values:
-    return within(limit_s, call, function, kwargs, lengths)
+def _in_thread(label: str, function: Callable, *args: Any, limit_s: float) -> Values:
+    with restored(label):
+        return within(limit_s, call, function, *args)
 
 
-def _in_loop(
-    loop: Loop, function: Callable, kwargs: Mapping[str, Any], lengths: list[int], limit_s: float
-) -> Values:
-    return loop.run(call_async(function, kwargs, lengths), limit_s)
+def _in_loop(label: str, loop: Loop, function: Callable, *args: Any, limit_s: float) -> Values:
+    with restored(label):
+        return loop.run(call_async(function, *args), limit_s)
 
 
 def _on_own_device(function: Callable) -> Callable:

@@ -24,7 +24,7 @@ from dschat.config import CommonConfig, UserError
 from dschat.config.errors import require
 from dschat.distributed.machine import free_bytes, needed_and_free
 from dschat.distributed.process_registry import try_lock
-from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS
+from dschat.observability.metrics_log import METRICS, SAMPLES, SETTINGS, WARNINGS
 from dschat.startup.files import discard, no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
@@ -51,7 +51,7 @@ def check_output_dir(
             f"--output_dir {folder} holds a finished step; choose another, "
             "or pass --overwrite_output_dir"
         )
-    for name in (METRICS, SAMPLES, SETTINGS, *PRODUCTS):  # found before training, not after it
+    for name in (METRICS, SAMPLES, WARNINGS, SETTINGS, *PRODUCTS):  # found before training
         path = folder / name
         fits = path.is_dir() if name in PRODUCTS else path.is_file() and not path.is_symlink()
         require(

@@ -214,6 +214,7 @@ IMPORT_S = 120.0
 
 # Where another process finds an object: its spec, or a pickle, which holds its name.
 Recipe = str | bytes
+_NO_SCOPE = contextlib.nullcontext()
 
 
 def load(spec: str, label: str) -> Any:
@@ -223,19 +224,17 @@ def load(spec: str, label: str) -> Any:
         UserError: it does not exist, or its module cannot be imported. ``label`` begins the line.
     """
     try:
-        with restored(label):
-            return resolve(spec)
+        return resolve(spec, restored(label))
     except UserError as error:
         raise UserError(f"{label} {error}") from None
 
 
-def resolve(spec: str) -> Any:
-    """`load` for messages without a label."""
+def resolve(spec: str, scope: contextlib.AbstractContextManager = _NO_SCOPE) -> Any:
+    """`load` for messages without a label. ``scope``: of the import, not of finding the file."""
     where, colon, name = spec.rpartition(":")
     if not colon:
         raise UserError("name it as file.py:NAME or pkg.mod:NAME")
-    is_file = where.endswith(".py") or os.sep in where
-    module = _file_module(where) if is_file else _named_module(where)
+    module = (_file_module if _is_file(where) else _named_module)(where, scope)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         missing = name or "name after the colon"
@@ -253,8 +252,9 @@ def portable(target: Any, spec: str, label: str, instead: str) -> Recipe:
     Raises:
         UserError: another process cannot import it.
     """
-    if spec:
-        return spec
+    if spec:  # absolute: what is imported before it may change the directory
+        where, _, name = spec.rpartition(":")
+        return f"{_path(where)}:{name}" if _is_file(where) else spec
     home = getattr(target, "__module__", None)
     try:
         if home == "__main__" or type(target).__module__ == "__main__":
@@ -275,9 +275,17 @@ def rebuilt(recipe: Recipe) -> Any:
 # -- modules -----------------------------------------------------------------------------------
 
 
-def _file_module(where: str) -> ModuleType:
+def _is_file(where: str) -> bool:
+    return where.endswith(".py") or os.sep in where
+
+
+def _path(where: str) -> Path:
+    return Path(os.path.expanduser(where)).absolute()
+
+
+def _file_module(where: str, scope: contextlib.AbstractContextManager) -> ModuleType:
     """The module of a file, imported once per process; its folder is added to ``sys.path``."""
-    path = Path(os.path.expanduser(where)).absolute()
+    path = _path(where)
     if not path.is_file():
         raise UserError("not found: no such file; check the path")
     name = f"user_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
@@ -291,7 +299,7 @@ def _file_module(where: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _limited():
+        with scope, _limited():
             spec.loader.exec_module(module)
     except (Exception, SystemExit, _TooLong) as error:
         del sys.modules[name]
@@ -299,12 +307,12 @@ def _file_module(where: str) -> ModuleType:
     return module
 
 
-def _named_module(where: str) -> ModuleType:
+def _named_module(where: str, scope: contextlib.AbstractContextManager) -> ModuleType:
     """The module ``pkg.mod``, also from the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` would
     try:
-        with _limited():
+        with scope, _limited():
             return importlib.import_module(where)
     except (Exception, SystemExit, _TooLong) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name

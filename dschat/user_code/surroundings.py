@@ -22,8 +22,8 @@ def restored(label: str) -> Iterator[None]:
     """A scope for the user's code, which ``label`` names: it has the working directory that it had
     last, and the run has its own again when the last of these scopes ends.
 
-    Then torch's default dtype and closed standard streams are put back, with a warning. The process
-    exits where all its files were closed.
+    The end of each puts torch's default dtype and closed standard streams back, with a warning. The
+    process exits where all its files were closed.
     """
     global _num_open, _ours
     with _lock:
@@ -55,7 +55,8 @@ def _put_back(label: str, theirs: dict[str, Any]) -> None:
         logger.warning("%s changed torch's default dtype: put back", label)
     if not _num_open:
         _their_folder = theirs["folder"] if theirs["folder"] != _ours["folder"] else ""
-        os.chdir(_ours["folder"])
+        with suppress(OSError):  # it has been removed
+            os.chdir(_ours["folder"])
 
 
 def _state() -> dict[str, Any]:

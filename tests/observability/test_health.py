@@ -268,6 +268,13 @@ def test_chance_is_no_worse_evaluation(num_held_out, is_worse):
         assert bool(found) == is_worse, name
 
 
+def test_no_worse_evaluation_before_the_spread_is_known():
+    health = RunHealth(Settings(num_held_out=4))
+    for done, score in enumerate((0.6, 0.3)):
+        assert not health.read(done, {"eval/score": score, "eval/answer_length": 9})
+        read(health, done, 1, **{"objective/scores_std": 0.5})
+
+
 def test_a_held_out_loss_that_rises():
     health = RunHealth(Settings("step"))
     losses = (0.69, 0.658, 0.70, 0.72, 0.761)
@@ -275,6 +282,7 @@ def test_a_held_out_loss_that_rises():
     (line,) = texts(found)
     assert "eval/loss 0.761, at its lowest 0.658" in line
     assert line.endswith("(since step 40)")
+    assert not [*health.read(50, {"eval/loss": 0.001}), *health.read(60, {"eval/loss": 0.01})]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def row(step):
     ("edit", "kept"),
     [
         (lambda text: text.replace("0.5", "0.54321", 1), [1, 2]),  # the place is in row 3
+        (lambda text: text.replace("0.5", "0.54", 1), [1, 2]),  # it is the end of row 3
         (lambda text: text.replace(row(1), ""), [2, 3]),  # it is behind row 4
         (lambda text: text.replace(row(1), row(1)[:-2] + "\n"), [2, 3]),
         (lambda text: text.replace(row(3), ""), [1, 2]),

@@ -77,6 +77,7 @@ RATINGS = {
         *("[[ 8 / 10 ]]", "[[8 out of 10]]", "8", " **8**\n", "Some words.\n\n8", "- Rating: 8"),
         *('{"rating": 8, "confidence": 5}', "I give it a rating of 8.", "Rating: 8 (out of 10)"),
         *("Rating: 8\nA score of 10 would need sources.", "Rating - 8", "### Final score: 8!"),
+        "It cites no source.\n<score>8</score>",
     ),
     6: ("Correctness score: 9\nStyle score: 3\nOverall rating: 6", "Rating: 8\nRating: 6"),
     None: (

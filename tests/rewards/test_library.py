@@ -99,6 +99,8 @@ def test_exact_match(settings, answer, reference, score):
         ("42", "Maybe 42</think> I do not know.", 0),
         ("42", "<think>41</think> No, <think>\\boxed{42}", 0),
         ("42", "[THINK]42[/THINK]41", 0),
+        ("42", "[THINK]41[/THINK]42", 1),
+        ("42", "[Reasoning] 40 and 2. [Answer] \\boxed{42}", 1),  # a heading
     ],
 )
 def test_math_equal(reference, answer, score):

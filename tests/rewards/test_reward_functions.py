@@ -19,6 +19,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import RewardError, SourceScores
+from dschat.user_code import surroundings
 from dschat.user_code.calls import resolve
 
 SCORES = '''
@@ -241,6 +242,31 @@ def test_an_instance_is_released_if_processes_call_it(rewards, tmp_path, pool, k
     asked.check_columns(["difficulty"])
     with pytest.raises(UserError, match="needs the column difficulty"):
         asked.check_columns(["level"])
+
+
+MOVES = """
+import os
+os.chdir("theirs")
+def f(answers):
+    return [float(os.path.basename(os.getcwd()) == "theirs")] * len(answers)
+def g(answers):
+    return f(answers)
+"""
+
+
+@pytest.mark.parametrize("pool", ["thread", "process"])
+def test_a_file_that_changes_the_directory_is_found_again(
+    rewards, samples, pool, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(surroundings, "_their_folder", "")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "moves.py").write_text(MOVES)
+    asked = rewards(["moves.py:f", "moves.py:g"], reward_pool=pool, reward_workers=1)
+    assert os.getcwd() == str(tmp_path)
+    for source in asked.score(samples(2)).result():
+        assert source.scores.tolist() == [1, 1]
+    assert os.getcwd() == str(tmp_path)
 
 
 def test_columns_are_checked_before_anything_runs(rewards, file):

@@ -74,7 +74,7 @@ def test_a_dangling_link_is_in_the_way(tmp_path):
 
 @pytest.mark.parametrize("harm", [broken_link, pipe, folder])
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "samples.jsonl", "training_config.yaml", "actor"]
+    "name", ["metrics.jsonl", "samples.jsonl", "warnings.jsonl", "training_config.yaml", "actor"]
 )
 def test_what_a_run_would_fail_to_write_is_found_before_it(name, harm, tmp_path):
     harm(tmp_path / name)

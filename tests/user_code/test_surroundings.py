@@ -71,6 +71,15 @@ def test_a_directory_that_is_removed(tmp_path):
     assert os.getcwd() == str(tmp_path)
 
 
+def test_a_run_whose_own_directory_is_removed(tmp_path):
+    """Calls return as before: the run needs none."""
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    with restored("f"):
+        (tmp_path / "gone").rmdir()
+    assert calls.called(lambda: 3) == 3
+
+
 def test_the_default_dtype_is_put_back_also_after_an_error(caplog):
     with suppress(KeyError), restored("--reward_fn f"):
         torch.set_default_dtype(torch.float64)
@@ -87,7 +96,8 @@ def test_files_that_are_imported_and_calls(tmp_path):
         "torch.set_default_dtype(torch.float64)\n"
         "def where(): return os.getcwd()\n"
     )
-    where = calls.load("moves.py:where", "--reward_fn moves.py:where")
+    for _ in range(2):  # the file is found again: its name is relative to the run's directory
+        where = calls.load("moves.py:where", "--reward_fn moves.py:where")
     assert (os.getcwd(), torch.get_default_dtype()) == (str(tmp_path), torch.float32)
     assert calls.called(where) == "/"
     assert os.getcwd() == str(tmp_path)
@@ -121,6 +131,7 @@ sys.exit(0)
     [
         ("os.closerange(3, 999)", "error: --reward_fn f closed the files of the run's process", 2),
         ("os.close(2); os.close(0)", "goes on", 0),
+        ("os.close(max(map(int, os.listdir('/proc/self/fd'))) - 1)", "goes on", 0),  # a copy
         ("os.closerange(0, 999)", "", 2),
     ],
 )
