@@ -47,6 +47,7 @@ class LeftOut(RefusedChat):
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Turn],
+    /,
     add_generation_prompt: bool = False,
     **inputs: Any,
 ) -> str:
@@ -82,6 +83,7 @@ def rendered_answer(
     prompt: list[Turn],
     turn: Turn,
     closes: bool = True,
+    /,
     **inputs: Any,
 ) -> tuple[str, str, int]:
     """The generation prompt, what the template adds to it for an answer, and how many characters of

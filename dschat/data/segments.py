@@ -70,7 +70,7 @@ Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template s
 
 
 def prompt_text_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, **inputs: Any
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, /, **inputs: Any
 ) -> list[int]:
     """The ids of a prompt (text or messages) for generation, identical to those in training.
 
@@ -157,7 +157,7 @@ def encode_examples(
 
 
 def prompt_segments(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, **inputs: Any
+    tokenizer: PreTrainedTokenizerBase, prompt: Content, /, **inputs: Any
 ) -> list[Segment]:
     """A prompt's segments: its assistant turns, and the text that the template puts around them.
 
@@ -195,6 +195,7 @@ def answer_segment(
     prompt: Content,
     answer: Content,
     closes: bool = True,
+    /,
     **inputs: Any,
 ) -> Segment:
     """The answer's segment: its text, or the text that the template adds to the prompt for it.

@@ -133,7 +133,8 @@ _NAME = "name-of-tool"
 _ARGUMENTS = ("arguments", "parameters")
 # Seed-OSS writes <seed:think>, Magistral [THINK]. A thought without an end is the whole answer.
 _THINK = r"(?i:(?:\w+:)?think[>\]])"
-_OPENED = re.compile(rf"[<\[]{_THINK}\s*\Z")
+_THOUGHT, _THOUGHT_END = re.compile(rf"[<\[]{_THINK}"), re.compile(rf"[<\[]/{_THINK}")
+_OPENED = re.compile(rf"{_THOUGHT.pattern}\s*\Z")
 _THOUGHTS = re.compile(rf"(?:\s*[<\[]{_THINK}.*?(?:[<\[]/{_THINK}|\Z))*", re.DOTALL)
 # JSON without a mark begins an answer or a fence. Llama 3.1 may write a token before it.
 _BARE = re.compile(r"(?:\A|```(?:json)?)\s*(?:<\|python_tag\|>)?([{\[])")
@@ -148,7 +149,8 @@ class CallParser:
     """Reads the calls of an answer, as text with special tokens and without its EOS. What stands in
     its thought is no call.
 
-    ``tools``: JSON schemas. ``inputs``: the chat template's variables.
+    ``tools``: JSON schemas. ``begun``: the text of a last turn that the answer continues.
+    ``inputs``: the chat template's variables.
 
     Raises:
         UserError: the chat template does not show tools to the model, or writes calls in a form
@@ -156,7 +158,12 @@ class CallParser:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], **inputs: Any
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]],
+        begun: str | None = None,
+        /,
+        **inputs: Any,
     ) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools)
         self._schemas = {t["function"]["name"]: t["function"].get("parameters") for t in tools}
@@ -174,6 +181,10 @@ class CallParser:
         opened = _OPENED.search(prompt)
         self._opened = opened[0] if opened else ""
         self._prompt = prompt.removesuffix(self._opened)
+        if begun is not None:
+            begun = _THOUGHT_END.split(begun)[-1]
+            opened = _THOUGHT.search(begun)
+            self._opened = begun[opened.start() :] if opened else ""
         self._reads_itself = getattr(tokenizer, "response_template", None) is not None
         self._start = _BARE if self._reads_itself else _start_of_calls(tokenizer)
         if self._reads_itself and (found := self._read_by_template("answer")[1]):

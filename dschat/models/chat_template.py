@@ -43,7 +43,7 @@ Turns = list[dict[str, Any]]
 _ASKED = {"role": "user", "content": "?"}
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) -> str:
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Turns, /, **inputs: Any) -> str:
     """``messages`` as text; contents and arguments of calls in the form that the template reads.
 
     Raises what the template raises.
@@ -53,7 +53,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any)
     return _applied(tokenizer, [_formed(turn, *form) for turn in messages], **inputs)
 
 
-def _applied(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) -> str:
+def _applied(tokenizer: PreTrainedTokenizerBase, messages: Turns, /, **inputs: Any) -> str:
     if all(turn["content"] is not None for turn in messages):
         return tokenizer.apply_chat_template(messages, tokenize=False, **inputs)
     # apply_chat_template leaves out what is null
@@ -62,7 +62,7 @@ def _applied(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any)
     return render_jinja_template([messages], chat_template=template, **inputs)[0][0]
 
 
-def attempt(tokenizer: PreTrainedTokenizerBase, messages: Turns, **inputs: Any) -> str:
+def attempt(tokenizer: PreTrainedTokenizerBase, messages: Turns, /, **inputs: Any) -> str:
     """`rendered`, or "" where the template raises: it is a program, and may raise anything."""
     try:
         return rendered(tokenizer, messages, **inputs)

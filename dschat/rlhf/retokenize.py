@@ -142,12 +142,13 @@ def _segments(
     chat: list[Turn],
     answer: str,
     finished: bool,
+    /,
     **inputs: Any,
 ) -> list[Segment]:
     # NOTE: searching for the answer would not find its end: "A" is in "Answer: " too.
     last, marked = (
         segments.answer_segment(
-            tokenizer, chat, [{"role": "assistant", "content": text}], closes=False, **inputs
+            tokenizer, chat, [{"role": "assistant", "content": text}], False, **inputs
         )
         for text in (answer, _MARK)
     )

@@ -279,22 +279,20 @@ class _Stream(StreamingResponse):
 
 def _require_short(encoder: Any, body: ChatRequest, max_positions: int) -> None:
     """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
-    inputs = {"tools": list[Any](body.tools) or None, **body.chat_template_kwargs}
-    text = render_chat(encoder, body.turns, **inputs)[: 16 * max_positions]
+    text = render_chat(encoder, body.turns, **body.inputs)[: 16 * max_positions]
     if len(encoder.encode(text, add_special_tokens=False, verbose=False)) > 2 * max_positions:
         raise UserError(f"messages: over twice the model's {max_positions} positions")
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
-    turns, inputs = body.turns, body.chat_template_kwargs
-    tools = list[Any](body.tools)
-    if not tools or body.tool_choice == "none":
-        return [prompt_text_ids(encoder, turns, **inputs)], None
+    turns, parse = body.turns, None
+    begun = turns[-1]["content"] if body.continue_final_message else None
     try:
-        parse = CallParser(encoder, tools, **inputs)
+        if tools := body.inputs["tools"]:
+            parse = CallParser(encoder, tools, begun, **body.chat_template_kwargs)
     except UserError as error:
         raise UserError(str(error).removeprefix("--")) from None
-    return [prompt_text_ids(encoder, turns, tools=tools, **inputs)], parse
+    return [prompt_text_ids(encoder, turns, **body.inputs)], parse
 
 
 def _encoded(encoder: Any, body: CompletionRequest) -> _Encoded:

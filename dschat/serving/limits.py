@@ -157,7 +157,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _should_upgrade(self) -> bool:
-        return self._get_upgrade() is not None
+        return self._get_upgrade() is not None and self.scope["http_version"] == "1.1"
 
     def handle_websocket_upgrade(self) -> None:
         """Read the request again without its offer, with which the parser skips the body."""

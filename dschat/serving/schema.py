@@ -193,6 +193,12 @@ class ChatRequest(GenerationRequest):
         return turns
 
     @property
+    def inputs(self) -> dict[str, Any]:
+        """What the chat template gets beside the conversation."""
+        tools = self.tools if self.tool_choice == "auto" else []
+        return {"tools": tools or None, **self.chat_template_kwargs}
+
+    @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 

@@ -285,6 +285,15 @@ def test_an_answer_without_a_thought_ends_the_one_that_its_prompt_opens(tmp_path
     assert texts_of(tmp_path, twice, template) == [[answer], [answer]]
 
 
+def test_a_variable_may_have_any_name():
+    """Those of our own parameters too."""
+    tokenizer = byte_tokenizer(END, CHATML + "{{ prompt }}{{ turn }}{{ tokenizer }}{{ closes }}")
+    dialogue = [USER("u"), REPLY("r"), USER("u")]
+    inputs = {"prompt": "a", "turn": "b", "tokenizer": "c", "closes": ""}
+    ids = prompt_text_ids(tokenizer, dialogue, **inputs)
+    assert tokenizer.decode(ids).endswith("assistant\nabc")
+
+
 # as gpt-oss: thoughts are turns of their own, and a block in the content is content
 CHANNELS = CHATML.replace(
     "{{ m['content'] }}",

@@ -92,6 +92,15 @@ def test_an_offer_of_another_protocol(protocol, cut, served):
             assert json.loads(response.read())["usage"]["completion_tokens"] <= 2
 
 
+def test_an_offer_in_http_1_0(served):
+    """The parser reads nothing after it."""
+    with opened(served) as client:
+        client.settimeout(30)
+        client.sendall(b"GET /health HTTP/1.0\r\nHost: localhost\r\nUpgrade: h2c\r\n")
+        client.sendall(b"Connection: Upgrade\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+
+
 STOPS = [(60, signal.SIGHUP), *slow([(0, signal.SIGTERM), (60, signal.SIGTERM)])]
 
 

@@ -41,9 +41,8 @@ def says(monkeypatch, served):
 
 
 def ask(client, **options):
-    return client.chat.completions.create(
-        model="tiny", messages=[QUESTION], tools=[ADD], max_tokens=200, **options
-    )
+    asked = {"model": "tiny", "messages": [QUESTION], "tools": [ADD], "max_tokens": 200}
+    return client.chat.completions.create(**asked | options)
 
 
 def test_a_call(client, says):
@@ -148,8 +147,39 @@ def test_a_call_in_a_thought_is_text(client, served, says, by_prompt, stream):
             tokenizer.chat_template = before
 
 
-def test_no_tools_are_shown_with_choice_none(client, says):
+@pytest.mark.parametrize(
+    ("begun", "count"),
+    [
+        ("Sure:", 1),
+        ("<think>Hm.</think>", 1),
+        ("One step: <think>", 0),
+        ("<think></think><think>", 0),
+    ],
+)
+def test_a_call_in_an_answer_that_was_begun(client, served, says, begun, count):
+    """What was begun says whether it is in a thought, not the template, which opens one here."""
+    each = (served.model.tokenizer, served.model.encoder)
+    before = each[0].chat_template
+    for tokenizer in each:
+        tokenizer.chat_template = before + "{% if add_generation_prompt %}<think>{% endif %}"
+    messages = [QUESTION, {"role": "assistant", "content": begun}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    try:
+        says(CALL)
+        (choice,) = ask(client, messages=messages, extra_body=fields).choices
+        assert len(choice.message.tool_calls or ()) == count
+    finally:
+        for tokenizer in each:
+            tokenizer.chat_template = before
+
+
+def test_no_tools_are_shown_with_choice_none(client, served, says):
     says(CALL)
+    name = "sun " * 2 * served.model.worker.engine.max_positions
+    tools = [{"type": "function", "function": {"name": name}}]
+    assert ask(client, tool_choice="none", tools=tools).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="positions"):
+        ask(client, tools=tools)
     answer = ask(client, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
