@@ -20,9 +20,9 @@ def half(path: Path) -> None:
 
 def flip(path: Path, share: float = 0.5, bit: int = 1) -> None:
     """Flip a bit of the byte at that share of the file."""
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * share)] ^= bit
-    path.write_bytes(content)
+    if content := bytearray(path.read_bytes()):
+        content[int(len(content) * share)] ^= bit
+        path.write_bytes(content)
 
 
 def folder(path: Path) -> None:

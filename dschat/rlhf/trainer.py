@@ -245,9 +245,10 @@ class DeepSpeedPPOTrainer:
             for m in range(args.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
+        self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
         if not (warming_up or experience.problem):
             self.metrics |= update_kl(self.engine, experience, args)
-        self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
+            routing_metrics(actor)  # the experts of this forward are not counted
         self._warned_of_gap = self._warned_of_gap or warn_of_gap(
             self.metrics, self.engine.dtype, self.args
         )

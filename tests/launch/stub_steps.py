@@ -70,12 +70,12 @@ if os.environ.get("FAIL") == name:
     sys.stderr.write(f"error: {name} says why\\n")
     sys.exit(3)
 (out / "config.json").write_text("{}")
-import dataclasses
+import dataclasses, yaml
 from dschat.checkpoint.compatibility import contents_of
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, parser
 kinds = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_rlhf": RLHFConfig}
 config = parser.parse(kinds[name])
-(out / "training_config.yaml").write_text(json.dumps(dataclasses.asdict(config)))
+(out / "training_config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
 (out / "COMPLETE").write_text(json.dumps({"contents": contents_of(config)}))
 """
 

@@ -30,10 +30,10 @@ def held(start, monkeypatch):
 
     encode, may_go, begun = app.prompt_text_ids, threading.Event(), []
 
-    def late(encoder, messages):
+    def late(encoder, messages, **inputs):
         begun.append(messages[-1]["content"])
         assert may_go.wait(60)
-        return encode(encoder, messages)
+        return encode(encoder, messages, **inputs)
 
     def make(**flags):
         small = start(max_num_seqs=1, max_waiting=1, **flags)
