@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import FLAG, present
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
@@ -56,7 +55,7 @@ class Model:
         Raises:
             UserError: not a causal LM with a tokenizer.
         """
-        checkpoint = Checkpoint(resolve_model(present(path)), FLAG, trust_remote_code)
+        checkpoint = Checkpoint(present(path), FLAG, trust_remote_code)
         checkpoint.require_causal_lm()
         tokenizer = checkpoint.tokenizer(**flags)
         checkpoint.check("lm")

@@ -17,14 +17,13 @@ def main() -> None:
     # Parse before torch loads: --help and mistyped flags answer at once.
     config = parser.parse(ShowConfig, takes_file=False, first="data_path")
 
-    from dschat.builtin.tiny_model import resolve_model
     from dschat.data.inspect import show
     from dschat.models.tokenizer import load_tokenizer
     from dschat.observability import console
 
     console.setup("error")
     tokenizer = load_tokenizer(
-        resolve_model(config.model), "--model", config.trust_remote_code, **config.template_flags
+        config.model, "--model", config.trust_remote_code, **config.template_flags
     )
     report = console.printable("\n".join(show(config, tokenizer)))  # raises before any output
     console.write_output(report + "\n")

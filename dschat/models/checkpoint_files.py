@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.distributed.host_checks import shortage
@@ -91,7 +92,7 @@ class Stored(NamedTuple):
 
 
 class CheckpointFiles:
-    """The files of the folder or hub model ``name``, which ``flag`` named.
+    """The files of ``name`` (a folder, a hub model or ``builtin/tiny``), which ``flag`` named.
 
     Nothing is read before it is needed; JSON files and headers are read once. Every problem is a
     ``UserError`` of one line that names ``flag``.
@@ -101,7 +102,8 @@ class CheckpointFiles:
     """
 
     def __init__(self, name: str | Path, flag: str, trust_remote_code: bool = False) -> None:
-        self.name, self.flag, self.trust_remote_code = str(name), flag, trust_remote_code
+        self.name, self.flag = resolve_model(str(name)), flag
+        self.trust_remote_code = trust_remote_code
         self._read: dict[str, dict[str, Any] | None] = {}
 
     def error(self, problem: str) -> UserError:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 import dschat.distributed as dist
-from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.model import Model
 from dschat.checkpoint.compatibility import fingerprint
 from dschat.config import UserError
@@ -67,7 +66,7 @@ class AnswerScorer:
         self._model: RewardModel | None = None
         self.max_len: int | None = None
         if path := config.reward_model_name_or_path:
-            self.checkpoint = Checkpoint(resolve_model(path), FLAG, config.trust_remote_code)
+            self.checkpoint = Checkpoint(path, FLAG, config.trust_remote_code)
             tokenizer, notes = check_reward(self.checkpoint, answering.tokenizer)
             for note in notes:
                 logger.warning("%s", note)

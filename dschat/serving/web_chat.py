@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from starlette.exceptions import HTTPException
 
-from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.model import resolve_dtype
 from dschat.config import UserError
 from dschat.data.segments import encode_examples
@@ -83,7 +82,7 @@ class ChatScorer:
     """
 
     def __init__(self, path: str, dtype: str, trust_remote_code: bool = False) -> None:
-        checkpoint = Checkpoint(resolve_model(path), "--reward_model", trust_remote_code)
+        checkpoint = Checkpoint(path, "--reward_model", trust_remote_code)
         checkpoint.require_reward_model()
         checkpoint.check("score")
         self._tokenizer = tokenizer = checkpoint.tokenizer()
