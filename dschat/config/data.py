@@ -158,7 +158,11 @@ class DataConfig(ReadConfig):
         "drop: leave them out. auto: inline where the template reads only that, else keep.",
     )
     seed: int = flag(
-        1234, "Seed of the data order, new weights, dropout and sampling.", ge=0, le=2**32 - 1
+        1234,
+        "Seed of the data order, new weights, dropout and sampling.",
+        short=True,
+        ge=0,
+        le=2**32 - 1,
     )
     on_bad_row: Literal["auto", "error", "skip"] = flag(
         "auto",
@@ -297,6 +301,7 @@ class SavingConfig:
         50,
         "Save a checkpoint every N optimizer steps; 0: never, and a signal then stops the step "
         "without saving.",
+        short=True,
         ge=0,
     )
     save_total_limit: int = log_flag(2, "Number of checkpoints to keep; 0: all.", ge=0)
@@ -305,6 +310,7 @@ class SavingConfig:
         "Resume from a checkpoint folder, or from the latest complete checkpoint in OUTPUT_DIR "
         "(latest, or no value; start fresh if there is none). Changed settings are logged and "
         "apply. train.py sets this itself.",
+        short=True,
         nargs="?",
         const="latest",
     )

@@ -91,7 +91,7 @@ class QuantizedConfig:
 class LoraConfig:
     """LoRA."""
 
-    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.", ge=0)
+    actor_lora_dim: int = flag(0, "LoRA rank of the actor; 0: full fine-tuning.", short=True, ge=0)
     critic_lora_dim: int = flag(0, "LoRA rank of the critic; 0: full fine-tuning.", ge=0)
     lora_alpha: float = flag(0.0, "LoRA alpha; 0: twice the rank.", ge=0)
     actor_lora_modules: list[str] = flag(

@@ -25,6 +25,7 @@ class RewardSourcesConfig:
         "Reward model (step 2's folder); default: --critic_model_name_or_path, or none with "
         "--reward_fn or --reward_url. If its tokenizer is not the actor's, answers are "
         "retokenized and the critic starts from the actor.",
+        short=True,
     )
     reward_model_weight: float = flag(
         1.0, "Weight of the reward model's score.", needs="reward_model_name_or_path"

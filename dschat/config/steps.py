@@ -35,7 +35,10 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
 
     # output
     output_dir: Optional[str] = place_flag(
-        None, "Folder for the model, metrics and log.", short=True
+        None,
+        "Folder for the model, metrics and log; default: output/step1_sft, /step2_reward or "
+        "/step3_rlhf.",
+        short=True,
     )
     overwrite_output_dir: bool = place_flag(
         False,
@@ -50,9 +53,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     )
     max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.", ge=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
-        "cosine", "Learning-rate schedule over optimizer steps."
+        "cosine", "Learning-rate schedule over optimizer steps.", short=True
     )
-    num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", ge=0)
+    num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", short=True, ge=0)
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.", ge=0, lt=1)
     num_train_epochs: int = flag(1, "Passes over this step's share of the data.", short=True, ge=1)
     max_steps: int = flag(
@@ -244,6 +247,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         10,
         "Save a checkpoint every N iterations; 0: never, and a signal then stops the step "
         "without saving.",
+        short=True,
         ge=0,
     )
     # optimization
@@ -305,7 +309,10 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
     )
     # evaluation and printing
     eval_steps: int = flag(
-        0, "Evaluate every N iterations, and before and after training; 0: only these two.", ge=0
+        0,
+        "Evaluate every N iterations, and before and after training; 0: only these two.",
+        short=True,
+        ge=0,
     )
     eval_batch_size: int = speed_flag(
         32, "Held-out prompts per evaluation batch and process.", ge=1
@@ -315,6 +322,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         None,
         "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
         "better; without a value: gold score, pass@1 or score, until it looks collapsed or hacked.",
+        short=True,
         nargs="?",
         const=AUTO,
     )
