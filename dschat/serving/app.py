@@ -117,7 +117,7 @@ class Server:
         def read() -> tuple[_Encoded, Shape | None]:
             shape = shape_of(body, model.encoder, engine.num_tokens)
             if isinstance(body, ChatRequest):
-                _require_short(model.encoder, body, engine.max_positions)
+                _require_short(model, body)
             return encode(model.encoder, body), shape
 
         (prompts, parse), shape = await self.encoders.run(request, read)
@@ -126,6 +126,8 @@ class Server:
         limit = body.max_new_tokens
         if limit is None:
             limit = max(1, min(engine.max_positions - len(ids) for ids in prompts))
+        if isinstance(body, ChatRequest) and len(prompts[0]) + limit > engine.max_positions:
+            raise _too_long(model, len(prompts[0]), limit)
         requests = []
         for ids in prompts:
             split = 1 if body.echo else len(ids)
@@ -277,11 +279,28 @@ class _Stream(StreamingResponse):
             self._generation.close()
 
 
-def _require_short(encoder: Any, body: ChatRequest, max_positions: int) -> None:
+def _require_short(model: ServedModel, body: ChatRequest) -> None:
     """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
-    text = render_chat(encoder, body.turns, **body.inputs)[: 16 * max_positions]
-    if len(encoder.encode(text, add_special_tokens=False, verbose=False)) > 2 * max_positions:
-        raise UserError(f"messages: over twice the model's {max_positions} positions")
+    room = model.worker.engine.max_positions
+    text = render_chat(model.encoder, body.turns, **body.inputs)
+    part = text[: 16 * room]
+    num_tokens = len(model.encoder.encode(part, add_special_tokens=False, verbose=False))
+    if num_tokens > 2 * room:
+        num_tokens = num_tokens * len(text) // len(part)
+        raise _too_long(model, num_tokens, body.max_new_tokens or 1, "about ")
+
+
+def _too_long(model: ServedModel, num_tokens: int, num_new: int, about: str = "") -> UserError:
+    """For who wrote the conversation, which may be in the web chat."""
+    room = model.worker.engine.max_positions
+    message = (
+        f"too long for {model.name} by {about}{num_tokens + num_new - room:,} tokens: the "
+        f"conversation has {about}{num_tokens:,} and its answer may have {num_new:,}, which "
+        f"exceeds {room:,} in all; shorten the message or delete earlier turns"
+    )
+    if num_tokens < room:
+        message += f", or ask for an answer of at most {room - num_tokens:,} tokens"
+    return UserError(message)
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:

@@ -258,3 +258,12 @@ class Preference(BaseModel):
     rejected: Text = Field(min_length=1)
     chosen_model: Text = ""
     rejected_model: Text = ""
+
+
+class Tie(BaseModel):
+    """Also of ``/api/preference``: a conversation, and answers of which none is the best."""
+
+    messages: Conversation
+    answers: list[Annotated[Text, Field(min_length=1)]] = Field(min_length=2, max_length=64)
+    models: list[Text] = []
+    verdict: Literal["tie", "both_bad"]

@@ -4,11 +4,12 @@ import errno
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 
 from dschat.chat.model import resolve_dtype
@@ -19,7 +20,7 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import RewardModel
 from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids
-from dschat.serving.schema import Preference, ScoreRequest, turns_of
+from dschat.serving.schema import Preference, ScoreRequest, Tie, turns_of
 from dschat.startup.files import no_link
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dschat")
 
-_PAGE = Path(__file__).with_name("chat.html")
-# The page has its script and style in itself, and loads nothing.
+_FILES = Path(__file__).with_name("page")
+# The page has its scripts and style in itself, and loads nothing.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -36,8 +37,8 @@ _POLICY = (
 
 
 class PreferenceFile:
-    """A JSONL file with the columns ``prompt`` (turns), ``chosen`` and ``rejected`` (text), and the
-    names of the models.
+    """A JSONL file with the columns ``prompt`` (turns), ``chosen`` and ``rejected`` (an assistant's
+    turn), and the names of the models. Ties are in a file beside it: step 2 reads pairs alone.
 
     Raises:
         UserError: the file cannot be written.
@@ -45,6 +46,7 @@ class PreferenceFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        self.ties = self.path.with_suffix(".ties.jsonl")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         problem = None
         if self.path.is_symlink():
@@ -58,18 +60,15 @@ class PreferenceFile:
         if problem is not None:
             raise UserError(f"--preferences {path}: {os.strerror(problem)}; name another file")
 
-    def append(self, preference: Preference) -> None:
+    def append(self, judged: Preference | Tie) -> None:
         """Add a row, at once and whole."""
-        row = {
-            "prompt": turns_of(preference.messages),
-            "chosen": [{"role": "assistant", "content": preference.chosen}],
-            "rejected": [{"role": "assistant", "content": preference.rejected}],
-            "chosen_model": preference.chosen_model,
-            "rejected_model": preference.rejected_model,
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.ties if isinstance(judged, Tie) else self.path
+        row = {"prompt": turns_of(judged.messages), **judged.model_dump(exclude={"messages"})}
+        for name in {"chosen", "rejected"} & row.keys():
+            row[name] = [{"role": "assistant", "content": row[name]}]
+        path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        with open(self.path, "ab", buffering=0, opener=no_link) as file:
+        with open(path, "ab", buffering=0, opener=no_link) as file:
             file.write(line)
             os.fsync(file.fileno())
 
@@ -118,6 +117,8 @@ class WebChat:
     ) -> None:
         self._server, self._preferences, self._reward_model = server, preferences, reward_model
         self._thread = server.thread()  # one, as the reward model's tokenizer demands
+        html = (_FILES / "chat.html").read_text("utf-8")  # it names the other files in braces
+        self._page = re.sub(r"{{(.+)}}", lambda name: (_FILES / name[1]).read_text("utf-8"), html)
 
     def add_to(self, app: FastAPI) -> None:
         """Register the routes."""
@@ -126,15 +127,16 @@ class WebChat:
         app.post("/api/score")(self.score)
         app.post("/api/preference")(self.prefer)
 
-    async def page(self) -> FileResponse:
+    async def page(self) -> HTMLResponse:
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
-        return FileResponse(_PAGE, media_type="text/html", headers=headers)
+        return HTMLResponse(self._page, headers=headers)
 
     async def info(self) -> dict[str, Any]:
         return {
             "models": list(self._server.models),
             "scores": self._reward_model is not None,
             "preferences": str(self._preferences.path),
+            "ties": str(self._preferences.ties),
         }
 
     async def score(self, request: Request, body: ScoreRequest) -> dict[str, list[float]]:
@@ -145,8 +147,8 @@ class WebChat:
         scores = await self._thread.run(request, self._reward_model.score, messages, body.answers)
         return {"scores": scores}
 
-    async def prefer(self, request: Request, body: Preference) -> Response:
-        """Record that one answer is better than another."""
+    async def prefer(self, request: Request, body: Preference | Tie) -> Response:
+        """Record that one answer is better than another, or that none is."""
         try:
             await self._thread.run(request, self._preferences.append, body)
         except OSError as error:

@@ -1,5 +1,6 @@
 """Starts a server in a thread, on a tiny model with random weights."""
 
+import shutil
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,41 @@ def client(served):
     """OpenAI's own client of ``served``."""
     openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A Chromium that is installed."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser, compared):
+    """The page, with what the console and the network said in ``page.problems``."""
+    # NOTE: `wait_for_function` evaluates strings, which the page's policy forbids.
+    permissions = ["clipboard-read", "clipboard-write"]
+    context = browser.new_context(permissions=permissions, bypass_csp=True)
+    opened = context.new_page()
+    opened.problems, opened.expected = [], "nothing"
+    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.on("console", lambda m: m.type == "error" and opened.problems.append(m.text))
+    opened.on(
+        "request",
+        lambda r: r.url.startswith(compared.url) or opened.problems.append(r.url),
+    )
+    opened.goto(compared.url)
+    opened.wait_for_selector("#models input")
+    yield opened
+    assert [said for said in opened.problems if opened.expected not in said] == []
+    context.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 
 import pytest
 from http_client import FOREVER, answered, ask, begin, send, wait_until
@@ -86,7 +87,7 @@ WRONG = [
     (*conversation(continue_final_message=True), "continue_final_message "),
     (*conversation(chat_template_kwargs={HALF: 1}), "half of a character"),
     (*conversation(turn={HALF: 1}), "half of a character"),
-    (CHAT, {"messages": LONG_CHAT}, "messages: over twice the model's 512 positions"),
+    (CHAT, {"messages": LONG_CHAT}, "too long for tiny by about "),
     (*conversation(continue_final_message=False, add_generation_prompt=False), "add_generation_"),
     (*conversation(functions=[{}]), "functions "),
     (*conversation(tools=[{}]), "tools"),
@@ -110,6 +111,43 @@ def test_wrong_requests(status, path, body, said, served):
     error = json.loads(text)["error"]
     assert (got, said in error["message"]) == (status, True), text
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("num_words", [600, 9000])
+def test_a_conversation_that_is_too_long(num_words, served):
+    """Says by how much and what to do, to whoever wrote it in the web chat."""
+    body = {"messages": [{"role": "user", "content": "sun " * num_words}], "max_tokens": 32}
+    status, _, text = ask(served, CHAT, body)
+    message = json.loads(text)["error"]["message"]
+    over, has = (
+        int(n.replace(",", "")) for n in re.findall(r"(?:by|has) (?:about )?([\d,]+)", message)
+    )
+    assert (status, over) == (400, has + 32 - 512)
+    assert has == pytest.approx(count_tokens(body), rel=0.01), message
+    assert "shorten the message or delete earlier turns" in message
+    assert "at most" not in message  # no answer fits
+
+
+def test_an_answer_that_may_be_too_long(served):
+    body = {"messages": [{"role": "user", "content": "sun"}], "max_tokens": 600}
+    num_tokens, message = (
+        count_tokens(body),
+        json.loads(ask(served, CHAT, body)[2])["error"]["message"],
+    )
+    assert f"ask for an answer of at most {512 - num_tokens} tokens" in message
+    assert ask(served, CHAT, body | {"max_tokens": 512 - num_tokens, "ignore_eos": True})[0] == 200
+
+
+def count_tokens(body):
+    from transformers import AutoTokenizer
+
+    from dschat.builtin.tiny_model import resolve_model
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin/tiny"))
+    ids = tokenizer.apply_chat_template(
+        body["messages"], add_generation_prompt=True, return_dict=False
+    )
+    return len(ids)
 
 
 def test_fields_that_ask_for_nothing(served):

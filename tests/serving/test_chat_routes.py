@@ -2,14 +2,17 @@
 another origin sends without asking.
 """
 
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from http_client import answered, ask
 
+from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
@@ -57,6 +60,68 @@ def test_a_preference_is_a_row_of_step_2(compared, own_cache):
     assert example.prompt == body["messages"]
     assert example.chosen == [{"role": "assistant", "content": "a star\n☀"}]
     assert example.rejected == [{"role": "assistant", "content": "no idea"}]
+
+
+def test_ties_are_no_pairs(compared, own_cache):
+    """Neither alone nor beside preferences; their prompts are for step 3."""
+    tie = {"messages": MESSAGES, "answers": ["a star", "ein Stern"], "models": ["tiny", "other"]}
+    path = Path(compared.config.preferences)
+    before = path.read_bytes() if path.exists() else b""
+    for verdict in ("tie", "both_bad"):
+        body = tie | {"verdict": verdict}
+        assert ask(compared, "/api/preference", body)[0] == 204
+    assert (path.read_bytes() if path.exists() else b"") == before
+    ties = path.with_suffix(".ties.jsonl")
+    rows = [json.loads(line) for line in ties.read_text().splitlines()][-2:]
+    assert [row.pop("verdict") for row in rows] == ["tie", "both_bad"]
+    assert rows == [{"prompt": MESSAGES, "answers": tie["answers"], "models": tie["models"]}] * 2
+
+    config = DataConfig(data_path=[str(ties)], eval_fraction=0.0)
+    for step in ("sft", "reward"):
+        with pytest.raises(UserError, match="has no chosen answers"):
+            load_examples(config, step)
+    prompts, _ = load_examples(config, "rlhf")
+    assert Example.from_row(prompts[-1]).prompt == MESSAGES
+    pair = MESSAGES + [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    preference = PREFERENCE | {"messages": pair}
+    assert ask(compared, "/api/preference", preference)[0] == 204
+    both = DataConfig(data_path=[f"{path.parent}/*.jsonl"], eval_fraction=0.0, data_split="0,1,0")
+    pairs, _ = load_examples(both, "reward")
+    assert len(pairs) == len(path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"verdict": "good"}, {"answers": ["a"]}, {"answers": ["a", ""]}, {"messages": []}]
+)
+def test_ties_that_are_none(wrong, served):
+    tie = {"messages": MESSAGES, "answers": ["a", "b"], "verdict": "tie"}
+    assert ask(served, "/api/preference", tie | wrong)[0] == 400
+    assert not Path(served.config.preferences).with_suffix(".ties.jsonl").exists()
+
+
+def test_the_page_is_whole_and_refers_to_nothing(served):
+    status, headers, text = ask(served, "/", b"", "GET")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert headers["Content-Security-Policy"] == (
+        "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
+        "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    page, folder = text.decode(), web_chat._FILES
+    vendored = {path.name: path.read_text() for path in folder.glob("vendor/*.js")}
+    assert len(vendored) == 2
+    for name, script in vendored.items():
+        assert f"<script>{script}</script>" in page
+        assert not re.search("</?script", script, re.I)  # it would end the page's element
+        assert (
+            hashlib.sha256(script.encode()).hexdigest() in (folder / "vendor/README.md").read_text()
+        )
+        assert (folder / f"vendor/LICENSE.{re.split('-[0-9]', name)[0]}").exists()
+        page = page.replace(script, "")
+    assert (folder / "chat.js").read_text() in page
+    assert "{{" not in page
+    named = re.findall(r"""(?:src|href|action|url|import)\b\s*[=(]\s*["']?([^"'\s>;)]+)""", page)
+    assert set(named) <= {"data:,", "${escapeHtml(image.attrGet("}
+    assert not re.search("https?://[a-z]", page)
 
 
 def test_without_a_reward_model(served):
