@@ -267,10 +267,10 @@ def test_settings_of_verl_are_recognized_without_dashes():
 
 def test_python_has_the_names_of_python():
     with pytest.raises(UserError) as error:
-        GRPOTrainer("m", "d", reward_function=len, dataset="d", use_vllm=True, calback=1, lr=1)
+        GRPOTrainer("m", "d", reward_function=len, dataset="d", use_vllm=True, reward_fnss=1, lr=1)
     assert str(error.value) == (
         "GRPOTrainer: unknown settings: reward_function (use reward_fns), dataset (use data), "
-        'use_vllm (use rollout_backend="vllm"), calback (did you mean callbacks?), '
+        'use_vllm (use rollout_backend="vllm"), reward_fnss (did you mean reward_fns?), '
         "lr (use actor_learning_rate: and critic_learning_rate)"
     )
     with pytest.raises(UserError, match="SFTTrainer: unknown setting lr; use learning_rate$"):
