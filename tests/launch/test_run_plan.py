@@ -59,7 +59,10 @@ def test_design_example_with_many_processes(tree, monkeypatch, gpus_here):
             "--actor_model 1.3b --reward_model 350M: not the name of a model; write it whole: "
             "--actor_model facebook/opt-1.3b --reward_model facebook/opt-350m",
         ),
-        ("--actor-model opt-13b --reward-model x", "--actor_model opt-13b: not the name of a model"),
+        (
+            "--actor-model opt-13b --reward-model x",
+            "--actor_model opt-13b: not the name of a model",
+        ),
         (
             "--reward-zero-stage 3 --deployment-type single_gpu --wandb",
             "unknown flags: --reward-zero-stage (use --step2.zero_stage), --deployment-type (use "
