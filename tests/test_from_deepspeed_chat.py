@@ -103,7 +103,7 @@ def test_the_program_says_what_the_page_says():
     """Of a flag that is not accepted, in the same words."""
     prefixed = {f"step{n}.{flag}" for n, flags in FLAGS.items() for flag in flags}
     for flags, steps, here in tables(PAGES["from-deepspeed-chat.md"], "step", "here"):
-        said = re.sub(r"`|, see \[.*\)", "", here).replace("no: ", "no equivalent: ")
+        said = re.sub(r"`|, see \[.*\)", "", here).replace("no: ", "leave it out: ")
         for flag in re.findall(r"`--([\w-]+)`", flags) if here.startswith(("use", "no")) else ():
             for step in steps.split():
                 names = FLAGS[int(step)] if step.isdecimal() else TRAIN_FLAGS | prefixed

@@ -4,7 +4,7 @@ names of other trainers are answered by what they are here.
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +158,14 @@ def test_every_setting_of_other_trainers_has_an_answer():
     assert without == []
 
 
+@pytest.mark.slow  # loads transformers, whose versions add settings
+def test_the_list_of_transformers_is_complete():
+    from transformers import TrainingArguments
+
+    listed = {name for title, name in settings_elsewhere() if "TrainingArguments" in title}
+    assert {f.name for f in fields(TrainingArguments) if f.init} <= listed
+
+
 def test_every_row_is_about_a_setting():
     """A pattern that matches nothing, or only what earlier rows match, is an error. Names without
     a dot may be those of earlier versions, or what users write.
@@ -211,7 +219,7 @@ def test_an_answer_names_flags_that_exist():
         (1, "train_dataset", "use --data_path"),
         (1, "reward_funcs", ""),  # no step 1 has it, and no guess
         (1, "learning_rte", "did you mean --learning_rate?"),
-        (3, "vllm_model_impl", "no equivalent: settings of vLLM are chosen by dschat"),
+        (3, "vllm_model_impl", "leave it out: settings of vLLM are chosen by dschat"),
         (3, "algorithm.gamma", "use --gamma"),
     ],
 )
