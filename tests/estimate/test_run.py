@@ -104,9 +104,11 @@ def test_a_model_that_the_hub_does_not_have_is_refused_at_once(monkeypatch, answ
     with pytest.raises(UserError, match=f"^facebook/opt-1.3bb: no such folder, and {reason}; che"):
         preflight_lines(PlanRequest({1: {"model_name_or_path": "facebook/opt-1.3bb"}}, 1, 1), {})
     assert asked == [("facebook/opt-1.3bb", "config.json")]
-    if not isinstance(answer, OSError):
+    cached = {"is/cached": "config.json"}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, _: cached.get(name))
+    for name in ["is/cached", *([] if isinstance(answer, OSError) else ["is/there"])]:
         with pytest.raises(AttributeError):  # the process
-            preflight_lines(PlanRequest({1: {"model_name_or_path": "is/there"}}, 1, 1), {})
+            preflight_lines(PlanRequest({1: {"model_name_or_path": name}}, 1, 1), {})
 
 
 def test_hours_are_those_of_gpus(monkeypatch):
