@@ -14,6 +14,14 @@ from typing import Any, ClassVar
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
 from dschat.config.fields import changed
 
+# Flag -> what constructors call it.
+_PYTHON = {
+    "data_path": "data",
+    "callback": "callbacks",
+    "reward_fn": "reward_fns",
+    "reward_model_name_or_path": "reward_model",
+}
+
 
 class _Trainer:
     """A step with its settings.
@@ -50,10 +58,10 @@ class _Trainer:
     ) -> None:
         self._callbacks = callbacks
         known = {f.name for f in fields(self.config_class)}
-        for name in flags:
-            if name not in known:
-                hint = renamed.hint(name, known)
-                raise UserError(f"{type(self).__name__}: no setting is called {name}{hint}")
+        called = _PYTHON | {self.model_flag: "model"}
+        hints = {n: renamed.hint(n, known, python=called) for n in flags if n not in known}
+        if hints:
+            raise UserError(f"{type(self).__name__}: {renamed.unknown('setting', hints)}")
         config = None if args is None else self.config_class.from_namespace(args)
         given = {} if config is None else changed(config)
         values = self.defaults | given | flags | {self.model_flag: str(model)}

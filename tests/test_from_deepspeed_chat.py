@@ -8,6 +8,7 @@ import pytest
 from documentation import CONFIGS, FLAGS, PAGES, TRAIN_FLAGS, known_flag, tables
 
 from dschat.config import RLHFConfig, UserError, parser
+from dschat.config.renamed import hint
 from dschat.launch import recipe
 
 # Every flag of DeepSpeed-Chat's three main.py, older names included, with a value as its own
@@ -96,6 +97,18 @@ def test_a_flag_is_what_the_table_says(step):
         assert verdict != "as" or ours in own, said
         assert verdict != "as" or flag not in own or step == "dpo", said
         assert verdict != "use" or (known_flag(ours) and (ours in names or "." in ours)), said
+
+
+def test_the_program_says_what_the_page_says():
+    """Of a flag that is not accepted, in the same words."""
+    prefixed = {f"step{n}.{flag}" for n, flags in FLAGS.items() for flag in flags}
+    for flags, steps, here in tables(PAGES["from-deepspeed-chat.md"], "step", "here"):
+        said = re.sub(r"`|, see \[.*\)", "", here).replace("no: ", "leave it out: ")
+        for flag in re.findall(r"`--([\w-]+)`", flags) if here.startswith(("use", "no")) else ():
+            for step in steps.split():
+                names = FLAGS[int(step)] if step.isdecimal() else TRAIN_FLAGS | prefixed
+                answer = hint(flag.replace("-", "_"), names, "--")
+                assert answer == f"; {said}", (flag, step)
 
 
 @pytest.mark.parametrize("step", CONFIGS)

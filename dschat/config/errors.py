@@ -30,5 +30,5 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
     """``"; did you mean NAME?"`` with the closest of ``names``; empty if none is close."""
-    near = difflib.get_close_matches(name, sorted(names), n=1)
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -66,9 +66,9 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
     """``mapping`` (from YAML) as typed fields; ``where`` is the start of every error message."""
     names = {f.name for f in fields(config_class)}
     values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
+    if hints := {key: renamed.hint(key, names) for key in values if key not in names}:
+        raise UserError(f"{where}: {renamed.unknown('key', hints)}")
     for key, value in values.items():
-        if key not in names:
-            raise UserError(f"{where}: unknown key {key}{renamed.hint(key, names)}")
         if isinstance(value, Mapping):
             if not _takes(config_class, key, "dict["):
                 raise UserError(f"{where}: {key} takes a value, not a mapping")
@@ -206,16 +206,19 @@ class _Parser(argparse.ArgumentParser):
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         namespace, extras = self.parse_known_args([underscored(token) for token in argv])
         if extras:
-            self._refuse(extras[0], argv)
+            self._refuse(extras, argv)
         return renamed.translated(vars(namespace))
 
-    def _refuse(self, extra: str, argv: Sequence[str]) -> NoReturn:
-        if not extra.startswith("--"):
-            raise UserError(f"unexpected argument {extra!r}; flags look like --name value")
-        typed = next(token for token in argv if underscored(token) == extra).partition("=")[0]
+    def _refuse(self, extras: Sequence[str], argv: Sequence[str]) -> NoReturn:
+        """All unknown flags at once; verl's settings too, which are written without dashes."""
         names = {option.lstrip("-") for option in self._option_string_actions}
-        hint = renamed.hint(underscored(typed).lstrip("-"), names, prefix="--")
-        raise UserError(f"unknown flag {typed}{hint}")
+        written = {underscored(token): token for token in argv}
+        typed = [written[extra].partition("=")[0] for extra in extras]
+        hints = {t: renamed.hint(underscored(t).lstrip("-"), names, "--") for t in typed}
+        is_flag = {t: t.startswith("--") or ("." in t and bool(h)) for t, h in hints.items()}
+        if not is_flag[typed[0]]:
+            raise UserError(f"unexpected argument {extras[0]!r}; flags look like --name value")
+        raise renamed.unknown("flag", {t: h for t, h in hints.items() if is_flag[t]})
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument ([^\s/:]+)[^:]*: (.*)", message, flags=re.DOTALL)

@@ -1,14 +1,23 @@
-"""Old flags that became part of another, or have no effect: DeepSpeed-Chat's still work, others are
-refused in one line with the new form.
+"""Names that are not flags: old flags, and settings of other trainers.
 
-Scripts of DeepSpeed-Chat and settings that were recorded under old names are translated alike.
+DeepSpeed-Chat's old flags still work; settings that were recorded under old names are translated
+alike. Other names are refused in one line that says what to use: `other_trainers.ini` has those of
+TRL, OpenRLHF, verl and DeepSpeed-Chat.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
+from configparser import ConfigParser
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from dschat.config.data import ROLES
-from dschat.config.errors import did_you_mean
+from dschat.config.errors import UserError, did_you_mean
+
+# A flag in a sentence, and its value.
+_FLAG = re.compile(r"--([a-z][\w.]*\w)(?:=(\w+))?")
 
 # Old flag -> its flag of today, and the value there.
 RENAMED = {
@@ -21,15 +30,8 @@ RENAMED = {
     "offload_reward_model": ("offload", "reward"),
     "offload_teacher_model": ("offload", "teacher"),
     "offload_training_states": ("offload", "rollout"),
-    "cliprange_low": ("cliprange", "LOW HIGH"),
-    "cliprange_high": ("cliprange", "LOW HIGH"),
-    "best_metric": ("keep_best", "METRIC"),
-    "rollout_is_min": ("rollout_is_range", "MIN MAX"),
-    "rollout_is_max": ("rollout_is_range", "MIN MAX"),
     "add_eot_token": ("eot_token", "TOKEN"),
     "unsupervised_dataset_config_name": ("unsupervised_dataset_name", "NAME:CONFIG"),
-    "initial_scale_power": ("deepspeed_config", "FILE, with fp16.initial_scale_power"),
-    "loss_scale_window": ("deepspeed_config", "FILE, with fp16.loss_scale_window"),
     "deepspeed": ("deepspeed_config", "FILE"),
     "enable_tensorboard": ("report_to", "tensorboard"),
     "enable_wandb": ("report_to", "wandb"),
@@ -39,50 +41,6 @@ RENAMED = {
     "local_rank": ("deepspeed_config", "FILE"),  # set by launchers
     "tensorboard_path": ("report_to", "tensorboard"),  # the output folder has the events
     "enable_mixed_precision_lora": ("actor_lora_dim", "N"),
-}
-# Flag, and the names that TRL, transformers and others have for it: the first that a step has is
-# meant.
-ELSEWHERE = {
-    "learning_rate": ("lr",),
-    "actor_learning_rate": ("lr", "learning_rate"),
-    "num_train_epochs": ("epochs", "num_epochs"),
-    "num_warmup_steps": ("warmup_steps",),
-    "dtype": ("torch_dtype",),
-    "dtype bf16": ("bf16",),
-    "dtype fp16": ("fp16",),
-    "per_device_train_batch_size": (
-        *("batch_size", "train_batch_size", "per_device_training_batch_size"),
-    ),
-    "per_device_training_batch_size": (
-        *("batch_size", "train_batch_size", "per_device_train_batch_size"),
-    ),
-    "model_name_or_path": ("model",),
-    "actor_model_name_or_path": ("model", "model_name_or_path"),
-    "reward_model_name_or_path": ("reward_model", "reward_model_path"),
-    "reward_fn": ("reward_funcs",),
-    "data_path": ("dataset", "dataset_name", "sft_only_data_path", "train_file"),
-    "eval_data_path": ("validation_file",),
-    "max_eval_samples": ("eval_iters",),
-    "eval_steps": ("eval_interval",),
-    "logging_steps": ("print_loss",),
-    "report_to wandb": ("use_wandb",),
-    "push_to_hub": ("hub_model_id",),
-    "resume": ("resume_from_checkpoint",),
-    "max_seq_len": ("max_length", "max_seq_length"),
-    "max_prompt_seq_len": ("max_seq_length", "max_prompt_length"),
-    "max_answer_seq_len": ("max_length", "max_completion_length", "max_new_tokens"),
-    "num_samples_per_prompt": ("num_generations", "n_samples_per_prompt"),
-    "ppo_epochs": ("num_ppo_epochs", "num_iterations"),
-    "cliprange": ("epsilon",),
-    "cliprange LOW HIGH": ("epsilon_high",),
-    "kl_coef": ("beta", "init_kl_coef"),
-    "lora_dim": ("lora_r", "lora_rank"),
-    "actor_lora_dim": ("lora_r", "lora_rank"),
-    "lora_dim N": ("use_peft",),
-    "actor_lora_dim N": ("use_peft",),
-    "rollout_backend vllm": ("use_vllm", "vllm_mode"),
-    "kv_cache_gib": ("vllm_gpu_memory_utilization",),
-    "inference_tp_size": ("vllm_tensor_parallel_size",),
 }
 # Old flags that still work, by the types of their values: DeepSpeed-Chat's.
 _ACCEPTED = {
@@ -137,14 +95,50 @@ def _parts(value: Any, every: str) -> list[str] | None:
     return [every] if words in ([], ["true"], ["yes"]) else words
 
 
-def hint(name: str, names: Collection[str], prefix: str = "") -> str:
-    """The end of an error about the unknown flag ``name``: what replaced it, its name here, or the
-    closest of ``names``.
+@cache
+def elsewhere() -> dict[str, list[str]]:
+    """Setting of another trainer, or a pattern such as ``vllm_*`` -> what is here; several where
+    steps differ.
     """
+    table = ConfigParser(delimiters="=", interpolation=None)
+    table.optionxform = str  # type: ignore[assignment,method-assign]  # keeps capitals
+    table.read_string(Path(__file__).with_name("other_trainers.ini").read_text("utf-8"))
+    rows = [row for section in table.sections() for row in table.items(section)]
+    return {name: text.strip().split("\n") for names, text in rows for name in names.split(", ")}
+
+
+def hint(
+    name: str, names: Collection[str], prefix: str = "", python: Mapping[str, str] | None = None
+) -> str:
+    """The end of an error about the unknown flag ``name``: what replaced it, its name here, or why
+    there is none; for a name of no other trainer, the closest of ``names``.
+
+    ``prefix`` is that of flags, empty for keys; ``python`` has the flags that constructors call
+    otherwise.
+    """
+    called = {known: (python or {}).get(known, known) for known in names}
+
+    def form(found: re.Match) -> str:
+        flag, value = found.groups()
+        given = "" if value is None else f" {value}" if prefix else f'="{value}"'
+        return f"{prefix}{called[flag]}{given}"
+
     flag, value = RENAMED.get(name, ("", ""))
     if flag in names:
-        return f"; it is now --{flag} {value}"
-    for form, others in ELSEWHERE.items():
-        if name in others and form.partition(" ")[0] in names:
-            return f"; here it is {prefix}{form}"
-    return did_you_mean(name, names, prefix)
+        return f"; it is now {prefix}{called[flag]} {value}"
+    rows = elsewhere()
+    texts = rows.get(name) or next((t for p, t in rows.items() if fnmatchcase(name, p)), None)
+    if texts is None:
+        return did_you_mean(name, called.values(), prefix)
+    fitting = [t for t in texts if called.keys() >= {flag for flag, _ in _FLAG.findall(t)}]
+    answers = [text for text in fitting if text.startswith("use ")] or fitting[:1]
+    said = "".join(f"; {_FLAG.sub(form, text)}" for text in answers)
+    return said.replace("; no: ", "; leave it out: ")
+
+
+def unknown(kind: str, hints: Mapping[str, str]) -> UserError:
+    """The error about all names of a call that do not exist; ``hints`` has each one's `hint`."""
+    if len(hints) == 1:
+        return UserError(f"unknown {kind} " + "".join(*hints.items()))
+    each = (f"{name} ({hint[2:]})" if hint else name for name, hint in hints.items())
+    return UserError(f"unknown {kind}s: {', '.join(each)}")

@@ -14,7 +14,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_valid
-from dschat.config.renamed import hint
+from dschat.config.renamed import hint, unknown
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
 
@@ -268,26 +268,30 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
     running = set(config.step or STEPS)
     running |= set(STEPS) if 3 in running else set()
     argv: dict[int, list[str]] = {n: [] for n in STEPS}
+    prefixed = {f"step{n}.{name}" for n, names in known.items() for name in names}
+    hints: dict[str, str] = {}
     for group in groups:
         prefix, dot, name = flag_name(group).rpartition(".")
         typed, equals, value = group[0].partition("=")
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
         if not takers:
             of_step = [known[n] for n in STEPS if prefix == f"step{n}"]
-            names = set().union(*(of_step or [*known.values(), parser.flag_names(TrainConfig)]))
+            every = [*known.values(), parser.flag_names(TrainConfig), prefixed]
+            names = set().union(*(of_step or every))
             start = f"--{prefix}{dot}" if of_step else "--"
-            raise UserError(f"unknown flag {typed}{hint(name, names, start)}")
-        if not running.intersection(takers):
+            hints[typed] = hint(name, names, start)
+        elif not running.intersection(takers):
             steps = " and ".join(map(str, takers))
             raise UserError(f"{typed} is a flag of step {steps}; add the step to --step")
         for n in takers:
             argv[n] += [f"--{name}{equals}{value}", *group[1:]]
             if name == "push_to_hub" and not prefix and (value or group[1:]):
                 argv[n][-1] += f"-{STEPS[n].name}"  # each step has a repository of its own
+    if hints:
+        raise unknown("flag", hints)
     return argv
 
 
 def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
-    for key in mapping:
-        if key not in names:
-            raise UserError(f"{where}: unknown key {key}{hint(str(key), names)}")
+    if hints := {str(key): hint(str(key), names) for key in mapping if key not in names}:
+        raise UserError(f"{where}: {unknown('key', hints)}")

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -147,6 +147,7 @@ def _recipe_and_folder(
     config: TrainConfig, groups: Sequence[Sequence[str]], root: Path
 ) -> tuple[Recipe, Path]:
     """The recipe, which is the demo's if no model is named, and OUT."""
+    _check_sizes({"--actor_model": config.actor_model, "--reward_model": config.reward_model})
     names_model = any("model_name_or_path" in flag_name(group) for group in groups)
     recipe = Recipe()
     if config.recipe or not (config.actor_model or config.reward_model or names_model):
@@ -226,6 +227,20 @@ def _check_inputs(values: Fields, made_here: Collection[str]) -> None:
             is_local = means_file or glob.has_magic(path) or _is_local(path)
             if is_local and not (os.path.exists(path) or glob.glob(path, recursive=True)):
                 raise UserError(f"--{key}: no such data file: {path}; check the path")
+
+
+def _check_sizes(models: Mapping[str, Optional[str]]) -> None:
+    """Refuse what DeepSpeed-Chat's train.py calls a model by: 1.3b for facebook/opt-1.3b."""
+    sizes = {
+        flag: size[1]
+        for flag, name in models.items()
+        if (size := re.fullmatch(r"(?:opt-)?([\d.]+[bm])", name or "", re.IGNORECASE))
+        and not os.path.isdir(size[0])
+    }
+    if sizes:
+        whole = " ".join(f"{flag} facebook/opt-{size.lower()}" for flag, size in sizes.items())
+        given = " ".join(f"{flag} {models[flag]}" for flag in sizes)
+        raise UserError(f"{given}: not the name of a model; write it whole: {whole}")
 
 
 def _check_model(flag: str, name: Optional[str]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dschat.config import UserError
-from dschat.config.errors import printable
+from dschat.config.errors import first_line, printable
 from dschat.config.fields import read_text
 from dschat.distributed import process_registry, stop_signals
 from dschat.estimate import PlanRequest
@@ -189,7 +189,8 @@ def preflight_lines(request: PlanRequest, environment: Mapping[str, str]) -> lis
     estimate is one line too, not an error.
 
     Raises:
-        UserError: a step names local data or a local checkpoint that it cannot use.
+        UserError: a step names a model that does not exist, or local data or a local checkpoint
+            that it cannot use.
     """
     for name in sorted(request.base_models):
         if not _is_here(name):
@@ -216,7 +217,11 @@ def preflight_lines(request: PlanRequest, environment: Mapping[str, str]) -> lis
 
 
 def _is_here(name: str) -> bool:
-    """Whether a configuration can be loaded: from a folder, the hub, or its cache."""
+    """Whether a configuration can be loaded: from a folder, the hub, or its cache.
+
+    Raises:
+        UserError: the hub has no such model, or cannot be asked.
+    """
     if name.startswith("builtin/"):
         return True
     folder = Path(os.path.expanduser(name))
@@ -225,9 +230,18 @@ def _is_here(name: str) -> bool:
             return "model_type" in json.loads(read_text(folder / "config.json"))
         except (OSError, ValueError, TypeError, RecursionError):
             return True  # broken: the estimate reports it
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
-    return not constants.HF_HUB_OFFLINE or bool(try_to_load_from_cache(name, "config.json"))
+    is_cached = bool(try_to_load_from_cache(name, "config.json"))
+    if is_cached or constants.HF_HUB_OFFLINE:
+        return is_cached
+    try:
+        reason = "" if HfApi().file_exists(name, "config.json") else "no such model on the hub"
+    except Exception as error:  # no network, or no access
+        reason = f"the hub: {first_line(error)}"
+    if reason:
+        raise UserError(f"{name}: no such folder, and {reason}; check the name")
+    return True
 
 
 class RunReport(AbstractContextManager):

@@ -81,6 +81,36 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
         tables(nothing)
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (False, "no such model on the hub"),
+        (OSError("no address\nmore"), "the hub: no address"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_have_is_refused_at_once(monkeypatch, answer, reason):
+    """Before the process that imports torch; a model that it has goes there."""
+    asked = []
+
+    def file_exists(_, name, file):
+        asked.append((name, file))
+        if isinstance(answer, OSError):
+            raise answer
+        return answer or "there" in name
+
+    monkeypatch.setattr("huggingface_hub.HfApi.file_exists", file_exists)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dschat.launch.supervisor.subprocess", None)
+    with pytest.raises(UserError, match=f"^facebook/opt-1.3bb: no such folder, and {reason}; che"):
+        preflight_lines(PlanRequest({1: {"model_name_or_path": "facebook/opt-1.3bb"}}, 1, 1), {})
+    assert asked == [("facebook/opt-1.3bb", "config.json")]
+    cached = {"is/cached": "config.json"}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, _: cached.get(name))
+    for name in ["is/cached", *([] if isinstance(answer, OSError) else ["is/there"])]:
+        with pytest.raises(AttributeError):  # the process
+            preflight_lines(PlanRequest({1: {"model_name_or_path": name}}, 1, 1), {})
+
+
 def test_hours_are_those_of_gpus(monkeypatch):
     """Without a GPU the plan is of this machine's memory; an H100's has its hours here too."""
     monkeypatch.setattr("dschat.distributed.has_gpu", lambda: False)

@@ -54,6 +54,20 @@ def test_design_example_with_many_processes(tree, monkeypatch, gpus_here):
         ("--actor-model ./nope", "--actor_model ./nope: no such folder"),
         ("--step 2 --model_name_or_path /no/such", "--model_name_or_path /no/such: no such folder"),
         ("--actor-model training --reward-model x", "--actor_model training: no config.json"),
+        (
+            "--actor-model 1.3b --reward-model 350M",
+            "--actor_model 1.3b --reward_model 350M: not the name of a model; write it whole: "
+            "--actor_model facebook/opt-1.3b --reward_model facebook/opt-350m",
+        ),
+        (
+            "--actor-model opt-13b --reward-model x",
+            "--actor_model opt-13b: not the name of a model",
+        ),
+        (
+            "--reward-zero-stage 3 --deployment-type single_gpu --wandb",
+            "unknown flags: --reward-zero-stage (use --step2.zero_stage), --deployment-type (use "
+            "--num_gpus: or --hostfile), --wandb (use --report_to wandb)",
+        ),
         ("--data-path no.jsonl:0.5", "--data_path: no such data file: no.jsonl"),
         ("--eval-data-path ./no", "--eval_data_path: no such data file: ./no"),
         ("--unsupervised-dataset-name no.txt", "--unsupervised_dataset_name: no such data file"),
