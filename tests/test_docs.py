@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
@@ -148,6 +149,11 @@ def mpirun(words: list[str]) -> None:
     parse_step(words[words.index("python") + 1 :])
 
 
+def git(words: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert words[:2] == ["clone", project["urls"]["Homepage"]]
+
+
 def sbatch(words: list[str]) -> None:
     """The scripts themselves run in test_recipes.py."""
     assert Path(words[0]).is_file()
@@ -161,6 +167,7 @@ PROGRAMS: dict[str, Callable] = {
     "torchrun": torchrun,
     "mpirun": mpirun,
     "sbatch": sbatch,
+    "git": git,
 }
 
 
