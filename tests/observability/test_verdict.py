@@ -50,7 +50,9 @@ def test_a_demo_that_went_on_for_the_score_alone():
     assert (
         "until iteration 20 of 40, and no better after it: eval/gold 0.533 at first, 0.827" in text
     )
-    assert "The held-out score rose meanwhile, 5.8 to 6.4: it may be hacked, read the ans" in text
+    assert (
+        "The held-out score rose meanwhile, 5.8 to 6.4: it may be hacked, read the answers." in text
+    )
     for row in rows:
         row["eval/score"] = min(row.get("eval/score", 0.0), 6.0)  # 0.2 is chance
     assert not verdict(rows, 300, WHERE)[1]

@@ -324,6 +324,11 @@ def test_answers_figures_and_keys_of_one_run_in_a_browser(tmp_path):
             ".filter((element) => element.tabIndex >= 0).length)"
         )
         assert set(stops) == {1}
+        page.emulate_media(media="print")
+        for each in ("figure", ".columns", ".verdict"):
+            is_whole = "(all) => all.every((e) => getComputedStyle(e).breakInside === 'avoid')"
+            assert page.locator(each).evaluate_all(is_whole)
+        page.emulate_media(media="screen")
         page.locator("#step1_sft-loss .modebar-btn").first.focus()
         focused = "document.activeElement.dataset.title"
         first = page.evaluate(focused)
