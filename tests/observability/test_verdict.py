@@ -56,6 +56,10 @@ def test_a_demo_that_went_on_for_the_score_alone():
     for row in rows:
         row["eval/score"] = min(row.get("eval/score", 0.0), 6.0)  # 0.2 is chance
     assert not verdict(rows, 300, WHERE)[1]
+    for row in rows:
+        if row["step"] == 40 and "eval/gold" in row:  # 0.007 is no fall, however the score rises
+            row |= {"eval/gold": 0.82, "eval/score": 9.0}
+    assert not verdict(rows, 300, WHERE)[1]
 
 
 def test_a_grpo_run_whose_best_evaluation_is_the_first():
@@ -70,7 +74,12 @@ def test_a_grpo_run_whose_best_evaluation_is_the_first():
 @pytest.mark.parametrize(
     ("values", "num_held_out", "opening", "is_bad"),
     [
-        ((0.2, 0.5, 0.9), 200, "got better to the end: eval/pass@1 0.2 at first, 0.9", False),
+        (
+            (0.2, 0.5, 0.9),
+            200,
+            "got better to the end: eval/pass@1 0.2 at first, 0.9 at the end (",
+            False,
+        ),
         ((0.2, 0.9, 0.5), 200, "got better until iteration 10 of 20, and worse after it", True),
         ((0.2, 0.9, 0.89), 200, "got better until iteration 10 of 20, and no better", False),
         ((0.5, 0.52, 0.51), 200, "did not get better: eval/pass@1 0.5 at first, 0.52 at", True),
