@@ -19,8 +19,14 @@ from dschat.config.errors import printable
 logger = logging.getLogger("dschat")
 MAX_HOLD_S = 10.0
 # Of log lines, after the time. Paths, flags and tabs stay whole.
-_whole = dict.fromkeys(("break_long_words", "break_on_hyphens", "replace_whitespace"), False)
-_wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * 9, expand_tabs=False, **_whole)
+_wrapper = textwrap.TextWrapper(
+    120,
+    subsequent_indent=" " * 9,
+    expand_tabs=False,
+    replace_whitespace=False,
+    break_long_words=False,
+    break_on_hyphens=False,
+)
 # Shown under another name than the last part of theirs: the same in training and evaluation.
 _NAMES = {"scores": "score", "answer_length": "length"}
 _NOISY = (

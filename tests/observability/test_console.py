@@ -74,7 +74,7 @@ def test_log_lines_fit_120_columns(dschat_logger, capsys):
     """Words, paths and flags stay whole; what has its own layout is left as it is."""
     console.setup()
     path = "/a-folder/" + "x" * 130
-    dschat_logger.warning("%s; raise --missing_eos_penalty of %s", "ten-words " * 20, path)
+    dschat_logger.warning("%s; raise --missing_eos_penalty of %s", "a-b-c-d " * 25, path)
     dschat_logger.info("t" * 60 + " " + "u" * 60, extra={"is_styled": True})
     first, *lines = capsys.readouterr().err.splitlines()
     assert first[8:18] == " warning: "
@@ -82,7 +82,7 @@ def test_log_lines_fit_120_columns(dschat_logger, capsys):
     assert all(line.startswith(" " * 9 + line.strip()[0]) for line in wrapped)
     assert max(len(line) for line in (first, *wrapped) if path not in line) <= 120
     words = " ".join(line.strip() for line in (first[9:], *wrapped))
-    assert words == "warning: " + "ten-words " * 20 + f"; raise --missing_eos_penalty of {path}"
+    assert words == "warning: " + "a-b-c-d " * 25 + f"; raise --missing_eos_penalty of {path}"
     assert len(styled) == 130
 
 
