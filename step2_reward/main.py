@@ -24,6 +24,9 @@ def main() -> None:
     from dschat.supervised.run import train_on_preferences
 
     train_on_preferences(config)
+    chat = f"chat --path {config.output_dir}/actor"
+    ppo = f"rlhf --actor_model_name_or_path STEP1 --critic_model_name_or_path {config.output_dir}"
+    entrypoint.say_next(chat if config.trains_policy else ppo, f"report {config.output_dir}")
     dist.shutdown()
 
 

@@ -26,6 +26,7 @@ def main() -> None:
     from dschat.rlhf.run import train
 
     train(args)
+    entrypoint.say_next(f"chat --path {args.output_dir}/actor", f"report {args.output_dir}")
     dist.shutdown()
 
 

@@ -78,6 +78,13 @@ def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
     failure_detector.exit_process(code)
 
 
+def say_next(*commands: str) -> None:
+    """Print ``commands`` of dschat that go on from a finished step; train.py prints its own."""
+    dschat = "dschat" if sys.argv[0].startswith("dschat ") else "python -m dschat"
+    for command in commands if LAUNCHED_BY not in os.environ else ():
+        _print(f"next: {dschat} {command}")
+
+
 def _refuse(message: str) -> None:
     """Print a user's mistake: on rank 0, or on another rank that fails alone."""
     message = printable(message)

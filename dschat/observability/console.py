@@ -1,12 +1,15 @@
 """Sets up the console: one logger on rank 0, one line per step, progress bars on a terminal."""
 
 import logging
+import math
 import os
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
+from io import StringIO
 
 from tqdm.auto import tqdm
 
@@ -15,6 +18,17 @@ from dschat.config.errors import printable
 
 logger = logging.getLogger("dschat")
 MAX_HOLD_S = 10.0
+# Of log lines, after the time. Paths, flags and tabs stay whole.
+_wrapper = textwrap.TextWrapper(
+    120,
+    subsequent_indent=" " * 9,
+    expand_tabs=False,
+    replace_whitespace=False,
+    break_long_words=False,
+    break_on_hyphens=False,
+)
+# Shown under another name than the last part of theirs: the same in training and evaluation.
+_NAMES = {"scores": "score", "answer_length": "length"}
 _NOISY = (
     "transformers",
     "datasets",
@@ -28,12 +42,15 @@ _NOISY = (
 
 
 class _Formatter(logging.Formatter):
-    """Marks warnings."""
+    """Marks warnings, and wraps long lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         mark = "warning: " if record.levelno == logging.WARNING else ""
         record.message = mark + record.message
-        return super().formatMessage(record)
+        text = super().formatMessage(record)
+        if hasattr(record, "is_styled"):
+            return text
+        return "\n".join(_wrapper.fill(line) for line in text.split("\n"))
 
 
 class _TqdmHandler(logging.Handler):
@@ -104,11 +121,11 @@ def release() -> None:
 
 
 def progress(total: int, description: str, disable: bool = False, done: int = 0) -> tqdm:
-    """A progress bar on rank 0; silent if standard error is not a terminal."""
-    off = disable or not dist.is_main_process() or not sys.stderr.isatty()
-    bar = tqdm(total=total, desc=description, disable=off, leave=False, dynamic_ncols=True)
-    bar.update(done)
-    return bar
+    """A progress bar on rank 0; one that only counts if standard error is not a terminal."""
+    off, is_shown = disable or not dist.is_main_process(), sys.stderr.isatty()
+    place = {} if is_shown else {"file": StringIO(), "delay": math.inf}
+    options = {"total": total, "desc": description, "initial": done, "disable": off}
+    return tqdm(**options, **place, leave=False, dynamic_ncols=True)
 
 
 def write_output(text: str) -> None:
@@ -120,17 +137,36 @@ def write_output(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def format_line(step: int, total: int, metrics: dict[str, float], columns: Iterable[str]) -> str:
-    """One fixed-width line: the step and those of ``columns`` that ``metrics`` has.
+def format_line(
+    label: str, step: int, total: int, metrics: dict[str, float], columns: Iterable[str]
+) -> str:
+    """One fixed-width line: the step after its ``label``, and those of ``columns`` that ``metrics``
+    has.
 
     A column shows the last part of its name, or the last two if the last one is ambiguous.
     """
-    width = len(str(total))
     present = [c for c in columns if c in metrics]
-    last = [c.rsplit("/", 1)[-1] for c in present]
+    last = [_NAMES.get(name, name) for name in (c.rsplit("/", 1)[-1] for c in present)]
     names = [
         name if last.count(name) == 1 else "/".join(column.split("/")[-2:])
         for column, name in zip(present, last, strict=True)
     ]
-    cells = [f"{name} {metrics[c]:>9.4g}" for name, c in zip(names, present, strict=True)]
-    return f"step {step:>{width}}/{total}  " + "  ".join(cells)
+    cells = [f"{name} {_short(metrics[c]):6}" for name, c in zip(names, present, strict=True)]
+    return "  ".join([f"{label} {step:>{len(str(total))}}/{total}", *cells]).rstrip()
+
+
+def _short(value: float) -> str:
+    """With as many of four digits as six characters hold."""
+    texts = [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)]
+    return next((text for text in texts if len(text) <= 6), texts[-1])
+
+
+def eta(bar: tqdm) -> str:
+    """The end of a line, by the pace of ``bar``; "" on a terminal, which shows the bar."""
+    pace = bar.format_dict
+    done = pace["n"] - (pace["initial"] or 0)
+    left = pace["total"] - pace["n"]
+    if sys.stderr.isatty() or not left * done * pace["elapsed"]:
+        return ""
+    seconds = left * pace["elapsed"] / done
+    return f"  eta {tqdm.format_interval(math.ceil(seconds))}"

@@ -26,6 +26,7 @@ import yaml
 import dschat.distributed as dist
 from dschat import __version__
 from dschat.config import CommonConfig, UserError
+from dschat.observability.verdict import verdict
 from dschat.startup.files import no_link, replace_file
 
 logger = logging.getLogger("dschat")
@@ -273,6 +274,17 @@ class MetricsLog:
             logger.warning("%s", finding)
             if self._others:
                 self._others["warnings"].write({"step": step, "warning": str(finding)})
+
+    def write_verdict(self, num_held_out: int, where: str) -> None:
+        """Log the verdict on the run's metrics, and record it in warnings.jsonl: a bad one is a
+        warning too. See `dschat.observability.verdict`.
+        """
+        rows = whole_rows(self._folder / METRICS) if self._rows is not None else []
+        if found := verdict(rows, num_held_out, where):
+            text, is_bad = found
+            logger.log(logging.WARNING if is_bad else logging.INFO, "%s", text)
+            row = {"step": rows[-1]["step"], "verdict": text}
+            self._others["warnings"].write(row | ({"warning": text} if is_bad else {}))
 
     def write_samples(self, step: int, row: Mapping[str, Any]) -> None:
         """Record ``row`` of samples.jsonl under ``step``."""

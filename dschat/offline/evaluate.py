@@ -32,7 +32,7 @@ from dschat.data.tokenize import question_text
 from dschat.observability import console
 from dschat.offline.flags import NEED_REWARD, EvalConfig, GenerateConfig, PromptsConfig
 from dschat.offline.generate import generate
-from dschat.reporting.run_files import shortest_ends
+from dschat.reporting.run_files import short_names
 from dschat.startup.files import replace_file
 
 logger = logging.getLogger("dschat")
@@ -194,7 +194,7 @@ def evaluate(config: EvalConfig) -> Results:
         from dschat.offline.harness import Harness
 
         harness = Harness(config)
-    labels = shortest_ends([os.path.normpath(p).split(os.sep) for p in (*paths, *files)])
+    labels = short_names([*paths, *files])
     by_label: dict[str, Metrics] = {label: {} for label in labels}
     if tasks:
         given = [read_answers(path, tasks) for path in files]

@@ -51,9 +51,11 @@ class Section:
 
 
 def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
-    """The figures of all steps that ``runs`` have; those without data are left out."""
+    """The figures of all steps that ``runs`` have, step 3 before those that prepare it; those
+    without data are left out.
+    """
     sections = []
-    for number, (name, title) in enumerate(STEPS.items(), 1):
+    for number, (name, title) in sorted(enumerate(STEPS.items(), 1), key=lambda step: step[0] < 3):
         having = [run for run in runs if name in run.steps]
         steps = [run.steps[name] for run in having]
         if any("rewards/accuracies" in step.metrics for step in steps):
@@ -85,7 +87,9 @@ def _lines(
             series = run.steps[step].series(metric)
             if chart.over:
                 at = dict(run.steps[step].series(chart.over[metric]))
-                series = [(at[number], y) for number, y in series if number in at]
+                series = [point for point in series if point[0] in at]
+                iterations = [number for number, _ in series]
+                series = [(at[number], y) for number, y in series]
             if not series:
                 continue
             if metric.startswith("eval_ema/"):  # an average starts as the policy
@@ -98,6 +102,8 @@ def _lines(
             else:
                 color, dash = index, 0
             curves += _curves(series, label, color, dash, chart.is_smoothed, max_points)
+            if chart.over and len(runs) == 1:  # the page colors the points by them
+                curves[-1]["meta"] = [iterations[i] for i in spread(len(iterations), max_points)]
     is_supervised = any("loss" in run.steps[step].metrics for run in having)  # also DPO
     return _figure(
         f"{step}-{file_name(chart.title)}",

@@ -19,6 +19,7 @@ from dschat import __version__
 from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
 from dschat.observability.metrics_log import METRICS
+from dschat.reporting.charts import file_name
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spread
 from dschat.reporting.run_files import PAGE, STEPS, Run, Step, is_finite, read_runs
 from dschat.startup.files import replace_file
@@ -42,10 +43,7 @@ _QUESTIONS = {
         ("held-out score less the KL penalty", "step3_rlhf", "eval/rlhf_reward"),
         ("held-out pass@1", "step3_rlhf", "eval/pass@1"),
         ("held-out gold score", "step3_rlhf", "eval/gold"),
-    ),
-    "Is it hacked?": (
         ("score in training", "step3_rlhf", "objective/scores"),
-        ("score held out", "step3_rlhf", "eval/score"),
         ("KL to the reference model, nats per answer", "step3_rlhf", "eval/kl"),
     ),
     _COST: (("peak memory, GiB", "step3_rlhf", "memory/peak_gib"),),
@@ -77,7 +75,6 @@ def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
         sections=sections,
         figures=figures,
         numbers=_numbers(runs),
-        warnings=_warnings(runs),
         samples=_samples(runs),
         settings=_settings(runs),
         versions=_versions(runs),
@@ -101,16 +98,6 @@ def _numbers(runs: Sequence[Run]) -> list[Table]:
         rows = [row for row in rows if any(row[1:])]
         tables.append({"title": question, "head": ["", *(run.name for run in runs)], "rows": rows})
     return [table for table in tables if table["rows"]]
-
-
-def _warnings(runs: Sequence[Run]) -> list[str]:
-    """What went wrong in the steps of the runs."""
-    found = []
-    for run in runs:
-        for name, step in run.steps.items():
-            labels = [run.name] * (len(runs) > 1) + [name] * (len(run.steps) > 1)
-            found += [": ".join([*labels, text]) for text in step.warnings]
-    return found
 
 
 def _values(run: Run, step: str, metric: str) -> str:
@@ -137,14 +124,17 @@ def _times(run: Run) -> tuple[str, str, str]:
 
 
 def _samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Runs and iterations that the page can show side by side."""
+    """Answers of evaluations, always to the same prompts, then of rollouts: what the page can show
+    side by side.
+    """
     shown = []
-    for run in runs:
-        rows = run.steps["step3_rlhf"].samples if "step3_rlhf" in run.steps else []
-        for i in spread(len(rows), _MAX_ITERATIONS):
-            label = f"iteration {rows[i]['step']}"
-            label = f"{run.name}, {label}" if len(runs) > 1 else label
-            shown.append({"label": label, "run": run.name, "answers": rows[i]["samples"]})
+    for run in (run for run in runs if "step3_rlhf" in run.steps):
+        step = run.steps["step3_rlhf"]
+        for kind, rows in (("held out", step.held_out), ("training", step.samples)):
+            for row in (rows[i] for i in spread(len(rows), _MAX_ITERATIONS)):
+                label = f"{run.name}, " * (len(runs) > 1) + f"{kind}, iteration {row['step']}"
+                names = {"label": label, "run": run.name, "kind": kind}
+                shown.append(names | {"answers": row["samples"]})
     return shown
 
 
@@ -239,7 +229,8 @@ def _where(row: dict[str, Any]) -> str:
 
 
 def write_report(folders: Sequence[str], max_points: int) -> str:
-    """Write the report of the runs in ``folders`` into the first; returns a line that says where.
+    """Write the report of the runs in ``folders`` into the first, of several under a name of its
+    own; returns a line that says where.
 
     Raises:
         UserError: a folder without metrics, a line that cannot be read, a missing library, or a
@@ -253,6 +244,9 @@ def write_report(folders: Sequence[str], max_points: int) -> str:
             f"a report needs {' and '.join(missing)}; install with pip install 'dschat[report]'"
         )
     page = runs[0].folder / PAGE
+    if len(runs) > 1:  # the first run keeps its own
+        others = file_name(" ".join(run.name for run in runs[1:]))[:100]
+        page = page.with_stem(f"{page.stem}-with-{others}")
     try:
         # As old as what it shows: train.py asks whether there is a current one.
         replace_file(page, render(runs, sections_of(runs, max_points)), began)

@@ -27,6 +27,7 @@ from dschat.startup.files import no_link
 
 PAGE = "report.html"  # in the folder of a run
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
+_VARIANTS = ("actor_ema", "actor_best")  # of the actor of a run
 Series = list[tuple[float, float]]  # (step, value)
 
 
@@ -36,10 +37,12 @@ class Step:
 
     folder: Path
     rows: list[Row]
-    samples: list[Row] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)  # answers of rollouts
+    held_out: list[Row] = field(default_factory=list)  # answers of evaluations, likewise
     starts: list[Row] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    verdict: str = ""  # of a run of step 3 that has ended
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric, in order."""
@@ -67,16 +70,21 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         UserError: no metrics in a folder, or settings that cannot be read.
     """
     unique = list(dict.fromkeys(Path(folder) for folder in folders))
-    names = shortest_ends([Path(os.path.abspath(folder)).parts for folder in unique])
+    names = short_names([os.path.abspath(folder) for folder in unique])
     return [
         Run(name, folder, _read_steps(folder)) for name, folder in zip(names, unique, strict=True)
     ]
 
 
-def shortest_ends(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The ends of paths, given by their parts, as short as they are distinct."""
-    for length in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-length:]) for parts in paths]
+def short_names(paths: Sequence[str | Path]) -> list[str]:
+    """The ends of ``paths``, as short as they are distinct: the names of models and runs. Every run
+    has an `actor`: the folder above it names it.
+    """
+    parts = [os.path.normpath(path).split(os.sep) for path in paths]
+    parts = [p[:-1] if len(p) > 1 and p[-1] == "actor" else p for p in parts]
+    names: list[str] = []
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(p[-length - (p[-1] in _VARIANTS) :]) for p in parts]
         if len(set(names)) == len(names):
             break
     return names
@@ -109,19 +117,23 @@ def _kind_of(folder: Path) -> str:
 
 def read_step(folder: Path) -> Step:
     """The files of a step's output folder."""
+    samples = whole_rows(folder / SAMPLES, _has_samples)
+    found = [row for row in whole_rows(folder / WARNINGS) if "verdict" in row]
     return Step(
         folder,
         whole_rows(folder / METRICS),
-        whole_rows(folder / SAMPLES, _has_samples),
+        [row for row in samples if not row.get("held_out")],
+        [row for row in samples if row.get("held_out")],
         whole_rows(folder / STARTS),
         _read_mapping(folder / SETTINGS),
         read_warnings(folder),
+        str(found[-1]["verdict"]) if found else "",
     )
 
 
 def read_warnings(folder: Path) -> list[str]:
-    """What a step found to be wrong, a line each."""
-    return [str(row.get("warning")) for row in whole_rows(folder / WARNINGS)]
+    """What a step found to be wrong, a line each; a bad verdict too."""
+    return [str(row["warning"]) for row in whole_rows(folder / WARNINGS) if "warning" in row]
 
 
 def _has_samples(row: Row) -> bool:

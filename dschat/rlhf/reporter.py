@@ -27,7 +27,7 @@ from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config.fields import AUTO
 from dschat.models.continued_text import StreamDecoder, continued_texts
-from dschat.observability.console import format_line, printable, progress
+from dschat.observability.console import eta, format_line, printable, progress
 from dschat.observability.health import LEADING, RunHealth, Settings
 from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
@@ -46,12 +46,8 @@ _COLUMNS = (
     "objective/kl",
     "objective/teacher_kl",
     "objective/entropy",
-    "policy/approxkl_avg",
-    "loss/value_avg",
     "rollout/answer_length",
     "rollout/eos_share",
-    "time/generate_s",
-    "time/iteration_s",
 )
 
 
@@ -84,7 +80,6 @@ class Reporter:
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
         self._metric = metric
-        self._evaluated: list[tuple[float, int]] = []  # a value of that metric, and when
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
         self._best_folder = Path(self._args.output_dir or "") / "actor_best"
@@ -104,23 +99,26 @@ class Reporter:
             if not self._engine.has_reference:
                 logger.info("a policy far from its start, or a hacked score, shows with --log_kl")
             self.evaluate()
-            return
+        else:
+            self._resume(values)
+        self._bar.n = self._bar.initial = self._trainer.iteration
+        self._bar.unpause()  # its pace is that of iterations from now on
+
+    def _resume(self, values: dict[str, Any]) -> None:
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
-        if (values["best_metric"] or "eval/score") == self._metric:
-            self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
-            if values.get("best_print") == self._best_print:
-                self._best = values["best"]
+        is_same = (values["best_metric"] or "eval/score") == self._metric
+        if is_same and values.get("best_print") == self._best_print:
+            self._best = values["best"]
         self._health = RunHealth(self._health.settings, **values.get("health", {}))
         self._log.resume_from(values["log"], self._trainer.iteration)
-        self._bar.update(self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
         state.values |= {"best": self._best, "best_metric": self._metric}
         state.values["best_print"] = self._best_print
-        state.values |= {"health": self._health.state(), "evaluated": self._evaluated}
+        state.values |= {"health": self._health.state()}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
         return state
@@ -137,7 +135,8 @@ class Reporter:
         self._call("on_step", self._trainer, self._trainer.metrics)
         if done % args.logging_steps == 0:
             self._log.write(done, self._trainer.metrics)
-            logger.info(format_line(done, self._num_iters, self._trainer.metrics, _COLUMNS))
+            line = "step", done, self._num_iters, self._trainer.metrics, _COLUMNS
+            logger.info(format_line(*line) + eta(self._bar))
         if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
             self._show_samples(experience)
         collapse = self._warn(self._trainer.metrics)
@@ -167,17 +166,16 @@ class Reporter:
                 self._engine, generator, self._held_out, self._trainer.collector, show
             )
         self._call("on_evaluate", self._trainer, metrics)
-        self._log_held_out(metrics, "held out")
+        at = self._trainer.iteration, self._num_iters
+        logger.info(format_line("held out", *at, metrics, metrics))
         self._warn(metrics)
-        if math.isfinite(metrics.get(self._metric, math.nan)):
-            self._evaluated.append((metrics[self._metric], self._trainer.iteration))
         self._keep_best(metrics)
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
                 average = evaluate_policy(
                     self._engine, generator, self._held_out, self._trainer.collector
                 )
-            self._log_held_out(average, "held out, moving average")
+            logger.info(format_line("average", *at, average, average))
             metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}
         self._log.write(self._trainer.iteration, metrics)
 
@@ -200,46 +198,33 @@ class Reporter:
                 self._best_folder,
             )
 
-    def _log_held_out(self, metrics: dict[str, float], label: str) -> None:
-        line = format_line(self._trainer.iteration, self._num_iters, metrics, metrics)
-        logger.info("%s  (%s)", line, label)
-
     def _show_samples(self, e: Experience, held_out: bool = False) -> None:
         """Log sample answers: to the held-out prompts, always the same ones, where the run
-        evaluates, else of rollouts. Those of rollouts also go to samples.jsonl.
+        evaluates, else of rollouts. Both go to samples.jsonl.
         """
         args, done = self._args, self._trainer.iteration
         if not args.sample_steps or not dist.is_main_process() or not e.num_sequences:
             return
         n = args.eval_num_samples if held_out else args.num_samples_per_prompt
         row = sample_row(e, self._engine.tokenizer, n, self._engine.has_reference and not held_out)
-        if extra := not held_out and self._trainer.reward_functions.logs.extra:
+        if held_out:
+            unknown = {"advantages": None}
+            row |= {"held_out": True, "samples": [s | unknown for s in row["samples"]]}
+        elif extra := self._trainer.reward_functions.logs.extra:
             row["extra"] = json.loads(json.dumps(extra, default=str))
-        if not held_out:
-            self._log.write_samples(done, row)
+        self._log.write_samples(done, row)
         if held_out == bool(args.eval_steps and self._held_out.total):
             table = answer_table(row)
             self._log.write_answers(done, table)
             shown = format_answers(table, boxed=sys.stderr.isatty())
             logger.info("sample answers\n%s", shown, extra={"is_styled": True})
 
-    def _say_best(self) -> None:
-        """Name the best evaluation where the last one has lost a fifth of its gain."""
-        if not self._evaluated:
-            return
-        (first, _), (last, _) = self._evaluated[0], self._evaluated[-1]
-        best, when = max(self._evaluated)
-        if best - last > 0.2 * (best - first):
-            logger.warning(
-                "the best held-out %s was %.4f at iteration %d, and is %.4f at the end: %s",
-                *(self._metric, best, when, last),
-                f"{self._best_folder} has that actor"
-                if best == self._best
-                else "--keep_best saves the best actor",
-            )
-
     def close(self) -> None:
-        self._say_best()
+        """Log the verdict, and close bar and files."""
+        where = "--keep_best saves the best actor."
+        if self._best > -math.inf:
+            where = f"{self._best_folder} has the actor with {self._metric} {self._best:.3g}."
+        self._log.write_verdict(self._held_out.total, where)
         self._bar.close()
         self._log.close()
 
@@ -320,8 +305,8 @@ def format_answers(table: list[dict[str, Any]], boxed: bool) -> str:
     """``table`` for the log: ``boxed`` for a terminal, or one plain line per answer."""
     if not boxed:
         return "\n".join(
-            f"  {_score(row)}  {row['prompt'][-_PROMPT_CHARS:]!r} -> "
-            f"{row['answer'][:_ANSWER_CHARS]!r}"
+            f"  {_score(row)}  {row['prompt'][-_PROMPT_CHARS:]!r:.38} -> "
+            f"{row['answer'][:_ANSWER_CHARS]!r:.66}"
             for row in table
         )
     shown = Table("score", "prompt", "answer", "tokens", "KL", expand=True)

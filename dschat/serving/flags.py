@@ -9,10 +9,9 @@ from dschat.config import UserError
 from dschat.config.data import TemplateConfig
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_valid
+from dschat.reporting.run_files import short_names
 
 KEYS_VARIABLE = "DSCHAT_API_KEYS"
-# Folders that every run has: the one above them names the model.
-_COMMON_NAMES = ("actor", "actor_ema", "actor_best")
 
 
 @dataclass
@@ -78,7 +77,13 @@ class ServeConfig(TemplateConfig):
     @property
     def models(self) -> list[tuple[str, str]]:
         """Name and path of each model."""
-        return [_named(path) for path in self.path or []]
+        paths = self.path or []
+        given = {path: path.split("=", 1) for path in paths if all(path.partition("="))}
+        others = [path for path in paths if path not in given]
+        given |= {
+            path: [name, path] for path, name in zip(others, short_names(others), strict=True)
+        }
+        return [(given[path][0], given[path][1]) for path in paths]
 
     @property
     def is_local(self) -> bool:
@@ -89,16 +94,6 @@ class ServeConfig(TemplateConfig):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
-
-
-def _named(path: str) -> tuple[str, str]:
-    name, separator, folder = path.partition("=")
-    if separator and name and folder:
-        return name, folder
-    parts = Path(path).parts
-    if len(parts) > 1 and parts[-1] in _COMMON_NAMES:
-        return (parts[-2] if parts[-1] == "actor" else "/".join(parts[-2:])), path
-    return (parts[-1] if parts else path), path
 
 
 def api_keys(config: ServeConfig, variable: str | None) -> list[str]:

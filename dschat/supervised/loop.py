@@ -26,7 +26,7 @@ from dschat.data.micro_batches import (
 from dschat.losses import pairwise_loss
 from dschat.models.routing import METRIC, add_router_loss, router_metrics
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, evaluating
-from dschat.observability.console import format_line, progress
+from dschat.observability.console import eta, format_line, progress
 from dschat.observability.health import RunHealth, Settings
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime import optimizer_step
@@ -235,7 +235,7 @@ def train(
         call("on_evaluate", engine, metrics)
         metrics_log.write(done, metrics)
         metrics_log.write_warnings(done, health.read(done, metrics))
-        logger.info("%s  (held out)", format_line(done, total, metrics, metrics))
+        logger.info(format_line("held out", done, total, metrics, metrics))
         return metrics
 
     def restore(values: dict[str, Any]) -> None:
@@ -270,8 +270,8 @@ def train(
             call("on_step", engine, metrics)
             if done % config.logging_steps == 0:
                 metrics_log.write(done, metrics)
-                columns = (*task.columns, "grad_norm", "learning_rate", "time/step_s")
-                logger.info(format_line(done, total, metrics, columns))
+                columns = (*task.columns, "grad_norm", "learning_rate")
+                logger.info(format_line("step", done, total, metrics, columns) + eta(bar))
             if config.eval_steps and done % config.eval_steps == 0 and done < total:
                 evaluated(done)
             checkpointer.after(done, state, is_last=done == total)

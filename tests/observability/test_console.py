@@ -70,6 +70,61 @@ def test_log_lines_are_printable(dschat_logger, capsys):
     assert "\x1b[1mtable" in printed
 
 
+def test_log_lines_fit_120_columns(dschat_logger, capsys):
+    """Words, paths and flags stay whole; what has its own layout is left as it is."""
+    console.setup()
+    path = "/a-folder/" + "x" * 130
+    dschat_logger.warning("%s; raise --missing_eos_penalty of %s", "a-b-c-d " * 25, path)
+    dschat_logger.info("t" * 60 + " " + "u" * 60, extra={"is_styled": True})
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first[8:18] == " warning: "
+    *wrapped, styled = lines
+    assert all(line.startswith(" " * 9 + line.strip()[0]) for line in wrapped)
+    assert max(len(line) for line in (first, *wrapped) if path not in line) <= 120
+    words = " ".join(line.strip() for line in (first[9:], *wrapped))
+    assert words == "warning: " + "a-b-c-d " * 25 + f"; raise --missing_eos_penalty of {path}"
+    assert len(styled) == 130
+
+
+def test_a_line_of_metrics():
+    """By hand: six characters a value, with as many digits as they hold."""
+    metrics = {
+        "a/scores": -0.34621,
+        "kl": -1.39e-07,
+        "perplexity": 1017.4,
+        "b/x": 123456.0,
+        "c/x": 0,
+    }
+    line = console.format_line("held out", 5, 12, metrics, [*metrics, "d"])
+    assert line == "held out  5/12  score -0.346  kl -1e-07  perplexity 1017    b/x 1e+05   c/x 0"
+
+
+def test_training_lines_of_step_3_fit(dschat_logger):
+    from dschat.rlhf.reporter import _COLUMNS
+
+    columns = {name: -1.234e-12 for name in _COLUMNS if "teacher" not in name}
+    line = console.format_line("step", 1000, 1000, columns, _COLUMNS)
+    assert len("12:34:56 " + line + "  eta 12:34:56") <= 120
+
+
+@pytest.mark.parametrize("done", [0, 30])
+def test_the_time_left_without_a_terminal(done, monkeypatch):
+    """By the steps since the start, or since it was resumed."""
+    bar = console.progress(50, "training", done=done)
+    bar.start_t -= 100.0
+    assert console.eta(bar) == ""
+    bar.update(5)
+    left = 100 / 5 * (50 - done - 5)  # 900 or 300 s
+    assert console.eta(bar) in (f"  eta {left // 60:02.0f}:{n:02}" for n in (0, 1))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert console.eta(bar) == ""  # the bar shows it
+    monkeypatch.undo()
+    bar.update(45 - done)
+    assert console.eta(bar) == ""
+    assert bar.fp.getvalue() == ""
+    bar.close()
+
+
 def test_deprecations_among_libraries_are_not_shown(dschat_logger):
     with warnings.catch_warnings(record=True) as caught:
         console.setup()

@@ -85,6 +85,9 @@ def test_score_by_kl(tmp_path):
     assert points(training)[:2] == ("rollouts", [0.01, 0.02, 0.03])
     assert training["y"] == pytest.approx([0.1, 0.2, 0.3])
     assert points(held_out) == ("held out", [0.0, 0.5], [0, 2])
+    assert (training["meta"], held_out["meta"]) == ([1, 2, 3], [0, 2])  # iterations, for colors
+    (thinned, _) = figures_of(out, max_points=2)["step3_rlhf-score-against-kl"].traces
+    assert (thinned["x"], thinned["meta"]) == ([0.01, 0.03], [1, 3])
     assert styles(figure) == [("rollouts", BLUE, "solid"), ("held out", ORANGE, "solid")]
     several = figures_of(out, write_run(tmp_path / "b"))["step3_rlhf-score-against-kl"]
     assert styles(several) == [
@@ -92,6 +95,14 @@ def test_score_by_kl(tmp_path):
         ("a, held out", BLUE, "dash"),
         ("b, rollouts", ORANGE, "solid"),
     ]
+    assert not any("meta" in trace for trace in several.traces)
+
+
+def test_step_3_is_first(tmp_path):
+    write_rows(write_run(tmp_path) / "step2_reward/metrics.jsonl", [{"step": 1, "loss": 0.7}])
+    sections = sections_of(read_runs([str(tmp_path)]), 1000)
+    numbers = [section.title[:6] for section in sections]
+    assert list(dict.fromkeys(numbers)) == ["Step 3", "Step 1", "Step 2"]
 
 
 def test_an_average_starts_as_the_policy(tmp_path):

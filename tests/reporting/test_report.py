@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from damages import DAMAGES
 from python_process import python
-from run_folders import write_rows, write_run
+from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
 from dschat.reporting.figures import sections_of
@@ -27,8 +27,9 @@ CHROMIUM = "/usr/bin/chromium"
 
 def page_of(*folders) -> str:
     line = write_report([str(folder) for folder in folders], max_points=1000)
-    page = Path(folders[0]) / "report.html"
-    assert line == f"report: {page}"
+    page = Path(line.removeprefix("report: "))
+    assert page.parent == Path(folders[0])
+    assert (page.name == "report.html") == (len(folders) == 1)
     return page.read_text()
 
 
@@ -66,25 +67,49 @@ def test_what_went_wrong_and_the_best_evaluation_stand_on_top(tmp_path):
     text = page_of(ill)
     found = text.index("gradient is 0 (since iteration 1)")
     assert text.index("What went wrong") < found < text.index("In numbers")
+    assert "Verdict" not in text
     assert "0.25 → 0.5 (best 0.75 at 2)" in text
     assert "<li>ill: step3_rlhf: the actor&#39;s gradient is 0" in page_of(well, ill)
 
 
-def test_three_questions_stand_on_top(tmp_path):
+def test_the_verdict_stands_on_top(tmp_path):
+    """As the run stored it, once, even where it is a warning; the page has no rules of its own."""
+    out, other = write_run(tmp_path / "out"), write_run(tmp_path / "other")
+    verdict = "Held-out answers got worse & <b>worse</b>."
+    rows = [{"step": 2, "warning": "far"}, {"step": 3, "verdict": verdict, "warning": verdict}]
+    write_rows(out / "step3_rlhf" / "warnings.jsonl", rows)
+    text = page_of(out)
+    shown = "Held-out answers got worse &amp; &lt;b&gt;worse"
+    assert text.count(shown) == 1
+    assert text.index(shown) < text.index("What went wrong") < text.index("<li>step3_rlhf: far")
+    assert text.index("<li>step3_rlhf: far") < text.index("In numbers")
+    assert "Verdict on out." in re.sub("<.?b>", "", page_of(out, other))
+
+
+def test_the_page_of_several_runs_has_a_name_of_its_own(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    alone = page_of(a)
+    both = page_of(a, b)
+    assert (a / "report.html").read_text() == alone != both
+    assert sorted(path.name for path in a.glob("*.html")) == ["report-with-b.html", "report.html"]
+    assert not (b / "report.html").exists()
+
+
+def test_the_questions_stand_on_top(tmp_path):
     rows = [{"step": 0, "eval/score": 0.5, "eval/kl": -1.757e-7, "eval/rlhf_reward": 0.5}]
     rows += [{"step": 4, "eval/score": 2.5, "eval/kl": 40.0, "eval/rlhf_reward": -1.5}]
     rows += [{"step": n, "objective/scores": n / 2} for n in (1, 4)]
     write_rows(tmp_path / "step3_rlhf" / "metrics.jsonl", rows)
     text = re.sub(r"\s+", " ", page_of(tmp_path))
-    learned, hacked = (
-        text.index("Did it learn, and when should it have"),
-        text.index("Is it hacked?"),
-    )
-    assert learned < text.index("<td>held-out score</td><td>0.5 → 2.5 (best)</td>") < hacked
-    less = "<td>held-out score less the KL penalty</td><td>0.5 → -1.5 (best 0.5 at 0)</td>"
-    assert learned < text.index(less) < hacked
-    assert hacked < text.index("<td>score in training</td><td>0.5 → 2</td>")
-    assert hacked < text.index("<td>KL to the reference model, nats per answer</td><td>0 → 40</td>")
+    learned = text.index("Did it learn, and when should it have")
+    figures = text.index('<section id="step3_rlhf">')
+    for row in (
+        "<td>held-out score</td><td>0.5 → 2.5 (best)</td>",
+        "<td>held-out score less the KL penalty</td><td>0.5 → -1.5 (best 0.5 at 0)</td>",
+        "<td>score in training</td><td>0.5 → 2</td>",
+        "<td>KL to the reference model, nats per answer</td><td>0 → 40</td>",
+    ):
+        assert learned < text.index(row) < figures
 
 
 OTHERS = ("training_config.yaml", "COMPLETE", "checkpoints/step_000002/manifest.json")
@@ -234,7 +259,7 @@ def test_the_page_in_a_browser(tmp_path):
         )
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto((a / "report.html").as_uri())
+        page.goto(next(a.glob("*.html")).as_uri())
         page.evaluate("document.querySelectorAll('.chart').forEach(draw)")
         page.wait_for_selector("#step3_rlhf-breakdown .main-svg")
         drawn = page.evaluate("document.querySelectorAll('.chart .main-svg').length")
@@ -261,3 +286,54 @@ def test_the_page_in_a_browser(tmp_path):
         assert page.title() != "attacked"
         browser.close()
     assert errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")
+def test_answers_figures_and_keys_of_one_run_in_a_browser(tmp_path):
+    """Three evaluations side by side; one tab stop a figure; a loss without its first values."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    out = write_run(tmp_path)
+    losses = [{"step": n, "loss": loss} for n, loss in ((1, 9.0), (2, 8.0), (50, 2.0), (100, 1.0))]
+    write_rows(out / "step1_sft" / "metrics.jsonl", losses)
+    rows = [
+        {"step": n, "samples": [sample(f"at {n}", advantages=None)], "held_out": True}
+        | {"scores": [1.0], "answer_lengths": [2]}
+        for n in (0, 10, 20, 30, 40)
+    ]
+    write_rows(out / "step3_rlhf" / "samples.jsonl", rows)
+    page_of(out)
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM)
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.goto((out / "report.html").as_uri())
+        answers = page.locator(".column .tokens span:first-child").all_text_contents()
+        assert answers == ["at 0", "at 20", "at 40"]
+        assert len({box.bounding_box()["y"] for box in page.locator(".answer").all()}) == 1
+        page.evaluate("document.querySelectorAll('.chart').forEach(draw)")
+        page.wait_for_selector("#step1_sft-loss .modebar-btn[tabindex='0']")
+        loss = page.locator("#step1_sft-loss .chart")
+        span = loss.evaluate("(chart) => chart.layout.yaxis.range")
+        assert span == pytest.approx([0.95, 2.05])  # a twentieth around 1 to 2
+        assert "It begins at 9.00, above the axis." in page.locator("#step1_sft-loss").inner_text()
+        by_kl = page.locator("#step3_rlhf-score-against-kl .chart")
+        curve = by_kl.evaluate("(chart) => chart.data[0]")
+        assert curve["marker"]["color"] == [1, 2, 3]
+        stops = page.locator("figure").evaluate_all(
+            "(all) => all.map((figure) => [...figure.querySelectorAll('button, a, [tabindex]')]"
+            ".filter((element) => element.tabIndex >= 0).length)"
+        )
+        assert set(stops) == {1}
+        page.emulate_media(media="print")
+        for each in ("figure", ".columns", ".verdict"):
+            is_whole = "(all) => all.every((e) => getComputedStyle(e).breakInside === 'avoid')"
+            assert page.locator(each).evaluate_all(is_whole)
+        page.emulate_media(media="screen")
+        page.locator("#step1_sft-loss .modebar-btn").first.focus()
+        focused = "document.activeElement.dataset.title"
+        first = page.evaluate(focused)
+        page.keyboard.press("ArrowLeft")  # from the first to the last
+        assert page.evaluate(focused) == "Save as SVG"
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate(focused) == first
+        browser.close()

@@ -8,7 +8,7 @@ from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
 from dschat.reporting.page import history_of
-from dschat.reporting.run_files import read_runs
+from dschat.reporting.run_files import read_runs, read_warnings, short_names
 
 
 def test_a_run_has_the_steps_of_its_folder(tmp_path):
@@ -32,6 +32,34 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
     steps = [str(folder / "step3_rlhf") for folder in (*folders, folders[0])]
     names = [run.name for run in read_runs(steps)]
     assert names == ["a/out/step3_rlhf", "b/out/step3_rlhf"]  # and each folder once
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["out/step3_rlhf/actor"], ["step3_rlhf"]),
+        (["a/step3_rlhf/actor", "b/step3_rlhf/actor/"], ["a/step3_rlhf", "b/step3_rlhf"]),
+        (["a/s3/actor", "a/s3/actor_best"], ["s3", "s3/actor_best"]),
+        (["a/actor_best", "b/actor_best"], ["a/actor_best", "b/actor_best"]),
+        (["owner/model", "actor", "/"], ["model", "actor", ""]),
+        (["one.jsonl", "one.jsonl"], ["one.jsonl", "one.jsonl"]),
+        ([], []),
+    ],
+)
+def test_a_model_has_the_same_name_everywhere(paths, names):
+    """In serve, eval and report: its run's, as short as it is distinct."""
+    assert short_names(paths) == names
+
+
+def test_the_verdict_is_the_last_one(tmp_path):
+    """Older versions wrote none; a good one is no warning."""
+    out = write_run(tmp_path)
+    rows = [{"step": 3, "verdict": "worse", "warning": "worse"}, {"step": 4, "verdict": "better"}]
+    write_rows(out / "step3_rlhf/warnings.jsonl", [{"step": 1, "warning": "far"}, *rows])
+    (run,) = read_runs([str(out)])
+    assert run.steps["step3_rlhf"].verdict == "better"
+    assert run.steps["step1_sft"].verdict == ""
+    assert read_warnings(out / "step3_rlhf") == ["far", "worse"]
 
 
 def test_a_row_that_is_being_written_is_left_out(tmp_path):

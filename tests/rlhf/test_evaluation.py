@@ -112,11 +112,16 @@ def reported(models_folder, tmp_path):
 def test_samples_are_recorded_at_the_first_iteration_and_every_n(reported, tmp_path, caplog):
     caplog.set_level("INFO", "dschat")
     reported(sample_steps=3)
-    rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert [row["step"] for row in rows] == [1, 3, 6]
+    rows = sample_rows(tmp_path)
+    assert [row["step"] for row in rows if "held_out" not in row] == [1, 3, 6]
     assert caplog.text.count("sample answers") == 3
-    line = next(text for text in caplog.messages if text.startswith("step 1/"))
-    assert [word for word in ("scores", "answer_length", "eos_share") if word not in line] == []
+    lines = {text.split()[0]: text for text in caplog.messages if "0/6" in text or "1/6" in text}
+    for line in (lines["step"], lines["held"]):  # one name for one thing
+        assert [word for word in (" score ", " length ", " eos_share ") if word not in line] == []
+
+
+def sample_rows(folder):
+    return list(map(json.loads, (folder / "samples.jsonl").read_text().splitlines()))
 
 
 def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
@@ -130,19 +135,24 @@ def test_what_functions_of_trl_log_is_recorded(reported, tmp_path):
     assert all(row["eval/longest"] > 0 for row in rows if "eval/score" in row)
     assert all(row["longest"] > 0 for row in rows if "objective/scores" in row)
     assert rows[1]["objective/scores"] == 3  # iterations that the trainer is made for
-    row = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    row = next(row for row in sample_rows(tmp_path) if "held_out" not in row)
     assert len(row["extra"]["known"]) == len(row["scores"])
 
 
 def test_with_evaluations_the_tables_are_of_the_same_prompts(reported, tmp_path, caplog):
-    """Of held-out ones; samples.jsonl has answers of rollouts as before. The last step leaves its
+    """Of held-out ones; samples.jsonl has them beside answers of rollouts. The last step leaves its
     evaluation to the end: it would be the same again.
     """
     caplog.set_level("INFO", "dschat")
     rows = reported(sample_steps=3, eval_steps=2)
     assert [row["step"] for row in rows if "eval/score" in row] == [0, 2, 4]
-    rows = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert [row["step"] for row in rows] == [1, 3, 6]
+    rows = sample_rows(tmp_path)
+    held_out = [row for row in rows if row.get("held_out")]
+    assert [row["step"] for row in rows if row not in held_out] == [1, 3, 6]
+    assert [row["step"] for row in held_out] == [0, 2, 4]
+    answered = [[sample["prompt"] for sample in row["samples"]] for row in held_out]
+    assert answered == answered[:1] * 3
+    assert {sample["advantages"] for row in held_out for sample in row["samples"]} == {None}
     tables = [text for text in caplog.messages if text.startswith("sample answers")]
     shown = [[line.split(" -> ")[0] for line in table.splitlines()[1:]] for table in tables]
     assert len(tables) == 3  # before training, after iterations 2 and 4
@@ -205,7 +215,7 @@ def test_the_best_actor_is_kept(keeper, models_folder):
     report.close()
 
 
-def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper, caplog):
+def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
     (trainer, found, folder), states = keeper, []
     found |= {"eval/score": 0.5, "eval/kl": 0.1}
     first = Reporter(trainer, held_out(), 3)
@@ -222,7 +232,6 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper, caplog)
         second.evaluate()
         second.close()
         assert ((folder / "model.safetensors").stat().st_mtime_ns > before) == is_better
-    assert "best held-out" not in caplog.text  # 0.1 is no loss of the other metric's 0.5
 
 
 def test_a_best_actor_that_was_not_kept_is_not_claimed(keeper, caplog):
@@ -240,8 +249,21 @@ def test_a_best_actor_that_was_not_kept_is_not_claimed(keeper, caplog):
         second.evaluate()
     second.close()
     assert folder.exists()
-    assert "best held-out eval/score was 0.9" in caplog.text
-    assert "has that actor" not in caplog.text
+    assert "eval/score 0.9 at first, 0.2 at the end" in caplog.text
+    assert "has the actor" not in caplog.text
+
+
+def test_the_verdict_names_the_best_actor(keeper):
+    """And is stored with the warnings."""
+    trainer, found, folder = keeper
+    report = Reporter(trainer, held_out(), 3)
+    for trainer.iteration, score in enumerate((0.2, 0.9, 0.5)):
+        found["eval/score"] = score
+        report.evaluate()
+    report.close()
+    (row,) = map(json.loads, (folder.parent / "warnings.jsonl").open())
+    assert "got better until iteration 1 of 2, and worse after it" in row["verdict"]
+    assert f"{folder} has the actor with eval/score 0.9." in row["verdict"]
 
 
 def iterations(report, trainer, numbers, **metrics):
@@ -291,8 +313,9 @@ def test_findings_are_stored_when_they_come(keeper):
     found |= {"eval/score": 0.1, "eval/answer_length": 9.0}
     report.evaluate()
     report.close()
-    rows = list(map(json.loads, (folder.parent / "warnings.jsonl").open()))
+    *rows, last = map(json.loads, (folder.parent / "warnings.jsonl").open())
     assert [row["step"] for row in rows] == [3, 4]
+    assert "got worse: eval/score 2 at first, 0.1 at the end" in last["verdict"]
     assert rows[0]["warning"].endswith("(since iteration 1)")
     assert "eval/score 0.1, at best 2" in rows[1]["warning"]
     logged = map(json.loads, (folder.parent / "metrics.jsonl").open())

@@ -26,6 +26,10 @@ def test_names(path, name):
 
 
 def test_two_models_of_one_name():
+    paths = ["a/step3_rlhf/actor", "b/step3_rlhf/actor"]
+    config = ServeConfig(path=paths)
+    config.validate()
+    assert config.models == list(zip(["a/step3_rlhf", "b/step3_rlhf"], paths, strict=True))
     with pytest.raises(UserError, match="two models are actor; write NAME=FOLDER"):
         ServeConfig(path=["a/actor=x", "actor=y", "actor=z"]).validate()
 

@@ -301,7 +301,7 @@ def test_a_line_tells_rewards_from_log_probs():
         "logps/chosen": -4.0,
         "eval/rewards/chosen": 2.0,
     }
-    line = format_line(1, 10, metrics, metrics)
+    line = format_line("step", 1, 10, metrics, metrics)
     names = [word for word in line.split()[2:] if not word.lstrip("-").replace(".", "").isdigit()]
     assert names == ["loss", "margins", "logps/chosen", "rewards/chosen"]
 

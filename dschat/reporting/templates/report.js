@@ -35,6 +35,46 @@ function legendHeight(spec, width) {
   return 20 * Math.ceil(names.length / columns);
 }
 
+// The range of a loss without its values from before training and from the first steps, which are far above.
+function trainedRange(traces) {
+  const end = Math.max(...traces.flatMap((trace) => trace.x));
+  const ys = traces.flatMap((trace) => trace.y.filter((_, i) => trace.x[i] > Math.max(1, end / 20)));
+  const [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const margin = 0.05 * (high - low);
+  return margin > 0 ? [low - margin, high + margin] : null;
+}
+
+// Points of curves that have their iterations as `meta`, from blue to orange.
+function colorByIteration(spec) {
+  const traces = spec.data.filter((trace) => trace.meta);
+  const cmax = Math.max(...traces.flatMap((trace) => trace.meta));
+  const [low, high] = ["--low", "--high"].map((name) => `rgb(${getComputedStyle(root).getPropertyValue(name)})`);
+  traces.forEach((trace, i) => {
+    const colors = { color: trace.meta, cmin: 0, cmax, colorscale: [[0, low], [1, high]], showscale: i === 0 };
+    const colorbar = { title: { text: "iteration" }, thickness: 10, outlinewidth: 0 };
+    trace.marker = { size: 8, symbol: ["circle", "square"][i], ...colors, colorbar };
+    trace.mode = trace.mode.includes("lines") ? "lines+markers" : "markers";
+    trace.line = { color: "#7a7f87", width: 1 };
+    trace.text = trace.meta.map((number) => `iteration ${number}`);
+    spec.layout.hovermode = "closest";
+  });
+}
+
+// A figure is one tab stop: its buttons are a toolbar, where arrow keys go from one to the next.
+function joinButtons(chart) {
+  const buttons = [...chart.querySelectorAll(".modebar-btn")];
+  buttons.forEach((button, i) => button.setAttribute("tabindex", i ? -1 : 0));
+}
+
+function moveFocus(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const buttons = [...event.currentTarget.querySelectorAll(".modebar-btn")];
+  const at = buttons.indexOf(document.activeElement);
+  if (!step || at < 0) return;
+  buttons[(at + step + buttons.length) % buttons.length].focus();
+  event.preventDefault();
+}
+
 function draw(chart) {
   if (chart.classList.contains("drawn")) return;
   chart.classList.add("drawn");
@@ -47,7 +87,17 @@ function draw(chart) {
     modeBarButtonsToRemove: ["toImage", "select2d", "lasso2d"],
     modeBarButtonsToAdd: [{ name: "Save as SVG", icon: Plotly.Icons.camera, click: save }],
   };
+  const isLoss = /^step[123]_[a-z]+-loss$/.test(chart.dataset.figure);
+  const range = isLoss && trainedRange(spec.data);
+  const first = range && Math.max(...spec.data.map((trace) => trace.y[0]));
+  if (first > range?.[1]) {
+    spec.layout.yaxis = { ...spec.layout.yaxis, range };
+    add(chart.parentElement, "figcaption", "", `It begins at ${first.toPrecision(3)}, above the axis.`);
+  }
+  colorByIteration(spec);
   Plotly.newPlot(chart, spec.data, { ...spec.layout, font: { size: 12 }, template: template() }, config);
+  chart.on("plotly_afterplot", () => joinButtons(chart));
+  chart.addEventListener("keydown", moveFocus);
 }
 
 // As it is shown, but in plotly's own colors, which are dark on white.
@@ -116,7 +166,8 @@ function addAnswer(parent, answer, kind, scale) {
 function showSamples() {
   const kind = radios.find((radio) => radio.checked).value;
   const scale = kind ? scaleOf(kind) : 0;
-  document.querySelector(".scale").style.visibility = scale ? "visible" : "hidden";
+  const isColored = selects.some((select) => samples[select.selectedIndex].answers.some((answer) => answer[kind]));
+  document.querySelector(".scale").hidden = !(scale && isColored);
   document.getElementById("low").textContent = `≤ ${shown(-scale)}`;
   document.getElementById("high").textContent = `≥ ${shown(scale)}`;
   for (const select of selects) {
@@ -132,11 +183,15 @@ if (samples.length) {
     samples.forEach((row) => add(select, "option", "", row.label));
     select.addEventListener("change", showSamples);
   }
-  // First against last iteration of one run; the last ones of two runs.
-  const lastOf = (run) => samples.map((row) => row.run).lastIndexOf(run);
+  // The first, a middle and the last of one run, or the last ones of several: of evaluations, if there are any.
   const runs = [...new Set(samples.map((row) => row.run))];
-  selects[0].selectedIndex = runs.length > 1 ? lastOf(runs[0]) : 0;
-  selects[1].selectedIndex = runs.length > 1 ? lastOf(runs[1]) : samples.length - 1;
+  const kindOf = (run) => samples.find((row) => row.run === run).kind;
+  const lastOf = (run) => samples.findLastIndex((row) => row.run === run && row.kind === kindOf(run));
+  const last = lastOf(runs[0]);
+  const shown = runs.length > 1 ? runs.map(lastOf).slice(0, 3) : [0, Math.floor(last / 2), last];
+  const columns = [...new Set(shown)];
+  selects.splice(columns.length).forEach((select) => select.parentElement.remove());
+  selects.forEach((select, i) => { select.selectedIndex = columns[i]; });
   const hasKl = samples.some((row) => row.answers.some((answer) => answer.token_kl));
   radios.find((radio) => radio.value === (hasKl ? "token_kl" : "advantages")).checked = true;
   radios.forEach((radio) => radio.addEventListener("change", showSamples));
