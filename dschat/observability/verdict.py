@@ -35,6 +35,7 @@ def verdict(rows: Sequence[Row], num_held_out: int, where: str) -> tuple[str, bo
     chance = error * (spread if name == _SCORE else widest)
 
     said, when = "got better to the end", f"iteration {best['step']}"
+    is_solved = name != _SCORE and min(first[name], last[name]) > 0.95
     if gain <= chance:
         said = "got worse" if fall > chance else "did not get better"
     elif loss > 0:
@@ -54,7 +55,7 @@ def verdict(rows: Sequence[Row], num_held_out: int, where: str) -> tuple[str, bo
     if last.get("eval/kl") is not None:
         text += f" KL to the reference: {last['eval/kl']:.3g} nats an answer."
     text += f" Answers cut: {1 - last.get('eval/eos_share', 1.0):.0%}."
-    return text, (gain <= chance or loss > chance or bool(rise))
+    return text, (gain <= chance and not is_solved or loss > chance or bool(rise))
 
 
 def _rise(best: Row, last: Row, trained: list[Row], chance: float) -> str:

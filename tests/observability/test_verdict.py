@@ -136,3 +136,9 @@ def test_it_is_stored(tmp_path, caplog):
         assert (row["step"], row.get("warning")) == (4, row["verdict"] if last < 0.5 else None)
         assert caplog.records[-1].levelname == level
     assert (tmp_path / METRICS).exists()
+
+
+def test_a_task_that_was_solved_from_the_start_is_no_warning():
+    assert not verdict(run_of("eval/pass@1", (0.98, 0.99, 0.98)), 300, WHERE)[1]
+    assert verdict(run_of("eval/pass@1", (0.90, 0.91, 0.90)), 300, WHERE)[1]
+    assert verdict(run_of("eval/score", (0.98, 0.99, 0.98)), 300, WHERE)[1]
