@@ -60,6 +60,7 @@ class Experience:
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
+    num_mini_batches: int = 1  # optimizer steps of an epoch, the same on all ranks
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
 
     @property
@@ -147,7 +148,7 @@ def joined(parts: list[Experience]) -> Experience:
             width = max(value.shape[1] for value in values)
             inner = (0, 0) * (values[0].dim() - 2)
             return torch.cat([F.pad(v, (*inner, 0, width - v.shape[1])) for v in values])
-        if isinstance(values[0], str):
+        if isinstance(values[0], (int, str)):
             return max(values)  # a problem, if any part has one
         if any(value is None or isinstance(value, PackedRows) for value in values):
             return None

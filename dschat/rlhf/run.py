@@ -70,11 +70,12 @@ def train(
     if episodes and episodes.rewards:
         sources.append(ENVIRONMENT)
     metric = check_evaluation(args, sources, len(held_out))
-    prompt_train_dataloader = PromptBatches(
-        prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
-    )
+    rank, world = dist.rank(), dist.world_size()
+    size = args.rollout_prompts(world)
+    prompt_train_dataloader = PromptBatches(prompts, size, rank, world, args.seed)
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
-    num_steps = num_iters * args.ppo_epochs * args.num_mini_batches
+    num_prompts = min(size, prompt_train_dataloader.num_rows or size)
+    num_steps = num_iters * args.ppo_epochs * args.mini_batches_of(num_prompts, world)
     warn_of_few_steps(args, num_steps, "per_device_generation_batch_size")
 
     engine = DeepSpeedRLHFEngine(
