@@ -65,11 +65,8 @@ class Reporter:
         num_iters: int,
         num_rows: int | None = None,
         call: Callable[..., None] = lambda *_: None,
-        metric: str = LEADING[-1],
     ) -> None:
-        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`.
-        ``metric``: of the best evaluation.
-        """
+        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`."""
         self._call = call
         self._trainer = trainer
         self._engine = trainer.engine
@@ -83,7 +80,9 @@ class Reporter:
         most_clipped = 0.4 if args.policy_loss == "gspo" else 0.3  # all tokens of a sequence
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
-        self._metric = metric
+        # The first evaluation decides, if no flag has: what the best one has, and pass@k.
+        self._metric = "" if args.keep_best == AUTO else args.keep_best or ""
+        self._passes: bool | None = None
         self._evaluated: list[tuple[float, int]] = []  # a value of that metric, and when
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
@@ -105,9 +104,12 @@ class Reporter:
                 logger.info("a policy far from its start, or a hacked score, shows with --log_kl")
             self.evaluate()
             return
+        best_metric = values["best_metric"] or LEADING[-1]
+        self._passes = values.get("passes", best_metric == LEADING[1] or None)
+        self._metric = self._metric or (best_metric if best_metric in LEADING else "")
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
-        if (values["best_metric"] or "eval/score") == self._metric:
+        if best_metric == self._metric:
             self._evaluated = [tuple(pair) for pair in values.get("evaluated", ())]
             if values.get("best_print") == self._best_print:
                 self._best = values["best"]
@@ -119,7 +121,7 @@ class Reporter:
     def _state(self) -> RunState:
         state = self._trainer.run_state()
         state.values |= {"best": self._best, "best_metric": self._metric}
-        state.values["best_print"] = self._best_print
+        state.values |= {"best_print": self._best_print, "passes": self._passes}
         state.values |= {"health": self._health.state(), "evaluated": self._evaluated}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
@@ -161,11 +163,13 @@ class Reporter:
         """Collective. Evaluate the actor and, once it differs, its moving average."""
         if self._held_out.total == 0:
             return
+        collector, show = self._trainer.collector, partial(self._show_samples, held_out=True)
         with self._engine.rollout_mode() as generator:
-            show = partial(self._show_samples, held_out=True)
             metrics = evaluate_policy(
-                self._engine, generator, self._held_out, self._trainer.collector, show
+                self._engine, generator, self._held_out, collector, show, self._passes
             )
+        self._passes = LEADING[1] in metrics
+        self._metric = self._metric or next((n for n in LEADING if n in metrics), LEADING[-1])
         self._call("on_evaluate", self._trainer, metrics)
         self._log_held_out(metrics, "held out")
         self._warn(metrics)
@@ -175,7 +179,7 @@ class Reporter:
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
                 average = evaluate_policy(
-                    self._engine, generator, self._held_out, self._trainer.collector
+                    self._engine, generator, self._held_out, collector, passes=self._passes
                 )
             self._log_held_out(average, "held out, moving average")
             metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}

@@ -69,7 +69,7 @@ def train(
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if episodes and episodes.rewards:
         sources.append(ENVIRONMENT)
-    metric = check_evaluation(args, sources, len(held_out))
+    check_evaluation(args, sources, len(held_out))
     rank, world = dist.rank(), dist.world_size()
     size = args.rollout_prompts(world)
     prompt_train_dataloader = PromptBatches(prompts, size, rank, world, args.seed)
@@ -102,7 +102,7 @@ def train(
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     num_rows = prompt_train_dataloader.num_rows
-    report = Reporter(trainer, held_out, num_iters, num_rows, call, metric)
+    report = Reporter(trainer, held_out, num_iters, num_rows, call)
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         report.begin(checkpointer)
         while trainer.iteration < num_iters:
