@@ -20,7 +20,7 @@ from dschat.config.fields import (
     speed_flag,
 )
 from dschat.config.lora import LoraConfig
-from dschat.config.renamed import translated
+from dschat.config.renamed import hint, translated
 from dschat.config.reward import EnvironmentConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
@@ -34,6 +34,12 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 @dataclass
 class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        names = [f.name for f in fields(cls)]
+        unknown = [f"{name}{hint(name, names)}" for name in given if name not in names]
+        require(not unknown, f"{cls.__name__} has no {', no '.join(unknown)}")
+        return super().__new__(cls)
 
     # output
     output_dir: Optional[str] = place_flag(
@@ -93,12 +99,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
         )
         self.validate_deepspeed()
 
-    @property
-    def tokenizer_flags(self) -> dict[str, Any]:
-        return {"eot_token": self.eot_token, **self.template_flags}
-
-    @classmethod
-    def from_namespace(cls: type[Config], args: Any) -> Config:
     def require_unchanged(self, before: dict[str, Any]) -> None:
         """Raise ``UserError`` where a field that is read once is not as ``before``."""
         for f in fields(self):
@@ -106,6 +106,12 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             if remedy and now != then:
                 raise UserError(f"args.{f.name} {now} comes too late, {then} is in use; {remedy}")
 
+    @property
+    def tokenizer_flags(self) -> dict[str, Any]:
+        return {"eot_token": self.eot_token, **self.template_flags}
+
+    @classmethod
+    def from_namespace(cls: type[Config], args: Any) -> Config:
         """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
 
         Raises:

@@ -63,6 +63,20 @@ class Experience:
     num_mini_batches: int = 1  # optimizer steps of an epoch, the same on all ranks
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
 
+    def __repr__(self) -> str:
+        """In a few lines what its tensors, which fill the screen, amount to."""
+        kl = ((self.logprobs - self.ref_logprobs) * self.answer_mask).sum(dim=1)
+        rows = {"prompt tokens": self.prompt_lengths, "answer tokens": self.answer_mask.sum(dim=1)}
+        rows |= {"finished": self.finished, "scores": self.scores[self.scored], "KL to ref": kl}
+        rows |= {name: getattr(self, name)[self.scored_mask] for name in ("advantages", "returns")}
+        steps = f"steps of an epoch: {self.num_mini_batches}"
+        lines = [f"Experience: {self.num_sequences} sequences, {self.problem or steps}"]
+        for name, of in rows.items():
+            if len(of := of.double()):
+                low, high = of.aminmax()
+                lines.append(f"  {name:<13} mean {of.mean():9.4g} from {low:9.4g} to {high:9.4g}")
+        return "\n".join(lines)
+
     @property
     def num_sequences(self) -> int:
         return self.lengths.shape[0]
