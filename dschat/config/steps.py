@@ -11,14 +11,7 @@ from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, Prefere
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import (
-    AUTO,
-    flag,
-    log_flag,
-    place_flag,
-    require_valid,
-    speed_flag,
-)
+from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
 from dschat.config.renamed import hint, translated
 from dschat.config.reward import EnvironmentConfig
