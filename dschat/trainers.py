@@ -9,6 +9,7 @@ evaluation and saved models. Settings are the flags of the step, as keywords or 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
@@ -46,6 +47,22 @@ class _Trainer:
     runs: ClassVar[str]  # the function, imported when it is called
     defaults: ClassVar[dict[str, Any]] = {}
     _objects: tuple[Any, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Signature and docstring, which ``help`` and notebooks show, have the settings too."""
+        made = [signature(getattr(c, "__init__")).parameters for c in cls.__mro__[-2::-1]]  # noqa: B009
+        own = {
+            n: p for of in made for n, p in of.items() if n != "self" and p.kind != p.VAR_KEYWORD
+        }
+        config, kind = cls.config_class(**cls.defaults), Parameter.KEYWORD_ONLY
+        cls.__doc__ = f"{cls.__doc__}\n\n    Settings:"
+        settings = [f for f in fields(config) if f.name not in (*own, cls.model_flag)]
+        for f in sorted(settings, key=lambda f: not f.metadata["short"]):  # the most used first
+            own[f.name] = Parameter(
+                f.name, kind, default=getattr(config, f.name), annotation=f.type
+            )
+            cls.__doc__ = f"{cls.__doc__}\n        {f.name}: {f.metadata['help']}"
+        setattr(cls, "__signature__", Signature(sorted(own.values(), key=lambda p: p.kind)))  # noqa: B010
 
     def __init__(
         self,

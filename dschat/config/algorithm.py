@@ -49,6 +49,7 @@ class AlgorithmConfig:
         short=True,
         aliases=["--kl_ctl"],
         ge=0,
+        read_once="set trainer.kl.value",
     )
     log_kl: bool = flag(
         False, "Load the reference model with --kl_coef 0 too, and log the KL to it."
@@ -68,12 +69,14 @@ class AlgorithmConfig:
         "Adapt --kl_coef to reach this KL per sequence, in nats.",
         gt=0,
         remedy="; leave it out for a fixed --kl_coef",
+        read_once="set trainer.kl.target",
     )
     kl_horizon: int = flag(
         10_000,
         "Time constant of the adaptive KL controller, in sequences.",
         ge=1,
         needs="kl_target",
+        read_once="set trainer.kl.horizon",
     )
     # policy and value loss
     policy_loss: Union[Literal["ppo", "gspo", "cispo"], str] = flag(

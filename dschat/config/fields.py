@@ -71,7 +71,8 @@ def flag(
         remedy: ends the message about a number out of bounds.
         short: whether ``--help`` shows the flag; ``--help all`` shows every one.
         metadata: what argparse takes; ``needs``, a flag without which this one has no effect;
-            ``reads`` is "files" where the value names local files, whose contents count.
+            ``reads`` is "files" where the value names local files, whose contents count;
+            ``read_once``: how to change it once a trainer is made, which then has its own.
     """
     metadata |= {"help": help, "short": short, "bounds": Bounds(ge, gt, le, lt, remedy)}
     if isinstance(default, list):

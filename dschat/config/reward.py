@@ -94,14 +94,21 @@ class RewardTrainingConfig(RewardSourcesConfig):
         aliases=["--clip_reward_value"],
         gt=0,
     )
-    eval_pass_score: float = flag(
-        1.0, "Score at which an answer counts as passed in evaluation, before clipping."
+    eval_pass_score: Optional[float] = log_flag(
+        None,
+        "Score at which an answer counts as passed in evaluation, before clipping; default: 1, for "
+        "scores that are 0 or 1.",
     )
     eval_pass_source: Optional[str] = flag(
         None,
         "Source whose score decides passing: a function's name, http or reward_model; default: the "
         "weighted sum.",
     )
+
+    @property
+    def sets_passing(self) -> bool:
+        """Whether a flag says which answers pass in evaluations."""
+        return self.eval_pass_score is not None or bool(self.eval_pass_source)
 
     def clip_where(self, model_alone: bool) -> Optional[float]:
         """The bound of the weighted sum; None: unbounded. ``model_alone``: all other sources have

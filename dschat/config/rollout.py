@@ -144,6 +144,28 @@ class RolloutConfig:
         return self.rollout_prompts(world_size) * self.num_samples_per_prompt
 
     @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps in one PPO epoch over a full rollout. The processes cancel out."""
+        return self.mini_batches_of(self.rollout_prompts(1), 1)
+
+    def mini_batches_of(self, num_prompts: int, world_size: int) -> int:
+        """Those over the answers to so many prompts of all processes; one, where fewer prompts than
+        a full rollout's do not fill it. ``UserError`` where the division is not exact.
+        """
+        config: Any = self
+        mini = config.mini_batch_size(world_size)
+        samples = num_prompts * self.num_samples_per_prompt
+        if samples < mini and num_prompts < self.rollout_prompts(world_size):
+            return 1
+        require(
+            samples % mini == 0,
+            f"--per_device_training_batch_size x --gradient_accumulation_steps x processes = {mini}"
+            f" does not divide the {samples} sequences of a rollout ({num_prompts} prompts x "
+            "--num_samples_per_prompt); choose numbers that divide",
+        )
+        return int(samples // mini)
+
+    @property
     def samples_under_way(self) -> int:
         """Most sequences that a process generates together."""
         extra = self.oversample if self.partial_rollout else 0.0

@@ -11,27 +11,28 @@ from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, Prefere
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import (
-    AUTO,
-    flag,
-    log_flag,
-    place_flag,
-    require_valid,
-    speed_flag,
-)
+from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
-from dschat.config.renamed import translated
+from dschat.config.renamed import hint, translated
 from dschat.config.reward import EnvironmentConfig
 
 Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.
 _RATE: dict[str, Any] = {"ge": 0, "le": 10}
+_RATES = "set base_lrs of the schedule, trainer.engine.actor.lr_scheduler (or critic)"
+_REMAKE = "make the engine again: its schedule is laid"
 _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2 and 3"}
 
 
 @dataclass
 class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        names = [f.name for f in fields(cls)]
+        unknown = [f"{name}{hint(name, names)}" for name in given if name not in names]
+        require(not unknown, f"{cls.__name__} has no {', no '.join(unknown)}")
+        return super().__new__(cls)
 
     # output
     output_dir: Optional[str] = place_flag(
@@ -53,9 +54,11 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     )
     max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.", ge=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
-        "cosine", "Learning-rate schedule over optimizer steps.", short=True
+        "cosine", "Learning-rate schedule over optimizer steps.", short=True, read_once=_REMAKE
     )
-    num_warmup_steps: int = flag(0, "Linear warm-up, in optimizer steps.", short=True, ge=0)
+    num_warmup_steps: int = flag(
+        0, "Linear warm-up, in optimizer steps.", short=True, ge=0, read_once=_REMAKE
+    )
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.", ge=0, lt=1)
     num_train_epochs: int = flag(1, "Passes over this step's share of the data.", short=True, ge=1)
     max_steps: int = flag(
@@ -93,6 +96,13 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
         self.validate_deepspeed()
+
+    def require_unchanged(self, before: dict[str, Any]) -> None:
+        """Raise ``UserError`` where a field that is read once is not as ``before``."""
+        for f in fields(self):
+            remedy, then, now = f.metadata.get("read_once"), before[f.name], getattr(self, f.name)
+            if remedy and now != then:
+                raise UserError(f"args.{f.name} {now} comes too late, {then} is in use; {remedy}")
 
     @property
     def tokenizer_flags(self) -> dict[str, Any]:
@@ -255,10 +265,10 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         16, "Sequences per training micro-batch and process.", short=True, ge=1
     )
     actor_learning_rate: float = flag(
-        9.65e-6, "Peak learning rate of the actor.", short=True, **_RATE
+        9.65e-6, "Peak learning rate of the actor.", short=True, **_RATE, read_once=_RATES
     )
     critic_learning_rate: float = flag(
-        5e-6, "Peak learning rate of the critic.", short=True, **_RATE
+        5e-6, "Peak learning rate of the critic.", short=True, **_RATE, read_once=_RATES
     )
     actor_weight_decay: float = flag(0.0, "Weight decay of the actor.", **_RATE)
     critic_weight_decay: float = flag(0.0, "Weight decay of the critic.", **_RATE)
@@ -357,16 +367,6 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         """Tokens of the longest prompt and answer together."""
         return self.max_prompt_seq_len + self.max_answer_seq_len
 
-    @property
-    def num_mini_batches(self) -> int:
-        """Optimizer steps in one PPO epoch. The number of processes cancels out."""
-        return self.rollout_samples(1) // self.mini_batch_size(1)
-
-    @property
-    def takes_one_step(self) -> bool:
-        """Whether a rollout is trained on in a single optimizer step."""
-        return self.ppo_epochs * self.num_mini_batches == 1
-
     def validate(self) -> None:
         """`validate_models`, and require a reward source or a teacher."""
         self.validate_models()
@@ -399,10 +399,4 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
             self.keep_best in (None, AUTO) or str(self.keep_best).startswith("eval/"),
             f"--keep_best {self.keep_best} is not an evaluation metric such as eval/score",
         )
-        samples, mini = self.rollout_samples(1), self.mini_batch_size(1)
-        require(
-            samples % mini == 0,
-            f"--per_device_training_batch_size x --gradient_accumulation_steps = {mini} does not "
-            f"divide the {samples} sequences of a rollout (--per_device_generation_batch_size x "
-            f"--generation_batches x --num_samples_per_prompt); choose numbers that divide",
-        )
+        self.mini_batches_of(self.rollout_prompts(1), 1)

@@ -29,10 +29,21 @@ from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
 PromptBatch = PromptTable | list[list[int]] | Mapping[str, Tensor | list[list[int]]]
 
 
-def prompt_table(batch: PromptBatch) -> PromptTable:
-    """Any form of prompt batch as a table, without padding; ``UserError`` for another type."""
+def prompt_table(batch: PromptBatch, columns: Mapping[str, Any] | None = None) -> PromptTable:
+    """Any form of prompt batch as a table, without padding; ``UserError`` for another type.
+    ``columns``: further ones, each a list, array or tensor of one value per prompt.
+    """
+    table = _table(batch)
+    for name, values in (columns or {}).items():
+        table.columns[name] = values.tolist() if hasattr(values, "tolist") else list(values)
+        if (count := len(table.columns[name])) != len(table):
+            raise UserError(f"columns: {name} has {count} values for {len(table)} prompts")
+    return table
+
+
+def _table(batch: PromptBatch) -> PromptTable:
     if isinstance(batch, PromptTable):
-        return replace(batch, ids=_checked(batch.ids))
+        return replace(batch, ids=_checked(batch.ids), columns=dict(batch.columns))
     if not isinstance(batch, Mapping):
         return PromptTable(_checked(batch))
     if "input_ids" not in batch:
@@ -155,6 +166,8 @@ class Collector:
 
         The caller may do other work before `Collected.score`, while reward functions run.
         """
+        if prompts.ids:
+            self._functions.check_columns(prompts.columns)
         return self.policy.rollout(prompts, sampling.n, partial(self.ask, sampling))
 
     def ask(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 import dschat.distributed as dist
 from dschat.checkpoint.hf_export import export_adapter, export_hf
@@ -63,6 +63,7 @@ class DeepSpeedRLHFEngine:
         reward: frozen; None where only reward functions score.
         teacher: frozen; None unless ``args.teacher_model_name_or_path`` names one.
         ema: the actor's moving average; None unless ``enable_ema``.
+        updates: optimizer steps of an iteration, over which the learning-rate schedules are laid.
         token_budget: tokens of a micro-batch; 0: rows decide, as they do before ``auto`` is
             measured.
 
@@ -112,6 +113,7 @@ class DeepSpeedRLHFEngine:
             names[0], names[1] or None, self.args, tokenizer
         )
         self.num_iters = num_total_iters
+        self.updates = self.args.ppo_epochs * self.args.num_mini_batches
         self._actor_zero = zero_settings(self.args, "actor")
         self._critic_zero = zero_settings(self.args, "critic")
         self.stop_ids = self.checkpoints.stop_ids
@@ -122,8 +124,8 @@ class DeepSpeedRLHFEngine:
         self.ref = self._frozen("reference", self._actor_zero, actor)
         self.critic = self._build_critic()
         if self.args.output_dir is not None:
-            models = [self.actor] * (1 + self.args.enable_ema + bool(self.args.keep_best))
-            models += [] if self.critic is None else [self.critic]
+            copies = [self.actor] * (self.args.enable_ema + bool(self.args.keep_best))
+            models = [*self.trained.values(), *copies]
             check_room(self.args.output_dir, [weight_bytes(unwrap(model)) for model in models])
         self.reward = self._frozen("reward", self._critic_zero, self.checkpoints.reward)
         self.teacher = self._frozen("teacher", self._actor_zero, self.checkpoints.teacher)
@@ -146,11 +148,27 @@ class DeepSpeedRLHFEngine:
         self, model: nn.Module, name: str, zero: ZeroSettings, wrap: type[PackedModel]
     ) -> TrainingEngine:
         """Collective. An engine around ``model``, by the flags of ``name``: actor or critic."""
-        args, iterations = self.args, self.num_iters
-        if name == "actor":  # no schedule steps while the critic trains alone
-            iterations -= args.critic_warmup_steps
-        num_steps = max(1, iterations * args.ppo_epochs * args.num_mini_batches)
-        return trained_engine(model, args, name, zero, wrap, num_steps)
+        return trained_engine(model, self.args, name, zero, wrap, self._num_steps(name))
+
+    def _num_steps(self, name: str) -> int:
+        # No schedule steps while the critic trains alone.
+        warmup = self.args.critic_warmup_steps if name == "actor" else 0
+        return max(1, (self.num_iters - warmup) * self.updates)
+
+    def lay_schedules(self, updates: int, is_there: bool = False) -> None:
+        """Lay the learning-rate schedules over ``updates`` optimizer steps an iteration, and move
+        them to their place there, unless they have it already (``is_there``).
+        """
+        before, self.updates = self.updates, updates
+        form, warmup = self.args.lr_scheduler_type, self.args.num_warmup_steps
+        for name, model in self.trained.items() if updates != before else ():
+            schedule, optimizer = model.lr_scheduler, model.lr_scheduler.optimizer
+            new = get_scheduler(form, optimizer, warmup, self._num_steps(name))
+            schedule.lr_lambdas = new.lr_lambdas
+            schedule.last_epoch *= 1 if is_there else updates / before
+            groups = zip(optimizer.param_groups, schedule.base_lrs, new.lr_lambdas, strict=True)
+            for group, rate, factor in groups:
+                group["lr"] = rate * factor(schedule.last_epoch)
 
     def _build_actor(self) -> TrainingEngine:
         dropout = self.args.actor_dropout or 0.0
@@ -266,6 +284,12 @@ class DeepSpeedRLHFEngine:
         return self.reward(rows.to(dist.device()))
 
     @property
+    def trained(self) -> dict[str, TrainingEngine]:
+        """The actor and any critic, by name."""
+        both = {"actor": self.actor, "critic": self.critic}
+        return {name: model for name, model in both.items() if model is not None}
+
+    @property
     def dtype(self) -> torch.dtype:
         """The actor's compute dtype."""
         return self._actor_zero.dtype
@@ -287,8 +311,7 @@ class DeepSpeedRLHFEngine:
     @contextmanager
     def rollout_mode(self) -> Iterator[Generator]:
         """Collective. A scope in which the actor generates; refreshed once per weight version."""
-        engines = [engine for engine in (self.actor, self.critic) if engine is not None]
-        with training_states_away(engines, self.args.offloads("rollout")):
+        with training_states_away(list(self.trained.values()), self.args.offloads("rollout")):
             generator = self.rollout.enter(self.version)
             try:
                 yield generator

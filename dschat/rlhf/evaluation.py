@@ -23,7 +23,6 @@ from dschat.data.batches import PromptTable, prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
-from dschat.observability.health import LEADING
 from dschat.rewards.reward_functions import REWARD_MODEL
 from dschat.rewards.scoring import SourceScores, any_applies, source_means
 from dschat.rlhf.batching import pieces
@@ -34,6 +33,8 @@ from dschat.rlhf.forwards import action_logprobs
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")
+
+_ROUNDING = 1e-6  # 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32
 
 
 @dataclass
@@ -64,9 +65,12 @@ def evaluate_policy(
     held_out: HeldOutPrompts,
     collector: Collector,
     show: Callable[[Experience], None] = lambda _: None,
+    passes: bool | None = None,
 ) -> dict[str, float]:
-    """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training; ``show`` gets
-    this rank's answers with their scores.
+    """Collective. ``eval/...`` means over all ranks' prompts, sampled as in training.
+
+    ``show`` gets this rank's answers with their scores. ``passes``: whether the first evaluation
+    had pass@k; None: this one is the first. It has where flags ask, or all scores are 0 or 1.
     """
     args = engine.args
     sampling = SamplingParams.from_config(args, EVAL_SEED, args.eval_num_samples)
@@ -83,7 +87,9 @@ def evaluate_policy(
             scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
     show(replace(e, scores=scores, scored=scored))
+    partial = scored & (scores.abs() > _ROUNDING) & ((scores - 1).abs() > _ROUNDING)
     sums = {"count": float(e.num_sequences), "scored": float(scored.sum()), "known": 0.0}
+    sums["partial"] = float(partial.sum())
     if sources:
         sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
@@ -92,20 +98,23 @@ def evaluate_policy(
     if engine.teacher is not None:
         sums["teacher_kl"] = _kl(engine, engine.teacher, e)
     sums |= _answer_sums(engine, e, held_out, sampling.n)
-    if any(source.name != REWARD_MODEL for source in sources) or args.eval_pass_source:
+    if args.sets_passing or any(source.name != REWARD_MODEL for source in sources):
         pass_scores = scores
         if args.eval_pass_source:
             pass_scores = _scores_of(args.eval_pass_source, sources)
-        # The tolerance: 0.7 + 0.2 + 0.1 is 1 - 1e-16, and scores are fp32.
-        passed = (pass_scores >= args.eval_pass_score - 1e-6).reshape(-1, sampling.n)
+        least = 1.0 if args.eval_pass_score is None else args.eval_pass_score
+        passed = (pass_scores >= least - _ROUNDING).reshape(-1, sampling.n)
         known = pass_scores.isfinite().reshape(-1, sampling.n)
         sums["known"] = float(known.sum())
         sums |= _passes(passed.sum(dim=1), known.sum(dim=1), sampling.n)
     totals = dist.sum_named(sums)
     metrics = {
         f"eval/{name}": total / max(totals["known" if "pass@" in name else "count"], 1.0)
-        for name, total in list(totals.items())[3:]
+        for name, total in list(totals.items())[4:]
     }
+    asked = args.sets_passing or "pass@" in (args.keep_best or "")
+    if not asked and (totals["partial"] if passes is None else not passes):
+        metrics = {name: value for name, value in metrics.items() if "pass@" not in name}
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
         if engine.has_reference:
@@ -138,8 +147,8 @@ def _scores_of(name: str, sources: list[SourceScores]) -> Tensor:
     return torch.where(source.applies, source.scores.double(), math.nan)
 
 
-def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> str:
-    """Check the evaluation flags before any weight loads; the metric of the best evaluation.
+def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int) -> None:
+    """Check the evaluation flags before any weight loads.
 
     Args:
         sources: names of all score sources, in their order.
@@ -154,24 +163,21 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
         f"{', '.join(sources)}",
     )
     names, metric = _metric_names(args, sources), args.keep_best
-    if metric in (None, AUTO):
-        metric = next((name for name in LEADING if name in names), LEADING[-1])
     if not num_held_out:
         none = "no prompt is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
         require(not args.keep_best, f"--keep_best needs evaluations, but {none}")
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
-    elif args.keep_best:
+    elif metric not in (None, AUTO):
         require(
             metric in names, f"--keep_best {metric} is not measured; choose from {', '.join(names)}"
         )
         if metric == "eval/rlhf_reward" and not args.kl_coef:
             logger.warning("--keep_best eval/rlhf_reward: with --kl_coef 0 it is eval/score")
-    return metric
 
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
-    """The names that `evaluate_policy` returns."""
+    """The names that `evaluate_policy` may return."""
     names = [*(["score"] if sources else []), "answer_length", "eos_share"]
     if args.environment:
         names += ["turns", "environment_tokens"]
@@ -181,7 +187,7 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
         names += ["kl", *(["rlhf_reward"] if sources else [])]
     if args.has_teacher:
         names.append("teacher_kl")
-    if args.eval_pass_source or any(name != REWARD_MODEL for name in sources):
+    if args.sets_passing or any(name != REWARD_MODEL for name in sources):
         names += _passes(torch.zeros(0), torch.zeros(0), args.eval_num_samples)
     if len(sources) > 1:
         names += [f"scores/{name}" for name in sources]

@@ -60,7 +60,22 @@ class Experience:
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
+    num_mini_batches: int = 1  # optimizer steps of an epoch, the same on all ranks
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
+
+    def __repr__(self) -> str:
+        """In a few lines what its tensors, which fill the screen, amount to."""
+        kl = ((self.logprobs - self.ref_logprobs) * self.answer_mask).sum(dim=1)
+        rows = {"prompt tokens": self.prompt_lengths, "answer tokens": self.answer_mask.sum(dim=1)}
+        rows |= {"finished": self.finished, "scores": self.scores[self.scored], "KL to ref": kl}
+        rows |= {name: getattr(self, name)[self.scored_mask] for name in ("advantages", "returns")}
+        steps = f"steps of an epoch: {self.num_mini_batches}"
+        lines = [f"Experience: {self.num_sequences} sequences, {self.problem or steps}"]
+        for name, of in rows.items():
+            if len(of := of.double()):
+                low, high = of.aminmax()
+                lines.append(f"  {name:<13} mean {of.mean():9.4g} from {low:9.4g} to {high:9.4g}")
+        return "\n".join(lines)
 
     @property
     def num_sequences(self) -> int:
@@ -147,7 +162,7 @@ def joined(parts: list[Experience]) -> Experience:
             width = max(value.shape[1] for value in values)
             inner = (0, 0) * (values[0].dim() - 2)
             return torch.cat([F.pad(v, (*inner, 0, width - v.shape[1])) for v in values])
-        if isinstance(values[0], str):
+        if isinstance(values[0], (int, str)):
             return max(values)  # a problem, if any part has one
         if any(value is None or isinstance(value, PackedRows) for value in values):
             return None

@@ -63,7 +63,7 @@ def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFCo
     needs_all = args.old_logprobs == "recompute" or args.rollout_is != "off" or args.partial_rollout
     if not needs_all:
         _recompute(engine, e, args, _checked(e))
-        if not _reads_old_logprobs(engine, args) or _agree(e):
+        if not _reads_old_logprobs(engine, args, e) or _agree(e):
             return True
         rows = [i for i in rows if not e.recomputed[i]]
     _recompute(engine, e, args, rows)
@@ -75,10 +75,10 @@ def _checked(e: Experience) -> list[int]:
     return [i for i, number in enumerate(e.numbers.tolist()) if number % _CHECKED_SHARE == 0]
 
 
-def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> bool:
+def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig, e: Experience) -> bool:
     """Whether a reward, an advantage or a ratio is computed from the old log-probs."""
     in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
-    return in_reward or engine.teacher is not None or not args.takes_one_step
+    return in_reward or engine.teacher is not None or args.ppo_epochs * e.num_mini_batches > 1
 
 
 def _agree(e: Experience) -> bool:

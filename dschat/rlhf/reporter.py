@@ -61,11 +61,8 @@ class Reporter:
         num_iters: int,
         num_rows: int | None = None,
         call: Callable[..., None] = lambda *_: None,
-        metric: str = LEADING[-1],
     ) -> None:
-        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`.
-        ``metric``: of the best evaluation.
-        """
+        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`."""
         self._call = call
         self._trainer = trainer
         self._engine = trainer.engine
@@ -79,7 +76,9 @@ class Reporter:
         most_clipped = 0.4 if args.policy_loss == "gspo" else 0.3  # all tokens of a sequence
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
-        self._metric = metric
+        # The first evaluation decides, if no flag has: what the best one has, and pass@k.
+        self._metric = "" if args.keep_best == AUTO else args.keep_best or ""
+        self._passes: bool | None = None
         self._best = -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
         self._best_folder = Path(self._args.output_dir or "") / "actor_best"
@@ -105,10 +104,12 @@ class Reporter:
         self._bar.unpause()  # its pace is that of iterations from now on
 
     def _resume(self, values: dict[str, Any]) -> None:
+        best_metric = values["best_metric"] or LEADING[-1]
+        self._passes = values.get("passes", best_metric == LEADING[1] or None)
+        self._metric = self._metric or (best_metric if best_metric in LEADING else "")
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
-        is_same = (values["best_metric"] or "eval/score") == self._metric
-        if is_same and values.get("best_print") == self._best_print:
+        if best_metric == self._metric and values.get("best_print") == self._best_print:
             self._best = values["best"]
         self._health = RunHealth(self._health.settings, **values.get("health", {}))
         self._log.resume_from(values["log"], self._trainer.iteration)
@@ -117,7 +118,7 @@ class Reporter:
     def _state(self) -> RunState:
         state = self._trainer.run_state()
         state.values |= {"best": self._best, "best_metric": self._metric}
-        state.values["best_print"] = self._best_print
+        state.values |= {"best_print": self._best_print, "passes": self._passes}
         state.values |= {"health": self._health.state()}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
@@ -160,11 +161,13 @@ class Reporter:
         """Collective. Evaluate the actor and, once it differs, its moving average."""
         if self._held_out.total == 0:
             return
+        collector, show = self._trainer.collector, partial(self._show_samples, held_out=True)
         with self._engine.rollout_mode() as generator:
-            show = partial(self._show_samples, held_out=True)
             metrics = evaluate_policy(
-                self._engine, generator, self._held_out, self._trainer.collector, show
+                self._engine, generator, self._held_out, collector, show, self._passes
             )
+        self._passes = LEADING[1] in metrics
+        self._metric = self._metric or next((n for n in LEADING if n in metrics), LEADING[-1])
         self._call("on_evaluate", self._trainer, metrics)
         at = self._trainer.iteration, self._num_iters
         logger.info(format_line("held out", *at, metrics, metrics))
@@ -173,7 +176,7 @@ class Reporter:
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
                 average = evaluate_policy(
-                    self._engine, generator, self._held_out, self._trainer.collector
+                    self._engine, generator, self._held_out, collector, passes=self._passes
                 )
             logger.info(format_line("average", *at, average, average))
             metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}

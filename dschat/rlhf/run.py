@@ -69,12 +69,13 @@ def train(
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if episodes and episodes.rewards:
         sources.append(ENVIRONMENT)
-    metric = check_evaluation(args, sources, len(held_out))
-    prompt_train_dataloader = PromptBatches(
-        prompts, args.rollout_prompts(dist.world_size()), dist.rank(), dist.world_size(), args.seed
-    )
+    check_evaluation(args, sources, len(held_out))
+    rank, world = dist.rank(), dist.world_size()
+    size = args.rollout_prompts(world)
+    prompt_train_dataloader = PromptBatches(prompts, size, rank, world, args.seed)
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
-    num_steps = num_iters * args.ppo_epochs * args.num_mini_batches
+    num_prompts = min(size, prompt_train_dataloader.num_rows or size)
+    num_steps = num_iters * args.ppo_epochs * args.mini_batches_of(num_prompts, world)
     warn_of_few_steps(args, num_steps, "per_device_generation_batch_size")
 
     engine = DeepSpeedRLHFEngine(
@@ -101,7 +102,7 @@ def train(
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     num_rows = prompt_train_dataloader.num_rows
-    report = Reporter(trainer, held_out, num_iters, num_rows, call, metric)
+    report = Reporter(trainer, held_out, num_iters, num_rows, call)
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         report.begin(checkpointer)
         while trainer.iteration < num_iters:

@@ -7,7 +7,7 @@ micro-batches, so that the update does not depend on how the batch is split.
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,9 @@ class DeepSpeedPPOTrainer:
 
     Args:
         engine: the models.
-        args: an `RLHFConfig` or any namespace with some of its fields; default: the engine's.
+        args: an `RLHFConfig`, or any namespace with some of its fields, which are copied; default:
+            the engine's. Of an `RLHFConfig` later changes count (temperature, clip range, ...), or
+            are refused in the next rollout: `kl`, learning rates and their schedule are read once.
         unsupervised: yields for every optimizer step this rank's rows (with ``input_ids``) of the
             pretraining loss.
         reward_fns: reward functions in addition to those of ``args`` and any reward model: a
@@ -84,6 +86,7 @@ class DeepSpeedPPOTrainer:
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
+        self._began_with = vars(self.args).copy()
         self.kl = losses.AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
@@ -105,20 +108,19 @@ class DeepSpeedPPOTrainer:
         Valid between two iterations, where no experience is pending.
         """
         engine = self.engine
-        engines = {"actor": engine.actor, "critic": engine.critic}
         values = {
             "iteration": self.iteration,
             "version": engine.version,
             "kl_coef": self.kl.value,
             "kl_began_at": self.args.kl_coef,
-            "updates": self.args.ppo_epochs * self.args.num_mini_batches,
+            "updates": self.engine.updates,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
             "rollouts": self.collector.state_dict(),
         }
         speculation = engine.rollout.speculation
         return RunState(
-            {name: engine for name, engine in engines.items() if engine is not None},
+            engine.trained,
             ({} if engine.ema is None else {"ema": engine.ema.tensors})
             | ({} if speculation is None else {"drafts": speculation.state_dict()}),
             values,
@@ -130,8 +132,7 @@ class DeepSpeedPPOTrainer:
         """Restore the values of a `run_state`, and its tensors ``drafts``; its engines and other
         tensors are restored before.
 
-        Where an iteration now takes another number of steps, the schedules move to its place. The
-        KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
+        The KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
         """
         self.iteration = values["iteration"]
         self.engine.version = values["version"]
@@ -139,23 +140,11 @@ class DeepSpeedPPOTrainer:
             self.kl.value = values["kl_coef"]
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]
-        then = values.get("updates", now := self.args.ppo_epochs * self.args.num_mini_batches)
-        for engine in (self.engine.actor, self.engine.critic) if now != then else ():
-            if engine is not None:
-                schedule = engine.lr_scheduler
-                schedule.last_epoch = round(schedule.last_epoch * now / then) - 1
-                schedule.step()
+        self.engine.lay_schedules(values.get("updates", self.engine.updates), is_there=True)
         seek(self._unsupervised, values["unsupervised"])
         self.collector.load_state_dict(values["rollouts"])
         if drafts and self.engine.rollout.speculation is not None:
             self.engine.rollout.speculation.load_state_dict(drafts)
-
-    @property
-    def _is_on_policy(self) -> bool:
-        """Whether the only step of an experience starts from the policy that the ratio divides
-        by, so that its own log-probs are the old ones.
-        """
-        return self.args.old_logprobs == "auto" and self.args.takes_one_step
 
     def sampling(self) -> SamplingParams:
         """How this iteration samples; the seed changes with every iteration."""
@@ -165,7 +154,9 @@ class DeepSpeedPPOTrainer:
 
     # -- experience --------------------------------------------------------------------------------
 
-    def generate_experience(self, prompt_batch: PromptBatch) -> Experience:
+    def generate_experience(
+        self, prompt_batch: PromptBatch, columns: Mapping[str, Any] | None = None
+    ) -> Experience:
         """Collective. Answer this rank's prompts, score the answers, compute advantages.
 
         Args:
@@ -173,6 +164,7 @@ class DeepSpeedPPOTrainer:
                 (padded on either side). Ranks may have different numbers of prompts, also none.
                 Reward functions, and reward models with another tokenizer, get a batch's
                 ``sources``, ``texts`` and ``columns`` (see `dschat.data.batches.PromptTable`).
+            columns: further columns for reward functions, each of one value per prompt.
 
         Returns:
             The experience. NaN or infinity in a score, log-prob or value on any rank is named in
@@ -182,8 +174,13 @@ class DeepSpeedPPOTrainer:
             RewardError: a reward function failed.
         """
         started = time.perf_counter()
+        self.args.require_unchanged(self._began_with)
         self.reward_functions.logs.trainer_state.global_step = self.iteration
-        rollout = self.collector.collect(prompt_table(prompt_batch), self.sampling())
+        prompts = prompt_table(prompt_batch, columns)
+        num_prompts = int(dist.sum_floats([float(len(prompts))])[0])
+        num_steps = self.args.mini_batches_of(num_prompts, dist.world_size())
+        rollout = self.collector.collect(prompts, self.sampling())
+        rollout.experience.num_mini_batches = num_steps
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt
@@ -231,18 +228,18 @@ class DeepSpeedPPOTrainer:
             raise UserError("train_rlhf takes the Experience that generate_experience returns")
         args, started = self.args, time.perf_counter()
         actor, critic = self.engine.actor, self.engine.critic
+        self.engine.lay_schedules(args.ppo_epochs * experience.num_mini_batches)
         rate = optimizer_step.learning_rate(actor)
         warming_up = self.iteration < args.critic_warmup_steps
-        actor.train()
-        if critic is not None:
-            critic.train()
+        for model in self.engine.trained.values():
+            model.train()
         self._measures_gap = args.old_logprobs == "rollout"
         sums: dict[str, float] = {}
         if experience.problem:
             sums = self._skip(experience)
         for epoch in range(0 if experience.problem else args.ppo_epochs):
             number = self._mini_batches(experience, epoch)
-            for m in range(args.num_mini_batches):
+            for m in range(experience.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
                 _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
         self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
@@ -267,7 +264,7 @@ class DeepSpeedPPOTrainer:
     def _mini_batches(self, e: Experience, epoch: int) -> np.ndarray:
         """The mini-batch of each sequence: (S,) int64."""
         seed = [self.args.seed, self.iteration, epoch]
-        return mini_batch_of(e.numbers, self.args.num_mini_batches, seed)
+        return mini_batch_of(e.numbers, e.num_mini_batches, seed)
 
     def require_learned(self) -> None:
         """At the end of a run: raise ``FloatingPointError`` where every actor step was skipped."""
@@ -336,10 +333,12 @@ class DeepSpeedPPOTrainer:
         of_candidates = batch.teacher_candidates
         if logprobs.dim() == 3:  # with those of the teacher's candidates
             logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
+        # The only step of an experience starts from the policy that the ratio divides by.
+        is_on_policy = args.old_logprobs == "auto" and args.ppo_epochs * batch.num_mini_batches == 1
         weights = losses.aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
         loss, metrics = policy_loss(args.policy_loss)(
             logprobs,
-            logprobs.detach() if self._is_on_policy else batch.logprobs,
+            logprobs.detach() if is_on_policy else batch.logprobs,
             batch.advantages,
             mask,
             args.cliprange_sides,

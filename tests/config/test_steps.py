@@ -26,6 +26,9 @@ def test_batch_sizes_of_step_3():
     assert args.rollout_samples(5) == 8 * 3 * 5 * 2
     assert args.mini_batch_size(5) == 4 * 2 * 5
     assert args.num_mini_batches == 6  # 48 sequences a process, 8 of them a step
+    assert [args.mini_batches_of(n, 5) for n in (0, 3, 20, 120, 240)] == [1, 1, 1, 6, 12]
+    with pytest.raises(UserError, match="= 40 does not divide the 42 sequences .* .21 prompts"):
+        args.mini_batches_of(21, 5)
 
 
 def test_batch_size_of_steps_1_and_2():

@@ -267,7 +267,7 @@ def build_trainer(config: RLHFConfig, ptx: bool = False) -> DeepSpeedPPOTrainer:
 
 def my_prompts(case: Case, iteration: int, config: RLHFConfig) -> list[list[int]]:
     """This rank's prompts of an iteration: its `case.shares`, or as many as every rank's."""
-    count = config.rollout_prompts(dist.world_size())
+    count = sum(case.shares) or config.rollout_prompts(dist.world_size())
     start = iteration * count
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(start, start + count)]
     shares = case.shares or (count // dist.world_size(),) * dist.world_size()

@@ -179,6 +179,20 @@ def test_two_processes(case, two_processes, run_here):
     assert close(two_processes(case)[0], run_here(reference(case))[0])
 
 
+# Of a full rollout's 8 prompts, which two steps take: half of them, one step, or more, three.
+OWN = [
+    Case("ppo", 3, 4, shares=(4, 0)),
+    *slow([Case("ppo", 0, 2, shares=(3, 1), options=BUDGET), Case("ppo", 2, 4, shares=(9, 3))]),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", OWN, ids=by_name)
+def test_two_processes_take_the_steps_of_all_their_prompts(case, two_processes, run_here):
+    alone = replace(reference(case), shares=case.shares)
+    assert close(two_processes(case)[0], run_here(alone)[0])
+
+
 # -- a NaN in one micro-batch of one rank: all skip that step and keep their weights ---------------
 
 

@@ -300,11 +300,16 @@ def test_the_right_choice(row, fields, right, example, says, checkpoints):
         assert run(checkpoints / "gpt2", name)["choice/acc"]["value"] == (choice == right)
 
 
-def test_exact_match(example, says, checkpoints):
+def test_exact_match(example, says, checkpoints, caplog):
+    """That a chat model is asked without its template is said, and not of perplexities."""
     answers = ["The Answer!", ["no", "the answer"], "another", ["answer"]]
     name = example("answer.yaml", [{"question": "?", "answer": a} for a in answers[:1]])
     says("the answer")
+    run(checkpoints / "gpt2", name, "--apply_chat_template")
+    run(checkpoints / "gpt2", example("text.yaml", [{"text": "the answer"}]))
+    assert "without its chat template" not in caplog.text
     assert run(checkpoints / "gpt2", name)["answer/exact_match"]["value"] == 1
+    assert "gpt2 is asked without its chat template; see --apply" in caplog.text
     rows = [{"question": "?", "answer": [a] if isinstance(a, str) else a} for a in answers]
     name = example("answer.yaml", rows, doc_to_target="answer")
     assert run(checkpoints / "gpt2", name)["answer/exact_match"]["value"] == 0.5
@@ -388,7 +393,7 @@ def test_a_label_out_of_range_is_reported(example, says, checkpoints, caplog):
 def test_it_is_quiet(example, checkpoints):
     """No bars, logs or notes of the library beside the table."""
     name = example("choice.yaml", [NUMBERS | {"answer": 2}] * 3)
-    words = ["--path", str(checkpoints / "gpt2"), "--task", name]
+    words = ["--path", str(checkpoints / "gpt2"), "--task", name, "--apply_chat_template"]
     done = forked.run("-m", "dschat", "eval", *words, cwd=os.getcwd())
     assert done.code == 0, done.stderr
     assert "choice/acc" in done.stdout

@@ -80,7 +80,8 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
             raise ValueError("odd")
         return [3.0] * len(answer_ids)
 
-    trainer = trainer_of(models_folder, [moody], on_reward_error="skip", eval_num_samples=2)
+    options = {"on_reward_error": "skip", "eval_num_samples": 2, "eval_pass_score": 1.0}
+    trainer = trainer_of(models_folder, [moody], **options)
     metrics, _ = evaluation_of(trainer)
     assert metrics["eval/score"] == 3
     assert metrics["eval/pass@1"] == 1  # as every answer that has a score
@@ -226,12 +227,41 @@ def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
     trainer.args.resume = "latest"
     for metric, is_better in (("eval/score", False), ("eval/kl", True)):
         trainer.args.keep_best = metric
-        second = Reporter(trainer, held_out(), 3, metric=metric)
+        second = Reporter(trainer, held_out(), 3)
         second.begin(checkpoints(begin=lambda *_: values))
         before = (folder / "model.safetensors").stat().st_mtime_ns
         second.evaluate()
         second.close()
         assert ((folder / "model.safetensors").stat().st_mtime_ns > before) == is_better
+
+
+@pytest.mark.parametrize(
+    ("first", "metric"), [((0.0, 1.0), "eval/pass@1"), ((0.5, 1.0), "eval/score")]
+)
+def test_pass_at_1_is_decided_once_and_kept_when_resumed(
+    first, metric, models_folder, tmp_path, monkeypatch
+):
+    """By the first evaluation; also which metric the best one has."""
+    now = [first]
+
+    def rule(answers):
+        return [now[0][i % 2] for i in range(len(answers))]
+
+    options = {"output_dir": str(tmp_path), "report_to": ["none"], "sample_steps": 0}
+    trainer, states = trainer_of(models_folder, [rule], **options), []
+    report = Reporter(trainer, held_out(), 3)
+    report.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    report.step(None)
+    report.close()
+    trainer.args.resume, now[0] = "latest", (0.25, 1.0) if metric == "eval/pass@1" else (0.0, 1.0)
+    resumed = Reporter(trainer, held_out(), 3)
+    resumed.begin(checkpoints(begin=lambda *_: json.loads(json.dumps(states[0].values))))
+    resumed.evaluate()
+    resumed.close()
+    assert resumed._metric == metric
+    rows = list(map(json.loads, (tmp_path / "metrics.jsonl").open()))
+    has = ["eval/pass@1" in row for row in rows if "eval/score" in row]
+    assert has == [metric == "eval/pass@1"] * 2
 
 
 def test_a_best_actor_that_was_not_kept_is_not_claimed(keeper, caplog):
@@ -337,7 +367,7 @@ def test_a_collapse_ends_the_run_if_asked_to(keeper):
 # -- without any model: which answers pass, which flags are refused before loading
 
 
-def evaluated(sources, **knobs):
+def evaluated(sources, passes=None, **knobs):
     """The metrics of 2 prompts x 2 answers that ``sources`` scored so."""
     rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
     scored = SimpleNamespace(
@@ -350,7 +380,7 @@ def evaluated(sources, **knobs):
     args = RLHFConfig(eval_num_samples=2, **knobs)
     engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=tokenizer())
     held_out = HeldOutPrompts(PromptTable([[1], [1]]), 0, 2, gold=False)
-    return evaluate_policy(engine, None, held_out, collector)
+    return evaluate_policy(engine, None, held_out, collector, passes=passes)
 
 
 def source(name, weight, scores, **more):
@@ -371,13 +401,33 @@ def test_one_source_may_decide_what_passes():
     """
     right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
     parts = [right, source("length", 1.0, [0.5] * 4)]
-    assert evaluated(parts)["eval/pass@1"] == 0.5
+    assert "eval/pass@1" not in evaluated(parts)
+    assert evaluated(parts, eval_pass_score=1.0)["eval/pass@1"] == 0.5
     own = evaluated(parts, eval_pass_source="right")
     assert (own["eval/pass@1"], own["eval/pass@2"]) == pytest.approx((1 / 3, 2 / 3))
     model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
     assert "eval/pass@1" not in evaluated(model)
     judged = evaluated(model, eval_pass_source="reward_model")
     assert judged["eval/pass@1"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("scores", "knobs", "earlier", "has"),
+    [
+        ([0.0, 1.0, 1.0, 0.0], {}, None, True),
+        ([0.0, 1.0, 1.0, 0.5], {}, None, False),
+        ([0.0, 1.0, 1.0, 0.5], {}, True, True),  # decided once
+        ([0.0, 1.0, 1.0, 0.0], {}, False, False),
+        ([0.0, 1.0, 1.0, 0.5], {"eval_pass_score": 1.0}, None, True),
+        ([0.0, 1.0, 1.0, 0.5], {"eval_pass_source": "rule"}, None, True),
+        ([0.0, 1.0, 1.0, 0.5], {"keep_best": "eval/pass@2"}, False, True),
+    ],
+)
+def test_which_evaluations_have_pass_at_k(scores, knobs, earlier, has):
+    metrics = evaluated([source("rule", 1.0, scores)], passes=earlier, **knobs)
+    assert [f"eval/pass@{k}" in metrics for k in (1, 2)] == [has, has]
+    assert metrics["eval/score"] == sum(scores) / 4
+    assert "eval/partial" not in metrics
 
 
 def test_declined_answers_are_in_no_mean_and_no_share():
@@ -432,18 +482,37 @@ def test_refused_before_weights_load(knobs, sources, num_held_out, words):
 
 
 @pytest.mark.parametrize(
-    ("data", "sources", "keep_best", "metric"),
+    ("measured", "keep_best", "metric"),
     [
-        ("builtin/chat", ["length"], "auto", "eval/gold"),
-        ("mine.jsonl", ["reward_model", "length"], "auto", "eval/pass@1"),
-        ("mine.jsonl", ["reward_model"], "auto", "eval/score"),
-        ("mine.jsonl", ["reward_model"], None, "eval/score"),
-        ("builtin/chat", ["length"], "eval/score", "eval/score"),
+        (("gold", "pass@1", "score"), "auto", "eval/gold"),
+        (("pass@1", "score"), None, "eval/pass@1"),
+        (("score",), "auto", "eval/score"),
+        (("gold", "score"), "eval/score", "eval/score"),
     ],
 )
-def test_the_metric_of_the_best_evaluation(data, sources, keep_best, metric):
-    args = RLHFConfig(data_path=[data], keep_best=keep_best)
-    assert check_evaluation(args, sources, 9) == metric
+def test_the_metric_of_the_best_evaluation(measured, keep_best, metric, keeper):
+    """The first evaluation decides, and a resumed run keeps it; also where it named another."""
+    (trainer, found, _), states = keeper, []
+    trainer.args.keep_best = keep_best
+    found |= {f"eval/{name}": 0.5 for name in measured}
+    first = Reporter(trainer, held_out(), 3)
+    first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    first.step(None)
+    first.close()
+    values = json.loads(json.dumps(states[0].values))
+    assert (values["best_metric"], values["passes"]) == (metric, "pass@1" in measured)
+    trainer.args.resume = "latest"
+    for saved, expected in ((values, metric), (values | {"best_metric": "eval/kl"}, metric)):
+        resumed = Reporter(trainer, held_out(), 3)
+        resumed.begin(checkpoints(begin=lambda *_, saved=saved: saved))
+        resumed.evaluate()
+        resumed.close()
+        assert resumed._metric == expected
+    del values["passes"]  # as older versions saved it
+    older = Reporter(trainer, held_out(), 3)
+    older.begin(checkpoints(begin=lambda *_: values))
+    older.close()
+    assert older._passes == (True if metric == "eval/pass@1" else None)
 
 
 def test_without_a_kl_the_penalized_score_is_the_score(caplog):

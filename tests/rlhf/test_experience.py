@@ -128,3 +128,19 @@ def test_rows_count_the_tokens_that_they_pack_into():
         prompts = {t.prompt: t.prompt_tokens for t in twice.tokens_of(rows)}
         own = [t.total - t.prompt_tokens for t in twice.tokens_of(rows)]
         assert sum(prompts.values()) + sum(own) == twice.take(rows, CPU).rows.num_tokens
+
+
+def test_an_experience_prints_in_ten_lines():
+    rollout = Rollout([[5, 6], [7], [8, 9]], [[-1.0, -1.0], [-2.0], [-1.0, -1.0]], ["stop"] * 3)
+    e = from_rollout([[1, 2], [3], [4]], rollout, 0)
+    e.scores[:2] = torch.tensor([0.5, 2.0])
+    e.scored[2] = False  # in no mean
+    e.logprobs[0] = 0.25
+    shown = str(e)
+    assert len(shown.splitlines()) <= 10
+    assert max(map(len, shown.splitlines())) < 100
+    assert shown.splitlines()[0] == "Experience: 3 sequences, steps of an epoch: 1"
+    assert "scores        mean      1.25 from       0.5 to         2" in shown
+    assert "KL to ref     mean    0.1667 from         0 to       0.5" in shown
+    e.problem = "scores not finite"
+    assert "scores not finite" in str(e.pick([]))

@@ -87,6 +87,20 @@ def test_what_a_function_gets(models_folder):
     assert answers == [decode(ids, skip_special_tokens=True) for ids in answer_ids]
 
 
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+def test_columns_of_an_own_loop(form, models_folder):
+    def asked(answers, solution):
+        return [float(value) for value in solution]
+
+    trainer = trainer_of(models_folder, reward_fns=[asked])
+    e = trainer.generate_experience(PROMPTS[:3], columns={"solution": form([5, 6, 7])})
+    assert e.scores.tolist() == [5, 5, 6, 6, 7, 7]
+    with pytest.raises(UserError, match="^columns: solution has 2 values for 3 prompts$"):
+        trainer.generate_experience(PROMPTS[:3], columns={"solution": form([5, 6])})
+    with pytest.raises(UserError, match="solution"):
+        trainer.generate_experience(PROMPTS[:3])
+
+
 def test_weights_and_a_reward_model_add_up(models_folder):
     model = str(models_folder / "llama_reward")
     trainer = trainer_of(

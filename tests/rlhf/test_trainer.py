@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -271,6 +272,43 @@ def test_schedules_end_with_the_run_and_critic_warmup_leaves_the_actor_alone(war
             assert learning_rate(model) == pytest.approx(cosine, rel=1e-9, abs=1e-15)
 
 
+@pytest.mark.parametrize("counts", [(4, 4, 4), (12, 2, 8)], ids=str)
+def test_own_batches_take_the_steps_that_args_say(counts, models_folder, caplog):
+    """Of 8 sequences each, where a full rollout of 8 prompts takes two; the schedule follows."""
+    trainer = ppo_trainer(models_folder, lr_scheduler_type="linear", ppo_epochs=1)
+    engine, rate = trainer.engine, trainer.args.actor_learning_rate
+    for done, count in enumerate(counts):
+        before, num_steps = engine.version, max(1, count * 2 // 8)
+        one_iteration(trainer, PROMPTS[:count])
+        assert engine.version - before == engine.updates == num_steps
+        assert trainer.metrics["policy/learning_rate"] == pytest.approx(rate * (3 - done) / 3)
+        one_step = trainer.metrics["val/ratio_abs_dev"] == 0  # divides by its own log-probs
+        assert one_step == (num_steps == 1)
+        for model in (engine.actor, engine.critic):
+            assert learning_rate(model) == pytest.approx(
+                model.lr_scheduler.base_lrs[0] * (2 - done) / 3
+            )
+    assert "left out" not in caplog.text
+
+
+def test_own_batches_that_steps_do_not_divide_are_refused(models_folder):
+    trainer = ppo_trainer(models_folder)
+    with pytest.raises(UserError, match="= 8 does not divide the 12 sequences .* .6 prompts x"):
+        trainer.generate_experience(PROMPTS[:6])
+
+
+def test_rows_that_dynamic_sampling_leaves_do_not_change_the_steps(models_folder):
+    def scores(answer_ids):
+        return [float(i < 1) for i in range(len(answer_ids))]  # the first two of a call differ
+
+    trainer = trainer_of(
+        models_folder, [scores], dynamic_sampling=True, max_sampling_rounds=1, kl_coef=0.0
+    )
+    e = one_iteration(trainer, PROMPTS[:8])
+    assert 0 < e.num_sequences < 16
+    assert (e.num_mini_batches, trainer.engine.updates) == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
@@ -298,6 +336,40 @@ def test_a_resumed_kl_coefficient_is_state_only_where_it_is_adapted(
 @pytest.fixture(scope="module")
 def one_engine(models_folder):
     return ppo_trainer(models_folder).engine
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("kl_coef", 0.2, "args.kl_coef 0.2 comes too late, 0.1 is in use; set trainer.kl.value"),
+        ("kl_target", 6.0, "set trainer.kl.target"),
+        ("actor_learning_rate", 1e-5, "set base_lrs of the schedule, trainer.engine.actor.lr_sch"),
+        ("num_warmup_steps", 3, "make the engine again: its schedule is laid"),
+    ],
+)
+def test_settings_that_are_read_once_are_refused_later(name, value, remedy, one_engine):
+    """Of our config; another namespace is copied, and a later trainer takes what it has then."""
+    args = replace(one_engine.args)
+    trainer = DeepSpeedPPOTrainer(one_engine, args)
+    copied = DeepSpeedPPOTrainer(one_engine, other := SimpleNamespace(**vars(args)))
+    for of in (args, other):
+        setattr(of, name, value)
+    with pytest.raises(UserError, match=remedy):
+        trainer.generate_experience(PROMPTS[:4])
+    copied.generate_experience(PROMPTS[:4])
+    assert getattr(DeepSpeedPPOTrainer(one_engine, args).args, name) == value
+
+
+def test_the_remedies_work(models_folder):
+    trainer = ppo_trainer(models_folder, lr_scheduler_type="linear")
+    trainer.kl.value = 0.2
+    trainer.engine.actor.lr_scheduler.base_lrs = [1e-5] * len(
+        trainer.engine.actor.optimizer.param_groups
+    )
+    one_iteration(trainer, PROMPTS[:4])  # half of the steps, which the schedule follows
+    assert trainer.metrics["objective/kl_coef"] == 0.2
+    one_iteration(trainer, PROMPTS[:4])
+    assert trainer.metrics["policy/learning_rate"] == pytest.approx(1e-5 * 2 / 3)
 
 
 def test_bad_steps_are_counted_and_end_the_run(models_folder):

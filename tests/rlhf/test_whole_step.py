@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from dschat.config.algorithm import Estimator
-from dschat.losses import AdaptiveKL
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 
@@ -164,8 +163,7 @@ def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch,
     for name, value in options.items():
         setattr(args, name, value)
     args.validate_models()
-    trainer.iteration = 0
-    trainer.kl = AdaptiveKL(args.kl_coef, args.kl_target, args.kl_horizon)
+    trainer = DeepSpeedPPOTrainer(trainer.engine, args, trainer._unsupervised)
     drift(monkeypatch, number)
     engines = {"actor": trainer.engine.actor, "critic": trainer.engine.critic}
     gradients = {name: kept_gradients(engine) for name, engine in engines.items() if engine}
