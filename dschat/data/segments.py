@@ -142,7 +142,8 @@ def encode_examples(
             for i, turn in enumerate(prompt) if is_rewritten else ():
                 assert isinstance(turn, dict)
                 if i and (weight_of(turn) or (train_on_prompt and turn["role"] == "assistant")):
-                    before = prompt_segments(tokenizer, prompt[:i], **inputs)
+                    segments = prompt_segments(tokenizer, prompt[:i], **inputs)
+                    before = [replace(s, weight=None) for s in segments]  # have their own rows
                     add(place, prompt[:i], before, [[turn]], inputs, EARLIER, train_on_prompt)
             add(place, prompt, asked, answers, inputs, apart=is_rewritten and train_on_prompt)
         except RefusedChat as error:

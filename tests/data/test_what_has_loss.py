@@ -69,6 +69,18 @@ def test_a_completion_without_loss_is_a_bad_row(tmp_path):
         texts(tmp_path, row)
 
 
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_answers_before_a_result_of_a_tool_count_once(tmp_path, train_on_prompt):
+    """The template keeps them until the next question; each answer has a row of its own."""
+    result = {"role": "tool", "content": "t"}
+    said = [REPLY("CALL"), result, REPLY("AGAIN"), result, REPLY("one"), USER("b"), REPLY("two")]
+    rows = texts(
+        tmp_path, {"messages": [USER("a"), *said]}, FORGETS, train_on_prompt=train_on_prompt
+    )
+    whole = "".join(itertools.chain(*rows))
+    assert [whole.count(text) for text in ("CALL", "AGAIN", "one", "two")] == [1] * 4
+
+
 # -- lists of weights
 
 
