@@ -24,6 +24,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dschat.config import UserError
+from dschat.data.rendering import render_chat
+from dschat.data.sources.turns import Turn
 from dschat.serving.responses import error_body
 from dschat.serving.worker import ServedModel
 
@@ -166,6 +169,13 @@ class BoundedConnection(HttpToolsProtocol):
         head = [f"{self.scope['method']} ".encode() + self.url + b" HTTP/1.1"]
         head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self.data_received(b"\r\n".join([*head, b"", self._data[error.args[0] :]]))
+
+
+def require_short(encoder: Any, turns: list[Turn], max_positions: int, /, **inputs: Any) -> None:
+    """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
+    text = render_chat(encoder, turns, **inputs)[: 16 * max_positions]
+    if len(encoder.encode(text, add_special_tokens=False, verbose=False)) > 2 * max_positions:
+        raise UserError(f"messages: over twice the model's {max_positions} positions")
 
 
 def _refuse(status: int, message: str) -> JSONResponse:
