@@ -209,6 +209,8 @@ def _changed(turn: Turn, how: str) -> Turn:
         return turn
     if how == "field":
         return {**turn, **dict.fromkeys(THOUGHTS, thought), "content": said}
+    while how == "drop" and (found := THINK.match(said)):
+        said = said[found.end() :]
     block = f"<think>\n{thought}\n</think>\n\n" if how == "inline" else ""
     return {k: v for k, v in turn.items() if k not in THOUGHTS} | {"content": block + said}
 
