@@ -27,15 +27,6 @@ _NOISY = (
 )
 
 
-class _Formatter(logging.Formatter):
-    """Marks warnings."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        mark = "warning: " if record.levelno == logging.WARNING else ""
-        record.message = mark + record.message
-        return super().formatMessage(record)
-
-
 class _TqdmHandler(logging.Handler):
     """Prints above a running progress bar. `hold` buffers records until `unhold`."""
 
@@ -49,6 +40,7 @@ class _TqdmHandler(logging.Handler):
         else:
             # NOTE one write: Ctrl-C between text and newline would append to this line. A closed
             # terminal or pipe loses the line, but does not stop the run.
+            record.mark = "warning: " if record.levelno == logging.WARNING else ""
             text = self.format(record)
             text = text if hasattr(record, "is_styled") else printable(text)  # by `extra`
             with suppress(OSError), tqdm.external_write_mode(file=sys.stderr):
@@ -81,7 +73,7 @@ def setup(level: str = "info", hold: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logger.handlers.clear()
     handler = _TqdmHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(mark)s%(message)s", "%H:%M:%S"))
     if hold and level != "debug":
         handler.hold(MAX_HOLD_S)
     logger.addHandler(handler)
