@@ -234,7 +234,8 @@ def resolve(spec: str) -> Any:
     where, colon, name = spec.rpartition(":")
     if not colon:
         raise UserError("name it as file.py:NAME or pkg.mod:NAME")
-    module = (_file_module if _is_file(where) else _named_module)(where)
+    is_file = where.endswith(".py") or os.sep in where
+    module = _file_module(where) if is_file else _named_module(where)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         missing = name or "name after the colon"
@@ -252,9 +253,8 @@ def portable(target: Any, spec: str, label: str, instead: str) -> Recipe:
     Raises:
         UserError: another process cannot import it.
     """
-    if spec:  # absolute: what that process imports before it may change the directory
-        where, _, name = spec.rpartition(":")
-        return f"{_path(where)}:{name}" if _is_file(where) else spec
+    if spec:
+        return spec
     home = getattr(target, "__module__", None)
     try:
         if home == "__main__" or type(target).__module__ == "__main__":
@@ -269,23 +269,15 @@ def portable(target: Any, spec: str, label: str, instead: str) -> Recipe:
 
 def rebuilt(recipe: Recipe) -> Any:
     """The object of a recipe, in the other process."""
-    return pickle.loads(recipe) if isinstance(recipe, bytes) else resolve(recipe)
+    return pickle.loads(recipe) if isinstance(recipe, bytes) else load(recipe, recipe)
 
 
 # -- modules -----------------------------------------------------------------------------------
 
 
-def _is_file(where: str) -> bool:
-    return where.endswith(".py") or os.sep in where
-
-
-def _path(where: str) -> Path:
-    return Path(os.path.expanduser(where)).absolute()
-
-
 def _file_module(where: str) -> ModuleType:
     """The module of a file, imported once per process; its folder is added to ``sys.path``."""
-    path = _path(where)
+    path = Path(os.path.expanduser(where)).absolute()
     if not path.is_file():
         raise UserError("not found: no such file; check the path")
     name = f"user_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"

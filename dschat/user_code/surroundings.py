@@ -28,7 +28,7 @@ def restored(label: str) -> Iterator[None]:
     global _num_open, _folder, _dtype
     with _lock:
         if not _num_open:
-            _folder, _dtype = _working_directory(), _default_dtype()
+            _folder, _dtype = _state()
             if not _copies:
                 _copies.update({n: os.dup(n) for n in range(3) if _is_open(n)})
         _num_open += 1
@@ -45,14 +45,15 @@ def _put_back(label: str) -> None:
         with suppress(OSError):
             os.write(2, f"error: {label} closed the files of the run's process; fix it\n".encode())
         os._exit(2)
+    folder, dtype = _state()
     for stream, copy in _copies.items():
         if not _is_open(stream):
             os.dup2(copy, stream)
             _warn(f"{label} closed standard stream {stream}: opened again")
-    if _default_dtype() != _dtype is not None:
+    if dtype != _dtype is not None:
         sys.modules["torch"].set_default_dtype(_dtype)
         _warn(f"{label} changed torch's default dtype: put back")
-    if not _num_open and _working_directory() != _folder:
+    if not _num_open and folder != _folder:
         with suppress(OSError):  # it has been removed
             os.chdir(_folder)
         _warn(f"{label} changed the working directory: put back; use absolute paths there")
@@ -63,15 +64,14 @@ def _warn(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _working_directory() -> str:
-    with suppress(OSError):  # it has been removed
-        return os.getcwd()
-    return ""
-
-
-def _default_dtype() -> Any:
+def _state() -> tuple[str, Any]:
+    """The working directory, "" where it has been removed, and torch's default dtype."""
     torch = sys.modules.get("torch")
-    return None if torch is None else torch.get_default_dtype()
+    dtype = torch and torch.get_default_dtype()
+    try:
+        return os.getcwd(), dtype
+    except OSError:
+        return "", dtype
 
 
 def _is_open(descriptor: int) -> bool:
