@@ -176,6 +176,12 @@ def test_a_checkpoint_of_another_kind_is_damaged(harm, name, tmp_path):
     assert step_loaded(checkpoints) == 2
 
 
+def test_other_files_beside_checkpoints_are_none(tmp_path):
+    save(CheckpointManager(tmp_path, {}), 1)
+    (tmp_path / "checkpoints/notes.txt").write_text("")
+    assert newest(tmp_path).step == 1
+
+
 def test_a_manifest_may_be_a_link(tmp_path):
     """As in a copy that shares its files."""
     save(CheckpointManager(tmp_path, {}), 1)
