@@ -263,12 +263,14 @@ def through_last_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], 
     for turn in reversed(prompt[1:]):
         if turn["role"] == "assistant":
             break
-        at = whole.rfind(turn["content"].strip(), 0, max(at, 0))
+        at = whole.rfind(turn["content"].strip(), 0, at)
+        if at < 0:
+            return whole
     else:
         return ""
     ends = [tokenizer.decode(i) for i in stop_ids(tokenizer)]
     found = [start + len(end) for end in ends if (start := whole.rfind(end, 0, at)) >= 0]
-    return whole[: max(found, default=at)] if at >= 0 else whole
+    return whole[: max(found, default=at)]
 
 
 @lru_cache

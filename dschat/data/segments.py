@@ -116,18 +116,19 @@ def encode_examples(
             answers = [with_reasoning(answer, how) for answer in answers]
         try:
             whole = prompt_segments(tokenizer, prompt, **inputs)
-            apart = every_answer and len(whole) == 1  # else its answers are segments
+            turns = prompt if isinstance(prompt, list) else []
+            apart = bool(turns) and every_answer and len(whole) == 1  # else answers are segments
             ends = [
                 i
-                for i, turn in enumerate(prompt if isinstance(prompt, list) and apart else ())
+                for i, turn in enumerate(turns if apart else ())
                 if i and (weight_of(turn) or (train_on_prompt and turn["role"] == "assistant"))
             ]
             for end in (*ends, len(prompt)):
                 before, is_last = prompt[:end], end == len(prompt)
                 asked = whole if is_last else prompt_segments(tokenizer, before, **inputs)
-                if apart and train_on_prompt and isinstance(prompt, list):
+                if apart and train_on_prompt:
                     text = "".join(segment.text for segment in asked)
-                    known = through_last_answer(tokenizer, prompt[:end], text)
+                    known = through_last_answer(tokenizer, turns[:end], text)
                     asked = [Segment(known, 0.0), Segment(text[len(known) :], before=known)]
                 elif apart:  # answers in it have rows of their own
                     asked = [replace(segment, weight=None) for segment in asked]
@@ -137,7 +138,7 @@ def encode_examples(
                 if not train_on_reasoning:
                     segments = [part for segment in segments for part in _parted(segment)]
                 notes = [] if is_last else [EARLIER]
-                if isinstance(prompt, list) and prompt[0]["role"] == "system":
+                if turns and turns[0]["role"] == "system":
                     notes += [MERGED] * merges_system(tokenizer)
                 made.append((place, segments, len(said), "; ".join(notes)))
         except RefusedChat as error:
