@@ -223,8 +223,7 @@ def load(spec: str, label: str) -> Any:
         UserError: it does not exist, or its module cannot be imported. ``label`` begins the line.
     """
     try:
-        with restored(label):
-            return resolve(spec)
+        return resolve(spec)
     except UserError as error:
         raise UserError(f"{label} {error}") from None
 
@@ -235,7 +234,8 @@ def resolve(spec: str) -> Any:
     if not colon:
         raise UserError("name it as file.py:NAME or pkg.mod:NAME")
     is_file = where.endswith(".py") or os.sep in where
-    module = _file_module(where) if is_file else _named_module(where)
+    with restored(spec):
+        module = _file_module(where) if is_file else _named_module(where)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         missing = name or "name after the colon"
@@ -269,7 +269,7 @@ def portable(target: Any, spec: str, label: str, instead: str) -> Recipe:
 
 def rebuilt(recipe: Recipe) -> Any:
     """The object of a recipe, in the other process."""
-    return pickle.loads(recipe) if isinstance(recipe, bytes) else load(recipe, recipe)
+    return pickle.loads(recipe) if isinstance(recipe, bytes) else resolve(recipe)
 
 
 # -- modules -----------------------------------------------------------------------------------
