@@ -247,6 +247,11 @@ def test_turns_of_calls_as_answers(tmp_path):
     assert example.prompt[1] == {**called, "content": "a", "weight": 0.0}
 
 
+def test_answers_in_a_row_stay_apart(tmp_path):
+    (example,) = load(tmp_path, [{"messages": [USER("u"), REPLY("a"), REPLY("b"), REPLY("c")]}])
+    assert example.prompt == [USER("u"), REPLY("a"), REPLY("b")]
+
+
 @pytest.mark.parametrize(
     "content", ["f(x)", "[1]", '{"arguments": {}}', '{"name": "f", "arguments": 3}', None]
 )
