@@ -13,7 +13,6 @@ from dschat.distributed import env
 from dschat.user_code import calls, surroundings
 from dschat.user_code.surroundings import restored
 
-
 CHANGED = "{} changed the working directory: put back; use absolute paths there"
 
 
@@ -125,6 +124,15 @@ def test_ranks_are_those_of_the_start(monkeypatch):
     assert (env.rank(), env.world_size(), env.local_rank()) == (1, 2, 0)
     env.pin(False)
     assert (env.rank(), env.world_size()) == (0, 1)
+
+
+def test_a_run_without_standard_streams(monkeypatch):
+    """As one that a daemon starts."""
+    monkeypatch.setattr(surroundings, "_copies", {})
+    monkeypatch.setattr(surroundings, "_is_open", lambda descriptor: False)
+    with restored("f"):
+        pass
+    assert not surroundings._copies
 
 
 CLOSES = """
