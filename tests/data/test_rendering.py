@@ -217,3 +217,9 @@ def test_calls_of_a_template_that_writes_them_for_null():
 def test_all_thoughts_in_front_of_an_answer_are_dropped(content, said):
     (answer,) = with_reasoning([{"role": "assistant", "content": content}], "drop")
     assert answer["content"] == said
+
+
+def test_as_a_field_the_first_thought_is_one():
+    content = "hi </think> there </think> you"
+    (answer,) = with_reasoning([{"role": "assistant", "content": content}], "field")
+    assert (answer["thinking"], answer["content"]) == ("hi", "there </think> you")
