@@ -223,3 +223,6 @@ def test_as_a_field_the_first_thought_is_one():
     content = "hi </think> there </think> you"
     (answer,) = with_reasoning([{"role": "assistant", "content": content}], "field")
     assert (answer["thinking"], answer["content"]) == ("hi", "there </think> you")
+    turn = {"role": "assistant", "content": f"a </think> {content}", **dict.fromkeys(THOUGHTS, "t")}
+    (answer,) = with_reasoning([turn], "inline")
+    assert answer["content"] == f"<think>\nt\n</think>\n\n{content}"

@@ -12,7 +12,7 @@ from http_client import answered, ask
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
 from dschat.serving.schema import CompletionRequest
-from dschat.serving.shaping import shape_of
+from dschat.serving.shaping import _why, shape_of
 
 PROMPT = "tell me about the sun"
 
@@ -187,6 +187,11 @@ def test_a_bad_word_without_tokens_forbids_nothing():
     shape = shape_of(CompletionRequest(prompt="a", bad_words=["b", "a"]), tokenizer, 4)
     request = Request([1], SamplingParams())
     assert shape(request.sequences[0], torch.zeros(4)).tolist() == [0, 0, 0, -math.inf]
+
+
+@pytest.mark.parametrize(("told", "why"), [("", "tokens are forbidden"), ("no:\nmore", "(no)")])
+def test_why_a_format_cannot_be_followed(told, why):
+    assert why in _why(SimpleNamespace(get_error=lambda: told))
 
 
 def test_a_json_object_in_a_chat_beside_other_requests(served):
