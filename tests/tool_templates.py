@@ -53,6 +53,12 @@ REAL = Path(__file__).parent / "data/chat_templates"  # of models, as TRL 1.16 h
 FORMS = {"hermes": HERMES, "json": JSON, "marked": MARKED, "tags": TAGS}
 
 
+def opening(template):
+    """``template``, whose generation prompt opens a thought."""
+    *before, ask = template.rpartition("'<im>assistant\\n'")
+    return "".join([*before[:-1], "'<im>assistant\\n<think>\\n'", ask])
+
+
 def tokenizer_of(template, eos="<eot>", special=("<im>", "[CALLS]"), **options):
     """A byte-level tokenizer, so that any text survives; pairs of letters are tokens too."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -19,8 +19,9 @@ from typing import Any
 
 from dschat import __version__
 from dschat.config import UserError
+from dschat.config.fields import read_text
 from dschat.config.renamed import translated
-from dschat.startup.files import no_link, sha256_of
+from dschat.startup.files import sha256_of
 
 FORMAT = 3
 FOLDER = "checkpoints"  # in an output folder
@@ -97,8 +98,7 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     """
     path = folder / MANIFEST
     try:
-        with open(path, "rb", opener=no_link) as file:
-            content = json.load(file)
+        content = json.loads(read_text(path))
         digest = content.pop("sha256")
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None

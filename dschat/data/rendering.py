@@ -209,6 +209,8 @@ def _changed(turn: Turn, how: str) -> Turn:
         return turn
     if how == "field":
         return {**turn, **dict.fromkeys(THOUGHTS, thought), "content": said}
+    while how == "drop" and (found := THINK.match(said)):
+        said = said[found.end() :]
     block = f"<think>\n{thought}\n</think>\n\n" if how == "inline" else ""
     return {k: v for k, v in turn.items() if k not in THOUGHTS} | {"content": block + said}
 
@@ -253,25 +255,22 @@ def _rendered_rest(
     return asked, text, text.index(thought) + len(thought) if thought in text else 0
 
 
-def through_last_answer(
-    tokenizer: PreTrainedTokenizerBase, prompt: Content, whole: str, inputs: dict[str, Any]
-) -> str:
-    """What ``whole``, the rendered prompt, has up to the end of its last answer."""
-    assert not isinstance(prompt, str)
-    last = max((i for i, t in enumerate(prompt) if i and t["role"] == "assistant"), default=0)
-    if not last:
+def through_last_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], whole: str) -> str:
+    """What ``whole``, the rendered prompt, has up to the end of its last answer; all of it where
+    the template changes the text of a turn after that.
+    """
+    at = len(whole)
+    for turn in reversed(prompt[1:]):
+        if turn["role"] == "assistant":
+            break
+        at = whole.rfind(turn["content"].strip(), 0, at)
+        if at < 0:
+            return whole
+    else:
         return ""
-    turn = {**prompt[last], "content": "\ue000"}
-    if calls := turn.get("tool_calls"):  # their results may need them
-        function = {**calls[-1]["function"], "arguments": {"\ue000": "\ue000"}}
-        calls = [*calls[:-1], {**calls[-1], "function": function}]
-        turn |= {"content": prompt[last]["content"], "tool_calls": calls}
-    marked = [*prompt[:last], turn, *prompt[last + 1 :]]
-    other = attempt(tokenizer, marked, add_generation_prompt=True, **inputs)
-    behind = len(whole) - len(commonprefix([whole[::-1], other[::-1]]))
     ends = [tokenizer.decode(i) for i in stop_ids(tokenizer)]
-    found = [at + len(end) for end in ends if (at := whole.find(end, behind)) >= 0]
-    return whole[: min(found, default=behind)]
+    found = [start + len(end) for end in ends if (start := whole.rfind(end, 0, at)) >= 0]
+    return whole[: max(found, default=at)]
 
 
 @lru_cache

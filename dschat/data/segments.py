@@ -43,12 +43,12 @@ class Segment:
     """A piece of text that is tokenized separately."""
 
     text: str
-    weight: float | None = None  # of an assistant's turn in the loss; None: of other text
+    # Of an assistant's turn in the loss; None: of other text. 0: none of it has loss.
+    weight: float | None = None
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
     thought: int = 0  # how many characters end with the assistant's reasoning
     has_calls: bool = False  # an answer that ends with calls of tools
-    is_known: bool = False  # another row of the dialogue has it: without loss
 
 
 @dataclass
@@ -109,42 +109,38 @@ def encode_examples(
     # place of the example, segments, number of answers and a note; of a refused chat, the problem
     made: list[tuple[int, list[Segment], int, str]] = []
 
-    def add(
-        place: int,
-        prompt: Content,
-        asked: list[Segment],
-        answers: list[Content],
-        inputs: dict[str, Any],
-        note: str = "",
-        apart: bool = False,
-    ) -> None:
-        """``asked``: the segments of ``prompt``; ``apart``: its answers have rows of their own."""
-        if apart:
-            whole = "".join(segment.text for segment in asked)
-            known = through_last_answer(tokenizer, prompt, whole, inputs)
-            asked = [Segment(known, is_known=True), Segment(whole[len(known) :], before=known)]
-        said = [answer_segment(tokenizer, prompt, answer, **inputs) for answer in answers]
-        segments = [*asked, *said]
-        if not train_on_reasoning:
-            segments = [part for segment in segments for part in _parted(segment)]
-        if merges_system(tokenizer) and isinstance(prompt, list) and prompt[0]["role"] == "system":
-            note = "; ".join(filter(None, [note, MERGED]))
-        made.append((place, segments, len(answers), note))
-
     for place, example in enumerate(examples):
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
         answers = example.answers
         if BEGINS not in prompt[-1]:  # else they are not whole turns
             answers = [with_reasoning(answer, how) for answer in answers]
         try:
-            asked = prompt_segments(tokenizer, prompt, **inputs)
-            is_rewritten = every_answer and len(asked) == 1 and isinstance(prompt, list)
-            for i, turn in enumerate(prompt) if is_rewritten else ():
-                assert isinstance(turn, dict)
-                if i and (weight_of(turn) or (train_on_prompt and turn["role"] == "assistant")):
-                    before = prompt_segments(tokenizer, prompt[:i], **inputs)
-                    add(place, prompt[:i], before, [[turn]], inputs, EARLIER, train_on_prompt)
-            add(place, prompt, asked, answers, inputs, apart=is_rewritten and train_on_prompt)
+            whole = prompt_segments(tokenizer, prompt, **inputs)
+            turns = prompt if isinstance(prompt, list) else []
+            apart = bool(turns) and every_answer and len(whole) == 1  # else answers are segments
+            ends = [
+                i
+                for i, turn in enumerate(turns if apart else ())
+                if i and (weight_of(turn) or (train_on_prompt and turn["role"] == "assistant"))
+            ]
+            for end in (*ends, len(prompt)):
+                before, is_last = prompt[:end], end == len(prompt)
+                asked = whole if is_last else prompt_segments(tokenizer, before, **inputs)
+                if apart and train_on_prompt:
+                    text = "".join(segment.text for segment in asked)
+                    known = through_last_answer(tokenizer, turns[:end], text)
+                    asked = [Segment(known, 0.0), Segment(text[len(known) :], before=known)]
+                elif apart:  # answers in it have rows of their own
+                    asked = [replace(segment, weight=None) for segment in asked]
+                own = answers if is_last else [prompt[end : end + 1]]
+                said = [answer_segment(tokenizer, before, answer, **inputs) for answer in own]
+                segments = [*asked, *said]
+                if not train_on_reasoning:
+                    segments = [part for segment in segments for part in _parted(segment)]
+                notes = [] if is_last else [EARLIER]
+                if turns and turns[0]["role"] == "system":
+                    notes += [MERGED] * merges_system(tokenizer)
+                made.append((place, segments, len(said), "; ".join(notes)))
         except RefusedChat as error:
             made.append((place, [], 0, str(error)))
     ids = iter(encode(tokenizer, [segment for _, segments, *_ in made for segment in segments]))
@@ -268,9 +264,9 @@ def _assemble(
         targets = through_end(ids, ends) if is_answer else [i for i in ids[:1] if i in ends]
         num_targets = len(targets) if weight is not None else 0
         unended = weight if is_answer and not {*targets[-1:]} & {*ends} else None
-        tails += [ids[num_targets:]] if is_answer else []
+        tails += [ids[num_targets:]] if segment.weight else []
         prompt_ids += ids
-        others = 0.0 if segment.is_known else None
+        others = 0.0 if segment.weight == 0 else None
         weights += [weight] * num_targets + [others] * (len(ids) - num_targets)
     if not prompt_ids:
         return Encoded(problem="a prompt without tokens")

@@ -111,8 +111,9 @@ class Environment:
         self._text = prompt + text
         return text
 
-    def step(self, answer: str, marked: str = "") -> Observation:
-        """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted.
+    def step(self, answer: str, marked: str = "", begun: str | None = None) -> Observation:
+        """The reply to ``answer``. ``marked``: with its special tokens, if they are wanted;
+        ``begun``: the text of the prompt's last turn, if this answer continues it.
 
         Raises:
             Fault: the environment failed, or returned something else.
@@ -299,14 +300,14 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: functions, and methods of ``target``.
-        parse: the calls in an answer with its special tokens.
+        parse: the calls in an answer with its special tokens, and with what it continues.
         tells: a tool that fails is told to the model; else it fails the step.
     """
 
     wants_special_tokens = True
 
     def __init__(
-        self, target: Any, tools: Sequence[Tool], parse: Callable[[Any], list[Call]], tells: bool
+        self, target: Any, tools: Sequence[Tool], parse: Callable[..., list[Call]], tells: bool
     ) -> None:
         super().__init__(target, tells)
         self._tools, self._parse = tools, parse
@@ -319,8 +320,8 @@ class ToolEnvironment(Environment):
         }
         return text
 
-    def step(self, answer: str, marked: Any = "") -> Observation:
-        self.calls = self._parse(marked)
+    def step(self, answer: str, marked: Any = "", begun: str | None = None) -> Observation:
+        self.calls = self._parse(marked, begun)
         if not self.calls:
             return super().step(answer)
         results = asyncio.run(self._results())

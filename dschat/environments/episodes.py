@@ -88,6 +88,7 @@ class EpisodeRunner:
             speed, and log-probs repeat to the bit. 0: replies are taken as they come.
         observations: tokenizes an environment's text.
         appended: the ids of the prompt of a row with a text after it.
+        begun: the text of that prompt's last turn, if the answer continues it.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class EpisodeRunner:
         observations: ObservationTokens,
         args: EnvironmentConfig,
         appended: Callable[[int, str], list[int]],
+        begun: Callable[[int], str | None] = lambda row: None,
     ) -> None:
-        self._appended = appended
+        self._appended, self._begun = appended, begun
         self._core = engine.core()
         self._tokenizer, self._make = tokenizer, make
         self._observations, self._args = observations, args
@@ -208,6 +210,8 @@ class EpisodeRunner:
             texts = continued_texts(self._tokenizer, [ids])
             if episode.environment.wants_special_tokens:
                 texts += continued_texts(self._tokenizer, [ids], with_special=True)
+                begun = self._begun(episode.row) if episode.num_turns == 1 else None
+                texts += [] if begun is None else [begun + episode.appended]
             self._ask(episode, episode.environment.step, *texts)
 
     # -- the environment's turn --------------------------------------------------------------------

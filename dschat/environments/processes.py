@@ -19,7 +19,7 @@ from dschat.user_code.processes import Worker
 # Of the environment, of tools by name, and whether the model hears of tools that fail. A tool
 # without one is a method of the environment.
 Recipes = tuple[Recipe | None, Sequence[tuple[str, Recipe | None]], bool]
-Parser = Callable[[str], list[Call]]
+Parser = Callable[[str, str | None], list[Call]]
 
 
 class EnvironmentProcesses:
@@ -78,8 +78,8 @@ class RemoteEnvironment(Environment):
     def reset(self, prompt: str, seed: int, columns: Mapping[str, Any]) -> str:
         return self._call("reset", prompt, seed, dict(columns))
 
-    def step(self, answer: str, marked: str = "") -> Observation:
-        self.calls = [] if self._parse is None else self._parse(marked)
+    def step(self, answer: str, marked: str = "", begun: str | None = None) -> Observation:
+        self.calls = [] if self._parse is None else self._parse(marked, begun)
         return self._call("step", answer, self.calls)
 
     def final_reward(self) -> float:
@@ -142,7 +142,7 @@ class Host:
     def _made(self) -> Environment:
         if not self._tools:
             return Environment(self._target)
-        made = ToolEnvironment(self._target, self._tools, list, self._tells)
+        made = ToolEnvironment(self._target, self._tools, lambda calls, _: calls, self._tells)
         if self._target is None:
             made.reset("", 0, {})  # in this process, perhaps after another one was killed
         return made

@@ -149,8 +149,8 @@ class CallParser:
     """Reads the calls of an answer, as text with special tokens and without its EOS. What stands in
     its thought is no call.
 
-    ``tools``: JSON schemas. ``begun``: the text of a last turn that the answer continues.
-    ``inputs``: the chat template's variables.
+    ``tools``: JSON schemas. ``inputs``: the chat template's variables. ``begun``, of an answer: the
+    text of the prompt's last turn, where the answer continues it.
 
     Raises:
         UserError: the chat template does not show tools to the model, or writes calls in a form
@@ -158,12 +158,7 @@ class CallParser:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[dict[str, Any]],
-        begun: str | None = None,
-        /,
-        **inputs: Any,
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], /, **inputs: Any
     ) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools)
         self._schemas = {t["function"]["name"]: t["function"].get("parameters") for t in tools}
@@ -181,45 +176,45 @@ class CallParser:
         opened = _OPENED.search(prompt)
         self._opened = opened[0] if opened else ""
         self._prompt = prompt.removesuffix(self._opened)
-        if begun is not None:
-            begun = _THOUGHT_END.split(begun)[-1]
-            opened = _THOUGHT.search(begun)
-            self._opened = begun[opened.start() :] if opened else ""
         self._reads_itself = getattr(tokenizer, "response_template", None) is not None
         self._start = _BARE if self._reads_itself else _start_of_calls(tokenizer)
         if self._reads_itself and (found := self._read_by_template("answer")[1]):
             raise UserError(f"--tools: the tokenizer's response_template fails: {found[0].problem}")
 
-    def __call__(self, answer: str) -> list[Call]:
-        return self._read(answer)[1]
+    def __call__(self, answer: str, begun: str | None = None) -> list[Call]:
+        return self._read(answer, begun)[1]
 
-    def split(self, ids: Sequence[int]) -> tuple[str, list[Call]] | None:
+    def split(self, ids: Sequence[int], begun: str | None = None) -> tuple[str, list[Call]] | None:
         """The text of an answer before its calls, and the calls; None where it has none, or one
         that cannot be read.
         """
         ends = stop_ids(self._tokenizer)
         kept = ids[:-1] if ids and ids[-1] in ends else ids
         (answer,) = continued_texts(self._tokenizer, [list(kept)], with_special=True)
-        before, calls = self._read(answer)
+        before, calls = self._read(answer, begun)
         if not calls or any(call.problem for call in calls):
             return None
         return before.strip(), calls
 
-    def _read(self, answer: str) -> tuple[str, list[Call]]:
+    def _read(self, answer: str, begun: str | None) -> tuple[str, list[Call]]:
         """The text of ``answer`` before its calls, and the calls."""
-        thought = _THOUGHTS.match(self._opened + answer)
-        begin = thought.end() - len(self._opened)  # type: ignore[union-attr]  # it may be empty
+        opened = self._opened
+        if begun is not None:
+            after = _THOUGHT_END.split(begun)[-1]
+            opened = after[found.start() :] if (found := _THOUGHT.search(after)) else ""
+        thought = _THOUGHTS.match(opened + answer)
+        begin = thought.end() - len(opened)  # type: ignore[union-attr]  # it may be empty
         if self._reads_itself:
             return self._read_by_template(answer[begin:])
         text, before, calls, at = answer[begin:], answer, list[Call](), 0
         while start := self._start.search(text, at):
             if self._start is _TAGS:
-                found, rest = self._tagged(start[1], text[start.end() :])
+                new, rest = self._tagged(start[1], text[start.end() :])
             else:
-                found, rest = _calls(text[start.start(1) :], self._start is not _BARE)
-            if found and not calls:
+                new, rest = _calls(text[start.start(1) :], self._start is not _BARE)
+            if new and not calls:
                 before = answer[: begin + start.start()]
-            calls += found
+            calls += new
             at = max(start.end(), len(text) - len(rest))
         return before, calls
 

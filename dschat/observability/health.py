@@ -276,28 +276,21 @@ def _has_fallen(value: float, best: float, spread: float, num_prompts: float) ->
     return value < best - 3 * error and value < best - max(0.1, 0.25 * abs(best))
 
 
-def _score_falls(health: RunHealth, metrics: Metrics) -> str | None:
-    score, best = metrics.get(_SCORE, math.nan), health.range(_SCORE)[1]
-    prompts = metrics.get("rollout/sequences", 0.0) / health.settings.num_samples
-    if not _has_fallen(score, best, metrics.get(_SPREAD, math.inf), prompts):
-        return None
-    return (
-        f"the score has fallen: {_SCORE} {score:.3g}, at its best {best:.3g}; use an earlier "
-        "checkpoint, lower --actor_learning_rate, or raise --kl_coef"
-    )
-
-
 def _worse_answers(health: RunHealth, metrics: Metrics) -> str | None:
-    name = next((name for name in LEADING if name in metrics), LEADING[-1])
+    """Of training, or of an evaluation."""
+    name = next((name for name in (*LEADING, _SCORE) if name in metrics), _SCORE)
     value, best = metrics.get(name, math.nan), health.range(name)[1]
-    spread = health.usual(_SPREAD)
-    if name != "eval/score":  # in [0, 1]
+    spread, num_prompts = health.usual(_SPREAD), float(health.settings.num_held_out)
+    if name == _SCORE:
+        spread = metrics.get(_SPREAD, math.inf)
+        num_prompts = metrics.get("rollout/sequences", 0.0) / health.settings.num_samples
+    elif name != "eval/score":  # in [0, 1]
         spread = math.sqrt(max(value * (1 - value), best * (1 - best), 0.0))
-    if not _has_fallen(value, best, spread, health.settings.num_held_out):
+    if not _has_fallen(value, best, spread, num_prompts):
         return None
     return (
-        f"held-out answers are worse than before: {name} {value:.3g}, at best {best:.3g}; use an "
-        "earlier checkpoint, raise --kl_coef, or lower --actor_learning_rate"
+        f"answers are worse than before: {name} {value:.3g}, at best {best:.3g}; use an earlier "
+        "checkpoint, raise --kl_coef, or lower --actor_learning_rate"
     )
 
 
@@ -336,7 +329,7 @@ UPDATE_RULES = (
     Rule("at the limit", _at_the_limit, 3),
     Rule("cut scores", _cut_scores, 3),
     Rule("far from start", _far_from_start, 2, "hacked"),
-    Rule("score falls", _score_falls, 3),
+    Rule("score falls", _worse_answers, 3),
 )
 _RULES_OF = {  # evaluations, by a metric that they have
     "eval/answer_length": (Rule("worse answers", _worse_answers),),

@@ -9,15 +9,14 @@ import html
 import importlib.util
 import json
 import logging
-import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from io import BytesIO, FileIO
-from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,14 +118,13 @@ class RowFile:
 
 
 def parsed_row(line: str | bytes) -> Row | None:
-    """The row in a line; None where it is not a JSON object with a step. Integers that no float
-    holds are infinite.
-    """
+    """The row in a line; None where it is not a JSON object with a step."""
     try:
-        row = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 300 else inf)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and is_finite(step) else None
 
 
 def whole_rows(path: Path, is_valid: Callable[[Row], bool] = lambda row: True) -> list[Row]:
@@ -151,7 +149,7 @@ def whole_rows(path: Path, is_valid: Callable[[Row], bool] = lambda row: True) -
 def is_finite(value: Any) -> bool:
     """Whether the value of a row is a number, and finite."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 METRICS = "metrics.jsonl"

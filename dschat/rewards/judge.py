@@ -54,12 +54,16 @@ _OF_10 = r"\s{0,3}\(?(?:/|out of)\s{0,3}10"
 _RATING = re.compile(rf"\[\[\s*{_NUMBER}(?:{_OF_10})?\s*\]\]")
 # Of models that use no brackets. A number ends here: 8/10 is one, and none is in 8/100, 4/5, 1-10.
 _END = r"(?![\d.,]*\d|\s{0,3}(?:/|out of|-|to)\s{0,3}\d|\s?%)"
-_LABELLED = (
-    r"\b(?:rating|score)\b>?[\s\"'*_`]{0,9}(?:\([^()\n]{0,40}\)[\s*]{0,9})?"
+_LABEL = r"\b(?:rating|score|rate(?=[*\s]?[:=]))\b>?"
+_RATED = (
+    r"[\s\"'*_`]{0,9}(?:\([^()\n]{0,40}\)[\s*]{0,9})?"
     rf"(?:[:=]|[-\u2013\u2014]\s|is\b|of\b)?[\s\"'*_`]{{0,9}}{_NUMBER}(?:{_OF_10})?{_END}"
 )
+_VERB = r"(?:\bI|\bwould|['\u2019]d) rate(?: (?!between|from)[a-z'\u2019]{1,20}){0,6}"
+_LABELLED = rf"(?:{_LABEL}|{_VERB}){_RATED}"
+_TOTAL = rf"(?:overall|final|total)(?: {_LABEL})?"
 _LINES = (
-    re.compile(rf"^[^\w\n]{{0,9}}(?:(?:overall|final|total) )?{_LABELLED}[^\w\n]*$", re.I | re.M),
+    re.compile(rf"^[^\w\n]{{0,9}}(?:{_TOTAL}|{_LABEL}){_RATED}[^\w\n]*$", re.I | re.M),
     re.compile(rf"^[^\w\n-]{{0,9}}{_NUMBER}(?:{_OF_10})?[^\w\n]{{0,9}}\Z", re.I | re.M),
 )
 _MENTION = re.compile(

@@ -186,16 +186,16 @@ class RewardFunctions:
         for reward in self._functions:
             function = _on_own_device(reward.function)
             place: tuple[Any, ...] = submit, num_parts
-            run: Callable[..., Values] = functools.partial(_in_thread, reward.label, function)
+            run: Callable[..., Values] = functools.partial(_in_thread, function)
             if reward.is_async:
-                loop = self._closed_later(Loop())
-                run = functools.partial(_in_loop, reward.label, loop, function)
+                run = functools.partial(_in_loop, self._closed_later(Loop()), function)
                 place = background, 1
             elif pool == "process":
                 run = functools.partial(workers.call, plain.index(reward))
                 place = background, num_parts, workers.prepare
                 if reward.spec:  # a function that they unpickle is kept
                     reward.function = reward.target = None
+            run = restored(reward.label)(run)
             sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
         if config.reward_url:
             sources.append(self._closed_later(Endpoint(config)))
@@ -286,14 +286,12 @@ def _is_stateful(function: object) -> bool:
     return has_both and not isinstance(function, torch.nn.Module)
 
 
-def _in_thread(label: str, function: Callable, *args: Any, limit_s: float) -> Values:
-    with restored(label):
-        return within(limit_s, call, function, *args)
+def _in_thread(function: Callable, *args: Any, limit_s: float) -> Values:
+    return within(limit_s, call, function, *args)
 
 
-def _in_loop(label: str, loop: Loop, function: Callable, *args: Any, limit_s: float) -> Values:
-    with restored(label):
-        return loop.run(call_async(function, *args), limit_s)
+def _in_loop(loop: Loop, function: Callable, *args: Any, limit_s: float) -> Values:
+    return loop.run(call_async(function, *args), limit_s)
 
 
 def _on_own_device(function: Callable) -> Callable:

@@ -19,6 +19,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.config.errors import require
 from dschat.rlhf.experience import Experience
 from dschat.user_code.calls import load, raised
+from dschat.user_code.surroundings import restored
 
 _GROUP_ESTIMATORS = {
     "grpo": losses.grpo_advantages,
@@ -55,7 +56,7 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
 def _own(flag: str, spec: str, like: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The function ``spec``, which takes and returns for these arguments what ``like`` does."""
     label = f"--{flag} {spec}"
-    function = load(spec, label)
+    function = restored(label)(load(spec, label))
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):

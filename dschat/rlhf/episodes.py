@@ -13,6 +13,7 @@ from dschat.data.batches import PromptTable
 from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
+from dschat.data.sources.turns import BEGINS
 from dschat.environments.contract import Environment
 from dschat.environments.episodes import Episode, EpisodeRunner
 from dschat.environments.sources import EnvironmentSource, load_environment
@@ -80,6 +81,7 @@ class EpisodeCollector(Collector):
             self._observations_of(prompts),
             self.scorer.args,
             partial(self._appended, prompts),
+            partial(_begun, prompts),
         )
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
@@ -192,6 +194,12 @@ def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:
         texts = [text + e.appended for text, e in zip(texts, episodes, strict=True)]
     ids = [episode.prompt for episode in episodes]
     return replace(table, ids=ids, sources=sources, texts=texts)
+
+
+def _begun(prompts: PromptTable, row: int) -> str | None:
+    """The text of a prompt's last turn, if it is the beginning of the answer."""
+    last = prompts.sources[row][-1] if prompts.sources else {}
+    return last["content"] if isinstance(last, dict) and BEGINS in last else None
 
 
 def _with_text(source: Content, text: str) -> Content:

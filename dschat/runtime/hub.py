@@ -50,16 +50,12 @@ def write_card(folder: Path, config: CommonConfig) -> None:
     """Write the cards of the model in ``folder`` and of its adapter, on rank 0."""
     for place in (folder, folder / "adapter") if dist.is_main_process() else ():
         card = place / CARD
-        if not place.is_dir() or (card.exists() and not _is_ours(card)):
-            continue
-        try:
-            replace_file(card, _text(place, config))
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", card, error.strerror)
-
-
-def _is_ours(card: Path) -> bool:
-    return card.is_file() and _MARK in card.read_text("utf-8", "replace")
+        is_ours = card.is_file() and _MARK in card.read_text("utf-8", "replace")
+        if place.is_dir() and (is_ours or not card.exists()):
+            try:
+                replace_file(card, _text(place, config))
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", card, error.strerror)
 
 
 def _text(folder: Path, config: CommonConfig) -> str:

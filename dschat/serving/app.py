@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -17,18 +18,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from dschat.config import UserError
-from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.sequence import Request
 from dschat.models.tokenizer import text_ids
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation
-from dschat.serving.limits import Counted, Guard, ServerMetrics
+from dschat.serving.limits import Counted, Guard, ServerMetrics, require_short, too_long
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.responses import (
     ChatFormat,
     CompletionFormat,
+    Parse,
     describe,
     handle_errors,
     server_sent,
@@ -43,7 +44,7 @@ _SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
 Format = ChatFormat | CompletionFormat
 Body = ChatRequest | CompletionRequest
 # The ids of each prompt, and what finds calls of tools in the answers.
-_Encoded = tuple[list[list[int]], CallParser | None]
+_Encoded = tuple[list[list[int]], Parse | None]
 
 
 @dataclass
@@ -110,14 +111,17 @@ class Server:
 
     async def _begin(
         self, request: HttpRequest, body: Body, encode: Callable[[Any, Any], _Encoded]
-    ) -> tuple[Generation, CallParser | None]:
+    ) -> tuple[Generation, Parse | None]:
         began, model = time.perf_counter(), self.model(body.model)
         engine = model.worker.engine
 
         def read() -> tuple[_Encoded, Shape | None]:
             shape = shape_of(body, model.encoder, engine.num_tokens)
             if isinstance(body, ChatRequest):
-                _require_short(model, body)
+                new = body.max_new_tokens or 1
+                require_short(
+                    model.name, model.encoder, body.turns, engine.max_positions, new, **body.inputs
+                )
             return encode(model.encoder, body), shape
 
         (prompts, parse), shape = await self.encoders.run(request, read)
@@ -127,7 +131,7 @@ class Server:
         if limit is None:
             limit = max(1, min(engine.max_positions - len(ids) for ids in prompts))
         if isinstance(body, ChatRequest) and len(prompts[0]) + limit > engine.max_positions:
-            raise _too_long(model, len(prompts[0]), limit)
+            raise too_long(model.name, engine.max_positions, len(prompts[0]), limit)
         requests = []
         for ids in prompts:
             split = 1 if body.echo else len(ids)
@@ -279,36 +283,13 @@ class _Stream(StreamingResponse):
             self._generation.close()
 
 
-def _require_short(model: ServedModel, body: ChatRequest) -> None:
-    """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
-    room = model.worker.engine.max_positions
-    text = render_chat(model.encoder, body.turns, **body.inputs)
-    part = text[: 16 * room]
-    num_tokens = len(model.encoder.encode(part, add_special_tokens=False, verbose=False))
-    if num_tokens > 2 * room:
-        num_tokens = num_tokens * len(text) // len(part)
-        raise _too_long(model, num_tokens, body.max_new_tokens or 1, "about ")
-
-
-def _too_long(model: ServedModel, num_tokens: int, num_new: int, about: str = "") -> UserError:
-    """For who wrote the conversation, which may be in the web chat."""
-    room = model.worker.engine.max_positions
-    message = (
-        f"too long for {model.name} by {about}{num_tokens + num_new - room:,} tokens: the "
-        f"conversation has {about}{num_tokens:,} and its answer may have {num_new:,}, which "
-        f"exceeds {room:,} in all; shorten the message or delete earlier turns"
-    )
-    if num_tokens < room:
-        message += f", or ask for an answer of at most {room - num_tokens:,} tokens"
-    return UserError(message)
-
-
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:
     turns, parse = body.turns, None
     begun = turns[-1]["content"] if body.continue_final_message else None
     try:
         if tools := body.inputs["tools"]:
-            parse = CallParser(encoder, tools, begun, **body.chat_template_kwargs)
+            parser = CallParser(encoder, tools, **body.chat_template_kwargs)
+            parse = partial(parser.split, begun=begun)
     except UserError as error:
         raise UserError(str(error).removeprefix("--")) from None
     return [prompt_text_ids(encoder, turns, **body.inputs)], parse

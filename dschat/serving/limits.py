@@ -24,6 +24,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dschat.config import UserError
+from dschat.data.rendering import render_chat
+from dschat.data.sources.turns import Turn
 from dschat.serving.responses import error_body
 from dschat.serving.worker import ServedModel
 
@@ -166,6 +169,29 @@ class BoundedConnection(HttpToolsProtocol):
         head = [f"{self.scope['method']} ".encode() + self.url + b" HTTP/1.1"]
         head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self.data_received(b"\r\n".join([*head, b"", self._data[error.args[0] :]]))
+
+
+def require_short(
+    model: str, encoder: Any, turns: list[Turn], room: int, num_new: int, /, **inputs: Any
+) -> None:
+    """Refuse a conversation that is far too long: rendering each answer in it takes much longer."""
+    text = render_chat(encoder, turns, **inputs)
+    part = text[: 16 * room]
+    num_tokens = len(encoder.encode(part, add_special_tokens=False, verbose=False))
+    if num_tokens > 2 * room:
+        raise too_long(model, room, num_tokens * len(text) // len(part), num_new, "about ")
+
+
+def too_long(model: str, room: int, num_tokens: int, num_new: int, about: str = "") -> UserError:
+    """For who wrote the conversation, which may be in the web chat."""
+    answer = f" and its answer may have {num_new:,}, which exceeds {room:,} in all" * bool(num_new)
+    message = (
+        f"too long for {model} by {about}{num_tokens + num_new - room:,} tokens: the conversation "
+        f"has {about}{num_tokens:,}{answer}; shorten the message or delete earlier turns"
+    )
+    if num_tokens < room:
+        message += f", or ask for an answer of at most {room - num_tokens:,} tokens"
+    return UserError(message)
 
 
 def _refuse(status: int, message: str) -> JSONResponse:

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.environments.template_text import CallParser
 from dschat.models.continued_text import token_bytes
 from dschat.serving.generation import EngineFailure, Event, Generation
 from dschat.serving.patience import ClientLeft, Overloaded, Stopping, TimedOut
 
 Json = dict[str, Any]
+# Ids of an answer -> the text before its calls, and these; see `CallParser.split`.
+Parse = Callable[[list[int]], Any]
 
 
 def server_sent(data: Json | str) -> str:
@@ -34,7 +35,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self, generation: Generation, has_logprobs: bool, parse: CallParser | None = None
+        self, generation: Generation, has_logprobs: bool, parse: Parse | None = None
     ) -> None:
         self.generation, self.has_logprobs, self._parse = generation, has_logprobs, parse
         self.is_whole = parse is not None
@@ -59,7 +60,7 @@ class ChatFormat:
         text, reason = "".join(e.text for e in events), events[-1].finish_reason
         if self._parse is None or reason == "length":
             return {"content": text}, reason
-        found = self._parse.split([e.token.id for e in events])
+        found = self._parse([e.token.id for e in events])
         if found is None:
             return {"content": text}, reason
         before, calls = found

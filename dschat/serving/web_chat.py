@@ -20,6 +20,7 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import RewardModel
 from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids
+from dschat.serving.limits import require_short
 from dschat.serving.schema import Preference, ScoreRequest, Tie, turns_of
 from dschat.startup.files import no_link
 
@@ -69,8 +70,14 @@ class PreferenceFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         with open(path, "ab", buffering=0, opener=no_link) as file:
-            file.write(line)
-            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)  # a half row would join the next one
+                raise
 
 
 class ChatScorer:
@@ -97,6 +104,8 @@ class ChatScorer:
             UserError: the chat template refuses the messages, or they are longer than the model.
         """
         turns: list[Content] = [[{"role": "assistant", "content": text}] for text in answers]
+        if self._positions is not None:
+            require_short("the reward model", self._tokenizer, messages, self._positions, 0)
         example = Example(messages, others=turns)
         (encoded,) = encode_examples(self._tokenizer, [example])
         if encoded.problem:

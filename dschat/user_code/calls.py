@@ -214,7 +214,6 @@ IMPORT_S = 120.0
 
 # Where another process finds an object: its spec, or a pickle, which holds its name.
 Recipe = str | bytes
-_NO_SCOPE = contextlib.nullcontext()
 
 
 def load(spec: str, label: str) -> Any:
@@ -224,17 +223,19 @@ def load(spec: str, label: str) -> Any:
         UserError: it does not exist, or its module cannot be imported. ``label`` begins the line.
     """
     try:
-        return resolve(spec, restored(label))
+        return resolve(spec)
     except UserError as error:
         raise UserError(f"{label} {error}") from None
 
 
-def resolve(spec: str, scope: contextlib.AbstractContextManager = _NO_SCOPE) -> Any:
-    """`load` for messages without a label. ``scope``: of the import, not of finding the file."""
+def resolve(spec: str) -> Any:
+    """`load` for messages without a label."""
     where, colon, name = spec.rpartition(":")
     if not colon:
         raise UserError("name it as file.py:NAME or pkg.mod:NAME")
-    module = (_file_module if _is_file(where) else _named_module)(where, scope)
+    is_file = where.endswith(".py") or os.sep in where
+    with restored(spec):
+        module = _file_module(where) if is_file else _named_module(where)
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         missing = name or "name after the colon"
@@ -252,9 +253,8 @@ def portable(target: Any, spec: str, label: str, instead: str) -> Recipe:
     Raises:
         UserError: another process cannot import it.
     """
-    if spec:  # absolute: what is imported before it may change the directory
-        where, _, name = spec.rpartition(":")
-        return f"{_path(where)}:{name}" if _is_file(where) else spec
+    if spec:
+        return spec
     home = getattr(target, "__module__", None)
     try:
         if home == "__main__" or type(target).__module__ == "__main__":
@@ -275,17 +275,9 @@ def rebuilt(recipe: Recipe) -> Any:
 # -- modules -----------------------------------------------------------------------------------
 
 
-def _is_file(where: str) -> bool:
-    return where.endswith(".py") or os.sep in where
-
-
-def _path(where: str) -> Path:
-    return Path(os.path.expanduser(where)).absolute()
-
-
-def _file_module(where: str, scope: contextlib.AbstractContextManager) -> ModuleType:
+def _file_module(where: str) -> ModuleType:
     """The module of a file, imported once per process; its folder is added to ``sys.path``."""
-    path = _path(where)
+    path = Path(os.path.expanduser(where)).absolute()
     if not path.is_file():
         raise UserError("not found: no such file; check the path")
     name = f"user_{path.stem}_{blake2b(str(path).encode()).hexdigest()[:8]}"
@@ -299,7 +291,7 @@ def _file_module(where: str, scope: contextlib.AbstractContextManager) -> Module
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with scope, _limited():
+        with _limited():
             spec.loader.exec_module(module)
     except (Exception, SystemExit, _TooLong) as error:
         del sys.modules[name]
@@ -307,12 +299,12 @@ def _file_module(where: str, scope: contextlib.AbstractContextManager) -> Module
     return module
 
 
-def _named_module(where: str, scope: contextlib.AbstractContextManager) -> ModuleType:
+def _named_module(where: str) -> ModuleType:
     """The module ``pkg.mod``, also from the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` would
     try:
-        with scope, _limited():
+        with _limited():
             return importlib.import_module(where)
     except (Exception, SystemExit, _TooLong) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name

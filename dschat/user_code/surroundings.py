@@ -6,65 +6,72 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 logger = logging.getLogger("dschat")
 
 _lock = threading.Lock()
 _num_open = 0  # scopes
-_ours: dict[str, Any] = {}  # before the first of these
-_their_folder = ""
+_folder, _dtype = "", None  # before the first of these
 _copies: dict[int, int] = {}  # of the standard streams
 
 
 @contextmanager
 def restored(label: str) -> Iterator[None]:
-    """A scope for the user's code, which ``label`` names: it has the working directory that it had
-    last, and the run has its own again when the last of these scopes ends.
+    """A scope for the user's code, which ``label`` names.
 
-    The end of each puts torch's default dtype and closed standard streams back, with a warning. The
-    process exits where all its files were closed.
+    Its end puts torch's default dtype and closed standard streams back; when no other one is open,
+    the working directory too. The first time, a warning says so. The process exits where all its
+    files were closed.
     """
-    global _num_open, _ours
+    global _num_open, _folder, _dtype
     with _lock:
         if not _num_open:
-            _ours = _state()
-            _copies.update({n: os.dup(n) for n in _ours["streams"] if n not in _copies})
-            with suppress(OSError):  # it has been removed
-                os.chdir(_their_folder or _ours["folder"])
+            _folder, _dtype = _state()
+            if not _copies:
+                _copies.update({n: os.dup(n) for n in range(3) if _is_open(n)})
         _num_open += 1
     try:
         yield
     finally:
         with _lock:
             _num_open -= 1
-            _put_back(label, _state())
+            _put_back(label)
 
 
-def _put_back(label: str, theirs: dict[str, Any]) -> None:
-    global _their_folder
+def _put_back(label: str) -> None:
     if _copies and not any(map(_is_open, _copies.values())):
         with suppress(OSError):
             os.write(2, f"error: {label} closed the files of the run's process; fix it\n".encode())
         os._exit(2)
-    for stream in set(_copies) - set(theirs["streams"]):
-        os.dup2(_copies[stream], stream)
-        logger.warning("%s closed standard stream %d: opened again", label, stream)
-    if theirs["dtype"] != _ours["dtype"] is not None:
-        sys.modules["torch"].set_default_dtype(_ours["dtype"])
-        logger.warning("%s changed torch's default dtype: put back", label)
-    if not _num_open:
-        _their_folder = theirs["folder"] if theirs["folder"] != _ours["folder"] else ""
+    folder, dtype = _state()
+    for stream, copy in _copies.items():
+        if not _is_open(stream):
+            os.dup2(copy, stream)
+            _warn(f"{label} closed standard stream {stream}: opened again")
+    if dtype != _dtype is not None:
+        sys.modules["torch"].set_default_dtype(_dtype)
+        _warn(f"{label} changed torch's default dtype: put back")
+    if not _num_open and folder != _folder:
         with suppress(OSError):  # it has been removed
-            os.chdir(_ours["folder"])
+            os.chdir(_folder)
+        _warn(f"{label} changed the working directory: put back; use absolute paths there")
 
 
-def _state() -> dict[str, Any]:
-    folder, torch = "", sys.modules.get("torch")
-    with suppress(OSError):  # it has been removed
-        folder = os.getcwd()
-    dtype = None if torch is None else torch.get_default_dtype()
-    return {"folder": folder, "dtype": dtype, "streams": [*filter(_is_open, range(3))]}
+@cache
+def _warn(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _state() -> tuple[str, Any]:
+    """The working directory, "" where it has been removed, and torch's default dtype."""
+    torch = sys.modules.get("torch")
+    dtype = torch and torch.get_default_dtype()
+    try:
+        return os.getcwd(), dtype
+    except OSError:
+        return "", dtype
 
 
 def _is_open(descriptor: int) -> bool:

@@ -15,7 +15,14 @@ from fakes import names, save, step_loaded
 from dschat.checkpoint import manifest
 from dschat.checkpoint.compatibility import check_start, settings_of
 from dschat.checkpoint.manager import CheckpointManager, RunState
-from dschat.checkpoint.manifest import MANIFEST, manifest_bytes, newest, sha256_of
+from dschat.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    manifest_bytes,
+    newest,
+    read_manifest,
+    sha256_of,
+)
 from dschat.config import SFTConfig, UserError
 
 DAMAGES = {
@@ -167,6 +174,25 @@ def test_a_checkpoint_of_another_kind_is_damaged(harm, name, tmp_path):
     save(checkpoints, 2)
     assert names(tmp_path) == ["step_000001", "step_000002"]
     assert step_loaded(checkpoints) == 2
+
+
+def test_other_files_beside_checkpoints_are_none(tmp_path):
+    save(CheckpointManager(tmp_path, {}), 1)
+    (tmp_path / "checkpoints/notes.txt").write_text("")
+    assert newest(tmp_path).step == 1
+
+
+def test_a_manifest_may_be_a_link(tmp_path):
+    """As in a copy that shares its files."""
+    save(CheckpointManager(tmp_path, {}), 1)
+    path = tmp_path / "checkpoints/step_000001/manifest.json"
+    path.rename(tmp_path / "elsewhere.json")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    assert newest(tmp_path).step == 1
+    (tmp_path / "elsewhere.json").unlink()
+    os.mkfifo(tmp_path / "elsewhere.json")
+    with pytest.raises(Damaged, match="a pipe or a device"):
+        read_manifest(path.parent)
 
 
 def test_a_deep_manifest_is_broken(tmp_path):

@@ -238,9 +238,18 @@ def test_turns_of_calls_as_answers(tmp_path):
     called = {**REPLY(""), "tool_calls": calls_of(("f", {"x": 1}))}
     for answer in (call, [call], [REPLY(""), call]):
         assert load(tmp_path, [{"prompt": [USER("u")], "completion": answer}])[0].chosen == [called]
+    for more in ({}, {"content": None}, {"content": "a"}):
+        given = {"role": "tool_call", "tool_calls": called["tool_calls"], **more}
+        (example,) = load(tmp_path, [{"prompt": [USER("u")], "completion": [given]}])
+        assert example.chosen == [{**called, "content": more.get("content") or ""}]
     ask = [USER("u"), {**REPLY("a"), "weight": 0.5}, {**call, "loss": 0}, USER("v"), REPLY("b")]
     (example,) = load(tmp_path, [{"messages": ask}])
     assert example.prompt[1] == {**called, "content": "a", "weight": 0.0}
+
+
+def test_answers_in_a_row_stay_apart(tmp_path):
+    (example,) = load(tmp_path, [{"messages": [USER("u"), REPLY("a"), REPLY("b"), REPLY("c")]}])
+    assert example.prompt == [USER("u"), REPLY("a"), REPLY("b")]
 
 
 @pytest.mark.parametrize(

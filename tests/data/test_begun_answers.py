@@ -11,7 +11,7 @@ from quick import slow
 from dschat.config import UserError
 from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
-from dschat.data.sources.turns import begun
+from dschat.data.sources.turns import BEGINS, begun, weight_of
 
 END = "<|im_end|>"
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -152,3 +152,19 @@ def test_a_prompt_is_written_and_read_alike(tmp_path):
     row = {"prompt": json.loads(json.dumps(prompt)), "answer": " 4"}
     (made,) = sft_rows(tmp_path, row, tokenizer)
     assert trained(tokenizer, made) == [f" 4{END}"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_marked"),
+    [
+        ([USER("q"), REPLY("Well,")], True),
+        ([USER("q"), REPLY(" ")], False),
+        ([USER("q"), {**REPLY("I look."), "tool_calls": []}], False),
+        ([REPLY("Welcome.")], False),
+        ([REPLY("Welcome."), USER("q")], False),
+    ],
+)
+def test_what_begins_an_answer(turns, is_marked):
+    *before, last = begun(turns)
+    assert [*before, last] == [*turns[:-1], turns[-1] | ({BEGINS: True} if is_marked else {})]
+    assert weight_of(last) == (last["role"] == "assistant" and not is_marked)

@@ -11,7 +11,7 @@ from quick import slow, some
 
 from dschat.config import UserError
 from dschat.data.sources.adapters import Example
-from dschat.data.sources.known_datasets import GENERIC
+from dschat.data.sources.known_datasets import GENERIC, ColumnAdapter, checked_label
 
 FORMATS = ("jsonl", "csv", "parquet", *slow(["json", "data.json"]))
 CHAT = byte_tokenizer("<|im_end|>", CHATML)
@@ -138,3 +138,11 @@ def test_columns_override_labels(tmp_path):
 def test_only_single_answers_have_labels(tmp_path):
     rows = [{"prompt": f"p{i}", "chosen": "c", "rejected": "r", "label": i % 2} for i in range(4)]
     assert len(load(tmp_path, rows, "reward")) == 4
+
+
+@pytest.mark.parametrize(
+    "adapter", [ColumnAdapter("p", "a"), ColumnAdapter("p", "completion", label="label")]
+)
+def test_rows_are_read_for_labels_that_are_not_known_alone(adapter):
+    unread = (1 / 0 for _ in "a")
+    assert checked_label("data", adapter, unread) is adapter

@@ -9,6 +9,7 @@ from dialogues import REPLY, USER
 from tool_templates import SCHEMAS, tokenizer_of
 
 from dschat.config import UserError
+from dschat.data.rendering import with_reasoning
 from dschat.data.segments import encode_examples, prompt_text_ids
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.turns import THOUGHTS
@@ -203,3 +204,25 @@ def test_calls_of_a_template_that_writes_them_for_null():
     assert '{"query": "oslo", "limit": 3}' in answer
     assert answer.endswith(f"<｜tool▁calls▁end｜>{end}")
     assert encoded(tokenizer, USER("u"), calling(OSLO, text="I look.")).problem == LOST
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("hi </think> there </think> you", "you"),
+        ("<think>a</think>\n<think>b</think>c", "c"),
+        ("<think>a</think>Write <think>b</think>.", "Write <think>b</think>."),
+    ],
+)
+def test_all_thoughts_in_front_of_an_answer_are_dropped(content, said):
+    (answer,) = with_reasoning([{"role": "assistant", "content": content}], "drop")
+    assert answer["content"] == said
+
+
+def test_as_a_field_the_first_thought_is_one():
+    content = "hi </think> there </think> you"
+    (answer,) = with_reasoning([{"role": "assistant", "content": content}], "field")
+    assert (answer["thinking"], answer["content"]) == ("hi", "there </think> you")
+    turn = {"role": "assistant", "content": f"a </think> {content}", **dict.fromkeys(THOUGHTS, "t")}
+    (answer,) = with_reasoning([turn], "inline")
+    assert answer["content"] == f"<think>\nt\n</think>\n\n{content}"

@@ -9,6 +9,8 @@ from dialogues import REPLY, SYSTEM, USER
 from quick import some
 
 from dschat.config import UserError
+from dschat.data.segments import EARLIER, encode_examples
+from dschat.data.sources.adapters import Example
 
 END = "<|im_end|>"
 CHAT = byte_tokenizer(END, CHATML)
@@ -67,6 +69,18 @@ def test_a_completion_without_loss_is_a_bad_row(tmp_path):
     row = {"prompt": TURNS, "completion": [{**REPLY("two"), "weight": 0}]}
     with pytest.raises(UserError, match="an answer that is empty, unreadable or of weight 0"):
         texts(tmp_path, row)
+
+
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_answers_before_a_result_of_a_tool_count_once(tmp_path, train_on_prompt):
+    """The template keeps them until the next question; each answer has a row of its own."""
+    result = {"role": "tool", "content": "t"}
+    said = [REPLY("CALL"), result, REPLY("AGAIN"), result, REPLY("one"), USER("b"), REPLY("two")]
+    rows = texts(
+        tmp_path, {"messages": [USER("a"), *said]}, FORGETS, train_on_prompt=train_on_prompt
+    )
+    whole = "".join(itertools.chain(*rows))
+    assert [whole.count(text) for text in ("CALL", "AGAIN", "one", "two")] == [1] * 4
 
 
 # -- lists of weights
@@ -153,3 +167,31 @@ def test_with_its_prompts_the_result_of_a_tool_counts_once(tmp_path):
     assert len(rows) == 3
     for text in ("ask", "oslo", "search:COLD", "said0", "more", "said1"):
         assert whole.count(text) == 1
+
+
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_a_greeting_is_no_answer(tmp_path, train_on_prompt):
+    """It is a part of the first prompt."""
+    said = [REPLY("WELCOME"), USER("ask"), REPLY("one"), USER("more"), REPLY("two")]
+    rows = texts(tmp_path, {"messages": said}, FORGETS, train_on_prompt=train_on_prompt)
+    whole = "".join(itertools.chain(*rows))
+    assert len(rows) == 2
+    assert [whole.count(text) for text in ("one", "two")] == [1, 1]
+    assert [whole.count(t) for t in ("WELCOME", "ask", "more")] == [train_on_prompt] * 3
+
+
+def test_with_a_template_that_changes_texts_answers_count_once(tmp_path):
+    """Where the last answer ends is not found: the prompt behind it has no loss."""
+    template = FORGETS.chat_template.replace(
+        "{{ m['content'] }}", "{{ m['content'] | upper if m.role == 'user' else m['content'] }}"
+    )
+    row = {"messages": [USER("ask"), REPLY("said0"), USER("more"), USER(" "), REPLY("said1")]}
+    rows = texts(tmp_path, row, byte_tokenizer(END, template), train_on_prompt=True)
+    whole = "".join(itertools.chain(*rows))
+    assert [whole.count(t) for t in ("ASK", "said0", "MORE", "said1")] == [1, 1, 0, 1]
+
+
+def test_a_prompt_of_another_row_loses_nothing():
+    example = Example([USER("a"), REPLY("one"), USER("b")], [REPLY("two")])
+    rows = encode_examples(FORGETS, [example], every_answer=True, train_on_prompt=True)
+    assert [row.cut for row in rows] == [EARLIER, ""]

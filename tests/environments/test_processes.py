@@ -107,7 +107,7 @@ def test_tools_alone_survive_their_process():
     source = load_environment(None, [f"{FILE}:hangs"])
     calls = {"hang": [Call("hangs", {"text": "hang"})], "speak": [Call("hangs", {"text": "ja"})]}
     recipes = (None, [("hangs", source.tools[0].spec)], True)
-    make = EnvironmentProcesses(recipes, lambda marked: calls.get(marked, []), 1, 60.0)
+    make = EnvironmentProcesses(recipes, lambda marked, _: calls.get(marked, []), 1, 60.0)
     first, second = begun(make), begun(make)
     caught = stopped(first, 0.3, "", "hang")
     assert first.tells_calls

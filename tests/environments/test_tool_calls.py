@@ -7,7 +7,7 @@ from os.path import commonprefix
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_templates import FORMS, HERMES, REAL, SCHEMAS, tokenizer_of
+from tool_templates import FORMS, HERMES, REAL, SCHEMAS, opening, tokenizer_of
 
 from dschat.config import UserError
 from dschat.data.rendering import render_chat
@@ -195,12 +195,6 @@ def test_calls_in_a_row_are_all_read():
     parse = CallParser(tokenizer_of(FORMS["json"]), SCHEMAS)
     one = '{"name": "search", "arguments": {"query": "q", "limit": 1}}'
     assert len(parse("; ".join([one] * 3000))) == 3000
-
-
-def opening(template):
-    """``template``, whose generation prompt opens a thought."""
-    *before, ask = template.rpartition("'<im>assistant\\n'")
-    return "".join([*before[:-1], "'<im>assistant\\n<think>\\n'", ask])
 
 
 @pytest.mark.parametrize("form", ["hermes", "json", "tags"])

@@ -8,7 +8,7 @@ from episode_runs import limits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import some
-from tool_templates import FORMS, SCHEMAS, search, tokenizer_of
+from tool_templates import FORMS, HERMES, SCHEMAS, opening, search, tokenizer_of
 
 from dschat.data.rendering import render_chat
 from dschat.data.segments import prompt_text_ids
@@ -77,7 +77,7 @@ def call_text(tokenizer, arguments):
     return turn, text[: text.rindex("<eot>")]
 
 
-def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING):
+def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING, begun=None):
     prompt = prompt_text_ids(tokenizer, ASKED, tools=source.schemas)
     engine = ScriptedEngine(script)
     observations = ObservationTokens(tokenizer, is_chat=True)
@@ -89,7 +89,8 @@ def run(tokenizer, script, source, limits=LIMITS, sampling=SAMPLING):
         return prompt_text_ids(tokenizer, chat, tools=source.schemas)
 
     make = source.maker(tokenizer)
-    runner = EpisodeRunner(engine, tokenizer, make, observations, limits, appended)
+    parts = make, observations, limits, appended, lambda row: begun
+    runner = EpisodeRunner(engine, tokenizer, *parts)
     (episode,) = runner.run([prompt], ["where?"], [{}], sampling, [0])
     return episode, engine
 
@@ -236,3 +237,18 @@ def test_a_text_of_reset_that_does_not_fit():
 
 def test_search_is_described():
     assert load_environment(None, [search]).schemas == SCHEMAS
+
+
+@pytest.mark.parametrize(
+    ("begun", "opens", "count"),
+    [(None, True, 0), ("Sure:", True, 1), ("Hm. <think>", False, 0), ("Hm.", False, 2)],
+)
+def test_calls_in_an_answer_that_its_prompt_begins(begun, opens, count):
+    """What was begun says whether the first answer is in a thought; of later ones the template."""
+    tokenizer = tokenizer_of(opening(HERMES) if opens else HERMES)
+    plain = tokenizer_of(HERMES)
+    _, call = call_text(plain, {"query": "a", "limit": 1})
+    eos = [tokenizer.eos_token_id]
+    answers = [by_character(tokenizer, text) + eos for text in (call, call, "in Rome")]
+    episode, _ = run(tokenizer, answers, load_environment(None, [search]), begun=begun)
+    assert episode.num_calls == count

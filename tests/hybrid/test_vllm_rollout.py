@@ -164,6 +164,8 @@ def test_answers_that_may_not_end_and_must(vllm, stops, limits, message):
         generator.generate(PROMPTS[:2], sampling, None, limits)
     may_end = replace(sampling, stop_token_ids=())
     assert len(generator.generate(PROMPTS[:2], may_end, None, [9, 4])) == 2
+    at_once = replace(sampling, min_new_tokens=0, stop_token_ids=(1, 0, 2))
+    assert at_once.known_ends((), 2) == [0, 1]  # of two tokens
 
 
 @pytest.mark.parametrize(

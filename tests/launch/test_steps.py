@@ -52,6 +52,8 @@ def test_a_policy_of_the_other_kind_is_not_taken_as_finished(tree, settings, los
         plan(tree, *argv)
     last = 2 if loss else 3
     assert list(planned(tree, *argv, f"--step{last}.overwrite_output_dir")) == [last]
+    (folder / "COMPLETE").unlink()  # nothing of it would be taken
+    assert list(planned(tree, *argv)) == [last]
 
 
 def test_reward_functions_leave_out_step_two(tree):

@@ -146,6 +146,13 @@ def test_damaged_files_end_no_run(damage, tmp_path):
     assert format_summary(summary)
 
 
+def test_seconds_of_another_kind_are_unknown(tmp_path):
+    log(tmp_path, step1_sft=STEP_1)
+    (tmp_path / "summary.json").write_text('{"step1_s": "2", "step2_s": true, "step3_s": 4}')
+    summary = write_summary(tmp_path, {1: 1.0, 3: 1.0}, resumed=True)
+    assert [summary[f"step{n}_s"] for n in (1, 2, 3)] == [1.0, None, 5.0]
+
+
 def test_table():
     table = format_summary({"gold_ppo": 0.70449, "step3_s": 95.6, "generate_tokens_per_s": 1234.5})
     lines = table.splitlines()

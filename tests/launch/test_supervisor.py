@@ -1,5 +1,6 @@
 """Signals to train.py: training saves and stops, exit codes, and no process is left."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 from stub_steps import alive, in_loop, interrupted, wait_for
 
+from dschat.config import UserError
+from dschat.launch import supervisor
 from dschat.launch.supervisor import ProcessSupervisor, exit_code
 
 
@@ -169,3 +172,19 @@ def test_a_killed_rank_ends_the_others(tree, rank):
     assert f"error: process {rank} of 2 (pid {pids[rank]} on " in stderr
     assert "Traceback" not in stderr
     assert not Path("out/step1_sft/checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", [None, "out/.ranks"])
+def test_a_registry_that_fails_is_named(name, monkeypatch, tmp_path):
+    def fails(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), name)
+
+    monkeypatch.setattr(supervisor.process_registry, "opened", fails)
+    with pytest.raises(UserError, match=f"^{name or tmp_path}: No locks available; remove it, or"):
+        ProcessSupervisor().run(["true"], {}, tmp_path, SimpleNamespace(number_here=0))
+
+
+@pytest.mark.parametrize(("text", "found"), [('{"model_type": "llama"}', True), ("{}", False)])
+def test_the_configuration_in_a_folder(text, found, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert supervisor._is_here(str(tmp_path)) == found

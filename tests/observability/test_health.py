@@ -39,7 +39,7 @@ WRONG = {
     "cut scores": ({"objective/clipped_share": 0.7}, 3, "--clip_reward cuts 70%"),
     "far from start": ({"objective/kl": 60.0}, 2, "2 nats a token; raise"),
     "clipped": ({"policy/clipfrac_avg": 0.31}, 3, "31% of the tokens are clipped"),
-    "score falls": ({"objective/scores": 0.05}, 3, "objective/scores 0.05, at its best 0.4"),
+    "score falls": ({"objective/scores": 0.05}, 3, "objective/scores 0.05, at best 0.4"),
     "critic's loss": ({"loss/value_avg": 4.1}, 2, "loss/value_avg 4.1, val"),
     "critic's values": ({"val/explained_variance": -1.1}, 2, "explained_variance -1.1"),
 }

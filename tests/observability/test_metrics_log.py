@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import numpy
@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dschat.config import SFTConfig
-from dschat.observability.metrics_log import MetricsLog, RowFile, whole_rows
+from dschat.observability.metrics_log import MetricsLog, RowFile, is_finite, whole_rows
 
 
 def log_of(folder, resume=None, tensorboard=False):
@@ -244,10 +244,29 @@ def test_starts_tell_a_resume_from_a_restart(tmp_path):
     assert {row["processes"] for row in rows} == {1}
 
 
+def test_a_row_that_is_being_written_is_no_damage(tmp_path, caplog):
+    (tmp_path / "log").write_text('{"step": 1}\n{"step": 2}')
+    assert whole_rows(tmp_path / "log") == [{"step": 1}]
+    assert not caplog.records
+    (tmp_path / "log").write_text('{"step": 1}\n{"step": 1' + "0" * 400 + "}\n")
+    assert whole_rows(tmp_path / "log") == [{"step": 1}]
+    assert "damaged lines left out: 1" in caplog.text
+
+
+def test_numbers_that_are_finite():
+    assert all(map(is_finite, (0, -1.5, 10**300)))
+    assert not any(map(is_finite, (True, None, "1", [1], math.nan, -math.inf, 10**400)))
+
+
 def test_weights_and_biases_continues_its_run(tmp_path, wandb):
     for resume in (None, "latest", None):
         config = SFTConfig(resume=resume, report_to=["wandb"])
         MetricsLog(str(tmp_path), config).close()
+    (tmp_path / ".wandb_run").unlink()
+    (tmp_path / ".wandb_run").mkdir()
+    with suppress(OSError):  # its id cannot be kept
+        MetricsLog(str(tmp_path), SFTConfig(resume="latest", report_to=["wandb"])).close()
+    assert "id" not in wandb.begun.pop()
     first, second, third = wandb.begun
     assert {"id": "abc", "resume": "allow"}.items() <= second.items()
     assert "id" not in first

@@ -78,6 +78,8 @@ RATINGS = {
         *('{"rating": 8, "confidence": 5}', "I give it a rating of 8.", "Rating: 8 (out of 10)"),
         *("Rating: 8\nA score of 10 would need sources.", "Rating - 8", "### Final score: 8!"),
         "It cites no source.\n<score>8</score>",
+        *("I would rate it 8.", "I'd rate this answer 8", "I rate the judge's text as an 8."),
+        *("Overall: 8/10", "Helpfulness: 7/10\nOverall: 8/10", "**Overall: 8**", "Rate: 8"),
     ),
     6: ("Correctness score: 9\nStyle score: 3\nOverall rating: 6", "Rating: 8\nRating: 6"),
     None: (
@@ -94,6 +96,8 @@ RATINGS = {
         ),
         *("8/10 for style, 3/10 for truth", "Confidence score: 5", "underscore: 5", "1. a\n2. b"),
         *("Rating: 8. A score of 10 would need sources.", "The rating scale is from 1 to 10"),
+        *("I would rate it between 7 and 8.", "a rate of 5 per second", "Total: 5 errors"),
+        *("I would rate A 8. I would rate B 7.", "Final: 2024", "Style: 8/10\nTruth: 3/10"),
     ),
 }
 
@@ -117,7 +121,11 @@ def test_the_verdict_of_a_reply(share, reply):
 
 
 @pytest.mark.parametrize(
-    "text", ["rating" + " " * 9999, "rating (" * 2999, "9" * 9999, "\n" * 9999 + "x", "1/" * 4999]
+    "text",
+    [
+        *("rating" + " " * 9999, "rating (" * 2999, "9" * 9999, "\n" * 9999 + "x", "1/" * 4999),
+        *("I rate a b c d " * 999, "overall " * 1999),
+    ],
 )
 def test_long_replies_are_read_quickly(text):
     started = time.process_time()

@@ -19,7 +19,6 @@ from dschat.config import RLHFConfig, UserError
 from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import RewardError, SourceScores
-from dschat.user_code import surroundings
 from dschat.user_code.calls import resolve
 
 SCORES = '''
@@ -248,7 +247,7 @@ MOVES = """
 import os
 os.chdir("theirs")
 def f(answers):
-    return [float(os.path.basename(os.getcwd()) == "theirs")] * len(answers)
+    return [float(os.path.isdir("theirs"))] * len(answers)
 def g(answers):
     return f(answers)
 """
@@ -259,7 +258,6 @@ def test_a_file_that_changes_the_directory_is_found_again(
     rewards, samples, pool, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(surroundings, "_their_folder", "")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "moves.py").write_text(MOVES)
     asked = rewards(["moves.py:f", "moves.py:g"], reward_pool=pool, reward_workers=1)

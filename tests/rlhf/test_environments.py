@@ -17,6 +17,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable, prompts_of
 from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import prompt_dataset
+from dschat.rlhf import episodes
 from dschat.rlhf.episodes import EpisodeCollector
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
@@ -179,6 +180,14 @@ def test_a_prompt_with_the_text_of_reset_shows_the_tools_of_its_row(own, tmp_pat
         ids = EpisodeCollector._appended(collector, tables[0], row, " More.")
         assert ids == tables[1].ids[row]
         assert ("of_row" in tokenizer.decode(ids)) == bool(shown[row] and not own)
+
+
+def test_the_text_of_a_prompt_that_begins_the_answer():
+    last = {"role": "assistant", "content": "Sure: <think>"}
+    sources = ["begins", [last], [last | {"begins": True}]]
+    prompts = PromptTable([[1], [2], [3]], sources)
+    assert [episodes._begun(prompts, row) for row in range(3)] == [None, None, last["content"]]
+    assert episodes._begun(PromptTable([[1]]), 0) is None
 
 
 def test_reward_functions_begin_while_episodes_run(models_folder):

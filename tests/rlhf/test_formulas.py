@@ -2,6 +2,8 @@
 fit.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from documentation import PAGES, blocks
@@ -113,6 +115,17 @@ def test_those_of_the_documentation_fit(mine, tmp_path):
     estimate = group_estimator("shown.py:estimate")
     assert estimate(scores, groups, group_stats(scores, groups, 2)).tolist() == [-1, 1, 0, 0]
     policy_loss("shown.py:loss")
+
+
+def test_they_leave_the_run_as_it_was(mine, tmp_path):
+    (tmp_path / "moves.py").write_text(
+        "import os, torch\ndef estimate(scores, group_ids, stats):\n"
+        "    os.chdir('/')\n    torch.set_default_dtype(torch.float64)\n    return scores * 1.0\n"
+    )
+    estimate = group_estimator("moves.py:estimate")
+    scores, groups = torch.tensor([1.0, 3.0]), torch.tensor([0, 0])
+    assert estimate(scores, groups, group_stats(scores, groups, 1)).tolist() == [1, 3]
+    assert (Path.cwd(), torch.get_default_dtype()) == (tmp_path, torch.float32)
 
 
 def test_a_resumed_run_must_have_the_same_file(mine, tmp_path):

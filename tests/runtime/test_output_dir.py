@@ -81,7 +81,15 @@ def test_what_a_run_would_fail_to_write_is_found_before_it(name, harm, tmp_path)
     if (name, harm) == ("actor", folder):
         check_output_dir(tmp_path, overwrite=True)
         return
-    with pytest.raises(UserError, match=f"--output_dir {tmp_path}: its {name} is not a f"):
+    kind = "folder" if name == "actor" else "file"
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path}: its {name} is not a {kind};"):
+        check_output_dir(tmp_path, overwrite=True)
+
+
+def test_a_log_that_is_a_link_is_found_before_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "file")
+    with pytest.raises(UserError, match="its metrics.jsonl is not a file"):
         check_output_dir(tmp_path, overwrite=True)
 
 

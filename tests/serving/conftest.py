@@ -53,7 +53,7 @@ def client(served):
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, asyncio has a loop that runs
 def browser():
     """A Chromium that is installed."""
     playwright = pytest.importorskip("playwright.sync_api")

@@ -3,6 +3,7 @@ another origin sends without asking.
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
 from dschat.serving import web_chat
+from dschat.serving.schema import Preference
+from dschat.serving.web_chat import PreferenceFile
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
 PREFERENCE = {"messages": MESSAGES, "chosen": "b", "rejected": "c"}
@@ -39,6 +42,14 @@ def test_scores_are_those_of_the_model(compared):
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits.item()
         assert score == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_conversation_that_is_far_too_long(compared):
+    """It is refused before its answers are rendered one by one, as it is without a reward model."""
+    turns = [{"role": role, "content": "sun " * 9} for role in ("user", "assistant") * 100]
+    body = {"messages": [*turns, *MESSAGES], "answers": ["a"]}
+    status, _, text = ask(compared, "/api/score", body)
+    assert (status, "too long for the reward model by about" in text.decode()) == (400, True)
 
 
 def test_a_preference_is_a_row_of_step_2(compared, own_cache):
@@ -165,6 +176,25 @@ def test_preferences_that_cannot_be_written(served, monkeypatch, tmp_path, caplo
     assert "Is a directory" in error["message"]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert not caplog.records[0].exc_info
+
+
+def test_a_full_disk_leaves_no_half_row(monkeypatch, tmp_path):
+    """The first write takes what fits, the second one nothing."""
+    preferences = PreferenceFile(str(tmp_path / "p.jsonl"))
+    preferences.append(Preference(**PREFERENCE))
+    before = preferences.path.read_bytes()
+
+    class Full(io.FileIO):
+        def write(self, data):
+            return super().write(data[: len(data) // 2])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(web_chat, "open", lambda path, *_, **__: Full(path, "a"), raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            preferences.append(Preference(**PREFERENCE))
+    assert preferences.path.read_bytes() == before
+    preferences.append(Preference(**PREFERENCE))
+    assert preferences.path.read_bytes() == before * 2
 
 
 def test_a_failure_of_the_server_has_openais_body(served, monkeypatch):

@@ -1,7 +1,9 @@
 """Biases, penalties, forbidden tokens and JSON, each seen in greedy answers."""
 
 import json
+import math
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from http_client import answered, ask
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
 from dschat.serving.schema import CompletionRequest
-from dschat.serving.shaping import shape_of
+from dschat.serving.shaping import _why, shape_of
 
 PROMPT = "tell me about the sun"
 
@@ -37,7 +39,7 @@ def shaped(served, logits, answer, **body):
 
 def test_a_bias_decides(served):
     token = served.model.tokenizer.encode(" moon", add_special_tokens=False)[0]
-    found = complete(served, logit_bias={str(token): 100}, max_tokens=3)
+    found = complete(served, logit_bias={str(token): 100}, max_tokens=3, min_tokens=2)
     assert ids_of(served, found) == [token] * 3
     assert all(value < 0 for value in found["logprobs"]["token_logprobs"])  # of the logits alone
 
@@ -177,6 +179,19 @@ def test_a_bad_word_of_tokens_that_the_model_has_not(served):
     *head, token = served.model.tokenizer.encode("sun", add_special_tokens=False)
     found = shaped(served, torch.zeros(token), head or [1], bad_words=["sun"])
     assert found.tolist() == [0.0] * token
+
+
+def test_a_bad_word_without_tokens_forbids_nothing():
+    """As of a tokenizer that drops what it does not know."""
+    tokenizer = SimpleNamespace(encode=lambda text, **_: [3] if "a" in text else [])
+    shape = shape_of(CompletionRequest(prompt="a", bad_words=["b", "a"]), tokenizer, 4)
+    request = Request([1], SamplingParams())
+    assert shape(request.sequences[0], torch.zeros(4)).tolist() == [0, 0, 0, -math.inf]
+
+
+@pytest.mark.parametrize(("told", "why"), [("", "tokens are forbidden"), ("no:\nmore", "(no)")])
+def test_why_a_format_cannot_be_followed(told, why):
+    assert why in _why(SimpleNamespace(get_error=lambda: told))
 
 
 def test_a_json_object_in_a_chat_beside_other_requests(served):

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from dschat.startup.files import no_link, replace_file
+from dschat.startup.files import discard, no_link, replace_file
 
 
 def test_a_link_is_replaced_not_followed(tmp_path):
@@ -36,3 +36,15 @@ def test_a_pipe_is_refused_at_once(flags, tmp_path):
     os.mkfifo(tmp_path / "log")
     with pytest.raises(OSError, match="not a file|No such device"):
         no_link(str(tmp_path / "log"), flags)
+
+
+def test_whatever_has_a_name_is_discarded(tmp_path):
+    """Not what a link names."""
+    (tmp_path / "folder/inner").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "kept").mkdir()
+    for name in ("folder", "file", "link", "dangling", "nothing"):
+        discard(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -1,6 +1,7 @@
 """What the user's code does to this process, and what the run has afterwards."""
 
 import os
+import sys
 import threading
 from contextlib import suppress
 
@@ -12,28 +13,31 @@ from dschat.distributed import env
 from dschat.user_code import calls, surroundings
 from dschat.user_code.surroundings import restored
 
+CHANGED = "{} changed the working directory: put back; use absolute paths there"
+
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(surroundings, "_their_folder", "")
+    surroundings._warn.cache_clear()
 
 
-def test_each_has_its_own_working_directory(tmp_path):
-    """The user's code finds the one that it left, as if it were alone."""
-    (tmp_path / "theirs").mkdir()
-    with restored("f"):
-        os.chdir("theirs")
-    assert os.getcwd() == str(tmp_path)
+def test_the_run_keeps_its_working_directory(tmp_path, caplog):
+    """A line says so once; the run itself may move."""
+    (tmp_path / "other").mkdir()
     for _ in range(2):
-        with restored("g"):
-            assert os.getcwd() == str(tmp_path / "theirs")
+        with suppress(KeyError), restored("f"):
+            os.chdir("other")
+            raise KeyError
         assert os.getcwd() == str(tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [CHANGED.format("f")]
+    os.chdir("other")
     with restored("g"):
         os.chdir("..")
-    os.chdir("theirs")  # the run itself may move
-    with restored("g"):
-        assert os.getcwd() == str(tmp_path / "theirs")
+    assert os.getcwd() == str(tmp_path / "other")
+    with restored("h"):
+        pass
+    assert len(caplog.records) == 2
 
 
 def test_scopes_of_several_threads(tmp_path):
@@ -60,14 +64,10 @@ def test_scopes_of_several_threads(tmp_path):
 
 def test_a_directory_that_is_removed(tmp_path):
     gone = tmp_path / "gone"
-    for _ in range(2):
-        gone.mkdir()
-        with restored("f"):
-            os.chdir(gone)
-            gone.rmdir()
-        assert os.getcwd() == str(tmp_path)
+    gone.mkdir()
     with restored("f"):
-        os.chdir(tmp_path.parent)
+        os.chdir(gone)
+        gone.rmdir()
     assert os.getcwd() == str(tmp_path)
 
 
@@ -78,6 +78,8 @@ def test_a_run_whose_own_directory_is_removed(tmp_path):
     with restored("f"):
         (tmp_path / "gone").rmdir()
     assert calls.called(lambda: 3) == 3
+    with restored("f"):
+        os.chdir(tmp_path)
 
 
 def test_the_default_dtype_is_put_back_also_after_an_error(caplog):
@@ -87,6 +89,15 @@ def test_the_default_dtype_is_put_back_also_after_an_error(caplog):
     assert torch.get_default_dtype() == torch.float32
     (record,) = caplog.records
     assert record.getMessage() == "--reward_fn f changed torch's default dtype: put back"
+
+
+def test_a_default_dtype_of_a_torch_that_the_code_imports(monkeypatch):
+    """Workers have none before."""
+    modules = {name: module for name, module in sys.modules.items() if name != "torch"}
+    monkeypatch.setattr(sys, "modules", modules)
+    with restored("f"):
+        modules["torch"] = torch
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_files_that_are_imported_and_calls(tmp_path):
@@ -99,8 +110,7 @@ def test_files_that_are_imported_and_calls(tmp_path):
     for _ in range(2):  # the file is found again: its name is relative to the run's directory
         where = calls.load("moves.py:where", "--reward_fn moves.py:where")
     assert (os.getcwd(), torch.get_default_dtype()) == (str(tmp_path), torch.float32)
-    assert calls.called(where) == "/"
-    assert os.getcwd() == str(tmp_path)
+    assert calls.called(where) == str(tmp_path)
 
 
 def test_ranks_are_those_of_the_start(monkeypatch):
@@ -114,6 +124,15 @@ def test_ranks_are_those_of_the_start(monkeypatch):
     assert (env.rank(), env.world_size(), env.local_rank()) == (1, 2, 0)
     env.pin(False)
     assert (env.rank(), env.world_size()) == (0, 1)
+
+
+def test_a_run_without_standard_streams(monkeypatch):
+    """As one that a daemon starts."""
+    monkeypatch.setattr(surroundings, "_copies", {})
+    monkeypatch.setattr(surroundings, "_is_open", lambda descriptor: False)
+    with restored("f"):
+        pass
+    assert not surroundings._copies
 
 
 CLOSES = """

@@ -151,6 +151,8 @@ def _as_calls(turn: Any) -> Optional[Turn]:
     """A turn of `_CALL_ROLES` in OpenAI's form; its content may begin with a thought. Else None."""
     if not is_turn(turn) or str(turn.get("role", turn.get("from"))).lower() not in _CALL_ROLES:
         return None
+    if turn.get("tool_calls"):
+        return turn
     content, said = turn.get("content", turn.get("value")), ""
     if isinstance(content, str) and content.lstrip().startswith("<think>"):
         thought, end, content = content.partition("</think>")
