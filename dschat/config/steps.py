@@ -11,14 +11,7 @@ from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, Prefere
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import (
-    AUTO,
-    flag,
-    log_flag,
-    place_flag,
-    require_valid,
-    speed_flag,
-)
+from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
 from dschat.config.renamed import translated
 from dschat.config.reward import EnvironmentConfig
@@ -32,6 +25,11 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 @dataclass
 class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        config: Any = super().__new__(cls)
+        config._named = tuple(given) if len(given) < len(fields(cls)) else ()  # all: `replace`
+        return config
 
     # output
     output_dir: Optional[str] = place_flag(
@@ -77,10 +75,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             not self.streaming or self.max_steps > 0,
             "--streaming needs --max_steps: the length of an epoch is not known",
         )
-        require(
-            len(self.adam_betas) == 2,
-            f"--adam_betas {self.adam_betas} must be two numbers",
-        )
+        require(len(self.adam_betas) == 2, f"--adam_betas {self.adam_betas} must be two numbers")
         require(
             not (self.resume and self.overwrite_output_dir),
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
@@ -179,6 +174,7 @@ class SupervisedConfig(CommonConfig):
 class SFTConfig(SupervisedConfig):
     """Step 1: supervised fine-tuning."""
 
+    default_output_dir = "output/step1_sft"
     train_on: Literal["auto", "all", "last"] = flag(
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
@@ -198,6 +194,10 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2: a reward model, or the policy on preference pairs."""
 
     offload_values = (*CommonConfig.offload_values, "reference", "frozen")
+
+    @property
+    def default_output_dir(self) -> str:  # type: ignore[override]
+        return "output/step3_rlhf" if self.trains_policy else "output/step2_reward"
 
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."
@@ -227,6 +227,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonConfig):
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
+    default_output_dir = "output/step3_rlhf"
     deepspeed_models = ("actor", "critic")
     offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
     quantizable = ("actor", "critic", "reward", "teacher")
@@ -365,8 +366,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         if not (self.reward_model_name_or_path or self.has_reward_functions):
             require(
                 self.has_teacher,
-                "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "
-                "model), or score with --reward_fn or --reward_url",
+                "nothing scores; name --reward_model_name_or_path, --reward_fn or --reward_url",
             )
             self.validate_teacher_alone(self.advantage_estimator, self.dynamic_sampling)
 
