@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 
 import forked
 import numpy as np
@@ -121,8 +122,13 @@ def test_writes_model_and_tokenizer_once(model, tmp_path):
     loaded.write(config)
     kept = AutoModelForCausalLM.from_pretrained(loaded.folder).lm_head.weight
     assert torch.equal(kept, written.lm_head.weight)
+    shutil.rmtree(loaded.folder)  # of a run that had named its model
+    loaded.write(config)
+    assert os.path.isdir(loaded.folder)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(1)
     loaded.write(SFTConfig(output_dir=str(tmp_path), overwrite_output_dir=True))
-    assert not AutoModelForCausalLM.from_pretrained(loaded.folder).lm_head.weight.any()
+    assert (AutoModelForCausalLM.from_pretrained(loaded.folder).lm_head.weight == 1).all()
 
 
 def test_holds_the_trained_weights(model, tmp_path):
