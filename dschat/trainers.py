@@ -6,18 +6,23 @@ Each runs a whole step, as its command does, with the same results: data, checkp
 evaluation and saved models. Settings are the flags of the step, as keywords or as ``args``.
 """
 
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
+from dschat.config.errors import require
 from dschat.config.fields import changed
 
 # Flag -> what constructors call it.
 _PYTHON = {
     "data_path": "data",
+    "eval_data_path": "eval_dataset",
     "callback": "callbacks",
     "reward_fn": "reward_fns",
     "reward_model_name_or_path": "reward_model",
@@ -28,10 +33,14 @@ class _Trainer:
     """A step with its settings.
 
     Args:
-        model: a folder or a hub name.
-        data: data sets, as ``--data_path`` takes them: a file, folder or hub name, or a list;
-            None: as ``args`` say.
+        model: a folder, a hub name, or a loaded model of transformers, which is written to the
+            output folder to start from there, and has the trained weights after `train`.
+        data, train_dataset: rows (a list of dicts, a `Dataset` or a DataFrame) or names as
+            ``--data_path`` takes them, or a list of such; None: as ``args`` say. All rows are for
+            this step, those of names as ``data_split`` says.
         args: the step's config, of which keywords override fields.
+        eval_dataset: held-out data, likewise.
+        processing_class, tokenizer: of a loaded model; None: that of where it was loaded from.
         callbacks: classes or objects with hooks; see `dschat.runtime.start`.
         flags: fields of the config.
 
@@ -42,10 +51,11 @@ class _Trainer:
         UserError: a setting that does not exist, or that is wrong.
     """
 
-    config_class: ClassVar[type[CommonConfig]]
+    config_class: type[CommonConfig]
     model_flag: ClassVar[str] = "model_name_or_path"
     runs: ClassVar[str]  # the function, imported when it is called
     defaults: ClassVar[dict[str, Any]] = {}
+    share: ClassVar[str]  # the data_split that gives all rows to this step
     _objects: tuple[Any, ...] = ()
 
     def __init_subclass__(cls) -> None:
@@ -66,10 +76,14 @@ class _Trainer:
 
     def __init__(
         self,
-        model: str,
-        data: str | Sequence[str] | None = None,
+        model: Any,
+        data: Any = None,
         args: Any = None,
         *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
         callbacks: Sequence[Any] = (),
         **flags: Any,
     ) -> None:
@@ -79,16 +93,40 @@ class _Trainer:
         hints = {n: renamed.hint(n, known, python=called) for n in flags if n not in known}
         if hints:
             raise UserError(f"{type(self).__name__}: {renamed.unknown('setting', hints)}")
-        config = None if args is None else self.config_class.from_namespace(args)
-        given = {} if config is None else changed(config)
-        values = self.defaults | given | flags | {self.model_flag: str(model)}
-        if data is not None:
-            values["data_path"] = [data] if isinstance(data, str) else [str(d) for d in data]
-        self.config = self._made(values)
-        self.config.validate()
+        rows, defaults = _one_of(data=data, train_dataset=train_dataset), self.defaults
+        if rows is not None and not _are_names(rows):
+            defaults = defaults | {"data_split": self.share}
+        for flag, given in (("data_path", rows), ("eval_data_path", eval_dataset)):
+            if given is not None:
+                from dschat.data.tables import data_names
 
-    def _made(self, values: dict[str, Any]) -> Any:
-        return self.config_class(**values)
+                flags[flag] = data_names(given, _PYTHON[flag])
+        tokenizer = _one_of(processing_class=processing_class, tokenizer=tokenizer)
+        with self._in_python():
+            config = None if args is None else type(self).config_class.from_namespace(args)
+            values = defaults | ({} if config is None else changed(config)) | flags
+            self._loaded: Any = None
+            if isinstance(model, (str, os.PathLike)):
+                require(tokenizer is None, "processing_class is for a loaded model; leave it out")
+                values[self.model_flag] = str(model)
+            else:
+                from dschat.runtime.loaded_model import LoadedModel
+
+                self._loaded = LoadedModel(model, tokenizer, self.config_class(**values))
+                values[self.model_flag] = self._loaded.folder
+            self.config = self.config_class(**values)
+            self.config.validate()
+
+    @contextmanager
+    def _in_python(self) -> Iterator[None]:
+        """Errors name arguments of Python in place of flags."""
+        names = {f.name: f.name for f in fields(self.config_class)}
+        names |= _PYTHON | {self.model_flag: "model"}
+        try:
+            yield
+        except UserError as error:
+            error.args = (re.sub(r"--(\w+)", lambda m: names.get(m[1], m[0]), str(error)),)
+            raise
 
     def train(self) -> Any:
         """Collective. Train and save; returns DeepSpeed's engine, or in step 3 the
@@ -99,13 +137,33 @@ class _Trainer:
             TrainingStopped: after a checkpoint, where the run was asked to stop.
         """
         module, _, name = self.runs.partition(":")
-        return getattr(import_module(module), name)(self.config, *self._objects, self._callbacks)
+        with self._in_python():
+            if self._loaded:
+                self._loaded.write(self.config)
+            run = getattr(import_module(module), name)
+            result = run(self.config, *self._objects, self._callbacks)
+        if self._loaded:
+            self._loaded.fill(self.config)
+        return result
+
+
+def _are_names(data: Any) -> bool:
+    items = data if isinstance(data, (list, tuple)) else [data]
+    return all(isinstance(item, (str, os.PathLike)) for item in items)
+
+
+def _one_of(**arguments: Any) -> Any:
+    """The value of the one of these arguments that is given; None where none is."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    require(len(given) < 2, f"{' and '.join(given)} mean the same; leave one out")
+    return next(iter(given.values()), None)
 
 
 class SFTTrainer(_Trainer):
     """Step 1: fine-tunes ``model`` on demonstrations."""
 
     config_class = SFTConfig
+    share = "1,0,0"
     runs = "dschat.supervised.run:train_sft"
 
 
@@ -115,6 +173,7 @@ class RewardTrainer(_Trainer):
     """
 
     config_class = RewardConfig
+    share = "0,1,0"
     runs = "dschat.supervised.run:train_on_preferences"
 
 
@@ -129,36 +188,44 @@ class PPOTrainer(_Trainer):
 
     Args:
         reward_model: a folder or a hub name; a critic starts from it.
-        reward_fns: functions in addition, or alone: a critic then starts from the actor.
+        reward_fns, reward_funcs: two names for a function, or a list of them, in addition or alone:
+            a critic then starts from the actor.
         environment, tools: a class or function, and functions; see `dschat.environments`.
     """
 
     config_class = RLHFConfig
+    share = "0,0,1"
     runs = "dschat.rlhf.run:train"
     model_flag = "actor_model_name_or_path"
 
     def __init__(
         self,
-        model: str,
-        data: str | Sequence[str] | None = None,
+        model: Any,
+        data: Any = None,
         args: Any = None,
         *,
-        reward_model: str | None = None,
-        reward_fns: Sequence[Callable[..., Any] | Any] = (),
+        reward_model: Any = None,
+        reward_fns: Any = None,
+        reward_funcs: Any = None,
         environment: Any = None,
         tools: Sequence[Any] = (),
         **flags: Any,
     ) -> None:
-        self._objects = reward_fns, environment, tools
+        functions = _one_of(reward_fns=reward_fns, reward_funcs=reward_funcs) or ()
+        self._objects = functions, environment, tools
+        if functions or environment is not None:
+
+            class Config(RLHFConfig):
+                scores_with_objects = True
+
+            self.config_class = Config
         if reward_model is not None:
+            kind = type(reward_model).__name__
+            require(
+                kind == "str" or hasattr(reward_model, "__fspath__"), f"reward_model is a {kind}"
+            )
             flags["reward_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)
-
-    def _made(self, values: dict[str, Any]) -> Any:
-        class Config(RLHFConfig):
-            scores_with_objects = bool(len(self._objects[0]) or self._objects[1] is not None)
-
-        return (Config if Config.scores_with_objects else RLHFConfig)(**values)
 
 
 class GRPOTrainer(PPOTrainer):

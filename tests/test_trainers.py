@@ -1,12 +1,21 @@
 """Trainers in the manner of TRL: the results of the commands, to the bit."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import forked
 import numpy as np
 import pytest
+from data_files import put
+from datasets import Dataset
 from forked import ROOT
+from quick import some
 from safetensors.numpy import load_file
 
 from dschat import (
@@ -18,6 +27,7 @@ from dschat import (
     SFTTrainer,
     UserError,
 )
+from dschat.builtin.tiny_model import resolve_model
 
 REWARD = '''
 class Log:
@@ -103,13 +113,88 @@ def test_the_same_as_the_command(name, tmp_path):
     assert (tmp_path / "events").read_text().split() == events
 
 
-def test_defaults_of_args_are_no_settings():
-    def estimator(**changed):
-        config = GRPOTrainer("m", reward_fns=[len], args=RLHFConfig(**changed)).config
+def test_what_args_name_is_a_setting_and_their_defaults_are_none():
+    def estimator(args):
+        config = GRPOTrainer("m", reward_fns=[len], args=args).config
         return config.advantage_estimator, config.num_samples_per_prompt, config.seed
 
-    assert estimator(seed=5) == ("grpo", 8, 5)
-    assert estimator(advantage_estimator="rloo", num_samples_per_prompt=4) == ("rloo", 4, 1234)
+    named = RLHFConfig(advantage_estimator="gae", num_samples_per_prompt=1)
+    assert estimator(RLHFConfig(seed=5)) == ("grpo", 8, 5)
+    assert estimator(replace(RLHFConfig(), seed=5)) == ("grpo", 8, 5)
+    assert estimator(RLHFConfig(advantage_estimator="rloo", num_samples_per_prompt=4)) == (
+        *("rloo", 4),
+        1234,
+    )
+    for args in (named, copy.deepcopy(named), pickle.loads(pickle.dumps(named))):
+        assert estimator(args) == ("gae", 1, 1234)
+    assert estimator({"advantage_estimator": "gae"}) == ("gae", 8, 1234)
+    assert estimator(SimpleNamespace(advantage_estimator="gae", x=1)) == ("gae", 8, 1234)
+    with pytest.raises(UserError, match="^advantage_estimator grpo compares .* raise num_samples"):
+        estimator(RLHFConfig(num_samples_per_prompt=1))
+
+
+def test_names_of_trl(own_cache):
+    one, two = GRPOTrainer("m", "d", reward_fns=len), GRPOTrainer("m", "d", reward_fns=[len])
+    trl = GRPOTrainer("m", train_dataset="d", eval_dataset=["e"], reward_funcs=len)
+    assert asdict(one.config) == asdict(two.config)
+    assert asdict(trl.config) == asdict(one.config) | {"eval_data_path": ["e"]}
+    (path,) = SFTTrainer("m", train_dataset=QUESTIONS).config.data_path
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == QUESTIONS
+
+
+def test_all_rows_of_python_code_are_for_the_step(own_cache):
+    """Those of a file are shared out among three, as its command does."""
+
+    def share(trainer, data, **settings):
+        return trainer("m", data, **settings).config.data_split
+
+    assert share(SFTTrainer, QUESTIONS) == "1,0,0"
+    assert share(DPOTrainer, ["d", Dataset.from_list(QUESTIONS)]) == "0,1,0"
+    assert share(GRPOTrainer, QUESTIONS, reward_fns=len) == "0,0,1"
+    assert share(DPOTrainer, QUESTIONS, args=RewardConfig(data_split="1,1,1")) == "1,1,1"
+    assert share(DPOTrainer, QUESTIONS, data_split="auto") == "auto"
+    assert share(DPOTrainer, ["d", Path("e")]) == "auto"
+
+
+# The quick starts of TRL 1.16's README, with another import line, a folder for the model, and one
+# for the data set.
+CHAT = [[{"role": "user", "content": f"what is {i} plus {i}?"}] for i in range(10)]
+YES, NO = ([{"role": "assistant", "content": text}] for text in ("it is that", "no"))
+QUICK_STARTS = {
+    "SFTTrainer": ("Capybara", [{"messages": chat + YES, "source": "x"} for chat in CHAT], ""),
+    "DPOTrainer": ("pairs", [{"chosen": chat + YES, "rejected": chat + NO} for chat in CHAT], ""),
+    "RewardTrainer": ("pairs", [{"prompt": c, "chosen": YES, "rejected": NO} for c in CHAT], ""),
+    "GRPOTrainer": (
+        *("DeepMath-103K", [{"prompt": chat, "solution": "2"} for chat in CHAT]),
+        "    reward_funcs=accuracy_reward,\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", some(QUICK_STARTS, ["SFTTrainer"]))
+def test_trls_quick_starts(trainer, tmp_path):
+    name, rows, reward = QUICK_STARTS[trainer]
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen/Qwen3-0.6B").symlink_to(resolve_model("builtin/tiny"))
+    put(tmp_path / "trl-lib" / name / "train.jsonl", rows)
+    (tmp_path / "rewards.py").write_text(
+        "def accuracy_reward(completions, solution, **kwargs):\n"
+        "    texts = [turns[-1]['content'] for turns in completions]\n"
+        "    return [float(right in text) for text, right in zip(texts, solution)]\n"
+    )
+    script = tmp_path / "quick_start.py"
+    script.write_text(
+        "from datasets import load_dataset\n"
+        f"from dschat import {trainer}\n"
+        "from rewards import accuracy_reward\n\n"
+        f'dataset = load_dataset("trl-lib/{name}", split="train")\n\n'
+        f'trainer = {trainer}(\n    model="Qwen/Qwen3-0.6B",\n{reward}'
+        "    train_dataset=dataset,\n)\n"
+        "trainer.train()\n"
+    )
+    done = forked.run(str(script), cwd=str(tmp_path), limit_s=200)
+    assert done.code == 0, done.stderr[-3000:]
+    assert len(list(tmp_path.glob("output/*/COMPLETE"))) == 1
 
 
 def test_settings():
@@ -136,8 +221,14 @@ def test_settings():
     [
         (lambda: SFTTrainer("m", "d", learning_rat=1), "learning_rat; did you mean learning_rate"),
         (lambda: SFTTrainer("m", "d", max_seq_len="8"), "max_seq_len '8' is not a whole number"),
-        (lambda: GRPOTrainer("m", "d"), "name a reward model"),
-        (lambda: PPOTrainer("m", "d", reward_fns=[len], kl_coef=-1), "--kl_coef -1"),
+        (lambda: GRPOTrainer("m", "d"), "nothing scores; name reward_model, reward_fns or rew"),
+        (lambda: PPOTrainer("m", "d", reward_fns=[len], kl_coef=-1), "^kl_coef -1"),
+        (lambda: PPOTrainer("m", "d", reward_model=len), "reward_model is a builtin_function"),
+        (lambda: SFTTrainer("m", {"prompt": ["a"]}), "^data of type dict"),
+        (lambda: SFTTrainer("m", eval_dataset=len), "^eval_dataset of type builtin_function"),
+        (lambda: SFTTrainer("m", "d", train_dataset="d"), "data and train_dataset mean the same"),
+        (lambda: SFTTrainer(QUESTIONS, "d"), "model is a list; give a folder"),
+        (lambda: SFTTrainer("m", "d", tokenizer=len), "processing_class is for a loaded model"),
     ],
 )
 def test_mistakes(make, words):

@@ -6,7 +6,7 @@ Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 from dschat.config.errors import UserError, require
 from dschat.config.fields import (
@@ -295,6 +295,8 @@ class ShowConfig(DataConfig):
 @dataclass
 class SavingConfig:
     """Checkpoints, failures, hooks and logging."""
+
+    default_output_dir: ClassVar[str] = ""
 
     # checkpoints
     save_steps: int = log_flag(

@@ -88,9 +88,9 @@ place_flag = functools.partial(flag, affects="place")
 
 
 def changed(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
-    defaults = asdict(type(config)())
-    return {name: v for name, v in asdict(config).items() if v != defaults[name]}
+    """The fields of a dataclass that its call named, or that differ from their defaults."""
+    defaults, named = asdict(type(config)()), getattr(config, "_named", ())
+    return {n: v for n, v in asdict(config).items() if n in named or v != defaults[n]}
 
 
 def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:

@@ -4,6 +4,7 @@ Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here
 """
 
 import inspect
+import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
@@ -13,9 +14,10 @@ from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
-from dschat.config.renamed import hint, translated
+from dschat.config.renamed import hint, translated, unknown
 from dschat.config.reward import EnvironmentConfig
 
+logger = logging.getLogger("dschat")
 Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.
 _RATE: dict[str, Any] = {"ge": 0, "le": 10}
@@ -32,7 +34,9 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
         names = [f.name for f in fields(cls)]
         unknown = [f"{name}{hint(name, names)}" for name in given if name not in names]
         require(not unknown, f"{cls.__name__} has no {', no '.join(unknown)}")
-        return super().__new__(cls)
+        config: Any = super().__new__(cls)
+        config._named = tuple(given) if len(given) < len(fields(cls)) else ()  # all: `replace`
+        return config
 
     # output
     output_dir: Optional[str] = place_flag(
@@ -83,10 +87,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             not self.streaming or self.max_steps > 0,
             "--streaming needs --max_steps: the length of an epoch is not known",
         )
-        require(
-            len(self.adam_betas) == 2,
-            f"--adam_betas {self.adam_betas} must be two numbers",
-        )
+        require(len(self.adam_betas) == 2, f"--adam_betas {self.adam_betas} must be two numbers")
         require(
             not (self.resume and self.overwrite_output_dir),
             "--resume continues a run and --overwrite_output_dir starts it over; leave one out",
@@ -111,6 +112,8 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
         """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
+        Other attributes are not read; those that are settings of other trainers are named in a
+        warning.
 
         Raises:
             UserError: a value of the wrong type.
@@ -119,8 +122,11 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             given = args if isinstance(args, dict) else _attributes(args)
             if given is None:
                 raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
-            given = translated(given)
-            args = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+            given, names = translated(given), {f.name for f in fields(cls)}
+            hints = {name: hint(name, names) for name in given if name not in names}
+            if used := {n: text for n, text in hints.items() if text.startswith("; use ")}:
+                logger.warning("args: %s", unknown("setting", used))
+            args = cls(**{name: given[name] for name in names if name in given})
         require_valid(args)
         return args
 
@@ -192,6 +198,7 @@ class SupervisedConfig(CommonConfig):
 class SFTConfig(SupervisedConfig):
     """Step 1: supervised fine-tuning."""
 
+    default_output_dir = "output/step1_sft"
     train_on: Literal["auto", "all", "last"] = flag(
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
@@ -211,6 +218,10 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     """Step 2: a reward model, or the policy on preference pairs."""
 
     offload_values = (*CommonConfig.offload_values, "reference", "frozen")
+
+    @property
+    def default_output_dir(self) -> str:  # type: ignore[override]
+        return "output/step3_rlhf" if self.trains_policy else "output/step2_reward"
 
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."
@@ -240,6 +251,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonConfig):
     """Step 3: RLHF. Counts are global unless the name says per_device."""
 
+    default_output_dir = "output/step3_rlhf"
     deepspeed_models = ("actor", "critic")
     offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
     quantizable = ("actor", "critic", "reward", "teacher")
@@ -373,8 +385,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         if not (self.reward_model_name_or_path or self.has_reward_functions):
             require(
                 self.has_teacher,
-                "--critic_model_name_or_path is missing; name a reward model (a folder or a hub "
-                "model), or score with --reward_fn or --reward_url",
+                "nothing scores; name --reward_model_name_or_path, --reward_fn or --reward_url",
             )
             self.validate_teacher_alone(self.advantage_estimator, self.dynamic_sampling)
 

@@ -6,6 +6,8 @@ code: another version reads and tokenizes the data again.
 """
 
 import hashlib
+import io
+import json
 import logging
 import os
 import tempfile
@@ -13,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -25,9 +28,11 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features
 from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
+from pandas import DataFrame
 
 from dschat.config import UserError
-from dschat.startup.files import discard, sha256_of, sync_file
+from dschat.config.errors import require
+from dschat.startup.files import discard, replace_file, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
 
@@ -58,12 +63,10 @@ def made_table(features: Features, rows: Iterable[dict[str, Any]], content: str 
     """
     if not content:
         return Dataset.from_dict(_columns(features, list(rows)), features)
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
     key = hashlib.blake2b(f"{code_digest()} {content}".encode(), digest_size=16).hexdigest()
-    try:
+    with _cache() as folder:
         path = _whole(folder, key)
         if path is None:
-            folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch, "rows.arrow")
                 _write(str(made), features, iter(rows))
@@ -73,6 +76,49 @@ def made_table(features: Features, rows: Iterable[dict[str, Any]], content: str 
                 sync_file(folder)
         with quiet():
             return Dataset.from_file(str(path))
+
+
+def data_names(data: Any, argument: str) -> list[str]:
+    """What ``--data_path`` takes for an ``argument`` of Python code: names stay; dicts, a `Dataset`
+    or a DataFrame of pandas become a file of the cache, named by its content.
+
+    Raises:
+        UserError: it is something else, or empty.
+    """
+    if isinstance(data, (str, os.PathLike)):
+        return [str(data)]
+    if isinstance(data, DataFrame):
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
+    is_list = isinstance(data, (list, tuple))
+    if is_list and not all(isinstance(row, dict) for row in data):
+        return [name for item in data for name in data_names(item, argument)]
+    if not (is_list or isinstance(data, Dataset)):
+        raise UserError(
+            f"{argument} of type {type(data).__name__}: give a list of dicts, a Dataset (one split "
+            "of a DatasetDict), a DataFrame, or names, which streaming=True reads as it trains"
+        )
+    require(len(data) > 0, f"{argument} is empty; it needs at least one row")
+    if is_list:
+        # NumPy's and torch's values become Python's; dates and others text, as in an `Example`
+        plain = partial(json.dumps, default=lambda v: getattr(v, "tolist", v.__str__)())
+        content = "".join(f"{plain(row)}\n" for row in data).encode()
+    else:
+        with quiet():
+            data.to_parquet(file := io.BytesIO())
+        content = file.getvalue()
+    name = f"{hashlib.sha256(content).hexdigest()[:16]}-rows{'.jsonl' if is_list else '.parquet'}"
+    with _cache() as folder:
+        replace_file(folder / name, content, 0.0)  # NOTE: tables made of it are found by its time
+        return [str(folder / name)]
+
+
+@contextmanager
+def _cache() -> Iterator[Path]:
+    """The folder of tables, made where it is missing; ``UserError`` where it cannot be used."""
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "dschat"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
     except OSError as error:
         raise UserError(
             f"the data cache {folder} cannot be used ({error.strerror or error}); set "

@@ -124,6 +124,10 @@ def _entry(item: Any, label: str) -> RewardFunction:
         if ":" not in spec:
             spec = _ready_made(spec, label)
         return RewardFunction(name, label, weight, load(spec, label), spec)
+    if hasattr(item, "save_pretrained"):
+        raise UserError(
+            f"{label}: {type(item).__name__} is a model; name its folder as reward_model"
+        )
     if not callable(item):
         raise UserError(f"{label}: {item!r:.80} is not a function, spec or (function, weight)")
     name = _name_of(item)

@@ -46,13 +46,13 @@ class RewardFunctions:
     """
 
     def __init__(self, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> None:
-        """The sources of ``config``, plus ``reward_fns``: callables, specs, or pairs with a weight.
+        """The sources of ``config``, plus ``reward_fns``: callables, specs, pairs with a weight.
 
         Raises:
             UserError: one cannot be found, imported or constructed, or run in ``reward_pool``.
         """
-        if callable(reward_fns) or isinstance(reward_fns, str):
-            raise UserError(f"reward_fns={reward_fns!r:.80} is one function; give a list: [...]")
+        if not isinstance(reward_fns, (list, tuple)):
+            reward_fns = [reward_fns]
         taken = {REWARD_MODEL, ENDPOINT}
         specs, args = config.reward_fn or [], config.reward_args or []
         self._functions = load_reward_functions(specs, reward_fns, args, taken)

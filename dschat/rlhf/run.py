@@ -45,7 +45,7 @@ def train(
         TrainingStopped: after a checkpoint, where the run was asked to stop.
         FloatingPointError: see `DeepSpeedPPOTrainer.train_rlhf`.
     """
-    call = start_step(args, "output/step3_rlhf", callbacks)
+    call = start_step(args, callbacks)
     output_dir = str(args.output_dir)
     group_estimator(args.advantage_estimator)  # raises for a function that does not fit
     policy_loss(args.policy_loss)

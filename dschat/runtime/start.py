@@ -94,12 +94,10 @@ def _made(item: Any, label: str) -> Any:
 _FEW_STEPS = 20
 
 
-def start_step(
-    config: CommonConfig, default_output_dir: str, callbacks: Sequence[Any] = ()
-) -> Callbacks:
+def start_step(config: CommonConfig, callbacks: Sequence[Any] = ()) -> Callbacks:
     """Collective. Set up the console, join the process group, seed, check the output folder.
 
-    ``config.output_dir`` becomes absolute, ``default_output_dir`` where it is not set. Log lines
+    ``config.output_dir`` becomes absolute, and the step's default where it is not set. Log lines
     wait for `console.release`, so that a mistake found until then stands alone on the screen.
     Returns the hooks of ``config`` and ``callbacks``.
 
@@ -109,7 +107,7 @@ def start_step(
     console.setup(config.log_level, hold=True)
     dist.init()
     set_seed(config.seed)
-    config.output_dir = config.output_dir or default_output_dir
+    config.output_dir = config.output_dir or config.default_output_dir
     settings = {f"--{k}": v for k, v in asdict(config).items()}
     # With a disk of its own a machine may have other files under the same names.
     dist.check_same(settings | {f"content of --{k}": v for k, v in contents_of(config).items()})

@@ -29,7 +29,7 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
         UserError: before weights load, for a mistake in settings, names or data.
         TrainingStopped: after a checkpoint, where the run was asked to stop.
     """
-    call = start_step(config, "output/step1_sft", callbacks)
+    call = start_step(config, callbacks)
     zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.
@@ -49,8 +49,7 @@ def train_on_preferences(config: RewardConfig, callbacks: Sequence[Any] = ()) ->
     """Collective. Train a reward model, or with a policy loss a policy, on answers that were
     compared, and save it; returns DeepSpeed's engine. Raises as `train_sft` does.
     """
-    folder = "output/step3_rlhf" if config.trains_policy else "output/step2_reward"
-    call = start_step(config, folder, callbacks)
+    call = start_step(config, callbacks)
     zero = zero_settings(config)
 
     # Load. Mistakes in names and data show before any weight loads.

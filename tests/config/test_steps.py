@@ -82,6 +82,15 @@ def test_from_a_namespace_with_some_of_the_fields():
     assert RLHFConfig.from_namespace({"seed": 5}).seed == 5
 
 
+def test_settings_of_other_trainers_in_a_namespace_are_named(caplog):
+    RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1, local_rank=0))
+    assert caplog.text == ""
+    RLHFConfig.from_namespace({"num_generations": 4, "epsilon": 0.1, "seed": 1})
+    assert "args: unknown settings: num_generations (use num_samples_per_prompt), epsilon (use" in (
+        caplog.text
+    )
+
+
 class Args:
     kl_coef = 0.3
     max_answer_len = 7  # its name in DeepSpeed-Chat

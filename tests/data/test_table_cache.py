@@ -1,16 +1,24 @@
 """A cached table is used only if the code, the tokenizer and the template are the same."""
 
+import copy
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from damages import DAMAGES, flip
 from data_files import step_table
+from datasets import Dataset, DatasetDict
 from dialogues import REPLY, USER
+from pandas import DataFrame
 
 from dschat.builtin.tiny_model import tiny_tokenizer
+from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data import tables
 from dschat.data.pretraining_text import text_dataset
@@ -110,3 +118,74 @@ def test_a_table_is_on_disk_before_it_has_its_name(dialogue, tmp_path, monkeypat
     assert [what for what, _ in order] == ["synced", "named", "synced"] * 2
     assert order[0][1] == order[1][1]
     assert order[2][1] == tmp_path / "cache/dschat"
+
+
+ROWS = [
+    {"prompt": "why?", "chosen": [REPLY("so")], "n": 1, "when": None},
+    {"prompt": [USER("why not?")], "chosen": "never", "more": {"k": [1.5]}, "when": "now"},
+]
+TABLE = [{"messages": [USER(f"{i}?"), REPLY("yes")], "n": i} for i in range(5)]
+
+
+def rows_of(name):
+    return [line.row for line in read_source(name, "--data_path", DataConfig()).train]
+
+
+def test_rows_of_python_code_are_read_as_those_of_a_file(write):
+    (name,) = tables.data_names(ROWS, "data")
+    assert rows_of(name) == rows_of(write(ROWS, "rows.jsonl")) == ROWS
+
+    table = Dataset.from_list(TABLE)
+    (name,) = tables.data_names(table.select([3, 1]), "data")
+    assert rows_of(name) == rows_of(write([TABLE[3], TABLE[1]], "rows.parquet"))
+
+    frame = DataFrame({"prompt": ["a", None], "n": [1.5, float("nan")], "chat": [[{}], [{"a": 1}]]})
+    (name,) = tables.data_names(frame, "data")
+    missing = {"prompt": None, "n": None, "chat": [{"a": 1}]}
+    assert rows_of(name) == [{"prompt": "a", "n": 1.5, "chat": [{}]}, missing]
+
+    odd = {"n": np.int64(3), "v": torch.tensor([1, 2]), "d": datetime(2020, 1, 2), "s": "\ud800"}
+    (name,) = tables.data_names([odd], "data")
+    plain = {"n": 3, "v": [1, 2], "d": "2020-01-02 00:00:00"}
+    assert rows_of(name) == [plain | {"s": "\ud800"}]
+
+
+def test_equal_rows_are_one_file_with_one_time(tables_on_disk):
+    """So that a resumed run finds its data, and its tables, again."""
+    table = Dataset.from_list(TABLE)
+    others = Dataset.from_list([{"messages": [], "n": 9}, *TABLE]).select(range(1, 6))
+    for given in ((ROWS, tuple(ROWS), copy.deepcopy(ROWS)), (table, others)):
+        found = set()
+        for rows in given:
+            (name,) = tables.data_names(rows, "data")
+            found.add((name, Path(name).stat().st_mtime_ns))
+        assert len(found) == 1
+    assert tables.data_names(ROWS[:1], "data") != tables.data_names(ROWS, "data")
+    assert len(tables_on_disk()) == 3
+
+
+def test_names_stay_and_kinds_mix():
+    rows = tables.data_names(ROWS, "data")
+    assert tables.data_names("a.jsonl:0.5", "data") == ["a.jsonl:0.5"]
+    assert tables.data_names(Path("a"), "data") == ["a"]
+    given = ["a", Path("b:2"), ROWS, ("c", ROWS)]
+    assert tables.data_names(given, "data") == ["a", "b:2", *rows, "c", *rows]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (DatasetDict(train=Dataset.from_list(TABLE)), "data of type DatasetDict: .* .one split"),
+        (Dataset.from_list(TABLE).to_iterable_dataset(), "IterableDataset: .* streaming=True"),
+        ({"prompt": ["a"]}, "data of type dict: give a list of dicts"),
+        (len, "data of type builtin_function_or_method"),
+        (["a", 3], "data of type int"),
+        ([], "data is empty"),
+        (DataFrame(), "data is empty"),
+        (Dataset.from_list(TABLE).select([]), "data is empty"),
+    ],
+)
+def test_other_data_is_refused(data, words, tables_on_disk):
+    with pytest.raises(UserError, match=words):
+        tables.data_names(data, "data")
+    assert not tables_on_disk()

@@ -1,16 +1,21 @@
 """docs/coming-from.md, "What you bring": each row of its table, tried."""
 
 import json
+import os
 
 import forked
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from datasets import Dataset
 from documentation import PAGES, tables
 from others_rewards import scores_of
+from pandas import DataFrame
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat import GRPOTrainer
+from dschat import GRPOTrainer, SFTTrainer
+from dschat.builtin.tiny_model import resolve_model
 from dschat.config import UserError
 
 TABLE = dict(tables(PAGES["coming-from.md"], "you bring", "what happens"))
@@ -145,6 +150,27 @@ def names_of_trl():
             GRPOTrainer("model", "data", reward_fns=[len], **{name: 1})
 
 
+def python_rows(own_cache):
+    prompts = [{"prompt": "why?"}, {"prompt": "how?"}]
+    for given in (prompts, Dataset.from_list(prompts), DataFrame(prompts)):
+        trainer = GRPOTrainer("model", given, reward_fns=len)
+        (path,) = trainer.config.data_path
+        assert path.endswith(("-rows.jsonl", "-rows.parquet"))
+
+
+def loaded_models():
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin/tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    trainer = SFTTrainer(model, processing_class=tokenizer, output_dir="out")
+    assert trainer.config.model_name_or_path == os.path.abspath("out/initial_model")
+
+
+def arguments_of_trl():
+    both = {"train_dataset": "data", "eval_dataset": "more"}
+    config = GRPOTrainer("model", reward_funcs=len, **both).config
+    assert (config.data_path, config.eval_data_path) == (["data"], ["more"])
+
+
 TRIED = (
     (trl_prompts, "TRL's rows for GRPO"),
     (trl_pairs, "TRL's pairs"),
@@ -158,7 +184,10 @@ TRIED = (
     (reward_func, "`reward_func` of OpenRLHF"),
     (compute_score, "`compute_score` of verl"),
     (compute_scores, "verl's batch form"),
-    (names_of_trl, "arguments by TRL's names"),
+    (python_rows, "rows in Python"),
+    (loaded_models, "a loaded model"),
+    (arguments_of_trl, "`train_dataset`, `eval_dataset`"),
+    (names_of_trl, "settings by TRL's names"),
 )
 
 

@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,6 +242,7 @@ def test_errors_of_specs_and_arguments_are_one_line(folder, spec, args, words):
     ("given", "words"),
     [
         (3, "reward_fns: 3 is not a function, spec or"),
+        (SimpleNamespace(save_pretrained=None), "SimpleNamespace is a model; name its folder as"),
         ((abs_of, "2"), "the weight '2' of .* is not a number"),
         ((abs_of, float("inf")), "the weight inf is not a finite number"),
         ("exact_mach", "reward_fns 'exact_mach' is not a ready-made function"),
@@ -250,3 +252,9 @@ def test_errors_of_specs_and_arguments_are_one_line(folder, spec, args, words):
 def test_errors_of_callables(given, words):
     with pytest.raises(UserError, match=words):
         load(given=[given])
+
+
+def test_one_function_needs_no_list(rewards):
+    for given in (abs_of, [abs_of], (abs_of,)):
+        assert rewards(given).names == ["abs_of"]
+    assert rewards("exact_match").names == ["exact_match"]

@@ -32,7 +32,7 @@ def settings_at(folder, monkeypatch, **changed):
         patch.chdir(folder)
         patch.setattr(dist, "check_same", seen.append)
         given = {"data_path": ["rows.jsonl"], "chat_template": "chat.jinja", "output_dir": "out"}
-        start_step(SFTConfig(**given | changed), "out")
+        start_step(SFTConfig(**given | changed))
     return seen[0]
 
 
