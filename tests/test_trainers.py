@@ -22,6 +22,7 @@ from dschat import (
     DPOTrainer,
     GRPOTrainer,
     PPOTrainer,
+    RewardConfig,
     RLHFConfig,
     SFTConfig,
     SFTTrainer,
