@@ -43,12 +43,12 @@ class Segment:
     """A piece of text that is tokenized separately."""
 
     text: str
-    # Of an assistant's turn in the loss; None: of other text. 0: none of it has loss.
-    weight: float | None = None
+    weight: float | None = None  # of an assistant's turn in the loss; None: of other text
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
     thought: int = 0  # how many characters end with the assistant's reasoning
     has_calls: bool = False  # an answer that ends with calls of tools
+    is_known: bool = False  # another row of the dialogue has it: without loss
 
 
 @dataclass
@@ -129,7 +129,10 @@ def encode_examples(
                 if apart and train_on_prompt:
                     text = "".join(segment.text for segment in asked)
                     known = through_last_answer(tokenizer, turns[:end], text)
-                    asked = [Segment(known, 0.0), Segment(text[len(known) :], before=known)]
+                    asked = [
+                        Segment(known, is_known=True),
+                        Segment(text[len(known) :], before=known),
+                    ]
                 elif apart:  # answers in it have rows of their own
                     asked = [replace(segment, weight=None) for segment in asked]
                 own = answers if is_last else [prompt[end : end + 1]]
@@ -266,7 +269,7 @@ def _assemble(
         unended = weight if is_answer and not {*targets[-1:]} & {*ends} else None
         tails += [ids[num_targets:]] if segment.weight else []
         prompt_ids += ids
-        others = 0.0 if segment.weight == 0 else None
+        others = 0.0 if segment.is_known else None
         weights += [weight] * num_targets + [others] * (len(ids) - num_targets)
     if not prompt_ids:
         return Encoded(problem="a prompt without tokens")

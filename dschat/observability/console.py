@@ -42,13 +42,13 @@ _NOISY = (
 
 
 class _Formatter(logging.Formatter):
-    """Marks warnings, and wraps long lines."""
+    """Marks warnings, and wraps long lines on a terminal: a log file has one line a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         mark = "warning: " if record.levelno == logging.WARNING else ""
         record.message = mark + record.message
         text = super().formatMessage(record)
-        if hasattr(record, "is_styled"):
+        if hasattr(record, "is_styled") or not sys.stderr.isatty():
             return text
         return "\n".join(_wrapper.fill(line) for line in text.split("\n"))
 

@@ -70,9 +70,16 @@ def test_log_lines_are_printable(dschat_logger, capsys):
     assert "\x1b[1mtable" in printed
 
 
-def test_log_lines_fit_120_columns(dschat_logger, capsys):
+def test_a_record_is_one_line_of_a_file(dschat_logger, capsys):
+    console.setup()
+    dschat_logger.info("word " * 40)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_log_lines_fit_120_columns_of_a_terminal(dschat_logger, capsys, monkeypatch):
     """Words, paths and flags stay whole; what has its own layout is left as it is."""
     console.setup()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     path = "/a-folder/" + "x" * 130
     dschat_logger.warning("%s; raise --missing_eos_penalty of %s", "a-b-c-d " * 25, path)
     dschat_logger.info("t" * 60 + " " + "u" * 60, extra={"is_styled": True})
