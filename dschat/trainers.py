@@ -15,9 +15,10 @@ from importlib import import_module
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.config.errors import require
 from dschat.config.fields import changed
+from dschat.config.renamed import require_known
 
 # Flag -> what constructors call it.
 _PYTHON = {
@@ -65,7 +66,7 @@ class _Trainer:
             n: p for of in made for n, p in of.items() if n != "self" and p.kind != p.VAR_KEYWORD
         }
         config, kind = cls.config_class(**cls.defaults), Parameter.KEYWORD_ONLY
-        cls.__doc__ = f"{cls.__doc__}\n\n    Settings:"
+        cls.__doc__ = f"{cls.__doc__ or ''}\n\n    Settings:"
         settings = [f for f in fields(config) if f.name not in (*own, cls.model_flag)]
         for f in sorted(settings, key=lambda f: not f.metadata["short"]):  # the most used first
             own[f.name] = Parameter(
@@ -88,11 +89,9 @@ class _Trainer:
         **flags: Any,
     ) -> None:
         self._callbacks = callbacks
-        known = {f.name for f in fields(self.config_class)}
+        names = {f.name for f in fields(self.config_class)} | {*signature(type(self)).parameters}
         called = _PYTHON | {self.model_flag: "model"}
-        hints = {n: renamed.hint(n, known, python=called) for n in flags if n not in known}
-        if hints:
-            raise UserError(f"{type(self).__name__}: {renamed.unknown('setting', hints)}")
+        require_known(flags, names, type(self).__name__, "setting", called)
         rows, defaults = _one_of(data=data, train_dataset=train_dataset), self.defaults
         if rows is not None and not _are_names(rows):
             defaults = defaults | {"data_split": self.share}

@@ -6,7 +6,7 @@ TRL, OpenRLHF, verl and DeepSpeed-Chat.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from configparser import ConfigParser
 from fnmatch import fnmatchcase
 from functools import cache
@@ -134,6 +134,20 @@ def hint(
     answers = [text for text in fitting if text.startswith("use ")] or fitting[:1]
     said = "".join(f"; {_FLAG.sub(form, text)}" for text in answers)
     return said.replace("; no: ", "; leave it out: ")
+
+
+def require_known(
+    given: Iterable[Any],
+    names: Collection[str],
+    where: str,
+    kind: str = "key",
+    python: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ``UserError``, which begins with ``where``, about all of ``given`` that are not among
+    ``names``; see `hint`.
+    """
+    if hints := {str(n): hint(str(n), names, python=python) for n in given if n not in names}:
+        raise UserError(f"{where}: {unknown(kind, hints)}")
 
 
 def unknown(kind: str, hints: Mapping[str, str]) -> UserError:

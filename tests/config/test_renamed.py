@@ -281,5 +281,9 @@ def test_python_has_the_names_of_python():
         'use_vllm (use rollout_backend="vllm"), reward_fnss (did you mean reward_fns?), '
         "lr (use actor_learning_rate: and critic_learning_rate)"
     )
+    with pytest.raises(UserError, match="setting train_datset; did you mean train_dataset"):
+        SFTTrainer("m", train_datset="d")
+    with pytest.raises(UserError, match="setting processing_clas; did you mean processing_"):
+        GRPOTrainer("m", processing_clas=None, reward_fns=len)
     with pytest.raises(UserError, match="SFTTrainer: unknown setting lr; use learning_rate$"):
         SFTTrainer("m", "d", lr=1e-5)
