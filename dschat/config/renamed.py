@@ -123,10 +123,9 @@ def hint(
         given = "" if value is None else f" {value}" if prefix else f'="{value}"'
         return f"{prefix}{called[flag]}{given}"
 
-    flag, value = RENAMED.get(name, ("", ""))
-    if flag in names:
+    rows, (flag, value) = elsewhere(), RENAMED.get(name, ("", ""))
+    if flag in names and name not in rows:
         return f"; it is now {prefix}{called[flag]} {value}"
-    rows = elsewhere()
     texts = rows.get(name) or next((t for p, t in rows.items() if fnmatchcase(name, p)), None)
     if texts is None:
         return did_you_mean(name, called.values(), prefix)
