@@ -61,10 +61,8 @@ class _Trainer:
 
     def __init_subclass__(cls) -> None:
         """Signature and docstring, which ``help`` and notebooks show, have the settings too."""
-        made = [signature(getattr(c, "__init__")).parameters for c in cls.__mro__[-2::-1]]  # noqa: B009
-        own = {
-            n: p for of in made for n, p in of.items() if n != "self" and p.kind != p.VAR_KEYWORD
-        }
+        made = [signature(getattr(c, "__init__")) for c in cls.__mro__[-2::-1]]  # noqa: B009
+        own = {n: p for of in made for n, p in of.parameters.items() if n not in ("self", "flags")}
         config, kind = cls.config_class(**cls.defaults), Parameter.KEYWORD_ONLY
         cls.__doc__ = f"{cls.__doc__ or ''}\n\n    Settings:"
         settings = [f for f in fields(config) if f.name not in (*own, cls.model_flag)]
@@ -89,9 +87,10 @@ class _Trainer:
         **flags: Any,
     ) -> None:
         self._callbacks = callbacks
-        names = {f.name for f in fields(self.config_class)} | {*signature(type(self)).parameters}
         called = _PYTHON | {self.model_flag: "model"}
-        require_known(flags, names, type(self).__name__, "setting", called)
+        self._names = {f.name: called.get(f.name, f.name) for f in fields(self.config_class)}
+        known = {*self._names, *signature(type(self)).parameters}
+        require_known(flags, known, type(self).__name__, "setting", self._names)
         rows, defaults = _one_of(data=data, train_dataset=train_dataset), self.defaults
         if rows is not None and not _are_names(rows):
             defaults = defaults | {"data_split": self.share}
@@ -119,12 +118,11 @@ class _Trainer:
     @contextmanager
     def _in_python(self) -> Iterator[None]:
         """Errors name arguments of Python in place of flags."""
-        names = {f.name: f.name for f in fields(self.config_class)}
-        names |= _PYTHON | {self.model_flag: "model"}
         try:
             yield
         except UserError as error:
-            error.args = (re.sub(r"--(\w+)", lambda m: names.get(m[1], m[0]), str(error)),)
+            text = re.sub(r"--(\w+)", lambda found: self._names.get(found[1], found[0]), str(error))
+            error.args = (text,)
             raise
 
     def train(self) -> Any:
@@ -220,9 +218,7 @@ class PPOTrainer(_Trainer):
             self.config_class = Config
         if reward_model is not None:
             kind = type(reward_model).__name__
-            require(
-                kind == "str" or hasattr(reward_model, "__fspath__"), f"reward_model is a {kind}"
-            )
+            require(isinstance(reward_model, (str, os.PathLike)), f"reward_model is a {kind}")
             flags["reward_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)
 
