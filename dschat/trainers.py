@@ -15,9 +15,10 @@ from importlib import import_module
 from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, renamed
+from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.config.errors import require
 from dschat.config.fields import changed
+from dschat.config.renamed import require_known
 
 # Flag -> what constructors call it.
 _PYTHON = {
@@ -60,12 +61,10 @@ class _Trainer:
 
     def __init_subclass__(cls) -> None:
         """Signature and docstring, which ``help`` and notebooks show, have the settings too."""
-        made = [signature(getattr(c, "__init__")).parameters for c in cls.__mro__[-2::-1]]  # noqa: B009
-        own = {
-            n: p for of in made for n, p in of.items() if n != "self" and p.kind != p.VAR_KEYWORD
-        }
+        made = [signature(getattr(c, "__init__")) for c in cls.__mro__[-2::-1]]  # noqa: B009
+        own = {n: p for of in made for n, p in of.parameters.items() if n not in ("self", "flags")}
         config, kind = cls.config_class(**cls.defaults), Parameter.KEYWORD_ONLY
-        cls.__doc__ = f"{cls.__doc__}\n\n    Settings:"
+        cls.__doc__ = f"{cls.__doc__ or ''}\n\n    Settings:"
         settings = [f for f in fields(config) if f.name not in (*own, cls.model_flag)]
         for f in sorted(settings, key=lambda f: not f.metadata["short"]):  # the most used first
             own[f.name] = Parameter(
@@ -88,11 +87,10 @@ class _Trainer:
         **flags: Any,
     ) -> None:
         self._callbacks = callbacks
-        known = {f.name for f in fields(self.config_class)}
         called = _PYTHON | {self.model_flag: "model"}
-        hints = {n: renamed.hint(n, known, python=called) for n in flags if n not in known}
-        if hints:
-            raise UserError(f"{type(self).__name__}: {renamed.unknown('setting', hints)}")
+        self._names = {f.name: called.get(f.name, f.name) for f in fields(self.config_class)}
+        known = {*self._names, *signature(type(self)).parameters}
+        require_known(flags, known, type(self).__name__, "setting", self._names)
         rows, defaults = _one_of(data=data, train_dataset=train_dataset), self.defaults
         if rows is not None and not _are_names(rows):
             defaults = defaults | {"data_split": self.share}
@@ -120,12 +118,11 @@ class _Trainer:
     @contextmanager
     def _in_python(self) -> Iterator[None]:
         """Errors name arguments of Python in place of flags."""
-        names = {f.name: f.name for f in fields(self.config_class)}
-        names |= _PYTHON | {self.model_flag: "model"}
         try:
             yield
         except UserError as error:
-            error.args = (re.sub(r"--(\w+)", lambda m: names.get(m[1], m[0]), str(error)),)
+            text = re.sub(r"--(\w+)", lambda found: self._names.get(found[1], found[0]), str(error))
+            error.args = (text,)
             raise
 
     def train(self) -> Any:
@@ -221,9 +218,7 @@ class PPOTrainer(_Trainer):
             self.config_class = Config
         if reward_model is not None:
             kind = type(reward_model).__name__
-            require(
-                kind == "str" or hasattr(reward_model, "__fspath__"), f"reward_model is a {kind}"
-            )
+            require(isinstance(reward_model, (str, os.PathLike)), f"reward_model is a {kind}")
             flags["reward_model_name_or_path"] = str(reward_model)
         super().__init__(model, data, args, **flags)
 

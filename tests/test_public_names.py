@@ -41,9 +41,15 @@ def test_what_is_no_setting_is_shown_too():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_step": 3}, "^RLHFConfig has no max_step; did you mean max_steps[?]$"),
-        ({"beta": 0.1}, "^RLHFConfig has no beta; use kl_coef: 0.1 by default, in TRL's GRPO 0$"),
-        ({"zzz": 1, "max_step": 3}, "^RLHFConfig has no zzz, no max_step; did you mean max_steps"),
+        ({"max_step": 3}, "^RLHFConfig: unknown setting max_step; did you mean max_steps[?]$"),
+        (
+            {"beta": 0.1},
+            "^RLHFConfig: unknown setting beta; use kl_coef: 0.1 by default, in TRL's GRPO 0$",
+        ),
+        (
+            {"zzz": 1, "max_step": 3},
+            "^RLHFConfig: unknown settings: zzz, max_step .did you mean max_steps",
+        ),
     ],
 )
 def test_an_unknown_setting_is_named_with_the_closest_one(given, words):

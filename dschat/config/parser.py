@@ -66,8 +66,7 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
     """``mapping`` (from YAML) as typed fields; ``where`` is the start of every error message."""
     names = {f.name for f in fields(config_class)}
     values = {str(key).replace("-", "_"): value for key, value in mapping.items()}
-    if hints := {key: renamed.hint(key, names) for key in values if key not in names}:
-        raise UserError(f"{where}: {renamed.unknown('key', hints)}")
+    renamed.require_known(values, names, where)
     for key, value in values.items():
         if isinstance(value, Mapping):
             if not _takes(config_class, key, "dict["):

@@ -1,63 +1,40 @@
 """Names that are not flags: old flags, and settings of other trainers.
 
 DeepSpeed-Chat's old flags still work; settings that were recorded under old names are translated
-alike. Other names are refused in one line that says what to use: `other_trainers.ini` has those of
-TRL, OpenRLHF, verl and DeepSpeed-Chat.
+alike: `old_flags.ini`. Other names are refused in one line that says what to use:
+`other_trainers.ini` has those of TRL, OpenRLHF, verl and DeepSpeed-Chat.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from configparser import ConfigParser
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dschat.config.data import ROLES
 from dschat.config.errors import UserError, did_you_mean
 
 # A flag in a sentence, and its value.
 _FLAG = re.compile(r"--([a-z][\w.]*\w)(?:=(\w+))?")
 
+
+def _table(file: str) -> ConfigParser:
+    table = ConfigParser(delimiters="=", interpolation=None)
+    table.optionxform = str  # type: ignore[assignment,method-assign]  # keeps capitals
+    table.read_string(Path(__file__).with_name(file).read_text("utf-8"))
+    return table
+
+
+_OLD = _table("old_flags.ini")
 # Old flag -> its flag of today, and the value there.
-RENAMED = {
-    **{f"{role}_column": ("columns", f"{role}=COLUMN") for role in ROLES},
-    "offload_optimizer": ("offload", "optimizer"),
-    "offload_parameters": ("offload", "params"),
-    "offload_params": ("offload", "params"),
-    "offload_param": ("offload", "params"),
-    "offload_reference_model": ("offload", "reference"),
-    "offload_reward_model": ("offload", "reward"),
-    "offload_teacher_model": ("offload", "teacher"),
-    "offload_training_states": ("offload", "rollout"),
-    "add_eot_token": ("eot_token", "TOKEN"),
-    "unsupervised_dataset_config_name": ("unsupervised_dataset_name", "NAME:CONFIG"),
-    "deepspeed": ("deepspeed_config", "FILE"),
-    "enable_tensorboard": ("report_to", "tensorboard"),
-    "enable_wandb": ("report_to", "wandb"),
-    # without effect
-    "print_answers": ("sample_steps", "N"),
-    "num_padding_at_beginning": ("deepspeed_config", "FILE"),
-    "local_rank": ("deepspeed_config", "FILE"),  # set by launchers
-    "tensorboard_path": ("report_to", "tensorboard"),  # the output folder has the events
-    "enable_mixed_precision_lora": ("actor_lora_dim", "N"),
-}
-# Old flags that still work, by the types of their values: DeepSpeed-Chat's.
-_ACCEPTED = {
-    bool: (
-        *("offload_reference_model", "add_eot_token", "print_answers"),
-        *("enable_mixed_precision_lora", "enable_tensorboard", "enable_wandb"),
-    ),
-    str: ("unsupervised_dataset_config_name", "deepspeed", "tensorboard_path"),
-    int: ("num_padding_at_beginning", "local_rank"),
-}
+RENAMED = {old: now.split(" ", 1) for old, now in _OLD.items("now")}
 
 
 def accepted(names: Collection[str]) -> dict[str, type]:
     """Old flags that a dataclass with fields ``names`` accepts, and the type of their values."""
-    return {
-        old: kind for kind, flags in _ACCEPTED.items() for old in flags if RENAMED[old][0] in names
-    }
+    kinds = {kind: _OLD["accepted"][kind.__name__].split() for kind in (bool, str, int)}
+    return {old: kind for kind, of in kinds.items() for old in of if RENAMED[old][0] in names}
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,9 +77,7 @@ def elsewhere() -> dict[str, list[str]]:
     """Setting of another trainer, or a pattern such as ``vllm_*`` -> what is here; several where
     steps differ.
     """
-    table = ConfigParser(delimiters="=", interpolation=None)
-    table.optionxform = str  # type: ignore[assignment,method-assign]  # keeps capitals
-    table.read_string(Path(__file__).with_name("other_trainers.ini").read_text("utf-8"))
+    table = _table("other_trainers.ini")
     rows = [row for section in table.sections() for row in table.items(section)]
     return {name: text.strip().split("\n") for names, text in rows for name in names.split(", ")}
 
@@ -123,10 +98,9 @@ def hint(
         given = "" if value is None else f" {value}" if prefix else f'="{value}"'
         return f"{prefix}{called[flag]}{given}"
 
-    flag, value = RENAMED.get(name, ("", ""))
-    if flag in names:
+    rows, (flag, value) = elsewhere(), RENAMED.get(name, ("", ""))
+    if flag in names and name not in rows:
         return f"; it is now {prefix}{called[flag]} {value}"
-    rows = elsewhere()
     texts = rows.get(name) or next((t for p, t in rows.items() if fnmatchcase(name, p)), None)
     if texts is None:
         return did_you_mean(name, called.values(), prefix)
@@ -134,6 +108,20 @@ def hint(
     answers = [text for text in fitting if text.startswith("use ")] or fitting[:1]
     said = "".join(f"; {_FLAG.sub(form, text)}" for text in answers)
     return said.replace("; no: ", "; leave it out: ")
+
+
+def require_known(
+    given: Iterable[Any],
+    names: Collection[str],
+    where: str,
+    kind: str = "key",
+    python: Mapping[str, str] | None = None,
+) -> None:
+    """Raise ``UserError``, which begins with ``where``, about all of ``given`` that are not among
+    ``names``; see `hint`.
+    """
+    if hints := {str(n): hint(str(n), names, python=python) for n in given if n not in names}:
+        raise UserError(f"{where}: {unknown(kind, hints)}")
 
 
 def unknown(kind: str, hints: Mapping[str, str]) -> UserError:

@@ -14,7 +14,7 @@ from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
-from dschat.config.renamed import hint, translated, unknown
+from dschat.config.renamed import hint, require_known, translated, unknown
 from dschat.config.reward import EnvironmentConfig
 
 logger = logging.getLogger("dschat")
@@ -31,9 +31,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     """Output, optimization and tokenizer."""
 
     def __new__(cls, *_: Any, **given: Any) -> Any:
-        names = [f.name for f in fields(cls)]
-        unknown = [f"{name}{hint(name, names)}" for name in given if name not in names]
-        require(not unknown, f"{cls.__name__} has no {', no '.join(unknown)}")
+        require_known(given, {f.name for f in fields(cls)}, cls.__name__, "setting")
         config: Any = super().__new__(cls)
         config._named = tuple(given) if len(given) < len(fields(cls)) else ()  # all: `replace`
         return config

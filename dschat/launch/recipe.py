@@ -5,7 +5,7 @@ which steps run.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Optional
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_valid
-from dschat.config.renamed import hint, unknown
+from dschat.config.renamed import hint, require_known, unknown
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
 
@@ -186,16 +186,16 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     content = parser.read_yaml(path)
     if not content:
         raise UserError(f"{path}: the recipe is empty; add some of {', '.join(_SECTIONS)}")
-    _check_keys(content, _SECTIONS, str(path))
+    require_known(content, _SECTIONS, str(path))
     sections = {key: content.get(key) or {} for key in _SECTIONS if key != "summary"}
     for key, section in sections.items():
         if not isinstance(section, Mapping):
             raise UserError(f"{path}: {key} must be a mapping of names to values")
-    _check_keys(
+    require_known(
         sections["common"], set().union(*(s.fields for s in STEPS.values())), f"{path}: common"
     )
     for key, own in _OWN.items():
-        _check_keys(sections[key], own, f"{path}: {key}")
+        require_known(sections[key], own, f"{path}: {key}")
     for key, name in sections["model"].items():
         require(
             name is None or isinstance(name, str),
@@ -210,7 +210,7 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     values = {}
     for n, step in STEPS.items():
         where, section = f"{path}: step{n}", sections[f"step{n}"]
-        _check_keys(section, step.fields, where)
+        require_known(section, step.fields, where)
         shared = {key: value for key, value in sections["common"].items() if key in step.fields}
         values[n] = parser.values_of(step.config_class, shared | section, where)
     return Recipe(path.stem, values, train, content.get("summary") is True)
@@ -290,8 +290,3 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
     if hints:
         raise unknown("flag", hints)
     return argv
-
-
-def _check_keys(mapping: Iterable[Any], names: Collection[str], where: str) -> None:
-    if hints := {str(key): hint(str(key), names) for key in mapping if key not in names}:
-        raise UserError(f"{where}: {unknown('key', hints)}")

@@ -165,7 +165,8 @@ class DeepSpeedRLHFEngine:
             schedule, optimizer = model.lr_scheduler, model.lr_scheduler.optimizer
             new = get_scheduler(form, optimizer, warmup, self._num_steps(name))
             schedule.lr_lambdas = new.lr_lambdas
-            schedule.last_epoch *= 1 if is_there else updates / before
+            if not is_there and schedule.last_epoch > warmup:  # it does not warm up again
+                schedule.last_epoch = max(warmup, schedule.last_epoch * updates / before)
             groups = zip(optimizer.param_groups, schedule.base_lrs, new.lr_lambdas, strict=True)
             for group, rate, factor in groups:
                 group["lr"] = rate * factor(schedule.last_epoch)

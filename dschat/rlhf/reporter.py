@@ -76,10 +76,8 @@ class Reporter:
         most_clipped = 0.4 if args.policy_loss == "gspo" else 0.3  # all tokens of a sequence
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
-        # The first evaluation decides, if no flag has: what the best one has, and pass@k.
-        self._metric = "" if args.keep_best == AUTO else args.keep_best or ""
-        self._passes: bool | None = None
-        self._best = -math.inf
+        self._passes: bool | None = None  # whether evaluations have pass@k: the first decides
+        self._metric, self._best = "", -math.inf
         self._best_print: str | None = None  # of the actor in `_best_folder`
         self._best_folder = Path(self._args.output_dir or "") / "actor_best"
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
@@ -104,12 +102,11 @@ class Reporter:
         self._bar.unpause()  # its pace is that of iterations from now on
 
     def _resume(self, values: dict[str, Any]) -> None:
-        best_metric = values["best_metric"] or LEADING[-1]
-        self._passes = values.get("passes", best_metric == LEADING[1] or None)
-        self._metric = self._metric or (best_metric if best_metric in LEADING else "")
+        self._metric = values["best_metric"] or LEADING[-1]
+        self._passes = values.get("passes", self._metric == LEADING[1] or None)
         # After it the folder may have got an actor of a branch that is given up.
         self._best_print = model_fingerprint(str(self._best_folder))
-        if best_metric == self._metric and values.get("best_print") == self._best_print:
+        if values.get("best_print") == self._best_print:
             self._best = values["best"]
         self._health = RunHealth(self._health.settings, **values.get("health", {}))
         self._log.resume_from(values["log"], self._trainer.iteration)
@@ -167,7 +164,6 @@ class Reporter:
                 self._engine, generator, self._held_out, collector, show, self._passes
             )
         self._passes = LEADING[1] in metrics
-        self._metric = self._metric or next((n for n in LEADING if n in metrics), LEADING[-1])
         self._call("on_evaluate", self._trainer, metrics)
         at = self._trainer.iteration, self._num_iters
         logger.info(format_line("held out", *at, metrics, metrics))
@@ -184,7 +180,11 @@ class Reporter:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
-        name, keep_best = self._metric, self._args.keep_best
+        name = keep_best = self._args.keep_best
+        if keep_best in (None, AUTO):
+            name = next((n for n in LEADING if n in metrics), LEADING[-1])
+        if name != self._metric:
+            self._metric, self._best = name, -math.inf
         if keep_best is None or not metrics[name] > self._best:
             return
         if keep_best == AUTO and self._health.is_doubtful:

@@ -52,6 +52,7 @@ class LoadedModel:
         trained = type(self._model).from_pretrained(folder, dtype=self._model.dtype)
         self._model.resize_token_embeddings(embedding_rows(trained.config))
         self._model.load_state_dict(trained.state_dict())
+        self._model.generation_config = trained.generation_config  # its answers end as trained
 
 
 def _problem(model: Any, is_score: bool) -> str:

@@ -508,6 +508,13 @@ def test_the_metric_of_the_best_evaluation(measured, keep_best, metric, keeper):
         resumed.evaluate()
         resumed.close()
         assert resumed._metric == expected
+    found.clear()  # with other held-out rows, which have scores alone
+    found["eval/score"] = 0.1
+    other = Reporter(trainer, held_out(), 3)
+    other.begin(checkpoints(begin=lambda *_: values))
+    other.evaluate()
+    other.close()
+    assert other._metric == "eval/score"
     del values["passes"]  # as older versions saved it
     older = Reporter(trainer, held_out(), 3)
     older.begin(checkpoints(begin=lambda *_: values))

@@ -372,6 +372,14 @@ def test_the_remedies_work(models_folder):
     assert trainer.metrics["policy/learning_rate"] == pytest.approx(1e-5 * 2 / 3)
 
 
+def test_a_smaller_batch_does_not_warm_up_again(models_folder):
+    settings = {"lr_scheduler_type": "constant_with_warmup", "num_warmup_steps": 3}
+    trainer = ppo_trainer(models_folder, **settings)
+    for prompts in (PROMPTS[:8], PROMPTS[:4]):  # 4 steps and 2
+        one_iteration(trainer, prompts)
+    assert trainer.metrics["policy/learning_rate"] == trainer.args.actor_learning_rate
+
+
 def test_bad_steps_are_counted_and_end_the_run(models_folder):
     trainer = ppo_trainer(models_folder, max_bad_steps=6)
     e = trainer.generate_experience(PROMPTS[:8])

@@ -132,14 +132,16 @@ def test_writes_model_and_tokenizer_once(model, tmp_path):
 
 
 def test_holds_the_trained_weights(model, tmp_path):
-    """In its own precision, with the tokens that the run added."""
+    """In its own precision, with the tokens that the run added, of which one ends answers."""
     trained = copy.deepcopy(model)
     trained.resize_token_embeddings(trained.config.vocab_size + 3)
+    trained.generation_config.eos_token_id = [1, 7]
     trained.save_pretrained(tmp_path / "actor")
     config = RewardConfig(output_dir=str(tmp_path), loss="dpo")
     LoadedModel(model.bfloat16(), None, config).fill(config)
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, trained.lm_head.weight.bfloat16())
+    assert model.generation_config.eos_token_id == [1, 7]
 
 
 def test_other_models_are_refused(model, score_model, monkeypatch):
