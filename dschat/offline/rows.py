@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -163,7 +164,7 @@ class Progress:
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(prompts)
         now = time.monotonic()
-        if self._bar.disable and now - self._logged >= _INTERVAL_S:
+        if not sys.stderr.isatty() and now - self._logged >= _INTERVAL_S:
             self._logged = now
             logger.info("%s", self.line())
 
