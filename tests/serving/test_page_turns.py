@@ -108,6 +108,19 @@ def test_undo_stops_the_answer(chat):
     assert chat.locator(".answer .text").inner_text() == "fine"
 
 
+def test_undo_where_the_browser_is_full(chat):
+    """It says so once; the page works without."""
+    chat.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }")
+    say(chat, "one")
+    assert "keeps no conversation" in chat.locator("#status").inner_text()
+    chat.answers["tiny"] = "again"
+    chat.locator(".turn").first.get_by_text("Retry").click()
+    chat.wait_for_function("state.turns[0].answers[0].text === 'again'")
+    idle(chat)
+    chat.get_by_text("Undo").click()
+    assert turns(chat) == [["one", "fine"]]
+
+
 def test_an_older_tab_leaves_the_conversation_of_a_newer_one(chat):
     url, older = chat.url, chat.context.new_page()
     older.goto(url)

@@ -10,6 +10,7 @@ const EXAMPLES = [
 const EMPTY = {turns: [], settings: {}, models: null, plain: false};
 let state = load();      // turns: [{prompt, messages, answers: [{model, text, score, problem}], chosen, verdict}]
 let info = {models: [], scores: false, preferences: ""};
+let isKept = true;       // the browser took the last state
 let running = null;      // an AbortController while answers stream
 let edited = null;       // the turn whose message is in the box
 let draft = "";          // what was there before
@@ -19,7 +20,13 @@ function load() {
   catch { return structuredClone(EMPTY); }
 }
 function save() {
-  try { localStorage.setItem("dschat", JSON.stringify(state)); } catch { say("this browser keeps no conversation"); }
+  try {
+    localStorage.setItem("dschat", JSON.stringify(state));
+    isKept = true;
+  } catch {
+    if (isKept) say("this browser keeps no conversation");  // once: Undo is in that line too
+    isKept = false;
+  }
 }
 function say(text, undo) {
   $("status").textContent = text;
