@@ -233,7 +233,7 @@ def _is_here(name: str) -> bool:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     try:
-        is_cached = bool(try_to_load_from_cache(name, "config.json"))
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
         if is_cached or constants.HF_HUB_OFFLINE:
             return is_cached
         reason = "" if HfApi().file_exists(name, "config.json") else "no such model on the hub"
