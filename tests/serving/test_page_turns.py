@@ -110,7 +110,9 @@ def test_undo_stops_the_answer(chat):
 
 def test_undo_where_the_browser_is_full(chat):
     """It says so once; the page works without."""
-    chat.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }")
+    chat.evaluate(
+        "() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }"
+    )
     say(chat, "one")
     assert "keeps no conversation" in chat.locator("#status").inner_text()
     chat.answers["tiny"] = "again"
