@@ -255,11 +255,14 @@ def _rendered_rest(
     return asked, text, text.index(thought) + len(thought) if thought in text else 0
 
 
-def through_last_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], whole: str) -> str:
+def through_last_answer(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], whole: str, inputs: dict[str, Any]
+) -> str:
     """What ``whole``, the rendered prompt, has up to the end of its last answer; all of it where
     the template changes the text of a turn after that.
     """
-    at = len(whole)
+    # The generation prompt may have the text of a turn: "assistant" has "a".
+    at = len(commonprefix([whole, attempt(tokenizer, prompt, **inputs)]))
     for turn in reversed(prompt[1:]):
         if turn["role"] == "assistant":
             break

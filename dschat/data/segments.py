@@ -128,7 +128,7 @@ def encode_examples(
                 asked = whole if is_last else prompt_segments(tokenizer, before, **inputs)
                 if apart and train_on_prompt:
                     text = "".join(segment.text for segment in asked)
-                    known = through_last_answer(tokenizer, turns[:end], text)
+                    known = through_last_answer(tokenizer, turns[:end], text, inputs)
                     asked = [
                         Segment(known, is_known=True),
                         Segment(text[len(known) :], before=known),

@@ -231,15 +231,13 @@ def _check_inputs(values: Fields, made_here: Collection[str]) -> None:
 
 def _check_sizes(models: Mapping[str, Optional[str]]) -> None:
     """Refuse what DeepSpeed-Chat's train.py calls a model by: 1.3b for facebook/opt-1.3b."""
-    sizes = {
-        flag: size[1]
+    given = " ".join(
+        f"{flag} {name}"
         for flag, name in models.items()
-        if (size := re.fullmatch(r"(?:opt-)?([\d.]+[bm])", name or "", re.IGNORECASE))
-        and not os.path.isdir(size[0])
-    }
-    if sizes:
-        whole = " ".join(f"{flag} facebook/opt-{size.lower()}" for flag, size in sizes.items())
-        given = " ".join(f"{flag} {models[flag]}" for flag in sizes)
+        if re.fullmatch(r"(opt-)?[\d.]+[bm]", name or "", re.I) and not os.path.isdir(name or "")
+    )
+    if given:
+        whole = re.sub(r" (opt-)?(?=\d)", " facebook/opt-", given.lower())
         raise UserError(f"{given}: not the name of a model; write it whole: {whole}")
 
 

@@ -232,12 +232,12 @@ def _is_here(name: str) -> bool:
             return True  # broken: the estimate reports it
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
-    is_cached = bool(try_to_load_from_cache(name, "config.json"))
-    if is_cached or constants.HF_HUB_OFFLINE:
-        return is_cached
     try:
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if is_cached or constants.HF_HUB_OFFLINE:
+            return is_cached
         reason = "" if HfApi().file_exists(name, "config.json") else "no such model on the hub"
-    except Exception as error:  # no network, or no access
+    except Exception as error:  # no name of the hub, no network, or no access
         reason = f"the hub: {first_line(error)}"
     if reason:
         raise UserError(f"{name}: no such folder, and {reason}; check the name")

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -156,8 +157,9 @@ def format_line(
 
 
 def _short(value: float) -> str:
-    """With as many of four digits as six characters hold."""
-    texts = [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)]
+    """With as many of four digits as six characters hold; ``e-6`` for ``e-06``."""
+    forms = [".0f"] if 1e3 <= abs(value) < 1e5 else [".4g", ".3g", ".2g", ".1e", ".0e"]
+    texts = [re.sub("(e.)0", r"\1", f"{value:{form}}") for form in forms]
     return next((text for text in texts if len(text) <= 6), texts[-1])
 
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -150,39 +151,30 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int, description: str) -> None:
-        self._total, self._done, self._first = total, done, done
-        self._description, self._tokens = description, 0
-        self._started = self._logged = time.monotonic()
+        self._description, self._tokens, self._logged = description, 0, time.monotonic()
         self._bar = console.progress(total, description, done=done)
 
     def advance(self, prompts: int, tokens: int) -> None:
         """Add answered prompts, with the tokens of their answers."""
-        self._done += prompts
         self._tokens += tokens
-        rate = self._tokens / self._elapsed_s
-        self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+        self._bar.set_postfix_str(self._rate, refresh=False)
         self._bar.update(prompts)
         now = time.monotonic()
-        if self._bar.disable and now - self._logged >= _INTERVAL_S:
+        if not sys.stderr.isatty() and now - self._logged >= _INTERVAL_S:
             self._logged = now
-            logger.info("%s", self.line())
+            logger.info("%s%s", self.line(), console.eta(self._bar))
 
     def line(self) -> str:
-        """``answers: 512 of 3,000 prompts, 1,234 tokens/s, 75 s left``"""
-        new, elapsed_s = self._done - self._first, self._elapsed_s
-        left_s = (self._total - self._done) * elapsed_s / max(new, 1)
-        left = f", {left_s:.0f} s left" if self._done < self._total else ""
-        return (
-            f"{self._description}: {self._done:,} of {self._total:,} prompts, "
-            f"{self._tokens / elapsed_s:,.0f} tokens/s{left}"
-        )
+        """``answers: 512 of 3,000 prompts, 1,234 tokens/s``"""
+        bar = self._bar
+        return f"{self._description}: {bar.n:,} of {bar.total:,} prompts, {self._rate}"
+
+    @property
+    def _rate(self) -> str:
+        return f"{self._tokens / max(self._bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s"
 
     def close(self) -> None:
         self._bar.close()
-
-    @property
-    def _elapsed_s(self) -> float:
-        return max(time.monotonic() - self._started, 1e-9)
 
 
 OUT = "--out"

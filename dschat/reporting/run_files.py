@@ -81,7 +81,7 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     has an `actor`: the folder above it names it.
     """
     parts = [os.path.normpath(path).split(os.sep) for path in paths]
-    parts = [p[:-1] if len(p) > 1 and p[-1] == "actor" else p for p in parts]
+    parts = [p[:-1] if any(p[:-1]) and p[-1] == "actor" else p for p in parts]
     names: list[str] = []
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(p[-length - (p[-1] in _VARIANTS) :]) for p in parts]

@@ -54,7 +54,7 @@ _OF_10 = r"\s{0,3}\(?(?:/|out of)\s{0,3}10"
 _RATING = re.compile(rf"\[\[\s*{_NUMBER}(?:{_OF_10})?\s*\]\]")
 # Of models that use no brackets. A number ends here: 8/10 is one, and none is in 8/100, 4/5, 1-10.
 _END = r"(?![\d.,]*\d|\s{0,3}(?:/|out of|-|to)\s{0,3}\d|\s?%)"
-_LABEL = r"\b(?:rating|score|rate(?=[*\s]?[:=]))\b>?"
+_LABEL = r"\b(?:rating|score|(?<![a-z] )rate(?=[*\s]?[:=]))\b>?"
 _RATED = (
     r"[\s\"'*_`]{0,9}(?:\([^()\n]{0,40}\)[\s*]{0,9})?"
     rf"(?:[:=]|[-\u2013\u2014]\s|is\b|of\b)?[\s\"'*_`]{{0,9}}{_NUMBER}(?:{_OF_10})?{_END}"

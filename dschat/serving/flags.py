@@ -78,12 +78,9 @@ class ServeConfig(TemplateConfig):
     def models(self) -> list[tuple[str, str]]:
         """Name and path of each model."""
         paths = self.path or []
-        given = {path: path.split("=", 1) for path in paths if all(path.partition("="))}
-        others = [path for path in paths if path not in given]
-        given |= {
-            path: [name, path] for path, name in zip(others, short_names(others), strict=True)
-        }
-        return [(given[path][0], given[path][1]) for path in paths]
+        others = [path for path in paths if not all(path.partition("="))]
+        names = dict(zip(others, short_names(others), strict=True))
+        return [(names[p], p) if p in names else p.partition("=")[::2] for p in paths]
 
     @property
     def is_local(self) -> bool:

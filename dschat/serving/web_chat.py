@@ -20,7 +20,7 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import RewardModel
 from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids
-from dschat.serving.limits import require_short
+from dschat.serving.limits import require_short, too_long
 from dschat.serving.schema import Preference, ScoreRequest, Tie, turns_of
 from dschat.startup.files import no_link
 
@@ -112,9 +112,7 @@ class ChatScorer:
             raise UserError(encoded.problem)
         rows = [encoded.prompt_ids + answer for answer in encoded.answers]
         if self._positions is not None and (longest := max(map(len, rows))) > self._positions:
-            raise UserError(
-                f"{longest} tokens, and the reward model has {self._positions} positions"
-            )
+            raise too_long("the reward model", self._positions, longest, 0)
         return self._model.score(rows).tolist()
 
 

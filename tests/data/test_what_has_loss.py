@@ -191,6 +191,14 @@ def test_with_a_template_that_changes_texts_answers_count_once(tmp_path):
     assert [whole.count(t) for t in ("ASK", "said0", "MORE", "said1")] == [1, 1, 0, 1]
 
 
+@pytest.mark.parametrize("question", ["a", "assistant", "im", "user"])
+def test_a_question_that_the_template_has_too(tmp_path, question):
+    """In its generation prompt, in the end of a turn, or in the turn's head."""
+    row = {"messages": [USER("ask"), REPLY("said0"), USER(question), REPLY("said1")]}
+    rows = texts(tmp_path, row, FORGETS, train_on_prompt=True)
+    assert "".join(itertools.chain(*rows)).count(f"user\n{question}{END}") == 1
+
+
 def test_a_prompt_of_another_row_loses_nothing():
     example = Example([USER("a"), REPLY("one"), USER("b")], [REPLY("two")])
     rows = encode_examples(FORGETS, [example], every_answer=True, train_on_prompt=True)

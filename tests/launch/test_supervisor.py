@@ -188,3 +188,9 @@ def test_a_registry_that_fails_is_named(name, monkeypatch, tmp_path):
 def test_the_configuration_in_a_folder(text, found, tmp_path):
     (tmp_path / "config.json").write_text(text)
     assert supervisor._is_here(str(tmp_path)) == found
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "my model"])
+def test_what_cannot_be_a_name_of_the_hub(name):
+    with pytest.raises(UserError, match=f"^{name}: no such folder, and the hub: .*check the name$"):
+        supervisor._is_here(name)

@@ -101,9 +101,15 @@ def test_a_line_of_metrics():
         "perplexity": 1017.4,
         "b/x": 123456.0,
         "c/x": 0,
+        "tokens": 12345.6,
+        "rate": 9.65e-06,
+        "decay": 0.00015,
     }
     line = console.format_line("held out", 5, 12, metrics, [*metrics, "d"])
-    assert line == "held out  5/12  score -0.346  kl -1e-07  perplexity 1017    b/x 1e+05   c/x 0"
+    assert line == (
+        "held out  5/12  score -0.346  kl -1e-7   perplexity 1017    b/x 1.2e+5  c/x 0       "
+        "tokens 12346   rate 9.7e-6  decay 1.5e-4"
+    )
 
 
 def test_training_lines_of_step_3_fit(dschat_logger):

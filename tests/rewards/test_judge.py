@@ -97,6 +97,7 @@ RATINGS = {
         *("8/10 for style, 3/10 for truth", "Confidence score: 5", "underscore: 5", "1. a\n2. b"),
         *("Rating: 8. A score of 10 would need sources.", "The rating scale is from 1 to 10"),
         *("I would rate it between 7 and 8.", "a rate of 5 per second", "Total: 5 errors"),
+        *("The error rate: 5 in all.", "Success rate = 9"),
         *("I would rate A 8. I would rate B 7.", "Final: 2024", "Style: 8/10\nTruth: 3/10"),
     ),
 }

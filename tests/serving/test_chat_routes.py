@@ -44,12 +44,14 @@ def test_scores_are_those_of_the_model(compared):
         assert score == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_conversation_that_is_far_too_long(compared):
+@pytest.mark.parametrize(("num_turns", "about"), [(100, "about "), (20, "")])
+def test_a_conversation_that_is_far_too_long(num_turns, about, compared):
     """It is refused before its answers are rendered one by one, as it is without a reward model."""
-    turns = [{"role": role, "content": "sun " * 9} for role in ("user", "assistant") * 100]
+    turns = [{"role": role, "content": "sun " * 9} for role in ("user", "assistant") * num_turns]
     body = {"messages": [*turns, *MESSAGES], "answers": ["a"]}
     status, _, text = ask(compared, "/api/score", body)
-    assert (status, "too long for the reward model by about" in text.decode()) == (400, True)
+    assert (status, f"too long for the reward model by {about}" in text.decode()) == (400, True)
+    assert re.search(rf"has {about}\d", text.decode())
 
 
 def test_a_preference_is_a_row_of_step_2(compared, own_cache):

@@ -82,6 +82,59 @@ def test_retry_edit_delete_and_undo(chat):
     assert [prompt for prompt, _ in turns(chat)] == ["one", "two", "three"]
 
 
+def test_without_a_model_nothing_is_replaced(chat):
+    say(chat, "one")
+    say(chat, "two")
+    chat.locator("#models input").first.uncheck()
+    chat.locator(".turn").first.get_by_text("Retry").click()
+    assert "tick a model" in chat.locator("#status").inner_text()
+    chat.locator(".turn").first.get_by_text("Edit").click()
+    chat.fill("#prompt", "eins")
+    chat.keyboard.press("Enter")
+    assert "tick a model" in chat.locator("#status").inner_text()
+    assert chat.input_value("#prompt") == "eins"
+    assert turns(chat) == [["one", "fine"], ["two", "fine"]]
+
+
+def test_undo_stops_the_answer(chat):
+    say(chat, "one")
+    chat.unroute("**/v1/chat/completions")
+    chat.route("**/v1/chat/completions", lambda route: None)  # an answer that does not begin
+    chat.locator(".turn").first.get_by_text("Retry").click()
+    chat.wait_for_selector(".writing")
+    chat.get_by_text("Undo").click()
+    idle(chat)
+    assert turns(chat) == [["one", "fine"]]
+    assert chat.locator(".answer .text").inner_text() == "fine"
+
+
+def test_undo_where_the_browser_is_full(chat):
+    """It says so once; the page works without."""
+    chat.evaluate(
+        "() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }"
+    )
+    say(chat, "one")
+    assert "keeps no conversation" in chat.locator("#status").inner_text()
+    chat.answers["tiny"] = "again"
+    chat.locator(".turn").first.get_by_text("Retry").click()
+    chat.wait_for_function("state.turns[0].answers[0].text === 'again'")
+    idle(chat)
+    chat.get_by_text("Undo").click()
+    assert turns(chat) == [["one", "fine"]]
+
+
+def test_an_older_tab_leaves_the_conversation_of_a_newer_one(chat):
+    url, older = chat.url, chat.context.new_page()
+    older.goto(url)
+    older.wait_for_selector("#models input")
+    say(chat, "one")
+    chat.goto("about:blank")
+    older.goto("about:blank")
+    chat.goto(url)
+    chat.wait_for_selector("#models input")
+    assert turns(chat) == [["one", "fine"]]
+
+
 def test_a_turn_that_failed_is_not_sent_again(chat):
     chat.expected = "status of 400"  # the browser logs it
     say(chat, "one")

@@ -10,6 +10,7 @@ const EXAMPLES = [
 const EMPTY = {turns: [], settings: {}, models: null, plain: false};
 let state = load();      // turns: [{prompt, messages, answers: [{model, text, score, problem}], chosen, verdict}]
 let info = {models: [], scores: false, preferences: ""};
+let isKept = true;       // the browser took the last state
 let running = null;      // an AbortController while answers stream
 let edited = null;       // the turn whose message is in the box
 let draft = "";          // what was there before
@@ -19,7 +20,13 @@ function load() {
   catch { return structuredClone(EMPTY); }
 }
 function save() {
-  try { localStorage.setItem("dschat", JSON.stringify(state)); } catch { say("this browser keeps no conversation"); }
+  try {
+    localStorage.setItem("dschat", JSON.stringify(state));
+    isKept = true;
+  } catch {
+    if (isKept) say("this browser keeps no conversation");  // once: Undo is in that line too
+    isKept = false;
+  }
 }
 function say(text, undo) {
   $("status").textContent = text;
@@ -62,13 +69,21 @@ function replaceTurns(turns, what) {
   state.turns = turns;
   draw();
   save();
-  say(what, before.length && (() => { if (isIdle()) { replaceTurns(before, ""); say("as before"); } }));
+  say(what, before.length && (() => { stop(); replaceTurns(before, ""); say("as before"); }));
   $("prompt").focus();
 }
 
+function stop() { if (running) running.abort(); }
 function isIdle() {
   if (running) say("stop the answer first (Escape)");
   return !running;
+}
+
+const ticked = () => info.models.filter(name => state.models.includes(name));
+function canAsk() {
+  if (!isIdle()) return false;
+  if (!ticked().length) say("tick a model first");
+  return ticked().length > 0;
 }
 
 // Later turns followed from this one as it was, so they go.
@@ -145,7 +160,7 @@ function drawTurn(turn) {
   asked.dir = "auto";
   tools.append(
     button("Edit", "Edit this message", () => isIdle() && edit(turn)),
-    button("Retry", "Answer this message again", () => isIdle() && askAgain(turn, turn.prompt)),
+    button("Retry", "Answer this message again", () => canAsk() && askAgain(turn, turn.prompt)),
     button("Delete", "Delete this turn", () => isIdle() && remove(turn)),
   );
   const answers = element("div", "answers");
@@ -168,7 +183,7 @@ function draw() {
   const start = element("div", "hint");
   const more = info.models.length > 1 ? " Tick several models to compare their answers side by side." : "";
   start.append(element("p", "", "Say something, or try one of these." + more));
-  start.append(...EXAMPLES.map(text => button(text, "", () => send(text))));
+  start.append(...EXAMPLES.map(text => button(text, "", () => canAsk() && send(text))));
   $("turns").replaceChildren(...(state.turns.length ? state.turns.map(drawTurn) : [start]));
 }
 
@@ -240,10 +255,8 @@ async function stream(turn, answer, signal) {
 }
 
 async function send(prompt) {
-  const models = info.models.filter(name => state.models.includes(name));
-  if (!models.length) { fillBox(prompt); say("tick a model first"); return; }
   const messages = [...messagesBefore(state.turns.length), {role: "user", content: prompt}];
-  const turn = {prompt, messages, answers: models.map(model => ({model, text: "", writing: true}))};
+  const turn = {prompt, messages, answers: ticked().map(model => ({model, text: "", writing: true}))};
   const stopper = running = new AbortController();
   if (state.turns.length) $("turns").append(drawTurn(turn)); else $("turns").replaceChildren(drawTurn(turn));
   state.turns = [...state.turns, turn];
@@ -353,7 +366,7 @@ for (const turn of state.turns) for (const answer of turn.answers) delete answer
 $("form").onsubmit = event => {
   event.preventDefault();
   const prompt = $("prompt").value.trim(), turn = edited;
-  if (!prompt || !isIdle()) return;
+  if (!prompt || !canAsk()) return;
   stopEditing();
   if (!turn) fillBox("");
   say("");
@@ -365,14 +378,14 @@ $("prompt").onkeydown = event => {
 $("prompt").oninput = fitBox;
 document.onkeydown = event => {
   if (event.key !== "Escape") return;
-  if (running) running.abort(); else stopEditing();
+  if (running) stop(); else stopEditing();
 };
-$("stop").onclick = () => { if (running) running.abort(); };
+$("stop").onclick = stop;
 $("cancel").onclick = () => { stopEditing(); $("prompt").focus(); };
 $("new").onclick = () => {
-  if (running) running.abort();
+  stop();
   replaceTurns([], "conversation deleted");
 };
 $("key").onchange = start;
-addEventListener("pagehide", save);
+addEventListener("pagehide", () => { if (running) save(); });  // else the conversation of a newer tab stays
 start();
