@@ -180,9 +180,9 @@ class Reporter:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Collective. Save the actor if this evaluation is the best so far."""
-        name = keep_best = self._args.keep_best
-        if keep_best in (None, AUTO):
-            name = next((n for n in LEADING if n in metrics), LEADING[-1])
+        keep_best = self._args.keep_best
+        leading = next((n for n in LEADING if n in metrics), LEADING[-1])
+        name = leading if keep_best is None or keep_best == AUTO else keep_best
         if name != self._metric:
             self._metric, self._best = name, -math.inf
         if keep_best is None or not metrics[name] > self._best:
