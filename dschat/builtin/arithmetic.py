@@ -1,5 +1,6 @@
 """Generates ``builtin/arithmetic``: sums and differences with verifiable answers, from one seed;
-and an environment that says whether an answer is right, and allows another attempt.
+``builtin/addition``, for models that know English; and an environment that says whether an answer
+is right, and allows another attempt.
 
 A prompt adds and subtracts four digits, ``7-3+5+8=``: the task is learned in a minute but has too
 many prompts to memorise. The reference is the result. A demonstration, which SFT imitates, lists
@@ -29,6 +30,24 @@ def arithmetic_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
     drawn = rng.sample(_questions(), sum(NUM_ROWS.values()))
     rows = iter([_row(rng, prompt, steps) for prompt, steps in drawn])
     return {split: list(itertools.islice(rows, number)) for split, number in NUM_ROWS.items()}
+
+
+def addition_rows(seed: int = 0) -> dict[str, list[dict[str, str]]]:
+    """Sums of two numbers of two digits, in words: 2,000 rows in ``"train"``, 200 in ``"eval"``.
+
+    Every row is ``{prompt, reference}``, such as ``What is 45 plus 76? Answer with the number
+    only.`` and ``121``. No two rows have the same numbers, in either order.
+    """
+    pairs = list(itertools.combinations_with_replacement(range(10, 100), 2))
+    drawn = [random.Random(seed).sample(pairs, len(pairs)), itertools.cycle(((0, 1), (1, 0)))]
+    rows = [
+        {
+            "prompt": f"What is {pair[i]} plus {pair[j]}? Answer with the number only.",
+            "reference": str(sum(pair)),
+        }
+        for pair, (i, j) in zip(*drawn, strict=False)
+    ]
+    return {"train": rows[:2000], "eval": rows[2000:2200]}
 
 
 def _questions() -> list[tuple[str, list[int]]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat.builtin.arithmetic import arithmetic_rows
+from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
 from dschat.data.batches import PromptBatches
@@ -95,3 +95,21 @@ def test_step_2_is_refused_and_the_gold_scorer_does_not_apply():
         load_source("builtin/arithmetic", config, "reward")
     assert gold_knows(["builtin/chat", "builtin/chat:0.5"])
     assert not gold_knows(["builtin/chat", "builtin/arithmetic"])
+
+
+def test_additions_are_right_and_none_is_held_out_twice():
+    rows = addition_rows()
+    numbers = {split: [] for split in rows}
+    for split, part in rows.items():
+        for row in part:
+            said = re.fullmatch(
+                r"What is (\d\d) plus (\d\d)\? Answer with the number only\.", row["prompt"]
+            )
+            first, second = map(int, said.groups())
+            assert row["reference"] == str(first + second)
+            numbers[split].append((first, second))
+    assert {split: len(part) for split, part in numbers.items()} == {"train": 2000, "eval": 200}
+    sets = {frozenset(pair) for part in numbers.values() for pair in part}
+    assert len(sets) == 2200
+    first, second = (sorted(column) for column in zip(*numbers["train"], strict=True))
+    assert abs(sum(first) - sum(second)) < 0.02 * sum(first)  # either may be the larger one

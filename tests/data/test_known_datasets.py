@@ -336,6 +336,7 @@ def test_every_known_data_set_is_tested():
     assert set(KNOWN) == set(ADAPTERS) - {
         "builtin/chat",
         "builtin/arithmetic",
+        "builtin/addition",
         "builtin/calculator",
         "builtin/guess",
     }

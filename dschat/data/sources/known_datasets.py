@@ -150,6 +150,7 @@ ADAPTERS = {
         "prompt", "chosen", "rejected", sft="demonstration", as_chat=True, context="history"
     ),
     "builtin/arithmetic": ColumnAdapter("prompt", sft="demonstration", as_chat=True),
+    "builtin/addition": ColumnAdapter("prompt", sft="reference", as_chat=True),
     "builtin/calculator": ColumnAdapter("prompt", "demonstration", as_chat=True),
     "builtin/guess": ColumnAdapter("prompt", "demonstration", as_chat=True),
     # the data sets of DeepSpeed-Chat

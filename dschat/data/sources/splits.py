@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
-from dschat.builtin.arithmetic import arithmetic_rows
+from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
 from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.guess_game import guess_rows
@@ -58,6 +58,7 @@ _ROW_BYTES = 90  # host memory per row of a blend, for indices and hashes; measu
 _BUILTIN = {
     "builtin/chat": builtin_rows,
     "builtin/arithmetic": arithmetic_rows,
+    "builtin/addition": addition_rows,
     "builtin/calculator": calculator_rows,
     "builtin/guess": guess_rows,
 }
