@@ -111,8 +111,9 @@ class ReadConfig(TemplateConfig):
     encoding: str = flag("utf-8", "Encoding of JSON, CSV and TSV files, such as cp1252.")
     text_as: Optional[Literal["chat", "raw"]] = flag(
         None,
-        "Prompts that are text. chat: a user's turn, rendered by the chat template. raw: as they "
-        "are. default: chat for columns of questions and instructions, else raw with a warning.",
+        "Prompts that are text. chat: a user's turn, or the turns of Human: ... Assistant: ..., "
+        "rendered by the chat template. raw: as they are. default: chat for columns of questions "
+        "and instructions, else raw with a warning.",
     )
 
 

@@ -94,9 +94,47 @@ def test_plain_text_is_told_of_and_may_be_a_chat(tmp_path, purpose, caplog):
     load(put(tmp_path / "marked.jsonl", MARKED), purpose)
     load(put(tmp_path / "questions.jsonl", [{"question": "u", "answer": "r"}]), "sft")
     assert caplog.text == ""
-    assert [e.prompt for e in chats] == [[USER(e.prompt)] for e in raw]
+    questions = [e.prompt.removeprefix("\n\nHuman: ").split("\n\n")[0] for e in raw]
+    assert [e.prompt for e in chats] == [[USER(question)] for question in questions]
     if purpose != "rlhf":
         assert [e.chosen for e in chats] == [[REPLY(e.chosen)] for e in raw]
+
+
+WRITTEN = "\n\nHuman: Hi:\nHuman: x\n\nAssistant: Yes?\n\n Human: no\n\nHuman: Why?\n\nAssistant:"
+TURNS = [USER("Hi:\nHuman: x"), REPLY("Yes?\n\n Human: no"), USER("Why?")]
+LAST = {"chosen": " So.", "rejected": "\nNo. "}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": WRITTEN, **LAST},
+        {name: WRITTEN + answer for name, answer in LAST.items()},
+        {"prompt": WRITTEN, **{name: WRITTEN + answer for name, answer in LAST.items()}},
+    ],
+)
+def test_a_dialogue_that_is_one_text_becomes_turns_by_the_flag(tmp_path, row):
+    """hh-rlhf, for a model with a chat template of its own."""
+    path = put(tmp_path / "rows.jsonl", [row])
+    (example,) = load(path, "reward", text_as="chat")
+    assert example == Example(TURNS, [REPLY("So.")], [REPLY("No.")])
+    (example,) = load(path, "reward")
+    assert example.prompt == WRITTEN
+    for text in (
+        "Human: and Assistant: are words",
+        "x\n\nHuman: a\n\nAssistant: b",
+        "\n\nHuman: a",
+    ):
+        questions = put(tmp_path / "questions.jsonl", [{"question": text, "answer": "Human: b"}])
+        assert load(questions) == [chat(text, "Human: b")]
+
+
+def test_a_text_column_of_dialogues_becomes_turns_by_the_flag(tmp_path):
+    path = put(tmp_path / "rows.jsonl", [{"text": WRITTEN + " So."}, {"text": WRITTEN}])
+    whole, cut = load(path, "sft", text_as="chat")
+    assert whole == Example(TURNS, [REPLY("So.")])
+    assert cut == Example(TURNS[:1], TURNS[1:2])
+    assert [e.prompt for e in load(path, "rlhf", text_as="chat")] == [TURNS] * 2
 
 
 def test_columns_of_any_name_become_chats_by_the_flag(tmp_path):

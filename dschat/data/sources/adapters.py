@@ -25,6 +25,7 @@ from dschat.data.sources.turns import (
     is_plain,
     masked,
     read_content,
+    read_dialogue,
     read_template_kwargs,
     read_tools,
     split_text,
@@ -219,9 +220,10 @@ def _read_row(
     if adapter.rewrite:
         row = {**row, **adapter.rewrite(row)}
     mask = from_cell(row.get("loss_mask"))
+    read = read_dialogue if adapter.as_chat else read_content
     if adapter.messages:
         (chat,) = masked([from_cell(look_up(row, adapter.messages))], mask)
-        prompt, answer = _split_answer(read_content(chat))
+        prompt, answer = _split_answer(read(chat))
         return prompt, [answer, None, None]
     columns = (adapter.chosen, adapter.rejected, adapter.sft)
     found = [look_up(row, column) for column in columns]
@@ -231,17 +233,19 @@ def _read_row(
     asked = look_up(row, adapter.prompt)
     if adapter.prompt and adapter.chosen and not adapter.rejected:
         asked, found[0] = masked([asked, found[0]], mask)
-    prompt, *answers = map(read_content, (asked, *found))
+    prompt, *answers = map(read, (asked, *found))
     if isinstance(prompt, Unusable):
         return prompt, [None] * len(answers)
     if adapter.prompt is None:
-        prompts, parts = zip(*(_split_answer(answer) for answer in answers), strict=True)
+        prompts, parts = zip(*map(_split_answer, answers), strict=True)
         return _same_prompt(prompts, parts)
     turns = any(isinstance(answer, list) for answer in answers)
     if isinstance(prompt, str):
         prompt = _with_context(row, adapter, prompt)
         if prompt and (adapter.as_chat or turns):
             prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(asked, str):  # answers follow "Assistant:" and a space
+        answers = [a.strip() if isinstance(a, str) else a for a in answers]
     if prompt is None and turns:
         prompt = []  # the dialogues may contain it
     if prompt and isinstance(prompt, list):

@@ -77,6 +77,20 @@ def read_content(value: Any) -> Union[Content, Unusable, None]:
     return read
 
 
+def read_dialogue(value: Any) -> Union[Content, Unusable, None]:
+    """`read_content`, where a text that is ``Human: ... Assistant: ...`` becomes turns; a last one
+    without text is left out.
+    """
+    before, *pieces = re.split(
+        r"(?:^|\n\n)(Human|Assistant):", value if isinstance(value, str) else ""
+    )
+    if before.strip() or "Assistant" not in pieces[::2]:
+        return read_content(value)
+    said = zip(pieces[::2], map(str.strip, pieces[1::2]), strict=True)
+    turns = [{"role": role.lower(), "content": text} for role, text in said]
+    return read_content(turns if turns[-1]["content"] else turns[:-1])
+
+
 def masked(parts: list[Any], mask: Any) -> list[Any]:
     """A raw chat, or prompt and answer, with the weights of the row's ``loss_mask``, if a list."""
     if not isinstance(mask, list):
