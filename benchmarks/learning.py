@@ -10,8 +10,9 @@ Both sides start from the same SFT model (step 1 of the recipe, trained once int
 get the same prompts in the same order, the same reward function and the recipe's settings of step 3
 (flags of step 3 given here override them): samples, learning rate, Adam, batches, clip range, KL,
 loss aggregation, sampling. Settings that affect only TRL's speed are chosen for speed: no gradient
-checkpointing, fp32; the side trl_defaults keeps TRL's defaults. Both run on the CPU, each in its
-own process, in turn, once per seed.
+checkpointing, fp32; the side trl_continuous also generates with transformers' continuous batching,
+and trl_defaults keeps TRL's defaults. Both run on the CPU, each in its own process, in turn, once
+per seed.
 
 The clock starts when everything is loaded. Weights are saved every --snapshot_every rollouts with
 the clock stopped; afterwards one engine answers the held-out prompts with the weights of both
@@ -41,7 +42,13 @@ from typing import Any
 import torch
 from learning_curves import Run, ratio, summary
 from learning_judge import Judge
-from learning_settings import check_comparable, described, dschat_settings, trl_settings
+from learning_settings import (
+    TRL_SIDES,
+    check_comparable,
+    described,
+    dschat_settings,
+    trl_settings,
+)
 from learning_task import RESULT, Task, snapshot_path
 from report import ROOT, environment, note, rounded
 from safetensors.torch import load_file
@@ -55,7 +62,7 @@ from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.tokenizer import load_tokenizer
 
 DSCHAT = "dschat"
-SIDES = (DSCHAT, "trl", "trl_defaults")
+SIDES = (DSCHAT, *TRL_SIDES)
 
 
 def main() -> None:
@@ -191,7 +198,7 @@ def make_task(
         snapshot_every=args.snapshot_every,
         settings=dschat_settings(config)
         if side == DSCHAT
-        else trl_settings(config, for_speed=side == "trl"),
+        else trl_settings(config, side),
         prompts=texts,
         prompt_ids=list(ids),
         references=[str(reference) for reference in references],

@@ -9,7 +9,12 @@ from typing import Any
 from dschat.config import RLHFConfig, UserError
 
 # Defaults of TRL that are slow on a CPU; the side "trl_defaults" keeps them.
-FOR_SPEED = {"gradient_checkpointing": False, "bf16": False}
+_FOR_SPEED = {"gradient_checkpointing": False, "bf16": False}
+TRL_SIDES: dict[str, dict[str, Any]] = {
+    "trl": _FOR_SPEED,
+    "trl_continuous": _FOR_SPEED | {"use_transformers_continuous_batching": True},
+    "trl_defaults": {},
+}
 
 _SCALES = {"grpo": "group", "dr_grpo": "none"}  # advantage_estimator -> scale_rewards
 _LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}  # by aggregation
@@ -56,8 +61,8 @@ def dschat_settings(config: RLHFConfig) -> dict[str, Any]:
     return asdict(replace(config, reward_fn=None, dtype="fp32", **no_models))
 
 
-def trl_settings(config: RLHFConfig, for_speed: bool = True) -> dict[str, Any]:
-    """Fields of GRPOConfig, for one process on a CPU."""
+def trl_settings(config: RLHFConfig, side: str = "trl") -> dict[str, Any]:
+    """Fields of GRPOConfig for one of `TRL_SIDES`, for one process on a CPU."""
     low, high = config.cliprange_sides
     settings = {
         "seed": config.seed,
@@ -99,7 +104,7 @@ def trl_settings(config: RLHFConfig, for_speed: bool = True) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return settings | (FOR_SPEED if for_speed else {})
+    return settings | TRL_SIDES[side]
 
 
 def described(config: RLHFConfig) -> dict[str, Any]:
