@@ -26,13 +26,25 @@ def dschat(*argv: str, package: Path = ROOT, cwd: Path = ROOT) -> subprocess.Com
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The folder of an unpacked wheel, built from a copy: building leaves files in the tree."""
+def clone(tmp_path_factory):
+    """A copy of the repository: building leaves files in the tree."""
     folder = tmp_path_factory.mktemp("wheel")
     others = ("tests", "output", "build", "dist", "*.egg-info", "__pycache__", ".*")
-    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*others))
-    build = "from setuptools import build_meta; build_meta.build_wheel('..')"  # what pip calls
-    done = python("-c", build, cwd=folder / "tree")
+    return shutil.copytree(ROOT, folder / "dschat", ignore=shutil.ignore_patterns(*others))
+
+
+@pytest.fixture(scope="module")
+def wheel(clone):
+    """The folder of an unpacked wheel."""
+    return unpacked(clone, "build_wheel")
+
+
+def unpacked(clone: Path, hook: str) -> Path:
+    """What a hook that pip calls builds, unpacked beside the clone."""
+    folder = clone.parent / hook
+    folder.mkdir()
+    build = f"from setuptools import build_meta; build_meta.{hook}({str(folder)!r})"
+    done = python("-c", build, cwd=clone)
     assert done.returncode == 0, done.stderr
     (built,) = folder.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
@@ -79,6 +91,14 @@ def test_the_wheel_has_every_file(wheel):
     assert {p.relative_to(wheel) for p in (wheel / "dschat").rglob("*") if p.is_file()} == names
     for path in SCRIPTS:
         assert (wheel / "dschat/scripts" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+
+
+def test_an_editable_install_is_found_in_the_folder_of_the_clone(clone):
+    """There a folder called dschat, without __init__.py, comes before the package."""
+    site = unpacked(clone, "build_editable")
+    code = f"import site; site.addsitedir({str(site)!r}); import dschat; print(dschat.__file__)"
+    done = python("-c", code, cwd=clone.parent, env=environment(PYTHONPATH=""))
+    assert done.stdout.strip() == str(clone / "dschat" / "__init__.py"), done.stderr
 
 
 @pytest.mark.slow
