@@ -262,12 +262,15 @@ def _sample(
     ids, start = e.input_ids[i, : int(e.lengths[i])].tolist(), int(e.prompt_lengths[i])
     num_tokens = min(len(ids) - start, _MAX_TOKENS)
     kl = (e.logprobs[i] - e.ref_logprobs[i])[:num_tokens]
-    # With the template's marks where turns would run together without.
-    one_turn = not e.sources or isinstance(e.sources[i], str) or len(e.sources[i]) == 1
+    # Of one turn its text alone: templates add a system prompt and names of roles. Of more turns
+    # the rendered text, where marks stand between them.
+    source = e.sources[i] if e.sources else ""
+    turns = [] if isinstance(source, str) else source
+    question = turns[0]["content"] if len(turns) == 1 else None
     drawn = bool(e.answer_mask[i, : len(ids) - start].all())
     total = float((e.logprobs[i] - e.ref_logprobs[i])[e.answer_mask[i]].double().sum())
     return {
-        "prompt": tokenizer.decode(ids[:start], skip_special_tokens=one_turn),
+        "prompt": question or tokenizer.decode(ids[:start], skip_special_tokens=not turns),
         "answer": continued_texts(tokenizer, [ids[start:]], with_special=not drawn)[0],
         "score": _number(float(e.scores[i])) if e.scored[i] else None,
         "answer_length": len(ids) - start,

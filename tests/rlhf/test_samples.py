@@ -75,7 +75,7 @@ def test_turns_are_apart_and_have_roles(experience, tokenizer):
     answer = [*ids_of(tokenizer, "ab<|end|><|user|>higher<|assistant|>b"), tokenizer.eos_token_id]
     drawn = [token not in ids_of(tokenizer, "<|user|>higher<|assistant|>") for token in answer]
     rollout = Rollout([answer], [[0.0] * len(answer)], ["stop"], drawn=[drawn])
-    for sources, prompt in (([turns], rendered), ([turns[:1]], "uau"), (["text"], "uau")):
+    for sources, prompt in (([turns], rendered), ([turns[:1]], "u"), (["text"], "uau")):
         e = replace(from_rollout([ids], rollout, 0), sources=sources)
         (sample,) = sample_row(e, tokenizer, 1, has_kl=False)["samples"]
         assert sample["prompt"] == prompt
