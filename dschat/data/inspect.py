@@ -74,7 +74,7 @@ def show(config: ShowConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str
         UserError: no step can use the data, or the one named by ``--step`` cannot.
     """
     for spec in config.data_path:
-        yield from _source_lines(open_source(spec, config))
+        yield from _source_lines(open_source(spec, config), config)
     yield ""
     yield "> marks tokens with loss (step 2: tokens after the shared prefix), | tokens without loss"
     steps = [int(config.step)] if config.step else [1, 2, 3]
@@ -90,14 +90,14 @@ def show(config: ShowConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[str
             yield from _wrapped(f"cannot use this data: {error}", indent=2)
 
 
-def _source_lines(source: DataSource) -> Iterator[str]:
+def _source_lines(source: DataSource, config: ShowConfig) -> Iterator[str]:
     yield source.name + (f", weight {source.weight:g}" if source.weight != 1 else "")
     roles = ", ".join(f"{role} <- {column}" for role, column in source.adapter.roles.items())
     chat = " (as a chat)" if source.adapter.as_chat else ""
     yield from _wrapped(f"uses {roles}{chat}", indent=2)
     yield from _wrapped(f"has the columns {listed(source.splits.train.columns)}", indent=2)
     held_out = "its own split" if source.splits.eval else "no split of its own: a share is held out"
-    yield f"  evaluation rows: {held_out}"
+    yield f"  evaluation rows: {'those of --eval_data_path' if config.eval_data_path else held_out}"
 
 
 def _step_lines(

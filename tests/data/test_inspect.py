@@ -41,6 +41,14 @@ def test_columns_splits_lengths_and_examples():
     assert "\n    chosen:\n    > yes\\nyes<|end|>\n    rejected:\n    > no<|end|>\n" in text
 
 
+def test_where_held_out_rows_come_from():
+    path, other = put(Path("x.jsonl"), pairs(40)), put(Path("y.jsonl"), pairs(5))
+    assert "\n  evaluation rows: no split of its own: a share is held out\n" in report(path)
+    text = report(path, eval_data_path=[other])
+    assert "\n  evaluation rows: those of --eval_data_path\n" in text
+    assert "of 40 training rows (32 are for the other steps; see --data_split), 5 of 5" in text
+
+
 def test_chats_show_their_special_tokens_and_each_turn_with_loss():
     turns = [("user", "u"), ("assistant", "r"), ("user", "v"), ("assistant", "w")]
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
