@@ -10,7 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-
 .PHONY: help venv demo test test-full test-latest test-vllm test-gpu faults lint format wheel clean
 
 help:
-	@echo "make venv       set up .venv with the pinned versions (5 minutes); every other target does so too"
+	@echo "make venv       set up .venv with the pinned versions (3 to 5 minutes); every other target does so too"
 	@echo "make demo       train the tiny chat model: three steps, offline, into output/demo"
 	@echo "make test       lint, layering, and the quick tests"
 	@echo "make test-full  the same and the slow tests"
@@ -95,7 +95,7 @@ $(STAMP): requirements.lock pyproject.toml
 		{ echo "error: dschat needs Python 3.10 or later: make PYTHON=python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "error: $(PYTHON) cannot make a venv: apt install python3-venv" >&2; exit 2; }
-	@echo "setting up .venv: about 5 minutes the first time; pip downloads torch, and is quiet"
+	@echo "setting up .venv: 3 to 5 minutes the first time; pip downloads torch, and is quiet"
 	@$(PYTHON) -m venv $(if $(wildcard $@),,--clear) .venv
 	@rm -f $@
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
