@@ -1,7 +1,8 @@
 """Tasks of reasoning-gym as rows, and its scores as a reward (pip install reasoning-gym).
 
     python examples/reasoning_gym_tasks.py tasks.jsonl spell_backward ransom_note
-    python step3_rlhf/main.py --data_path tasks.jsonl --reward_fn examples/reasoning_gym_tasks.py:score ...
+    python step3_rlhf/main.py --data_path tasks.jsonl \\
+        --reward_fn examples/reasoning_gym_tasks.py:score ...
 
 Rows have `question` and `answer`; `task` and `entry` are for the reward.
 """
