@@ -40,6 +40,7 @@ CODE = Path(__file__).parents[1]  # the package
 # reads, normalizes, renders, tokenizes
 _MADE_BY = ("data/**/*.py", "models/c*_te*.py", "models/tokenizer.py")
 _LIBRARIES = ("transformers", "tokenizers")  # called by these modules
+_SPLITS = (datasets.DatasetDict, datasets.IterableDatasetDict)  # dicts, which are no rows
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def data_names(data: Any, argument: str) -> list[str]:
     if isinstance(data, DataFrame):
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     is_list = isinstance(data, (list, tuple))
-    if is_list and not all(isinstance(row, dict) for row in data):
+    if is_list and any(not isinstance(row, dict) or isinstance(row, _SPLITS) for row in data):
         return [name for item in data for name in data_names(item, argument)]
     if not (is_list or isinstance(data, Dataset)):
         raise UserError(
@@ -101,7 +102,14 @@ def data_names(data: Any, argument: str) -> list[str]:
     if is_list:
         # NumPy's and torch's values become Python's; dates and others text, as in an `Example`
         plain = partial(json.dumps, default=lambda v: getattr(v, "tolist", v.__str__)())
-        content = "".join(f"{plain(row)}\n" for row in data).encode()
+        try:
+            content = "".join(f"{plain(row)}\n" for row in data).encode()
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # a tuple as a key; a row in itself
+            raise UserError(f"{argument} has a row that JSON cannot hold: {error}") from None
     else:
         with quiet():
             data.to_parquet(file := io.BytesIO())
