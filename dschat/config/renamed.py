@@ -99,8 +99,8 @@ def set_in(args: Any, names: Collection[str]) -> dict[str, Any] | None:
 
 
 def _made(kind: Any, settings: dict[str, Any]) -> Any:
-    """A config of these settings, or of none where they need others (TRL's bf16 a GPU)."""
-    for given in (settings, settings | {"use_cpu": True}, {"use_cpu": True}):
+    """A config of these settings, if there is one; on a CPU TRL's default of bf16 needs use_cpu."""
+    for given in (settings, settings | {"use_cpu": True}):
         with suppress(TypeError, ValueError):
             return kind(**given)
 

@@ -94,11 +94,14 @@ def test_refused_in_step_3(values, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_from_a_namespace_with_some_of_the_fields():
+def test_from_a_namespace_with_some_of_the_fields(caplog):
     args = RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1))
     assert args.kl_coef == 0.3
     assert args.gamma == RLHFConfig().gamma
     assert RLHFConfig.from_namespace({"seed": 5}).seed == 5
+    nothing = {"save_total_limit": None, "num_generations": None}
+    assert RLHFConfig.from_namespace(nothing) == RLHFConfig()
+    assert caplog.text == ""
 
 
 def test_settings_of_other_trainers_in_a_namespace_are_named(caplog):

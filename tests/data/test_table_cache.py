@@ -13,7 +13,7 @@ import pytest
 import torch
 from damages import DAMAGES, flip
 from data_files import step_table
-from datasets import Dataset, DatasetDict, IterableDatasetDict
+from datasets import Dataset, DatasetDict
 from dialogues import REPLY, USER
 from pandas import DataFrame, MultiIndex
 
@@ -184,7 +184,10 @@ IN_ITSELF["row"] = IN_ITSELF
         ({"prompt": ["a"]}, "data of type dict: give a list of dicts"),
         (len, "data of type builtin_function_or_method"),
         ([DatasetDict(train=Dataset.from_list(TABLE))], "data of type DatasetDict: .* .one split"),
-        ([IterableDatasetDict()], "data of type IterableDatasetDict"),
+        (
+            [{"a": Dataset.from_list(TABLE).to_iterable_dataset()}],
+            "data of type dict: .* .one split",
+        ),
         ([{("a", 1): "x"}], "data has a row that JSON cannot hold: keys must be str.* not tuple"),
         (DataFrame([["x"]], columns=MultiIndex.from_tuples([("a", 1)])), "JSON .* not tuple"),
         ([IN_ITSELF], "data has a row that JSON cannot hold: Circular reference"),
