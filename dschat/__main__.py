@@ -7,8 +7,8 @@ repository has them beside the package. Nothing else is imported until a command
 import runpy
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from dschat import __version__
 from dschat.startup import exit_on_interrupt
@@ -17,21 +17,21 @@ PACKAGE = Path(__file__).resolve().parent
 SHIPPED = PACKAGE / "scripts"
 ROOT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
 
-# Command: the script or module that has its main() (or MODULE:FUNCTION), and a line of help.
+# Command: the script that has its main(), or MODULE:FUNCTION, and a line of help.
 COMMANDS = {
     "train": ("train.py", "any of the three steps, on any number of devices; without flags a demo"),
     "sft": ("step1_sft/main.py", "step 1 alone: supervised fine-tuning"),
     "reward": ("step2_reward/main.py", "step 2 alone: reward model, or DPO, cDPO, IPO, KTO"),
     "rlhf": ("step3_rlhf/main.py", "step 3 alone: PPO, GRPO and other estimators"),
     "chat": ("chat.py", "talk to a trained model"),
-    "serve": ("dschat.serving.__main__", "OpenAI-compatible server and web chat"),
+    "serve": ("dschat.serving.__main__:main", "OpenAI-compatible server and web chat"),
     "generate": (
         "dschat.offline.flags:run_generate",
         "answer the prompts of a data set, into a file",
     ),
     "eval": ("dschat.offline.flags:run_eval", "evaluate or compare models on local data"),
-    "data": ("dschat.data.__main__", "show data files as the model will see them"),
-    "report": ("dschat.reporting.__main__", "write a page of curves and samples of runs"),
+    "data": ("dschat.data.__main__:main", "show data files as the model will see them"),
+    "report": ("dschat.reporting.__main__:main", "write a page of curves and samples of runs"),
 }
 USAGE = "usage: dschat COMMAND [FLAGS]"
 HELP = f"""{USAGE}
@@ -71,8 +71,7 @@ def main_of(command: str) -> Callable[[], int | None]:
     target, _ = COMMANDS[command]
     if target.endswith(".py"):
         return runpy.run_path(str(ROOT / target))["main"]
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name or "main")
+    return resolve_name(target)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib import import_module
 from inspect import Parameter, Signature, signature
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
@@ -101,8 +101,8 @@ class _Trainer:
                 flags[flag] = data_names(given, _PYTHON[flag])
         tokenizer = _one_of(processing_class=processing_class, tokenizer=tokenizer)
         with self._in_python():
-            config = None if args is None else type(self).config_class.from_namespace(args)
-            values = defaults | ({} if config is None else changed(config)) | flags
+            config = type(self).config_class.from_namespace({} if args is None else args)
+            values = defaults | changed(config) | flags
             self._loaded: Any = None
             if isinstance(model, (str, os.PathLike)):
                 require(tokenizer is None, "processing_class is for a loaded model; leave it out")
@@ -133,11 +133,10 @@ class _Trainer:
             UserError: before weights load, for a mistake in settings, names or data.
             TrainingStopped: after a checkpoint, where the run was asked to stop.
         """
-        module, _, name = self.runs.partition(":")
         with self._in_python():
             if self._loaded:
                 self._loaded.write(self.config)
-            run = getattr(import_module(module), name)
+            run = resolve_name(self.runs)
             result = run(self.config, *self._objects, self._callbacks)
         if self._loaded:
             self._loaded.fill(self.config)

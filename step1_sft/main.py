@@ -21,10 +21,11 @@ def main() -> None:
     from dschat.supervised.run import train_sft
 
     train_sft(config)
+    out = str(config.output_dir)
     entrypoint.say_next(
-        f"chat --path {config.output_dir}",
-        f"reward --model_name_or_path {config.output_dir}",
-        f"rlhf --actor_model_name_or_path {config.output_dir} --reward_fn FILE.py:NAME",
+        ["chat", "--path", out],
+        ["reward", "--model_name_or_path", out],
+        ["rlhf", "--actor_model_name_or_path", out, "--reward_fn", "FILE.py:NAME"],
     )
     dist.shutdown()
 

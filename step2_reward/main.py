@@ -24,9 +24,10 @@ def main() -> None:
     from dschat.supervised.run import train_on_preferences
 
     train_on_preferences(config)
-    chat = f"chat --path {config.output_dir}/actor"
-    ppo = f"rlhf --actor_model_name_or_path STEP1 --critic_model_name_or_path {config.output_dir}"
-    entrypoint.say_next(chat if config.trains_policy else ppo, f"report {config.output_dir}")
+    out = str(config.output_dir)
+    chat = ["chat", "--path", f"{out}/actor"]
+    ppo = ["rlhf", "--actor_model_name_or_path", "STEP1", "--critic_model_name_or_path", out]
+    entrypoint.say_next(chat if config.trains_policy else ppo, ["report", out])
     dist.shutdown()
 
 

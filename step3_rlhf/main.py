@@ -26,7 +26,8 @@ def main() -> None:
     from dschat.rlhf.run import train
 
     train(args)
-    entrypoint.say_next(f"chat --path {args.output_dir}/actor", f"report {args.output_dir}")
+    out = str(args.output_dir)
+    entrypoint.say_next(["chat", "--path", f"{out}/actor"], ["report", out])
     dist.shutdown()
 
 

@@ -5,7 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from datasets import Dataset
 from forked import ROOT
 from quick import some
 from safetensors.numpy import load_file
+from transformers import TrainingArguments
 
 from dschat import (
     DPOTrainer,
@@ -130,8 +131,104 @@ def test_what_args_name_is_a_setting_and_their_defaults_are_none():
         assert estimator(args) == ("gae", 1, 1234)
     assert estimator({"advantage_estimator": "gae"}) == ("gae", 8, 1234)
     assert estimator(SimpleNamespace(advantage_estimator="gae", x=1)) == ("gae", 8, 1234)
+    for args in (replace(named, seed=5), replace(replace(named, kl_coef=0.2), seed=5)):
+        assert estimator(copy.deepcopy(args)) == ("gae", 1, 5)
+    assert estimator(replace(RLHFConfig(seed=5), advantage_estimator="gae")) == ("gae", 8, 5)
+    assert estimator(RLHFConfig(**asdict(named))) == ("grpo", 8, 1234)  # every field, none named
+    assert replace(named) == named
+    with pytest.raises(UserError, match="^RLHFConfig: unknown setting sed"):
+        replace(named, sed=5)
     with pytest.raises(UserError, match="^advantage_estimator grpo compares .* raise num_samples"):
         estimator(RLHFConfig(num_samples_per_prompt=1))
+
+
+@dataclass
+class OfTRL(TrainingArguments):
+    """As TRL's GRPOConfig fills in its fields. A test below has TRL itself."""
+
+    learning_rate: float = 1e-6
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None
+    num_generations: int = 8
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+
+    def __post_init__(self):
+        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
+        super().__post_init__()
+        if self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        self.generation_batch_size = self.per_device_train_batch_size * self.steps_per_generation
+        if self.generation_batch_size % self.num_generations:
+            raise ValueError("does not divide")
+
+
+OfTRL.__module__ = "trl.trainer.grpo_config"
+
+
+@dataclass
+class Mine(OfTRL):
+    seed: int = 7
+    max_prompt_seq_len: int = 99
+
+
+# What a config of transformers or TRL is made with, ours that it means, and what is warned of.
+THEIRS = [
+    (SFTTrainer, TrainingArguments, {}, {}, ""),
+    (DPOTrainer, TrainingArguments, {"save_total_limit": None, "seed": 42}, {}, ""),
+    (
+        *(SFTTrainer, TrainingArguments),
+        {"output_dir": "o", "learning_rate": 1e-4, "num_train_epochs": 2.0},
+        {"output_dir": "o", "learning_rate": 1e-4, "num_train_epochs": 2},
+        "",
+    ),
+    (
+        *(DPOTrainer, TrainingArguments),
+        {"lr_scheduler_type": "constant", "report_to": ["wandb"], "gradient_checkpointing": True},
+        {"lr_scheduler_type": "constant", "report_to": ["wandb"], "gradient_checkpointing": True},
+        "",
+    ),
+    (SFTTrainer, TrainingArguments, {"warmup_steps": 3}, {}, "setting warmup_steps; use num_w"),
+    (GRPOTrainer, TrainingArguments, {"bf16": False, "use_cpu": True}, {}, ""),
+    (GRPOTrainer, OfTRL, {"use_cpu": True}, {}, ""),
+    (GRPOTrainer, OfTRL, {"bf16": False}, {}, "setting bf16; use dtype"),
+    (
+        *(GRPOTrainer, OfTRL),
+        {"bf16": False, "gradient_accumulation_steps": 2, "max_steps": 9},
+        {"gradient_accumulation_steps": 2, "max_steps": 9},
+        "setting bf16; use dtype",
+    ),
+    (
+        *(GRPOTrainer, OfTRL),
+        {"use_cpu": True, "steps_per_generation": 4, "num_generations": 16},
+        {},
+        "settings: ",
+    ),
+    (GRPOTrainer, Mine, {"use_cpu": True}, {"seed": 7, "max_prompt_seq_len": 99}, ""),
+]
+
+
+@pytest.mark.parametrize(("trainer", "kind", "given", "expected", "said"), THEIRS)
+def test_configs_of_transformers_and_trl(trainer, kind, given, expected, said, caplog):
+    """What was set in them counts; neither their defaults nor what they derive."""
+    more = {"reward_fns": len} if trainer is GRPOTrainer else {}
+    config = trainer("m", "d", args=kind(**given), **more).config
+    assert asdict(config) == asdict(trainer("m", "d", **expected, **more).config)
+    assert all(type(getattr(config, name)) is type(v) for name, v in expected.items())
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
+def test_every_default_of_trl_is_none_of_ours(caplog):
+    trl = pytest.importorskip("trl")
+    for trainer, name in ((SFTTrainer, "SFT"), (DPOTrainer, "DPO"), (GRPOTrainer, "GRPO")):
+        more = {"reward_fns": len} if trainer is GRPOTrainer else {}
+        theirs = getattr(trl, f"{name}Config")
+        for given in ({"use_cpu": True}, {"use_cpu": True, "gradient_accumulation_steps": 4}):
+            ours = {name: value for name, value in given.items() if name != "use_cpu"}
+            config = trainer("m", "d", args=theirs(**given), **more).config
+            assert asdict(config) == asdict(trainer("m", "d", **ours, **more).config)
+    assert caplog.text == ""
 
 
 def test_names_of_trl(own_cache):

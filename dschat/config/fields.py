@@ -7,13 +7,14 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dschat.config.errors import UserError
+from dschat.config.renamed import require_known
 
 # A flag's whole number, or "auto": the program chooses.
 AUTO = "auto"
@@ -87,10 +88,28 @@ log_flag = functools.partial(flag, affects="log")
 place_flag = functools.partial(flag, affects="place")
 
 
+@dataclass
+class Named:
+    """Knows which fields its call named, and refuses names that are no fields. A copy knows it too,
+    and what `dataclasses.replace` makes: that passes what it changes, ``_named``, then the rest.
+    """
+
+    _named: InitVar[tuple[str, ...]] = field(default=(), kw_only=True)  # NOTE before all fields
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        names, called = [f.name for f in fields(cls)], list(given)
+        require_known(given, [*names, "_named"], cls.__name__, "setting")
+        config: Any = super().__new__(cls)
+        if "_named" in given:
+            called = [*given["_named"], *called[: called.index("_named")]]
+        config._named = tuple(called) if len(called) < len(names) else ()  # all: of `asdict`
+        return config
+
+
 def changed(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass that its call named, or that differ from their defaults."""
-    defaults, named = asdict(type(config)()), getattr(config, "_named", ())
-    return {n: v for n, v in asdict(config).items() if n in named or v != defaults[n]}
+    """The fields of a config that its call named, or that differ from their defaults."""
+    defaults = asdict(type(config)())
+    return {n: v for n, v in asdict(config).items() if n in config._named or v != defaults[n]}
 
 
 def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:

@@ -5,9 +5,13 @@ alike: `old_flags.ini`. Other names are refused in one line that says what to us
 `other_trainers.ini` has those of TRL, OpenRLHF, verl and DeepSpeed-Chat.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from configparser import ConfigParser
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -70,6 +74,35 @@ def _parts(value: Any, every: str) -> list[str] | None:
     if value is None or value is False or words in (["false"], ["no"]):
         return None
     return [every] if words in ([], ["true"], ["yes"]) else words
+
+
+def set_in(args: Any, names: Collection[str]) -> dict[str, Any] | None:
+    """The attributes of an object or a class, such as ``class args: kl_coef = 0.1``; of a config of
+    transformers or TRL those that were set, as plain values. None: it is none of these.
+
+    ``names``: of flags.
+    """
+    if not hasattr(args, "__dict__"):
+        return None
+    theirs = [c for c in type(args).__mro__ if c.__module__.startswith(("transformers.", "trl."))]
+    if not (theirs and is_dataclass(kind := theirs[0])):
+        found = {name: inspect.getattr_static(args, name) for name in dir(args)}
+        return {name: value for name, value in found.items() if not isinstance(value, property)}
+    known = {f.name for f in fields(kind) if f.default is not None or f.name in names}
+    found, is_set = vars(args), dict[str, Any]()
+    for _ in range(2):  # without defaults, then without what follows from settings
+        made = _made(kind, is_set)
+        found = {n: v for n, v in found.items() if n in is_set or v != getattr(made, n, None)}
+        is_set = {n: v for n, v in found.items() if n in known}
+    found = {n: v.value if isinstance(v, Enum) else v for n, v in found.items()}
+    return {n: int(v) if isinstance(v, float) and v % 1 == 0 else v for n, v in found.items()}
+
+
+def _made(kind: Any, settings: dict[str, Any]) -> Any:
+    """A config of these settings, if there is one; on a CPU TRL's default of bf16 needs use_cpu."""
+    for given in (settings, settings | {"use_cpu": True}):
+        with suppress(TypeError, ValueError):
+            return kind(**given)
 
 
 @cache

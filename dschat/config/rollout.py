@@ -165,6 +165,13 @@ class RolloutConfig:
         )
         return int(samples // mini)
 
+    def divisible_prompts(self, num_prompts: int, world_size: int) -> int:
+        """The most of so many prompts that `mini_batches_of` divides; all where it divides none."""
+        config: Any = self
+        mini = config.mini_batch_size(world_size)
+        answers = {n: n * self.num_samples_per_prompt for n in range(num_prompts, 0, -1)}
+        return next((n for n, a in answers.items() if a < mini or a % mini == 0), num_prompts)
+
     @property
     def samples_under_way(self) -> int:
         """Most sequences that a process generates together."""

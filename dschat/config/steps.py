@@ -3,7 +3,6 @@
 Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here and nowhere else.
 """
 
-import inspect
 import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
@@ -12,9 +11,9 @@ from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, Prefere
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
+from dschat.config.fields import AUTO, Named, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
-from dschat.config.renamed import hint, require_known, translated, unknown
+from dschat.config.renamed import hint, set_in, translated, unknown
 from dschat.config.reward import EnvironmentConfig
 
 logger = logging.getLogger("dschat")
@@ -27,14 +26,8 @@ _STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2
 
 
 @dataclass
-class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
+class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, Named):
     """Output, optimization and tokenizer."""
-
-    def __new__(cls, *_: Any, **given: Any) -> Any:
-        require_known(given, {f.name for f in fields(cls)}, cls.__name__, "setting")
-        config: Any = super().__new__(cls)
-        config._named = tuple(given) if len(given) < len(fields(cls)) else ()  # all: `replace`
-        return config
 
     # output
     output_dir: Optional[str] = place_flag(
@@ -110,31 +103,24 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
         """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
-        Other attributes are not read; those that are settings of other trainers are named in a
-        warning.
+        None is a default. Other attributes are not read; those that are settings of other trainers
+        are named in a warning.
 
         Raises:
             UserError: a value of the wrong type.
         """
         if not isinstance(args, cls):
-            given = args if isinstance(args, dict) else _attributes(args)
+            names = {f.name for f in fields(cls)}
+            given = args if isinstance(args, dict) else set_in(args, names)
             if given is None:
                 raise UserError(f"args {args!r} is not a {cls.__name__}, dict or namespace")
-            given, names = translated(given), {f.name for f in fields(cls)}
+            given = {n: v for n, v in translated(given).items() if v is not None}
             hints = {name: hint(name, names) for name in given if name not in names}
             if used := {n: text for n, text in hints.items() if text.startswith("; use ")}:
                 logger.warning("args: %s", unknown("setting", used))
             args = cls(**{name: given[name] for name in names if name in given})
         require_valid(args)
         return args
-
-
-def _attributes(args: Any) -> dict[str, Any] | None:
-    """Of an object or a class, such as ``class args: kl_coef = 0.1``. None: it is neither."""
-    if not hasattr(args, "__dict__"):
-        return None
-    found = {name: inspect.getattr_static(args, name) for name in dir(args)}
-    return {name: value for name, value in found.items() if not isinstance(value, property)}
 
 
 @dataclass
@@ -358,7 +344,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         ge=0,
     )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _named: Any) -> None:
         critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
         if not reward and not self.has_reward_functions:
             self.reward_model_name_or_path = critic

@@ -90,7 +90,7 @@ def data_names(data: Any, argument: str) -> list[str]:
     if isinstance(data, DataFrame):
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     is_list = isinstance(data, (list, tuple))
-    if is_list and not all(isinstance(row, dict) for row in data):
+    if is_list and not all(map(_is_row, data)):
         return [name for item in data for name in data_names(item, argument)]
     if not (is_list or isinstance(data, Dataset)):
         raise UserError(
@@ -101,7 +101,10 @@ def data_names(data: Any, argument: str) -> list[str]:
     if is_list:
         # NumPy's and torch's values become Python's; dates and others text, as in an `Example`
         plain = partial(json.dumps, default=lambda v: getattr(v, "tolist", v.__str__)())
-        content = "".join(f"{plain(row)}\n" for row in data).encode()
+        try:
+            content = "".join(f"{plain(row)}\n" for row in data).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"{argument} has a row that JSON cannot hold: {error}") from None
     else:
         with quiet():
             data.to_parquet(file := io.BytesIO())
@@ -110,6 +113,11 @@ def data_names(data: Any, argument: str) -> list[str]:
     with _cache() as folder:
         replace_file(folder / name, content, 0.0)  # NOTE: tables made of it are found by its time
         return [str(folder / name)]
+
+
+def _is_row(row: Any) -> bool:
+    tables = Dataset, datasets.IterableDataset  # splits, a DatasetDict or not
+    return isinstance(row, dict) and not any(isinstance(v, tables) for v in row.values())
 
 
 @contextmanager

@@ -5,10 +5,11 @@ SIGTERM with 143.
 """
 
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -78,11 +79,11 @@ def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
     failure_detector.exit_process(code)
 
 
-def say_next(*commands: str) -> None:
+def say_next(*commands: Sequence[str]) -> None:
     """Print ``commands`` of dschat that go on from a finished step; train.py prints its own."""
     dschat = "dschat" if sys.argv[0].startswith("dschat ") else "python -m dschat"
-    for command in commands if LAUNCHED_BY not in os.environ else ():
-        _print(f"next: {dschat} {command}")
+    for words in commands if LAUNCHED_BY not in os.environ else ():
+        _print(f"next: {dschat} {shlex.join(words)}")
 
 
 def _refuse(message: str) -> None:

@@ -47,11 +47,13 @@ class _Formatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         mark = "warning: " if record.levelno == logging.WARNING else ""
-        record.message = mark + record.message
+        message, record.message = record.message, mark + record.message
         text = super().formatMessage(record)
         if hasattr(record, "is_styled") or not sys.stderr.isatty():
             return text
-        return "\n".join(_wrapper.fill(line) for line in text.split("\n"))
+        start = len(text) - len(message)  # one word with the first of the message, however long
+        lines = ("-" * start + message).split("\n")
+        return text[:start] + "\n".join(map(_wrapper.fill, lines))[start:]
 
 
 class _TqdmHandler(logging.Handler):

@@ -71,11 +71,15 @@ def train(
         sources.append(ENVIRONMENT)
     check_evaluation(args, sources, len(held_out))
     rank, world = dist.rank(), dist.world_size()
-    size = args.rollout_prompts(world)
+    found = args.rollout_prompts(world)
+    if not args.streaming:
+        found = min(found, len(prompts))
+    if (size := args.divisible_prompts(found, world)) < found:
+        text = "%d prompts do not fill a rollout: iterations take %d, which fill optimizer steps"
+        console.logger.info(text, found, size)
     prompt_train_dataloader = PromptBatches(prompts, size, rank, world, args.seed)
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
-    num_prompts = min(size, prompt_train_dataloader.num_rows or size)
-    num_steps = num_iters * args.ppo_epochs * args.mini_batches_of(num_prompts, world)
+    num_steps = num_iters * args.ppo_epochs * args.mini_batches_of(size, world)
     warn_of_few_steps(args, num_steps, "per_device_generation_batch_size")
 
     engine = DeepSpeedRLHFEngine(

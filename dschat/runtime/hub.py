@@ -194,5 +194,5 @@ def _push(config: CommonConfig, models: Sequence[Path]) -> None:
     except Exception as error:
         logger.warning(
             "not pushed to the hub: %s; by hand: hf upload %s %s . --exclude 'checkpoints/*'",
-            *(first_line(error), config.push_to_hub, models[0]),
+            *(first_line(error), config.push_to_hub, shlex.quote(str(models[0]))),
         )

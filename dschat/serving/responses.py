@@ -233,5 +233,10 @@ def _invalid(error: RequestValidationError) -> dict[str, Any]:
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         place, message = "", "the body is not JSON"
+    if first["type"] == "too_long":
+        count, most = first["ctx"]["actual_length"], first["ctx"]["max_length"]
+        message = f"there are {count}, and at most {most} can be sent"
+        if first["loc"][-1] == "messages":
+            message += "; delete earlier turns, or start a new conversation"
     text = f"{place}: {message}" if place else message
     return error_body(text, "invalid_request_error", param=place or None)

@@ -215,7 +215,7 @@ def test_an_answer_names_flags_that_exist():
             "use --num_warmup_steps: optimizer steps, the ratio times their number",
         ),
         (1, "save_strategy", "use --save_steps: every N steps; 0 for no"),
-        (1, "bf16", "use --dtype bf16"),
+        (1, "bf16", "use --dtype bf16: auto is bf16 on a GPU and fp32 on a CPU"),
         (3, "use_vllm", "use --rollout_backend vllm"),
         (1, "train_dataset", "use --data_path"),
         (1, "reward_funcs", ""),  # no step 1 has it, and no guess

@@ -1,6 +1,7 @@
 """Step configs: derived batch sizes and clip ranges, and errors that name the flag."""
 
 import argparse
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Optional
@@ -29,6 +30,24 @@ def test_batch_sizes_of_step_3():
     assert [args.mini_batches_of(n, 5) for n in (0, 3, 20, 120, 240)] == [1, 1, 1, 6, 12]
     with pytest.raises(UserError, match="= 40 does not divide the 42 sequences .* .21 prompts"):
         args.mini_batches_of(21, 5)
+
+
+def test_few_prompts_are_a_rollout_that_its_steps_divide():
+    """By trying every number: the most that are one step, or some whole steps."""
+    for samples, batch, world in itertools.product((1, 2, 3, 8, 24), (2, 4, 12), (1, 2)):
+        args = RLHFConfig(
+            per_device_generation_batch_size=8,
+            num_samples_per_prompt=samples,
+            per_device_training_batch_size=batch,
+        )
+        full, mini = args.rollout_prompts(world), batch * world
+        if full * samples % mini:
+            continue  # refused, whatever the data
+        assert args.divisible_prompts(full, world) == full
+        for rows in range(1, full):
+            whole = [n for n in range(1, rows + 1) if n * samples % mini == 0]
+            less = [n for n in range(1, rows + 1) if n * samples < mini]
+            assert args.divisible_prompts(rows, world) == max([*whole, *less], default=rows)
 
 
 def test_batch_size_of_steps_1_and_2():
@@ -75,11 +94,14 @@ def test_refused_in_step_3(values, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_from_a_namespace_with_some_of_the_fields():
+def test_from_a_namespace_with_some_of_the_fields(caplog):
     args = RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1))
     assert args.kl_coef == 0.3
     assert args.gamma == RLHFConfig().gamma
     assert RLHFConfig.from_namespace({"seed": 5}).seed == 5
+    nothing = {"save_total_limit": None, "num_generations": None}
+    assert RLHFConfig.from_namespace(nothing) == RLHFConfig()
+    assert caplog.text == ""
 
 
 def test_settings_of_other_trainers_in_a_namespace_are_named(caplog):

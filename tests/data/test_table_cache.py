@@ -15,7 +15,7 @@ from damages import DAMAGES, flip
 from data_files import step_table
 from datasets import Dataset, DatasetDict
 from dialogues import REPLY, USER
-from pandas import DataFrame
+from pandas import DataFrame, MultiIndex
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import UserError
@@ -172,6 +172,10 @@ def test_names_stay_and_kinds_mix():
     assert tables.data_names(given, "data") == ["a", "b:2", *rows, "c", *rows]
 
 
+IN_ITSELF: dict = {}
+IN_ITSELF["row"] = IN_ITSELF
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -179,6 +183,14 @@ def test_names_stay_and_kinds_mix():
         (Dataset.from_list(TABLE).to_iterable_dataset(), "IterableDataset: .* streaming=True"),
         ({"prompt": ["a"]}, "data of type dict: give a list of dicts"),
         (len, "data of type builtin_function_or_method"),
+        ([DatasetDict(train=Dataset.from_list(TABLE))], "data of type DatasetDict: .* .one split"),
+        (
+            [{"a": Dataset.from_list(TABLE).to_iterable_dataset()}],
+            "data of type dict: .* .one split",
+        ),
+        ([{("a", 1): "x"}], "data has a row that JSON cannot hold: keys must be str.* not tuple"),
+        (DataFrame([["x"]], columns=MultiIndex.from_tuples([("a", 1)])), "JSON .* not tuple"),
+        ([IN_ITSELF], "data has a row that JSON cannot hold: Circular reference"),
         (["a", 3], "data of type int"),
         ([], "data is empty"),
         (DataFrame(), "data is empty"),

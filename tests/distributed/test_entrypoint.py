@@ -42,6 +42,10 @@ STOPPED = "stopped at step 7, saved in out/checkpoints/step_000007; "
 STOPPED += "the same command with --resume latest resumes from there\n"
 
 
+NEXT = "entrypoint.say_next(['chat', '--path', '/my out/actor'], ['report', 'out'])"
+SAID = "next: python -m dschat chat --path '/my out/actor'\nnext: python -m dschat report out\n"
+
+
 def exits_with(body, variables, joins_group=True):
     script = SCRIPT.replace("BODY", body).replace("JOINS_GROUP", str(joins_group))
     done = forked.run("-c", script, variables=variables)
@@ -53,6 +57,8 @@ def exits_with(body, variables, joins_group=True):
     [
         ("return", {}, 0, ""),
         ("return 7", {}, 7, ""),
+        (NEXT, {}, 0, SAID),
+        (NEXT, {LAUNCHED_BY: "1"}, 0, ""),
         ("raise UserError('--x is\\nwrong')", {}, 2, "error: --x is wrong\n"),
         ("raise KeyboardInterrupt", {}, 130, "interrupted\n"),
         ("raise KeyboardInterrupt", SECOND, 130, ""),

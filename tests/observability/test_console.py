@@ -93,6 +93,19 @@ def test_log_lines_fit_120_columns_of_a_terminal(dschat_logger, capsys, monkeypa
     assert len(styled) == 130
 
 
+def test_a_long_path_stays_beside_the_mark(dschat_logger, capsys, monkeypatch):
+    console.setup()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    path = "/a-folder/" + "x" * 130
+    dschat_logger.warning("%s has the columns a and b\n%s too\n\nend", path, path)
+    dschat_logger.info("")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0][8:] == f" warning: {path}"
+    assert lines[1:5] == [" " * 9 + "has the columns a and b", path, " " * 9 + "too", ""]
+    assert lines[5] == "end"
+    assert lines[6][2] == ":"
+
+
 def test_a_line_of_metrics():
     """By hand: six characters a value, with as many digits as they hold."""
     metrics = {

@@ -163,12 +163,13 @@ def test_a_user_s_own_files_are_not_pushed(server, tmp_path):
 
 
 def test_a_push_that_fails_is_a_warning(server, tmp_path, caplog):
-    server.takes = False
-    config = step_of(tmp_path, SFTConfig(push_to_hub="ann/chat"), root=1)
+    """It has a command for the shell."""
+    server.takes, out = False, tmp_path / "my model"
+    config = step_of(out, SFTConfig(push_to_hub="ann/chat"), root=1)
     hub.publish(config)
     (line,) = caplog.messages
     assert line.startswith("not pushed to the hub: ")
-    assert f"; by hand: hf upload ann/chat {tmp_path} . --exclude" in line
+    assert f"; by hand: hf upload ann/chat '{out}' . --exclude" in line
 
 
 @pytest.mark.parametrize(

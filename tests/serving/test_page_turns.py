@@ -135,6 +135,67 @@ def test_an_older_tab_leaves_the_conversation_of_a_newer_one(chat):
     assert turns(chat) == [["one", "fine"]]
 
 
+def test_what_is_stored_grows_with_the_conversation(chat):
+    """Not with its square; and a turn keeps the messages that it was sent with."""
+
+    def stored(*commands):
+        chat.evaluate("() => { " + ";".join(commands) + "; save(); }")
+        return chat.evaluate("[localStorage.dschat.length, state.turns.map(turn => turn.messages)]")
+
+    add = """while (state.turns.length < COUNT) {
+        const prompt = "q" + state.turns.length, messages = messagesBefore(state.turns.length);
+        messages.push({role: "user", content: prompt});
+        state.turns.push({prompt, messages, answers: [{model: "tiny", text: prompt.repeat(300)}]});
+    }"""
+    half, _ = stored(add.replace("COUNT", "40"))
+    whole, _ = stored(add.replace("COUNT", "80"))
+    assert whole < 2.2 * half
+    # Where earlier messages have changed since: a turn is deleted, another system message.
+    edits = (
+        "state.turns.splice(20, 1)",
+        "$('system').value = 'be brief'",
+        add.replace("COUNT", "82"),
+    )
+    _, messages = stored(*edits)
+    assert [len(each) for each in messages] == [*range(1, 41, 2), *range(43, 161, 2), 160, 162, 164]
+    assert messages[-1][0]["role"] == "system"
+    chat.reload()
+    chat.wait_for_selector("#models input")
+    assert chat.evaluate("state.turns.map(turn => turn.messages)") == messages
+
+
+def test_a_conversation_of_an_older_page(chat):
+    """Each of its turns has all messages."""
+    say(chat, "one")
+    say(chat, "two")
+    chat.evaluate("localStorage.setItem('dschat', JSON.stringify(state))")
+    messages = chat.evaluate("state.turns.map(turn => turn.messages)")
+    chat.reload()
+    chat.wait_for_selector("#models input")
+    assert chat.evaluate("state.turns.map(turn => turn.messages)") == messages
+
+
+@pytest.mark.parametrize("problem", ["the API key is missing or wrong", "does not answer"])
+def test_without_the_servers_models_it_says_why(problem, chat):
+    refusal = {"status": 401, "json": {"error": {"message": problem}}}
+    chat.expected = "401" if "key" in problem else "ERR_FAILED"  # the browser logs it
+    respond = (
+        (lambda route: route.fulfill(**refusal)) if "key" in problem else (lambda r: r.abort())
+    )
+    chat.route("**/api/info", respond)
+    chat.reload()
+    chat.wait_for_function(f"$('status').textContent.includes('{problem}')")
+    chat.evaluate("say('')")
+    chat.fill("#prompt", "one")
+    chat.keyboard.press("Enter")
+    assert problem in chat.locator("#status").inner_text()
+    chat.unroute("**/api/info")
+    chat.evaluate("$('key').onchange()")
+    chat.wait_for_selector("#models input")
+    chat.keyboard.press("Enter")
+    chat.wait_for_function("state.turns.length === 1")
+
+
 def test_a_turn_that_failed_is_not_sent_again(chat):
     chat.expected = "status of 400"  # the browser logs it
     say(chat, "one")

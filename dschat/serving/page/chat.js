@@ -9,19 +9,35 @@ const EXAMPLES = [
 ];
 const EMPTY = {turns: [], settings: {}, models: null, plain: false};
 let state = load();      // turns: [{prompt, messages, answers: [{model, text, score, problem}], chosen, verdict}]
-let info = {models: [], scores: false, preferences: ""};
+let info = {models: [], scores: false, preferences: "", problem: "the server has not named its models yet"};
 let isKept = true;       // the browser took the last state
 let running = null;      // an AbortController while answers stream
 let edited = null;       // the turn whose message is in the box
 let draft = "";          // what was there before
 
 function load() {
-  try { return {...structuredClone(EMPTY), ...JSON.parse(localStorage.getItem("dschat") || "{}")}; }
-  catch { return structuredClone(EMPTY); }
+  try {
+    const loaded = {...structuredClone(EMPTY), ...JSON.parse(localStorage.getItem("dschat") || "{}")};
+    let before = [];
+    for (const turn of loaded.turns) before = turn.messages = [...before.slice(0, turn.numShared || 0), ...turn.messages];
+    return loaded;
+  } catch { return structuredClone(EMPTY); }
+}
+// Most of a turn's messages are those of the turn before it: only the others are stored.
+function stored() {
+  let before = [];
+  const turns = state.turns.map(turn => {
+    const isShared = (message, i) => message.role === before[i]?.role && message.content === before[i].content;
+    const differs = turn.messages.findIndex((message, i) => !isShared(message, i));
+    const numShared = differs < 0 ? turn.messages.length : differs;
+    before = turn.messages;
+    return {...turn, numShared, messages: turn.messages.slice(numShared)};
+  });
+  return {...state, turns};
 }
 function save() {
   try {
-    localStorage.setItem("dschat", JSON.stringify(state));
+    localStorage.setItem("dschat", JSON.stringify(stored()));
     isKept = true;
   } catch {
     if (isKept) say("this browser keeps no conversation");  // once: Undo is in that line too
@@ -82,7 +98,7 @@ function isIdle() {
 const ticked = () => info.models.filter(name => state.models.includes(name));
 function canAsk() {
   if (!isIdle()) return false;
-  if (!ticked().length) say("tick a model first");
+  if (!ticked().length) say(info.problem || "tick a model first");
   return ticked().length > 0;
 }
 
@@ -347,7 +363,7 @@ async function start() {
   draw();
   toEnd();
   try { info = await (await ask("/api/info")).json(); }
-  catch (error) { say(error.message); return; }
+  catch (error) { info.problem = error.message; say(error.message); return; }
   const known = (state.models || []).filter(name => info.models.includes(name));
   state.models = known.length ? known : info.models.slice();
   say("");

@@ -4,10 +4,14 @@ async function ask(path, body, signal) {
   const headers = {"Content-Type": "application/json"}, key = document.getElementById("key").value;
   if (key) headers.Authorization = "Bearer " + key;
   const text = JSON.stringify(body);
-  const response = await fetch(path, body === undefined ? {headers} : {method: "POST", headers, body: text, signal});
+  const options = body === undefined ? {headers} : {method: "POST", headers, body: text, signal};
+  const response = await fetch(path, options).catch(error => {
+    throw error.name === "AbortError" ? error : new Error("the server does not answer; is it running?");
+  });
   if (response.ok) return response;
   let message = "the server answers with status " + response.status;
   try { message = (await response.json()).error.message; } catch { /* not a body of ours */ }
+  if (response.status === 401) message += "; the field for it is under Settings";
   if (response.status === 413) {
     const size = Math.ceil(new Blob([text]).size / 1024);
     message = `the message is too long: with the turns before it, it has ${size} KiB, more than the server takes. ` +
