@@ -196,9 +196,7 @@ def make_task(
         samples_per_prompt=config.num_samples_per_prompt,
         steps_per_rollout=config.num_mini_batches * config.ppo_epochs,
         snapshot_every=args.snapshot_every,
-        settings=dschat_settings(config)
-        if side == DSCHAT
-        else trl_settings(config, side),
+        settings=dschat_settings(config) if side == DSCHAT else trl_settings(config, side),
         prompts=texts,
         prompt_ids=list(ids),
         references=[str(reference) for reference in references],
