@@ -49,6 +49,10 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Without garbage collection, which takes a fifth of the time of importing torch."""
+    # NOTE: not before xdist has started its workers, which a hang-up may not kill: a handler is not
+    # inherited, so that what the tests start is not deaf to SIGHUP under nohup.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     gc.disable()
     try:
         return (yield)

@@ -282,6 +282,7 @@ def leave_demo(folder: Path) -> None:
         transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("said", "code"), snippets())
 def test_a_snippet_runs_as_it_stands(said, code, tmp_path):
     """In a process and a folder of its own, offline, and without a warning. The folder is empty,

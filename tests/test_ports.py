@@ -8,7 +8,6 @@ import pyarrow.parquet
 import pytest
 from documentation import PAGES, ROOT, blocks, tables
 from forked import Command, run_all
-from quick import slow
 
 from dschat.builtin.tiny_model import resolve_model
 
@@ -63,7 +62,8 @@ def test_the_port_of_trls_script(workplace):
     assert (workplace / "output/grpo/actor/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("number", "name"), [(0, "OpenRLHF"), *slow([(1, "verl")])])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "name"), [(0, "OpenRLHF"), (1, "verl")])
 def test_the_port_of_a_command(number, name, workplace):
     words = shlex.split(blocks(PAGE, "sh")[number].replace("\\\n", " "))
     script, *flags = words[1:]

@@ -18,7 +18,7 @@ from quick import some
 
 NAMES = [mistake.name for mistake in mistakes.mistakes(Path())]
 LONG = {"no rejected answers, train.py"}  # starts a process that loads torch
-QUICK = [name for name in NAMES[::12] if name not in LONG]  # the whole table is marked slow
+QUICK = [name for name in NAMES[::24] if name not in LONG]  # the whole table is marked slow
 PLAIN = (  # one per script and kind: flags, names, data, weights
     "unknown flag",
     "broken JSON line",

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 
+import pytest
 from python_process import ROOT, environment, python
 
 from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
@@ -20,6 +21,7 @@ def digests(seed: int) -> list[str]:
     return [hashlib.sha256(json.dumps(rows).encode()).hexdigest() for rows in made]
 
 
+@pytest.mark.slow
 def test_rows_depend_on_the_seed_alone():
     path = f"{ROOT}:{ROOT}/tests"
     done = python(__file__, env=environment(PYTHONHASHSEED="7", PYTHONPATH=path))

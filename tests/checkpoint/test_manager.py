@@ -69,7 +69,7 @@ def test_two_new_processes_to_the_bit(spec, two, here):
     assert launch(folder, [("resumed", spec, (2,))]) == [done["from two"]]
 
 
-@pytest.mark.parametrize("zero", [0, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", some([0, 2, 3], [3]))
 def test_frozen_weights_are_left_out(zero, here):
     """Adapters: two of rank 4 on (32, 32) and (32, 16) in two layers, and Adam's moments."""
     spec = Spec(zero, lora=True)

@@ -37,7 +37,7 @@ answers = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(rows=answers, budget=st.integers(50, 200), padded=st.booleans())
 def test_every_row_is_in_one_micro_batch_within_the_budget(rows, budget, padded):
     parts = MicroBatchSize(1, budget, padded).split(rows)
@@ -49,7 +49,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(rows, budget, padded)
             assert tokens_of(part) <= budget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 20))))
 def test_rows_of_a_dialogue_share_the_longest_of_their_prompts(drawn):
     """What fits is together, and micro-batches count as many tokens as they are packed into."""

@@ -41,6 +41,7 @@ def test_column_flags_override_the_usual_columns(write):
     assert found == [Example("q", "a", "b")]
 
 
+@pytest.mark.slow
 def test_the_builtin_data_is_chat_and_sft_learns_its_demonstrations():
     from dschat.builtin.chat_rows import builtin_rows
 

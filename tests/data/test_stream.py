@@ -41,6 +41,7 @@ def prompts(rows, num=None):
     return [Example.from_row(row).prompt for row in islice(iter(rows), num)]
 
 
+@pytest.mark.slow
 def test_steps_get_disjoint_prompts_in_their_shares(write):
     rows = [row for i, row in enumerate(pairs(300)) for _ in range(1 + i % 3)]
     path = write(rows)
@@ -70,7 +71,7 @@ def test_each_pass_is_another_permutation(write):
     assert prompts(stream_of(path, seed=1, eval_fraction=0.0), 30) != both[:30]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", *slow(["json", "csv"])])
+@pytest.mark.parametrize("form", ["jsonl", *slow(["parquet", "json", "csv"])])
 def test_sources_are_blended_by_their_rows_times_their_weights(write, tmp_path, form, log):
     """As in a table."""
     paths = []

@@ -20,9 +20,9 @@ INT8 = (("rollout_quantization", "int8"), ("rollout_is", "tis"))
 
 CASES = [
     Case("balance", 0, 4, shares=(3, 5), options=BUDGET + SAMPLED),
-    Case("balance", 3, 4, shares=(3, 5), options=BUDGET + INT8),  # the same weights, rounded
 ]
 SLOW = [
+    Case("balance", 3, 4, shares=(3, 5), options=BUDGET + INT8),  # the same weights, rounded
     Case("balance", 0, 4, shares=(8, 0), options=BUDGET + PROGRAM),
     Case("balance", 0, 4, shares=(3, 5), options=BUDGET + PROGRAM),
     Case("balance", 3, 4, shares=(8, 0), options=BUDGET + SAMPLED),

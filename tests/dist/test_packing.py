@@ -6,6 +6,7 @@ Rows of awkward lengths, ranks without rows, adapters, gradient checkpointing, e
 from dataclasses import replace
 
 import pytest
+from quick import slow
 from safetensors.torch import load_file
 from step_cases import Case
 from test_same_losses import GRPO, NOISE, by_name
@@ -118,7 +119,7 @@ def test_packing_changes_no_number(case, padded, two_processes):
     assert_same_numbers(result, expected, case.model in BIASED)
 
 
-@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("step", ["sft", *slow(["reward", "ppo"])])
 def test_one_process(step, run_here):
     """Rows of every length, whole batches."""
     case = Case(step, iterations=1)

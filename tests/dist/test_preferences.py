@@ -64,12 +64,12 @@ def test_one_process(case, run_here):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", [*TWO, *slow(SLOW + ACROSS)], ids=by_name)
+@pytest.mark.parametrize("case", slow(TWO + SLOW + ACROSS), ids=by_name)
 def test_two_processes(case, two_processes, run_here):
     check(case, *two_processes(case), run_here(plain(case))[0])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", *slow(["ipo"]), "kto"])
 def test_training_prefers_what_people_prefer(loss, run_here):
     result, _ = run_here(plain(Case(loss)))
     start = {"dpo": 0.6931472, "ipo": 25.0, "kto": 0.5}[loss]  # log 2; (1 / 2 beta)^2; weight / 2

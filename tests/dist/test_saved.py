@@ -33,14 +33,14 @@ OFFLOADED += (("align_overflow", True), ("actor_zero_stage", 2), ("critic_zero_s
 HERE = [
     Case("sft", 0, 8),
     Case("sft", 3, 2),
-    Case("sft", 0, 8, model="gpt2", options=LORA),
-    Case("reward", 3, 8),
     Case("reward", 0, 8, model="opt_350m", options=LORA),
     Case("ppo", 0, 8),
-    Case("sft", 2, 8, options=(*LORA, ("load_in_8bit", ("all",)))),
-    Case("ppo", 0, 8, iterations=1, options=BOTH_4BIT),
 ]
 SLOW_HERE = [
+    Case("sft", 2, 8, options=(*LORA, ("load_in_8bit", ("all",)))),
+    Case("sft", 0, 8, model="gpt2", options=LORA),
+    Case("reward", 3, 8),
+    Case("ppo", 0, 8, iterations=1, options=BOTH_4BIT),
     Case("sft", 0, 8, options=LORA_4BIT),
     Case("reward", 0, 8, model="opt_350m", options=LORA_4BIT),
 ]

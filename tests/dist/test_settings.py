@@ -128,8 +128,9 @@ def forwards_of(module):
     return calls
 
 
-@pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize("step", ["sft", "reward"])
+@pytest.mark.parametrize(
+    ("step", "on"), [("sft", False), ("sft", True), ("reward", True), *slow([("reward", False)])]
+)
 def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tmp_path):
     options = {**LORA, "gradient_checkpointing": on}
     engine, task, config, _ = build_supervised(case(step, 0, 8, options), models_folder, tmp_path)
@@ -143,7 +144,7 @@ def test_activations_are_recomputed_in_steps_1_and_2(step, on, models_folder, tm
     assert len(forwards) == (2 if on else 1)
 
 
-@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("name", ["actor", *slow(["critic"])])
 def test_activations_are_recomputed_in_step_3(name, models_folder):
     options = {f"{name}_gradient_checkpointing": True, "ppo_epochs": 1, "generation_batches": 1}
     trainer = build_trainer(ppo_config(case("ppo", 0, 8, options, **ONE), models_folder))

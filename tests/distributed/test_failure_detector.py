@@ -112,7 +112,7 @@ def run(tmp_path: Path, ends: str) -> tuple[list[int], list[str], list[str]]:
         slow("0fails", [-9, 7, 7], "", {}),
         slow("2fails", [7, 7, -9], "", {}),
         slow("1raises", [1, 1, 1], "", {0: KILLED.format(1), 1: r"[\s\S]*\nValueError: mine\n"}),
-        ("0announces 0", [0, 0, 0], "None\n", {}),
+        slow("0announces 0", [0, 0, 0], "None\n", {}),
         slow("1returns", [0, 0, 0], "None\n", {}),
     ],
 )

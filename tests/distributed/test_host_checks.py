@@ -7,9 +7,11 @@ import resource
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 from python_process import ROOT, environment, python
+from quick import slow, some
 
 from dschat.config import UserError
 from dschat.distributed import entrypoint, host_checks
@@ -53,7 +55,7 @@ def run(code: str, redirect: str = "", *options: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((32, 4096), (host_checks.NUM_FILES, 4096)), ((1024, 4096), (1024, 4096))],
+    [((32, 4096), (host_checks.NUM_FILES, 4096)), *slow([((1024, 4096), (1024, 4096))])],
 )
 def test_files_are_allowed_up_to_the_limit(before, after):
     code = "import sys; from resource import *; setrlimit(RLIMIT_NOFILE, {}); host_checks.check()"
@@ -81,8 +83,10 @@ def test_a_process_without_a_right_number_speaks(capsys, variables):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("options", [(), ("-u",)], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize(
+    ("options", "flush"),
+    some(product([(), ("-u",)], [True, False]), [((), True), (("-u",), False)]),
+)
 def test_output_to_a_full_device(options, flush):
     """What is printed later is lost without an exception."""
     line = "error: standard output cannot be written: No space left on device\n"
@@ -165,7 +169,7 @@ def test_versions_inside_and_outside_the_ranges(name, version, is_right, tmp_pat
         host_checks.check_versions()
 
 
-@pytest.mark.parametrize(("flags", "code"), [(["--dry-run"], 2), (["--help"], 0)])
+@pytest.mark.parametrize(("flags", "code"), [(["--dry-run"], 2), *slow([(["--help"], 0)])])
 def test_a_command_with_a_library_of_a_wrong_version(flags, code, tmp_path):
     write_metadata(tmp_path, "dschat", "0", "pip<6,>=5")
     write_metadata(tmp_path, "pip", "6.1")

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from damages import DAMAGES
 from python_process import environment
+from quick import some
 
 from dschat.config import UserError
 from dschat.distributed import process_registry, stop_signals
@@ -87,7 +88,11 @@ def wait_until(holds) -> None:
 NOTICE = "stopping after this step; a second signal ends it at once\n"
 
 
-@pytest.mark.parametrize("signum", stop_signals.SIGNALS, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "signum",
+    some(stop_signals.SIGNALS, [signal.SIGTERM, signal.SIGHUP]),
+    ids=lambda s: s.name,
+)
 def test_a_signal_stops_at_the_boundary(tmp_path, signum):
     code, stderr = signalled(tmp_path, LOOP, signum)
     assert code == 1

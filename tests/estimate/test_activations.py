@@ -82,6 +82,7 @@ def test_adapters_of_few_layers_tell_those_of_all(nine_layers, kind):
     assert Models().sizes(use) == Models(shallow=9).sizes(use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["on", *slow(["off"])])
 def test_attention_memory_is_linear_in_the_length(opt, packing):
     """Equal steps in length, equal steps in activations: no (T, T) matrix, no (T, V) logits."""
@@ -122,6 +123,7 @@ FAMILIES = ["opt_350m"]
 FAMILIES += slow(["llama", "bloom", "opt", "gpt2", "gpt_neox", "mistral", "qwen3"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_estimated(tiny, family):
     fields = {"actor_gradient_checkpointing": True, "critic_lora_dim": 4}
@@ -131,6 +133,7 @@ def test_every_family_can_be_estimated(tiny, family):
     assert done.fits
 
 
+@pytest.mark.slow
 def test_ranks_share_the_activations(tiny):
     fields = rlhf_fields(tiny("llama")) | {"max_answer_seq_len": 40}
     peaks = []

@@ -41,12 +41,14 @@ def test_each_advice_saves_the_stated_bytes(opt, number):
     assert f"1. {flags}: saves {first.saved / GIB:.3g} GiB" in text
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_has_no_advice(opt):
     done, make = estimated({"model_name_or_path": opt("350m")}, number=1)
     assert done.fits
     assert advise(done, make) == []
 
 
+@pytest.mark.slow
 def test_host_memory_counts(opt):
     fields = {"model_name_or_path": opt("1.3b"), "gradient_checkpointing": True}
     done, _ = estimated(fields | {"offload": ["auto"]}, number=1)

@@ -124,6 +124,7 @@ def planned(fields, gib=80.0, number=3):
     return estimated(fields, number, 8, gib, NAME)
 
 
+@pytest.mark.slow
 def test_a_batch_that_fits_nowhere_says_so(rlhf):
     done, make = planned(rlhf, gib=0.01)
     *_, last = node_lines(done, plan(nodes=[1]), make)

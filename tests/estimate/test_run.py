@@ -13,6 +13,7 @@ from dschat.estimate.report import log_lines, make_estimator, tables
 from dschat.launch.supervisor import preflight_lines
 
 
+@pytest.mark.slow
 def test_step_3_is_estimated_from_the_base_models(opt):
     steps = {
         1: {"model_name_or_path": opt("1.3b"), "output_dir": "OUT/step1_sft"},

@@ -26,7 +26,6 @@ LOGS = ("metrics.jsonl", "starts.jsonl", "samples.jsonl", "training_config.yaml"
 CHECKPOINT = ("manifest.json", "values.json", "rank_00000.safetensors")
 STATES = ("actor/mp_rank_00_model_states.pt", "critic/mp_rank_00_model_states.pt")
 OF_BYTES = ("half", "bit", "folder", "broken link", "pipe")  # of a file that is no text
-QUICK = ("manifest.json deep", "metrics.jsonl half")
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +49,10 @@ def killed(models, tmp_path_factory):
     return run
 
 
-def cases(case: Case, files: list[str], quick: tuple[str, ...] = ()) -> list:
-    """A damage of a file, each; those of ``quick`` run in `make test`."""
+def cases(case: Case, files: list[str]) -> list:
+    """A damage of a file, each."""
     return [
-        pytest.param(
-            case, file, damage, marks=() if f"{Path(file).name} {damage}" in quick else slow
-        )
+        (case, file, damage)
         for file in files
         for damage in (DAMAGES if file.endswith(("json", "jsonl", "yaml")) else OF_BYTES)
     ]
@@ -65,8 +62,9 @@ IN_STEP1 = [*LOGS, *(f"checkpoints/step_000004/{name}" for name in CHECKPOINT)]
 IN_STEP3 = [*IN_STEP1, *(f"checkpoints/step_000004/{name}" for name in STATES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "file", "damage"), [*cases(STEP1, IN_STEP1, QUICK), *cases(STEP3, IN_STEP3)]
+    ("case", "file", "damage"), [*cases(STEP1, IN_STEP1), *cases(STEP3, IN_STEP3)]
 )
 def test_a_run_resumes_or_says_why_not(case, file, damage, killed, models, tmp_path):
     if not (killed(case) / file).exists():

@@ -74,12 +74,16 @@ def test_flags_that_cannot_be_together(knobs, message, tiny):
     ("zero", "lora", "settings", "said"),
     [
         (0, False, {}, ["its own copy", "float32", "TP 1", "pages of whole sequences"]),
-        (2, False, {"layout": "zero_copy", "page_size": 16}, ["training's own", "of 16 tokens"]),
-        (0, True, {}, ["its own copy", "LoRA merge"]),
-        (3, True, {}, ["its own copy", "LoRA side"]),  # the frozen base is gathered once
         (0, True, {"layout": "zero_copy"}, ["training's own weights", "LoRA side"]),
-        (3, False, {"layout": "zero_copy"}, ["training's own weights"]),  # one process has it whole
-        (3, True, {"frozen_base": False}, ["its own copy", "LoRA merge"]),
+        (3, True, {}, ["its own copy", "LoRA side"]),  # the frozen base is gathered once
+        *slow(
+            [
+                (2, False, {"layout": "zero_copy", "page_size": 16}, ["own", "of 16 tokens"]),
+                (0, True, {}, ["its own copy", "LoRA merge"]),
+                (3, False, {"layout": "zero_copy"}, ["training's own weights"]),  # one process
+                (3, True, {"frozen_base": False}, ["its own copy", "LoRA merge"]),
+            ]
+        ),
     ],
 )
 def test_one_line_says_what_was_chosen(zero, lora, settings, said, caplog):
@@ -109,9 +113,9 @@ def quantized_actor(path, bits=4):
     ("settings", "said", "copies"),
     [
         ({}, IN_PLACE, False),
-        ({"layout": "copy"}, "its own copy (", True),
         *slow(
             [
+                ({"layout": "copy"}, "its own copy (", True),
                 ({"layout": "zero_copy"}, IN_PLACE, False),
                 ({"lora": "side"}, "its own copy (", True),
             ]
@@ -140,7 +144,7 @@ def test_quantized_weights_are_not_borrowed_by_the_table_s_decoder(tiny):
 # -- families outside the table --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
     actor = Actor(large_model("gptj"), zero)
     with caplog.at_level(logging.INFO, logger="dschat"):
@@ -172,7 +176,8 @@ def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
     assert len(checks) == 1
 
 
-@pytest.mark.parametrize("zero", [*slow([0]), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
 def test_a_family_that_no_decoder_runs_is_checked_and_named_once(zero, caplog, monkeypatch):
     """RecurrentGemma keeps states in its module."""
     checks = noted(monkeypatch, hf_generator, "decoding_problem")
@@ -201,9 +206,9 @@ def test_without_the_hybrid_engine_the_module_generates():
     ("name", "zero", "lora", "settings"),
     [
         ("large_llama", 0, False, {}),
-        ("gptj", 3, False, {"release_weights": True}),
         *slow(
             [
+                ("gptj", 3, False, {"release_weights": True}),
                 ("large_llama", 2, True, {"lora": "merge"}),
                 ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
                 ("gptj", 0, False, {}),
@@ -223,6 +228,7 @@ def test_weights_of_8_bits_follow_those_in_training(name, zero, lora, settings):
     assert 1e-5 < actor.gap(PROMPTS, new) < actor.gap(PROMPTS, old)
 
 
+@pytest.mark.slow
 def test_weights_of_4_bits_may_be_copied_in_8(tiny):
     actor = quantized_actor(tiny("llama"))
     form = actor.form(layout="copy", quantization="int8")
@@ -245,6 +251,7 @@ def test_the_fallback_has_no_weights_of_8_bits():
 # -- memory between rollouts -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "lora", "settings"),
     [
@@ -252,7 +259,7 @@ def test_the_fallback_has_no_weights_of_8_bits():
         pytest.param(3, False, {}, marks=pytest.mark.slow),
         (3, True, {"lora": "side"}),
         pytest.param(2, True, {"lora": "merge"}, marks=pytest.mark.slow),
-        (2, False, {"layout": "zero_copy"}),
+        pytest.param(2, False, {"layout": "zero_copy"}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("weights_too", [*slow([False]), True])

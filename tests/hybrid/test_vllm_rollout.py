@@ -53,7 +53,7 @@ def rollout_of(actor, **settings):
     return VLLMRollout(actor.module, actor.config, settings_of(**settings))
 
 
-@pytest.mark.parametrize(("zero", "lora"), [*slow([(0, False)]), (3, True)])
+@pytest.mark.parametrize(("zero", "lora"), [(0, False), *slow([(3, True)])])
 def test_each_version_generates_with_its_own_weights(vllm, zero, lora):
     actor = Actor(build("llama"), zero, lora)
     form = rollout_of(actor)
@@ -82,6 +82,7 @@ def test_a_tied_head_follows_its_embedding(vllm):
     assert logprob_gap(build("opt"), PROMPTS, rollout) < GAP
 
 
+@pytest.mark.slow
 def test_the_average_is_loaded_and_the_actor_again(vllm):
     actor, other = Actor(build("llama"), 0), Actor(build("llama"), 0)
     other.step()
@@ -123,6 +124,7 @@ def test_sampling_is_handed_on(vllm):
     assert logprob_gap(build("llama"), PROMPTS, rollout, temperature=0.5) < GAP
 
 
+@pytest.mark.slow
 def test_ranks_of_a_group_answer_the_prompts_of_all(vllm, monkeypatch):
     actor = Actor(build("llama"), 0)
     expected = rollout_of(actor).enter(0).generate(PROMPTS, SAMPLED).token_ids

@@ -20,7 +20,7 @@ FAMILIES = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", 
 FAMILIES += ("gemma3", "olmo3", "glm4")
 PARTS = {"opt": (3, 1), "opt_350m": (3, 1), "gpt2": (1, 1), "gpt_neox": (1, 1), "bloom": (1, 1)}
 PARTS |= {"glm4": (3, 1)}
-QUICK = [("opt", 2, False), ("llama", 3, True)]
+QUICK = [("llama", 2, True)]
 ALL = list(itertools.product(FAMILIES, (0, 1, 2, 3), (False, True)))
 
 
@@ -140,6 +140,7 @@ def stored(actor):
     return {unwrapped_name(s.name) or s.name: s.whole() for s in shards}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "zero", [3, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )

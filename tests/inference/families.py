@@ -245,8 +245,8 @@ CORE = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwe
 CORE += ("qwen3_moe", "gemma3", "gpt_oss", "olmo3")
 
 
-# Of these: each storage of attention's products, and experts.
-FEW = ("gpt2", "bloom", "llama", "gpt_oss")
+# Of these: attention's products in one transposed weight, and in three with biases; experts.
+FEW = ("gpt2", "gpt_oss")
 
 
 def every_family():

@@ -181,7 +181,7 @@ def check(module, capture, draw):
         assert 0 <= made.stats.accepted_tokens <= made.stats.drafted_tokens
 
 
-@examples(10, 1500)
+@examples(4, 1500)
 @given(data=st.data())
 @pytest.mark.parametrize("capture", [again, *slow([None])], ids=["captured", "eager"])
 def test_any_call_has_the_answers_of_each_prompt_alone(capture, module_of, data):

@@ -4,13 +4,14 @@ A replay is the step's code run again (`again`) or its frozen operators (`soft_c
 of the device is done at once or as late as possible (`LateQueue`).
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from captures import LateQueue, assert_idle, noted, on_graphs, steps_of, use
 from families import CONFIGS, PROMPTS, assert_same, cache_gib, engine, remember
-from quick import each_once, slow, some
+from quick import slow, some
 from soft_graph import soft_capture
 
 from dschat.inference import SamplingParams
@@ -21,7 +22,11 @@ from dschat.inference.sequence import Request
 
 
 @pytest.mark.parametrize(
-    ("lag", "queue", "speculate"), each_once([0, 1, 2], [None, LateQueue], ["history", "off"])
+    ("lag", "queue", "speculate"),
+    some(
+        itertools.product([0, 1, 2], [None, LateQueue], ["history", "off"]),
+        [(2, LateQueue, "history")],
+    ),
 )
 def test_preempted_sequences(queue, lag, speculate, monkeypatch, module_of):
     """Few pages: some steps have room for the newest tokens and none for drafts."""
@@ -96,7 +101,7 @@ def test_without_stop_ids_the_host_reads_once(monkeypatch, engines):
     assert queue.longest >= 29  # nothing waited in between
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("lag", [0, *slow([1, 2]), 5])
 def test_with_stop_ids_it_reads_some_steps_late(lag, monkeypatch, engines):
     use(monkeypatch, lag=lag)
     core = engines("llama")[1].core()
@@ -110,6 +115,7 @@ def test_with_stop_ids_it_reads_some_steps_late(lag, monkeypatch, engines):
     assert max(unread) == lag
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_full(monkeypatch, module_of):
     """More steps than the ring has slots, from one in its middle on, and a late device."""
     use(monkeypatch, queue=LateQueue())
@@ -149,7 +155,7 @@ def test_where_no_page_is_free_the_steps_go_on(monkeypatch, module_of):
     assert len(entered) == 4
 
 
-@pytest.mark.parametrize("by", ["length", "stop id"])
+@pytest.mark.parametrize("by", ["length", *slow(["stop id"])])
 def test_rows_that_have_ended_write_nothing(by, monkeypatch, engines):
     """The last of four ends early, and the others keep the size of the steps."""
     use(monkeypatch)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from captures import LateQueue, on_graphs, steps_of, use
 from fake_cuda import WAITS, fake_cuda, fake_engine
 from families import CONFIGS, PROMPTS, VOCAB, engine, remember
-from quick import each_once
+from quick import slow, some
 
 from dschat.inference import SamplingParams
 from dschat.inference.sequence import Request
@@ -72,7 +73,10 @@ def check_requests(made, alone, rng, count, num_top=0):
 SIZES = [{}, {"max_num_seqs": 3, "page_size": 4}]
 
 
-@pytest.mark.parametrize(("sizes", "queue", "lag"), each_once(SIZES, [None, LateQueue], [2, 1, 0]))
+@pytest.mark.parametrize(
+    ("sizes", "queue", "lag"),
+    some(product(SIZES, [None, LateQueue], [2, 1, 0]), [(SIZES[1], LateQueue, 2)]),
+)
 def test_answers_are_those_of_requests_alone(sizes, queue, lag, monkeypatch, engines):
     """Step by step, and captured; beside one with ``num_top`` all decode step by step."""
     plain, graphs = engines("llama", **sizes)
@@ -86,6 +90,7 @@ def test_answers_are_those_of_requests_alone(sizes, queue, lag, monkeypatch, eng
     assert sum(kind.has_greedy for kind in kinds) <= 2 * 4  # with stop ids or not, forbidden or not
 
 
+@pytest.mark.slow
 def test_such_a_step_waits_for_nothing():
     """On a fake CUDA device: no read and no copy that waits, in or between decode steps."""
     base = SamplingParams(8, min_new_tokens=2)
@@ -154,7 +159,7 @@ def test_nothing_is_heard_of_what_was_cancelled(steps, sample, monkeypatch, modu
     assert sum(event.is_last for event in core.events()) == 2
 
 
-@pytest.mark.parametrize("changed", [0.0, 0.3])
+@pytest.mark.parametrize("changed", [*slow([0.0]), 0.3])
 def test_likeliest_tokens_of_drafted_positions(changed, module_of):
     """Those of rejected ones are of tokens that are not in the answer."""
     module = module_of("llama")

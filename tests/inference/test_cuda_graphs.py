@@ -4,12 +4,13 @@ import gc
 import logging
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from captures import again, captured_by, graphs_of, on_graphs, steps_of, use
 from families import build, empty_engine, engine
-from quick import each_once
+from quick import slow, some
 
 from dschat.config.errors import UserError
 from dschat.inference import SamplingParams
@@ -21,7 +22,8 @@ SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
 
 
 @pytest.mark.parametrize(
-    ("name", "speculate"), each_once(["llama", "bloom", "mistral"], ["off", "history"])
+    ("name", "speculate"),
+    some(product(["llama", "bloom", "mistral"], ["off", "history"]), [("mistral", "history")]),
 )
 def test_steps_read_few_pages_of_short_rows(name, speculate, monkeypatch, module_of):
     use(monkeypatch, fewest_tokens=8)
@@ -45,7 +47,7 @@ def test_the_kernel_s_steps_are_captured_once(monkeypatch, module_of):
         assert reads_all == (speculate == "off")
 
 
-@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize("page_size", [*slow([None]), 4])
 def test_graphs_made_in_inference_mode_run_outside_it(page_size, module_of):
     made = on_graphs(module_of("llama"), page_size=page_size)
     with torch.inference_mode():
@@ -108,7 +110,7 @@ def refusing(step):
 
 
 @pytest.mark.parametrize("capture", [weakly, refusing])
-@pytest.mark.parametrize("speculate", ["off", "history"])
+@pytest.mark.parametrize("speculate", ["off", *slow(["history"])])
 def test_a_released_cache_is_free_at_once(capture, speculate, module_of):
     """Not when Python next looks for cycles: training needs the memory."""
     made = on_graphs(module_of("llama"), capture, speculate=speculate, page_size=4)
@@ -130,7 +132,7 @@ class CompilationError(Exception):
     """As Triton's, which is no RuntimeError."""
 
 
-@pytest.mark.parametrize("graphs_fail_too", [False, True])
+@pytest.mark.parametrize("graphs_fail_too", [*slow([False]), True])
 def test_where_kernels_fail_decoding_goes_on_without(graphs_fail_too, caplog, module_of):
     def refuse(*args, **options):
         raise CompilationError("at 34:42: no attribute\nmore")

@@ -6,7 +6,7 @@ import pytest
 from fake_cuda import READ, fake_cuda, fake_engine
 from fake_steps import SAMPLED
 from families import CONFIGS, PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
-from quick import each_once, slow
+from quick import each_once
 from test_weights import base_tensors, factors, with_adapters
 
 from dschat.config import UserError
@@ -34,9 +34,8 @@ def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, mo
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
 
 
-@pytest.mark.parametrize(
-    ("num_prompts", "capability"), [(40, (8, 0)), *slow([(30, (8, 0)), (30, (9, 0))])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_prompts", "capability"), [(40, (8, 0)), (30, (8, 0)), (30, (9, 0))])
 def test_prompts_run_through_their_own_experts_on_older_gpus_too(num_prompts, capability):
     """All experts on all rows are the price of a captured step, which has at most 1,024 rows. A
     grouped product reads there how many each has.

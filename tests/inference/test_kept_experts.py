@@ -3,13 +3,14 @@
 import pickle
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from captures import LateQueue, on_graphs, use
 from episode_runs import run
 from families import DEFAULT_SIZES, PROMPTS, cache_gib, engine, remember
-from quick import each_once
+from quick import each_once, some
 from rank_threads import on_ranks
 
 from dschat.inference import EngineConfig, SamplingParams
@@ -52,7 +53,11 @@ def assert_plain(module, prompts, rollout):
 
 
 @pytest.mark.parametrize(
-    ("family", "decoder", "layout"), each_once(FAMILIES, ["table", "module"], LAYOUTS)
+    ("family", "decoder", "layout"),
+    some(
+        product(FAMILIES, ["table", "module"], LAYOUTS),
+        [("gpt_oss", "table", "preempted")],
+    ),
 )
 def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
     module, sizes = module_of(family), LAYOUTS[layout]
@@ -79,6 +84,7 @@ def test_other_ranks_are_not_sent_them():
     assert sent.sequences[0].request is sent
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("operators_of_torch")
 @pytest.mark.parametrize(
     ("stops", "speculate", "queue"),

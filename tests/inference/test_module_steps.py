@@ -10,7 +10,7 @@ from fake_cuda import fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import POSITIONS, assert_same
 from packaging import version
-from quick import slow, some
+from quick import some
 from soft_graph import operators_only, soft_capture
 from test_module_decoder import MOE, SIZES, answers, config_of, engine_on, random_module
 from transformers import AutoConfig
@@ -49,7 +49,8 @@ def waiting(name, dtype):
     return AutoConfig.for_model(name, **sizes, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", some(BUDGETS, ["gpt_oss"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUDGETS)
 def test_a_captured_step_waits_for_nothing(name):
     """Experts too, as grouped products: transformers' loop over them reads which were chosen."""
     config = config_of(name)
@@ -62,12 +63,13 @@ def test_a_captured_step_waits_for_nothing(name):
     assert around == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "gpu"),
-    [(torch.float32, 9), *slow([(torch.bfloat16, 9), (torch.bfloat16, 8), (torch.float16, 8)])],
+    [(torch.float32, 9), (torch.bfloat16, 9), (torch.bfloat16, 8), (torch.float16, 8)],
     ids=str,
 )
-@pytest.mark.parametrize("name", some(WAITING, ["mixtral"]))
+@pytest.mark.parametrize("name", WAITING)
 def test_code_that_would_wait_does_not(name, dtype, gpu, monkeypatch):
     with fake_cuda() as watch:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (gpu, 0))
@@ -78,7 +80,7 @@ def test_code_that_would_wait_does_not(name, dtype, gpu, monkeypatch):
     assert waits(captured) == 0
 
 
-@pytest.mark.parametrize("name", some(WAITING, [n for n in WAITING if n != "gemma3n_text"]))
+@pytest.mark.parametrize("name", some(WAITING, ["gpt_oss", "mixtral"]))
 def test_code_that_does_not_wait_computes_the_same(name):
     module, ids = random_module(waiting(name, torch.float32)), torch.arange(2, 22).view(2, -1)
     in_scope = DeviceModule(module)
@@ -95,7 +97,8 @@ def test_the_experts_loop_would_read_on_the_host():
         fake_engine(watch, config, in_module=True)
 
 
-@pytest.mark.parametrize("name", some(BUDGETS, ["gemma3_text"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUDGETS)
 def test_a_frozen_step_computes_the_same(name, monkeypatch):
     """A trace of operators, which holds no number of the host's. Products as on a device: packed
     experts would read which were chosen.

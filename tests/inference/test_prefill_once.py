@@ -15,8 +15,8 @@ SLOW = pytest.mark.slow
 SAMPLING = SamplingParams(max_new_tokens=12, n=4, seed=2)
 
 
-@pytest.mark.parametrize("page_size", [4, 16, POSITIONS])
-@pytest.mark.parametrize("max_num_seqs", [2, 64, *(pytest.param(s, marks=SLOW) for s in (7, 80))])
+@pytest.mark.parametrize("page_size", [4, pytest.param(16, marks=SLOW), POSITIONS])
+@pytest.mark.parametrize("max_num_seqs", [2, *(pytest.param(s, marks=SLOW) for s in (7, 64, 80))])
 @pytest.mark.parametrize("max_num_batched_tokens", [13, pytest.param(2048, marks=SLOW)])
 def test_sixteen_prompts_by_four(page_size, max_num_seqs, max_num_batched_tokens, module_of):
     made = engine(

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from played_schedules import MAX_SEQ_LEN, Case, Run, cases
 
 
-@examples(60, 5000)
+@examples(25, 5000)
 @given(cases())
 def test_every_sequence_finishes_once_and_no_page_is_lost(case):
     run = Run(case).to_the_end()
     assert run.scheduler.stats.peak_pages <= case.num_pages
 
 
-@examples(60, 500)
+@examples(20, 500)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_second_call_continues_answers_of_the_first(case, random):
     """Its prompts start like the sequences of the first call, and are as long as the cache lets."""
@@ -29,14 +29,14 @@ def test_a_second_call_continues_answers_of_the_first(case, random):
     run.to_the_end()
 
 
-@examples(15, 500)
+@examples(8, 500)
 @given(cases())
 def test_the_same_prompts_make_the_same_plans(case):
     """The ranks of a tensor-parallel group rely on it."""
     assert Run(case).to_the_end().trace == Run(case).to_the_end().trace
 
 
-@examples(30, 500)
+@examples(12, 500)
 @given(cases(), st.integers(0, 12))
 def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     run = Run(case).until(steps)
@@ -47,7 +47,7 @@ def test_giving_up_frees_every_page_and_leaves_nothing_behind(case, steps):
     run.to_the_end()
 
 
-@examples(60, 500)
+@examples(20, 500)
 @given(cases(), st.randoms(use_true_random=False))
 def test_what_is_dropped_changes_no_other_answer(case, random):
     run = Run(case)
@@ -59,7 +59,7 @@ def test_what_is_dropped_changes_no_other_answer(case, random):
     run.to_the_end()
 
 
-@examples(30, 500)
+@examples(12, 500)
 @given(cases())
 def test_a_prompt_is_computed_once_where_there_is_room(case):
     n = len(case.answer_lengths[0])

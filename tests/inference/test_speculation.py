@@ -16,7 +16,7 @@ from families import (
     every_family,
     remember,
 )
-from quick import each_once, slow
+from quick import slow
 from soft_graph import soft_capture
 from test_tensor_parallel import SAMPLING, share_answers
 
@@ -48,7 +48,7 @@ def test_answers_are_those_without_it(name, module_of):
     assert drafting.stats.drafted_tokens > drafting.stats.accepted_tokens
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", *slow(["opt", "gpt2"])])
 def test_bf16_answers_differ_in_ties_alone(name, module_of):
     module = module_of(name)
     plain, drafting = (
@@ -215,7 +215,10 @@ def test_auto_drafts_only_what_is_likely(module_of):
     assert drafted["auto"][-1] > 100  # they have become better
 
 
-@pytest.mark.parametrize(("mode", "capture"), each_once(["auto", "history"], [None, again]))
+@pytest.mark.parametrize(
+    ("mode", "capture"),
+    [("history", again), *slow([("auto", None), ("auto", again), ("history", None)])],
+)
 def test_tensor_parallel_ranks_draft_alike(mode, capture, module_of, monkeypatch):
     """Both have the answers of one engine that drafts nothing."""
     use(monkeypatch)

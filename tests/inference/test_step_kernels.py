@@ -84,7 +84,7 @@ OF_KERNELS = {
 }
 
 
-@pytest.mark.parametrize("part", quick.some(OF_TORCH, ["product", "state"]))
+@pytest.mark.parametrize("part", quick.some(OF_TORCH, ["product"]))
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=slow)])
 def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
     """One part by its kernel and the rest by torch, or the other way round. The state's kernels
@@ -104,6 +104,7 @@ def test_each_part_has_a_switch(part, alone, kernels, monkeypatch):
     assert waits(captured) == 0
 
 
+@pytest.mark.slow
 def test_steps_with_drafts_run_all_but_attention(kernels):
     with fake_cuda() as watch:
         made = fake_engine(watch, CONFIGS["llama"](), speculate="history", page_size=64)
@@ -122,9 +123,10 @@ def test_steps_with_drafts_run_all_but_attention(kernels):
     assert waits(captured) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "by_kernel"),
-    [("gemma3_text", 2), *quick.slow([("qwen3_5_text", 1), ("gpt_oss", 2)])],
+    [("gemma3_text", 2), ("qwen3_5_text", 1), ("gpt_oss", 2)],
 )
 def test_modules_attend_by_the_kernel(name, by_kernel, kernels):
     captured, _ = decode_step(config_of(name), in_module=True, page_size=16)
@@ -214,6 +216,7 @@ def test_more_rows_than_a_product_takes(kernels):
     assert captured["paged_decode"] == 2
 
 
+@pytest.mark.slow
 def test_parts_that_are_apart(kernels):
     """Products of qkv and of gate and up by torch, the others by kernels."""
     captured, _ = decode_step(CONFIGS["llama"](), borrowed="parts")

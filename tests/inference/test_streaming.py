@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 import pytest
 from captures import LateQueue, assert_idle, graphs_of, on_graphs, use
 from families import EOS, PROMPTS, VOCAB, assert_same, cache_gib, engine, logprob_gap
+from quick import slow, some
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
@@ -72,7 +73,7 @@ def test_a_closed_stream_leaves_nothing_behind(make, module_of, free, monkeypatc
     assert_same(made.generate(PROMPTS, FREE), free)
 
 
-@pytest.mark.parametrize("make", [engine, on_graphs])
+@pytest.mark.parametrize("make", [*slow([engine]), on_graphs])
 def test_streams_and_rollouts_take_turns(make, module_of, free, monkeypatch):
     """They share pages, rows and ring: none writes another's, and each reads its steps before
     another one takes them.
@@ -91,7 +92,7 @@ def test_streams_and_rollouts_take_turns(make, module_of, free, monkeypatch):
     assert_idle(made)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [*slow([0, 1]), 2])
 def test_a_stream_is_a_rollout_read_late(lag, monkeypatch, engines):
     use(monkeypatch, lag=lag)
     plain, graphs = engines("llama", page_size=4)
@@ -106,7 +107,7 @@ def test_a_stream_is_a_rollout_read_late(lag, monkeypatch, engines):
     assert_idle(graphs)
 
 
-@pytest.mark.parametrize("count", range(2, 8))
+@pytest.mark.parametrize("count", some(range(2, 8), [2, 5]))
 def test_a_stream_beside_a_closed_one(count, monkeypatch, engines):
     """The steps that nobody read run before the first one has its rows back."""
     use(monkeypatch, lag=2, queue=LateQueue())
@@ -149,7 +150,7 @@ def test_open_streams_that_hold_the_cache_are_an_error(made, module_of):
     assert len(made.generate([[6] * 16], with_options(n=1, max_new_tokens=8)).token_ids[0]) == 8
 
 
-@pytest.mark.parametrize("speculate", ["off", "history"])
+@pytest.mark.parametrize("speculate", [*slow(["off"]), "history"])
 def test_threads_may_share_an_engine(speculate, module_of):
     """The first calls of all threads also allocate its cache."""
     sampling = with_options(seed=9)

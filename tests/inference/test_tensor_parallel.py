@@ -96,7 +96,7 @@ def test_ranks_with_other_memory_have_the_same_pages(page_size, module_of):
     assert first.cache.num_pages == second.cache.num_pages < 8 * POSITIONS / first.page_size
 
 
-@pytest.mark.parametrize("tokens", [POSITIONS, 16 * POSITIONS])
+@pytest.mark.parametrize("tokens", [*slow([POSITIONS]), 16 * POSITIONS])
 def test_ranks_decode_alike_on_the_device(tokens, module_of):
     """The other rank would draw other tokens, if the step did not take those of the first."""
 
@@ -130,7 +130,7 @@ def test_a_step_that_one_rank_cannot_capture_is_none_on_all(with_kernels, module
     assert [len(steps_of(made)) > 0 for made in engines] == [with_kernels] * 2
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama_biases", *slow(["gpt2", "gpt_neox"])])
 def test_a_rank_holds_its_share_and_no_more(name, module_of):
     """Matrices, embedding and cache are halved; norms, positions and biases of sums are not."""
     module = module_of(name)
@@ -144,7 +144,7 @@ def test_a_rank_holds_its_share_and_no_more(name, module_of):
         assert large / 2 < made.weights.nbytes <= large / 2 + small
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", *slow(["gpt_neox"])])
+@pytest.mark.parametrize("name", ["gpt2", *slow(["llama", "gpt_neox"])])
 def test_adapters_are_shared_out_too(name):
     """LoRA's A is cut where the weight's inputs are, its B where the outputs are."""
     wrapped, base = with_adapters(name, seed=1), build(name)  # NOTE: not in the threads, which

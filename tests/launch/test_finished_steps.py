@@ -1,5 +1,6 @@
 """Finished steps: which settings differ, and when a step is reused or refused."""
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from damages import DAMAGES, flip
+from quick import slow, some
 
 from dschat.checkpoint.compatibility import describe
 from dschat.checkpoint.manifest import Damaged
@@ -148,8 +150,13 @@ def test_a_record_without_a_checksum_is_an_older_version_s():
     assert not differences(sft(data_path=["rows.jsonl"]), None, 1)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [SETTINGS, COMPLETE])
+QUICK = [(SETTINGS, "bit"), (SETTINGS, "folder"), (SETTINGS, "not UTF-8"), (SETTINGS, "null")]
+QUICK += [(COMPLETE, "half"), (COMPLETE, "pipe"), (COMPLETE, "deep"), (COMPLETE, "digits")]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), some(itertools.product([SETTINGS, COMPLETE], DAMAGES), QUICK)
+)
 def test_what_is_not_known_is_not_equal(name, damage):
     folder = Path(finish(sft(data_path=["rows.jsonl"])).output_dir)
     DAMAGES[damage](folder / name)
@@ -172,11 +179,12 @@ def test_a_record_that_is_gone():
     assert unknown(sft(), None, 1) == "training_config.yaml cannot be read"
 
 
+@pytest.mark.parametrize("apart", [101, *slow([11])])
 @pytest.mark.parametrize("name", [SETTINGS, COMPLETE])
-def test_any_byte_of_the_record(name):
+def test_any_byte_of_the_record(name, apart):
     file = Path(finish(sft()).output_dir) / name
     whole = file.read_bytes()
-    for place in range(0, len(whole), 11):
+    for place in range(0, len(whole), apart):
         flip(file, place / len(whole), 4)
         unknown(sft(), None, 1)
         file.write_bytes(whole)

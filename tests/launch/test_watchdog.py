@@ -16,9 +16,10 @@ from dschat.launch import watchdog
 AGAIN = (*QUIET, "--resume", "latest")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.dist])], ids="{} ranks".format
+    "ranks", [1, pytest.param(2, marks=pytest.mark.dist)], ids="{} ranks".format
 )
 def test_a_killed_train_py_stops_its_step(tree, ranks, capfd):
     """The step saves, launchers exit, and the same command waits for that."""

@@ -1,9 +1,11 @@
 """LoRA: trainable parameters, disabled adapters, and merging against ``merge_and_unload``."""
 
+from itertools import product
+
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
-from quick import each_once
+from quick import some
 from step_cases import probe_logprobs
 from tiny_models import causal_lm, score_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,7 +61,10 @@ MERGED += ("qwen3_moe", "gpt_oss")  # fused experts, of which PEFT adapts the fi
 MERGED += tuple(FAMILIES)
 
 
-@pytest.mark.parametrize(("name", "alpha"), each_once(MERGED, [3.0, 0.0]))
+@pytest.mark.parametrize(
+    ("name", "alpha"),
+    some(product(MERGED, [3.0, 0.0]), [("opt_350m", 3.0), ("gpt2", 0.0), ("gpt_oss", 3.0)]),
+)
 def test_merging_is_what_peft_merges(name, alpha):
     wrapped = with_random_adapters(name, alpha=alpha)
     ours = dict(weight_stream(wrapped, CPU))

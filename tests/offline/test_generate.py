@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import slow
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat.config import RewardConfig, SFTConfig, UserError, parser
@@ -83,7 +84,7 @@ def test_lines_keep_the_data_and_its_order(flags, prompts, models, tmp_path):
         assert row["num_tokens"] == [len(a.token_ids) for a in answers]
 
 
-@pytest.mark.parametrize("name", ["llama_reward", "llama_reward_reversed"])
+@pytest.mark.parametrize("name", [*slow(["llama_reward"]), "llama_reward_reversed"])
 def test_best_of_n_by_a_reward_model(name, flags, models, tmp_path):
     """Also of one with other token ids, which reads the text."""
     run(*flags, "--n", 4, "--best-of", "--pairs", "--reward-model", models / name)
@@ -148,7 +149,7 @@ def test_a_killed_command_resumes(flags, models, tmp_path, monkeypatch):
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     whole = out.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for size in (0, ends[2], ends[3], ends[4] - 5, ends[8] + 1, len(whole)):
+    for size in (ends[3], ends[4] - 5, ends[8] + 1):
         out.rename(partial)
         os.truncate(partial, size)
         run(*flags)

@@ -158,6 +158,7 @@ def test_rolling_loglikelihoods(checkpoint):
     )
 
 
+@pytest.mark.slow
 def test_answers(checkpoint):
     """Greedy, with stop strings; long contexts lose their start. Random weights over bytes write
     halves of characters.
@@ -201,11 +202,14 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "chat"),
     [
         ("gpt2", True),
-        *slow([("llama", False), ("llama", True), ("gpt2", False)]),
+        ("llama", False),
+        ("llama", True),
+        ("gpt2", False),
     ],
 )
 def test_tasks_have_the_values_of_hf(family, chat, checkpoints, task):
@@ -284,12 +288,16 @@ BY_LABEL = {
 @pytest.mark.parametrize(
     ("row", "fields", "right"),
     [  # none guesses whether 2 is a number or a text
-        (NUMBERS | {"answer": 2}, {}, "4"),
         (NUMBERS | {"answer": "2"}, {}, "4"),
-        (NUMBERS | {"answer": "2"}, BY_TEXT, "2"),
-        (NUMBERS | {"answer": "D"}, BY_LETTER, "5"),
         (ARC | {"answerKey": "3"}, BY_LABEL, "2"),
-        (ARC | {"answerKey": "1"}, BY_LABEL, "4"),
+        *slow(
+            [
+                (NUMBERS | {"answer": 2}, {}, "4"),
+                (NUMBERS | {"answer": "2"}, BY_TEXT, "2"),
+                (NUMBERS | {"answer": "D"}, BY_LETTER, "5"),
+                (ARC | {"answerKey": "1"}, BY_LABEL, "4"),
+            ]
+        ),
     ],
 )
 def test_the_right_choice(row, fields, right, example, says, checkpoints):

@@ -48,6 +48,7 @@ BAD = [
     ("wants_more", "none", ALL, "needs the column tests", "(it has: none)", "@COLUMN"),
 ]
 BAD_VALUES = {"is_nan", "wrong_tokens"}
+RETRIED = ("raises", "hangs", "is_nan", "exits", "only_alone", "is_killed")
 OVERRUN = {"hangs", "is_slow", "waits_for_ever", "blocks"}
 
 
@@ -58,10 +59,11 @@ def ask(rewards, samples, name, pool, **flags):
     return asked.score(samples(8)).result()
 
 
-def cases(bad):
+def cases(bad, quick=()):
+    """Of ``quick`` functions alone, if given, in the quick suite."""
     for name, pool, lost, *words in bad:
         pool, _, is_slow = pool.partition(" ")
-        marks = [pytest.mark.slow] * bool(is_slow)
+        marks = [pytest.mark.slow] * (bool(is_slow) or name not in (quick or name))
         yield pytest.param(name, pool, lost, words, marks=marks, id=f"{name}-{pool}")
 
 
@@ -98,7 +100,7 @@ def test_a_bad_function_is_one_line(rewards, samples, name, pool, lost, words):
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize(("name", "pool", "lost", "words"), [*cases(BAD)])
+@pytest.mark.parametrize(("name", "pool", "lost", "words"), [*cases(BAD, RETRIED)])
 def test_skip_retries_sample_by_sample(rewards, samples, caplog, name, pool, lost, words):
     """One line names the cause and counts the samples, which alone lose their scores."""
     (source,) = ask(rewards, samples, name, pool, on_reward_error="skip")

@@ -12,6 +12,7 @@ from datasets import Dataset
 from documentation import PAGES, tables
 from others_rewards import scores_of
 from pandas import DataFrame
+from quick import some
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat import GRPOTrainer, SFTTrainer
@@ -190,9 +191,14 @@ TRIED = (
     (names_of_trl, "settings by TRL's names"),
 )
 
+# They start processes, or train.
+SLOW = (trl_pairs, trl_kto, sharegpt, verl_rows, openrlhf_rows, loaded_models)
+
 
 @pytest.mark.parametrize(
-    ("example", "begins"), TRIED, ids=lambda value: getattr(value, "__name__", "")
+    ("example", "begins"),
+    some(TRIED, [case for case in TRIED if case[0] not in SLOW]),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_it_happens(example, begins, request):
     names = example.__code__.co_varnames[: example.__code__.co_argcount]

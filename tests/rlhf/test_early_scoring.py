@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from program_cases import trainer_of
-from quick import slow
 from step_cases import Case, my_prompts
 
 from dschat.data.batches import PromptTable
@@ -162,9 +161,8 @@ def graded(prompt_ids, answer_ids):
     return [float(sum(ids) % 7 - len(p)) for p, ids in zip(prompt_ids, answer_ids, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "options", [{"partial_rollout": True}, *slow([{}, {"dynamic_sampling": True}])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"partial_rollout": True}, {}, {"dynamic_sampling": True}])
 def test_a_run_is_the_same_to_the_bit(options, models_folder):
     """With functions that run afterwards, and with a pool that begins early. In one call of the
     generator: products round by how many prompts are answered together.

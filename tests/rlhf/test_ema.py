@@ -13,7 +13,7 @@ from dschat.runtime.deepspeed_engine import unwrap
 
 @pytest.mark.parametrize(
     ("zero", "options"),
-    [(3, {}), *slow([(0, {}), (3, {"actor_lora_dim": 4})])],
+    [(0, {}), *slow([(3, {}), (3, {"actor_lora_dim": 4})])],
     ids=str,
 )
 def test_the_average_over_every_optimizer_step(zero, options, models_folder):

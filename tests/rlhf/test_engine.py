@@ -75,13 +75,13 @@ def build(models_folder, actor, critic, tokenizer=None, **options):
         ("missing", "llama_reward", "--actor_model_name_or_path .*no such folder"),
     ],
 )
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, *slow([3])])
 def test_wrong_checkpoints_are_refused(actor, critic, message, zero, models_folder):
     with pytest.raises(UserError, match=message):
         build(models_folder, actor, critic, actor_zero_stage=zero, critic_zero_stage=zero)
 
 
-@pytest.mark.parametrize("zero", [*slow([0]), 3])
+@pytest.mark.parametrize("zero", [0, *slow([3])])
 def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, models_folder, caplog):
     tokenizer = AutoTokenizer.from_pretrained(models_folder / "llama")
     tokenizer.add_tokens(["w64"])
@@ -115,7 +115,8 @@ def resident(model):
     return sum(p.numel() for p in parameters), devices
 
 
-@pytest.mark.parametrize("zero", [*slow([0]), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
 def test_frozen_models_lie_in_cpu_memory_between_uses(zero, models_folder):
     case = Case("ppo", zero, options=(*FROZEN, *PERSIST_NOTHING))
     trainer = build_trainer(ppo_config(case, models_folder))

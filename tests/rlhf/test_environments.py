@@ -119,7 +119,8 @@ def graded(prompt_ids, answer_ids):
     return [float(sum(ids) % 7 - len(p)) for p, ids in zip(prompt_ids, answer_ids, strict=True)]
 
 
-@pytest.mark.parametrize("environment", [Opened, *slow([Game])])
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [Opened, Game])
 def test_reward_functions_that_begin_early_score_the_same(environment, models_folder):
     seen = []
     for pool in ("none", "thread"):
@@ -134,7 +135,7 @@ def test_reward_functions_that_begin_early_score_the_same(environment, models_fo
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("pool", ["none", "thread"])
+@pytest.mark.parametrize("pool", ["none", *slow(["thread"])])
 def test_reward_functions_see_the_text_that_reset_appended(pool, models_folder):
     """In prompts as text, as in their ids; and so does who re-tokenizes the prompt."""
     seen = {}
@@ -239,6 +240,7 @@ def test_a_resumed_run_draws_the_same_episodes(models_folder):
     assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_episodes(models_folder):
     environment = f"{step_cases.__file__}:Replies".replace("step_cases", "environment_of_cases")
     pools = [{"environment_pool": "process", "environment_workers": 2}, {}]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from float64_step import answer_logprobs
 from program_cases import parity, sums_of, trainer_of
+from quick import slow
 from step_rows import PROMPTS
 from tiny_models import tokenizer
 from transformers import AutoModelForCausalLM
@@ -439,7 +440,7 @@ def test_declined_answers_are_in_no_mean_and_no_share():
     assert (both["eval/score"], both["eval/pass@1"]) == (3.75, 1)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"eval_pass_source": "right"}])
+@pytest.mark.parametrize("knobs", [*slow([{}]), {"eval_pass_source": "right"}])
 def test_answers_on_which_a_function_failed_are_not_wrong(knobs):
     """With --on_reward_error skip: of scores that are 0 or 1, pass@1 is the mean, as score is."""
     for scores in itertools.product((0.0, 1.0, math.nan), repeat=4):

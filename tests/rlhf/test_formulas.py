@@ -62,6 +62,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(FILE)
 
 
+@pytest.mark.slow
 def test_an_iteration_by_functions_of_a_file(mine, models_folder):
     def trained(estimator, loss):
         trainer = trainer_of(

@@ -35,7 +35,8 @@ def test_reward_functions_alone_need_no_other_model(models_folder):
 
 
 # With the KL in the loss, in the reward.
-@pytest.mark.parametrize("name", ["grpo", *slow(["rloo"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_a_kl_that_is_logged_alone_changes_nothing(models_folder, name):
     found = []
     for log_kl in (True, False):
@@ -87,7 +88,7 @@ def test_what_a_function_gets(models_folder):
     assert answers == [decode(ids, skip_special_tokens=True) for ids in answer_ids]
 
 
-@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("form", [*slow([list, np.array]), torch.tensor])
 def test_columns_of_an_own_loop(form, models_folder):
     def asked(answers, solution):
         return [float(value) for value in solution]
@@ -175,7 +176,9 @@ def test_dynamic_sampling_ends(models_folder, caplog):
     assert not any(name.startswith(("time/", "throughput/", "train/")) for name in nothing)
 
 
-@pytest.mark.parametrize("options", [{"dynamic_sampling": True}, {"align_overflow": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dynamic_sampling": True}, *slow([{"align_overflow": True}])], ids=str
+)
 def test_nothing_moves_where_nothing_has_a_score(models_folder, options, caplog):
     """Adam's moments of the first iteration would."""
     declines = []

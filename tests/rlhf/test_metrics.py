@@ -60,6 +60,7 @@ def test_an_updates_metrics(models_folder):
     assert sum(sides) == pytest.approx(metrics["policy/clipfrac_avg"])
 
 
+@pytest.mark.slow
 def test_the_kl_of_a_single_step(models_folder, monkeypatch):
     """In float64, of every eighth answer; measured before the step it is 0. Weights and the next
     rollout are those of a run that does not measure it.

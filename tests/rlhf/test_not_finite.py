@@ -45,9 +45,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "problem", some(PROBLEMS, ["1 scores not finite", "1 values of the critic not finite"])
-)
+@pytest.mark.parametrize("problem", some(PROBLEMS, ["1 values of the critic not finite"]))
 def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch, caplog):
     trainer = ppo_trainer(
         models_folder, kl_target=0.1, kl_horizon=100, normalize_reward=True, max_bad_steps=2
@@ -138,7 +136,7 @@ def test_groups_with_nan_are_not_resampled_away(models_folder, monkeypatch):
     assert trainer.generate_experience(PROMPTS[:4]).problem.endswith("scores not finite")
 
 
-@pytest.mark.parametrize("place", [0, 1, "on another rank"])
+@pytest.mark.parametrize("place", some([0, 1, "on another rank"], [1]))
 def test_an_infinite_loss_with_a_finite_gradient(place, models_folder, monkeypatch):
     engine = ppo_trainer(models_folder).engine.actor
     if isinstance(place, str):

@@ -14,7 +14,7 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rlhf import rollout_policies
 from dschat.rlhf.rollout_policies import OpenPrompt
 
-CASE = Case("ppo", iterations=6)
+CASE = Case("ppo", iterations=4)
 WANTED = 8  # prompts in a rollout, each with two answers
 
 
@@ -64,6 +64,7 @@ def test_rollouts_are_full_groups_are_whole_and_nobody_waits_too_long(models_fol
     assert set(answered) <= set(asked)
 
 
+@pytest.mark.slow
 def test_the_oldest_are_completed_when_they_are_due(models_folder, monkeypatch):
     """Where an answer never ends before it must: those that are due do, then the newest."""
 
@@ -82,7 +83,7 @@ def test_the_oldest_are_completed_when_they_are_due(models_folder, monkeypatch):
     monkeypatch.setattr(rollout_policies, "advance", advance)
     trainer = trainer_of(models_folder, max_staleness=2)
     oldest = []
-    for iteration in range(CASE.iterations):
+    for iteration in range(6):
         trainer.generate_experience(prompts_of(iteration, trainer))
         oldest.append(trainer.metrics["rollout/staleness_max"])
     assert oldest == [0, 0, 2, 0, 2, 0]  # half of a rollout's wait, and then half of the third's

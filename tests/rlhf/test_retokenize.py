@@ -3,6 +3,7 @@ transformers on the text, tokenized by the reward model's tokenizer.
 """
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -55,11 +56,15 @@ def reward_folder(folder, family="opt_350m"):
     return folder
 
 
+@cache
+def score_model(folder):
+    return AutoModelForSequenceClassification.from_pretrained(folder).eval()
+
+
 @torch.no_grad()
 def plain_score(folder, ids):
     """By transformers alone: its own pooling of one sequence without padding."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    return float(model(torch.tensor([ids])).logits[0, 0])
+    return float(score_model(folder)(torch.tensor([ids])).logits[0, 0])
 
 
 def trainer_of(models_folder, reward, **options):
@@ -129,6 +134,7 @@ def test_the_critic_starts_as_the_actor_with_a_new_head(models_folder, tmp_path,
     assert saved.get_vocab() == word_tokenizer().get_vocab()
 
 
+@pytest.mark.slow
 def test_a_critic_of_its_own(models_folder, tmp_path):
     folder = reward_folder(tmp_path / "reward")
     critic = str(models_folder / "llama_reward")

@@ -42,8 +42,8 @@ FIRST = {"ppo_epochs": 1, "per_device_training_batch_size": 16, "gradient_accumu
 @pytest.mark.parametrize(
     ("zero", "dtype", "rounding"),
     [
-        (3, "fp32", 1e-5),
-        *slow([(0, "fp32", 1e-5), (0, "bf16", 1e-2), (2, "bf16", 1e-2), (3, "bf16", 1e-2)]),
+        (0, "fp32", 1e-5),
+        *slow([(3, "fp32", 1e-5), (0, "bf16", 1e-2), (2, "bf16", 1e-2), (3, "bf16", 1e-2)]),
     ],
 )
 def test_the_first_ratio_is_one(zero, dtype, rounding, models_folder):
@@ -96,7 +96,7 @@ def test_weights_of_8_bits_explain_a_gap(models_folder, caplog):
     [
         ("llama", {"max_answer_seq_len": 1}),
         ("llama_padeos", {}),
-        ("gpt2", {"temperature": 0.0, "whiten_advantages": False, "kl_estimator": "k3"}),
+        *slow([("gpt2", {"temperature": 0.0, "whiten_advantages": False, "kl_estimator": "k3"})]),
     ],
     ids=["one_token", "pad_is_eos", "greedy"],
 )
@@ -272,7 +272,7 @@ def test_schedules_end_with_the_run_and_critic_warmup_leaves_the_actor_alone(war
             assert learning_rate(model) == pytest.approx(cosine, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("counts", [(4, 4, 4), (12, 2, 8)], ids=str)
+@pytest.mark.parametrize("counts", [*slow([((4, 4, 4),)]), (12, 2, 8)], ids=str)
 def test_own_batches_take_the_steps_that_args_say(counts, models_folder, caplog):
     """Of 8 sequences each, where a full rollout of 8 prompts takes two; the schedule follows."""
     trainer = ppo_trainer(models_folder, lr_scheduler_type="linear", ppo_epochs=1)

@@ -109,6 +109,7 @@ def rows(out):
     return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_an_evaluation_loses_no_iteration(models_folder, tmp_path):
     """In that after iteration 2, and in the last; each resumes once."""
     held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), 0, 2, gold=False)
@@ -152,7 +153,8 @@ class Habit:
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("save_steps", [1, *slow([10])])
+@pytest.mark.slow
+@pytest.mark.parametrize("save_steps", [1, 10])
 def test_a_state_that_cannot_be_saved_loses_no_iteration(save_steps, models_folder, tmp_path):
     """The model and the last good state are saved, then the run stops."""
     with pytest.raises(RewardError, match=r"state_dict\(\) raised OSError: its file is gone"):
@@ -166,6 +168,7 @@ def test_a_state_that_cannot_be_saved_loses_no_iteration(save_steps, models_fold
     assert list(loop(models_folder, tmp_path, Habit(), "latest")) == [4]
 
 
+@pytest.mark.slow
 def test_a_refused_resume_has_removed_nothing(models_folder, tmp_path):
     options = {"save_steps": 1, "save_total_limit": 0}
     loop(models_folder, tmp_path, Habit(), **options)
@@ -188,6 +191,7 @@ def test_a_run_does_not_end_before_its_checkpoint(models_folder, tmp_path):
         checkpointer.begin(trainer.run_state(), 2, lambda values: None)
 
 
+@pytest.mark.slow
 def test_the_schedule_ends_with_a_run_whose_iterations_take_more_steps(models_folder, tmp_path):
     options = {"lr_scheduler_type": "linear", "actor_learning_rate": 3e-3}
     with pytest.raises(RewardError):
@@ -209,6 +213,7 @@ def evaluated(*levels):
     return score
 
 
+@pytest.mark.slow
 def test_the_best_actor_of_a_branch_that_is_given_up_is_replaced(models_folder, tmp_path):
     held_out = HeldOutPrompts(PromptTable(PROMPTS[:2]), 0, 2, gold=False)
     options = {"held_out": held_out, "eval_steps": 2, "save_steps": 1, "keep_best": "eval/score"}
@@ -305,7 +310,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog,
     assert str(stopped.value).endswith("checkpoints/step_000002")
 
 
-@pytest.mark.parametrize(("now", "fits"), [(512, True), (511, False), (None, False)])
+@pytest.mark.parametrize(("now", "fits"), [(512, True), (511, False), *slow([(None, False)])])
 def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
     state, rows = trainer.run_state, [512]

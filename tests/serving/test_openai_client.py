@@ -152,7 +152,7 @@ def test_models(client):
         client.models.retrieve("other")
 
 
-def test_sixty_four_streams_at_once(alone, served):
+def test_twenty_streams_at_once(alone, served):
     """Eight slots. Every stream gets its whole answer, the same as alone."""
     client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
@@ -163,7 +163,7 @@ def test_sixty_four_streams_at_once(alone, served):
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_of_them():
-        return await asyncio.gather(*map(one, range(64)))
+        return await asyncio.gather(*map(one, range(20)))
 
     got = asyncio.run(all_of_them())
     for seed, text in enumerate(got):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from quick import some
 
 from dschat.startup import exit_on_interrupt
 
@@ -62,20 +63,27 @@ def write_inputs(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(tmp_path_factory, request):
+    """The outcomes of the commands that are parameters of tests."""
+    items = [item for item in request.session.items if item.module is request.module]
+    asked = [item.callspec.params for item in items if "outcomes" in item.fixturenames]
+    wanted = [(params["moment"], params["signum"]) for params in asked]
     folder = tmp_path_factory.mktemp("interrupts")
     commands = []
     in_loop = {"after_file": "out/metrics.jsonl"}
-    for moment, signum in CASES:
+    for moment, signum in wanted:
         command, when = MOMENTS.get(moment) or (SAVING[moment], in_loop)
         commands.append(forked.Command(command.format(f=folder).split(), signum, **when))
-    return dict(zip(CASES, forked.run_all(folder, Path(__file__), commands), strict=True))
+    return dict(zip(wanted, forked.run_all(folder, Path(__file__), commands), strict=True))
 
 
 def cases(moments):
     chosen = [case for case in CASES if case[0] in moments]
     ids = [f"{moment}, {signum.name}" for moment, signum in chosen]
-    return pytest.mark.parametrize(("moment", "signum"), chosen, ids=ids)
+    marks = [pytest.mark.slow if case[0] in ("training, step 3", "chat") else () for case in chosen]
+    params = zip(chosen, marks, ids, strict=True)
+    params = [pytest.param(*case, marks=mark, id=name) for case, mark, name in params]
+    return pytest.mark.parametrize(("moment", "signum"), params)
 
 
 @cases(SAVING)
@@ -149,7 +157,9 @@ IMPORTS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "module", "signum"), IMPORTS)
+@pytest.mark.parametrize(
+    ("command", "module", "signum"), some(IMPORTS, [IMPORTS[1], *IMPORTS[-3:]])
+)
 def test_one_line_while_modules_load(tmp_path, command, module, signum):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (tmp_path / "lossy.py").write_text(LOSSY)

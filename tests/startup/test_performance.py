@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from python_process import environment, python
+from quick import slow, some
 
 from dschat.startup.performance import limit_spinning_late, num_teams
 
@@ -38,13 +39,15 @@ def output_of(code, arguments, **variables):
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", some(USES, ["step 1"]))
 def test_the_policy_is_set_before_torch_loads(use):
     code, arguments = USES[use]
     assert output_of(code, arguments) == "policy 1000"
 
 
-@pytest.mark.parametrize("variables", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+@pytest.mark.parametrize(
+    "variables", [{"GOMP_SPINCOUNT": "7"}, *slow([{"OMP_WAIT_POLICY": "active"}])]
+)
 def test_the_users_policy_stays(variables):
     count = variables.get("GOMP_SPINCOUNT")
     assert output_of(USES["engine"][0], [], **variables) == f"policy {count}"

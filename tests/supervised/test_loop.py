@@ -186,6 +186,7 @@ def test_lora_with_the_base_trained_too(models_folder, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.slow
 def test_a_lora_run_that_trains_a_score_head(models_folder, tmp_path):
     options = {"lora_dim": 4, "num_train_epochs": 6}
     _, lines = train(models_folder, tmp_path, Case("reward", micro=8), pair_rows(), **options)

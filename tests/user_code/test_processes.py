@@ -192,7 +192,7 @@ def fault_of(worker):
 
 def test_a_worker_that_is_stopped_beside_a_call():
     """The call fails, both close the pipe once, and no call after it starts a process."""
-    for _ in range(5):
+    for _ in range(2):
         worker, outcome = Worker(SERVED), []
         worker.start()
         close, closed = worker._pipe.close, []
