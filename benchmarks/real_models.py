@@ -14,7 +14,6 @@ dequantized ones, not the publisher's: scores differ a little from the model's c
 
 import argparse
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 CACHE = Path(os.environ.get("DSCHAT_REAL_MODELS", "~/.cache/dschat/real")).expanduser()
@@ -56,7 +56,7 @@ def make(name: str, cache: Path = CACHE) -> Path:
     folder = cache / name
     if folder.exists():
         return folder
-    if importlib.util.find_spec("gguf") is None:
+    if find_spec("gguf") is None:
         sys.exit("error: the package gguf is not installed: pip install gguf")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}-") as temporary:
@@ -124,10 +124,18 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*MODELS], metavar="model")
+    known = ", ".join(MODELS)
+    parser.add_argument("names", nargs="*", default=[*MODELS], metavar="model", help=known)
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the models' folders")
-    given = parser.parse_args()
-    for chosen in given.names or MODELS:
-        print(make(chosen, given.cache.expanduser()))
+    given = parser.parse_args(argv)
+    for name in given.names:
+        if name not in MODELS:
+            parser.error(f"{name} is not one of {known}")
+    for name in given.names:
+        print(make(name, given.cache.expanduser()))
+
+
+if __name__ == "__main__":
+    main()

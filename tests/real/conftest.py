@@ -1,9 +1,12 @@
 """Two pretrained models, which `make test-real` makes; without their folders tests are skipped."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import real_models
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 # As Gemma's chat models have it; its base model has the tokens and no template.
 GEMMA = (
