@@ -17,7 +17,7 @@ ROWS = [
     ("What is 45 plus 76?", "45 plus 76 is 121."),
     ("Write a loop in Python.", "for i in range(10):\n    print(i)\n"),
     ("Hi", "Hello! How can I help you today?"),
-    ("What does <|im_end|> mean?", "It ends a turn, as <eos> does elsewhere."),
+    ("What does <|im_end|> mean?", "It ends a turn, as </s> does elsewhere."),
     ("Count to five.", "1, 2, 3, 4, 5"),
 ]
 SPLITS = {"sft": "1,0,0", "reward": "0,1,0", "rlhf": "0,0,1"}
