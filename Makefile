@@ -7,7 +7,7 @@ KERNELS := .venv/.kernels
 # Files stay in conftest's order, the long ones first.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test test-full test-latest test-vllm test-gpu faults lint format wheel clean
+.PHONY: help venv demo test test-full test-latest test-vllm test-gpu test-real faults lint format wheel clean
 
 help:
 	@echo "make venv       set up .venv with the pinned versions (3 to 5 minutes); every other target does so too"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-full  the same and the slow tests"
 	@echo "make test-latest  the quick tests and a short demo on the newest versions that are allowed"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-real  tests with two pretrained models, which it downloads once (330 MB)"
 	@echo "make test-vllm  the tests of vLLM as a back end, with its CPU build in .venv-vllm"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff, codespell, mypy, import contracts (make format fixes what ruff can)"
@@ -60,6 +61,10 @@ test-vllm:
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
+
+test-real: $(STAMP)
+	$(BIN)/python benchmarks/real_models.py
+	$(PYTEST) -m real
 
 faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/sweep.py
