@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
 from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
-from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
+from dschat.config.data import BEST_BY, DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import AUTO, flag, log_flag, place_flag, require_valid, speed_flag
+from dschat.config.fields import flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
 from dschat.config.renamed import hint, require_known, translated, unknown
 from dschat.config.reward import EnvironmentConfig
@@ -94,6 +94,7 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             self.eot_token is None or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
+        self.validate_best()
         self.validate_deepspeed()
 
     def require_unchanged(self, before: dict[str, Any]) -> None:
@@ -197,6 +198,7 @@ class SFTConfig(SupervisedConfig):
     """Step 1: supervised fine-tuning."""
 
     default_output_dir = "output/step1_sft"
+    best_by = BEST_BY["sft"]
     train_on: Literal["auto", "all", "last"] = flag(
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
@@ -220,6 +222,10 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     @property
     def default_output_dir(self) -> str:  # type: ignore[override]
         return "output/step3_rlhf" if self.trains_policy else "output/step2_reward"
+
+    @property
+    def best_by(self) -> tuple[str, ...]:  # type: ignore[override]
+        return BEST_BY["policy" if self.trains_policy else "pairwise"]
 
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."
@@ -338,14 +344,6 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         32, "Held-out prompts per evaluation batch and process.", ge=1
     )
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
-    keep_best: Optional[str] = flag(
-        None,
-        "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
-        "better; without a value: gold score, pass@1 or score, until it looks collapsed or hacked.",
-        short=True,
-        nargs="?",
-        const=AUTO,
-    )
     stop_on: Literal["never", "collapse"] = log_flag(
         "never",
         "End the run where metrics say that the policy has collapsed; the last line names the "
@@ -404,8 +402,4 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
             "--partial_rollout and --dynamic_sampling exclude each other: leave one out",
         )
         self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
-        require(
-            self.keep_best in (None, AUTO) or str(self.keep_best).startswith("eval/"),
-            f"--keep_best {self.keep_best} is not an evaluation metric such as eval/score",
-        )
         self.mini_batches_of(self.rollout_prompts(1), 1)

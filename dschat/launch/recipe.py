@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
+from dschat.config.data import BEST_BY
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_valid
 from dschat.config.renamed import hint, require_known, unknown
@@ -274,6 +275,9 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         prefix, dot, name = flag_name(group).rpartition(".")
         typed, equals, value = group[0].partition("=")
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
+        if name == "keep_best" and not prefix and (metric := value or "".join(group[1:])):
+            of_loop = metric in set().union(*BEST_BY.values())  # else it is of step 3
+            takers = [n for n in takers if of_loop == (n < 3)]
         if not takers:
             of_step = [known[n] for n in STEPS if prefix == f"step{n}"]
             every = [*known.values(), parser.flag_names(TrainConfig), prefixed]

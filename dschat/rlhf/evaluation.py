@@ -23,6 +23,7 @@ from dschat.data.batches import PromptTable, prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
+from dschat.observability.health import LEADING
 from dschat.rewards.reward_functions import REWARD_MODEL
 from dschat.rewards.scoring import SourceScores, any_applies, source_means
 from dschat.rlhf.batching import pieces
@@ -168,7 +169,10 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
         require(not args.keep_best, f"--keep_best needs evaluations, but {none}")
         if args.eval_steps:
             logger.warning("--eval_steps evaluates nothing: %s", none)
-    elif metric not in (None, AUTO):
+    elif metric == AUTO:
+        none = "--keep_best: nothing scores; name a metric, such as eval/teacher_kl"
+        require(not set(LEADING).isdisjoint(names), none)
+    elif metric is not None:
         require(
             metric in names, f"--keep_best {metric} is not measured; choose from {', '.join(names)}"
         )

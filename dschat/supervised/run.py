@@ -13,6 +13,7 @@ from dschat.models.heads import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, num_ids, stop_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
+from dschat.runtime.best_model import BestModel
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish
@@ -125,8 +126,10 @@ def _trained(
     gold = partial(log_gold, config, unwrap(engine), files.tokenizer, files.stop_ids, metrics_log)
     if generates:
         gold(0)
-    save = partial(setup.save, engine, config, files, subfolder)
-    loop.train(engine, task, config, *batches, metrics_log, save, call)
+    save = partial(setup.save, engine, config, files)
+    name = "reward_best" if isinstance(task, loop.RewardTask) else "actor_best"
+    best = BestModel(config, name, lambda folder: save(folder.name))
+    loop.train(engine, task, config, *batches, metrics_log, partial(save, subfolder), call, best)
     if generates:
         gold(loop.num_total_steps(config, batches[0]))
     call("on_end", engine)

@@ -258,7 +258,7 @@ def test_pass_at_1_is_decided_once_and_kept_when_resumed(
     resumed.begin(checkpoints(begin=lambda *_: json.loads(json.dumps(states[0].values))))
     resumed.evaluate()
     resumed.close()
-    assert resumed._metric == metric
+    assert resumed._best.metric == metric
     rows = list(map(json.loads, (tmp_path / "metrics.jsonl").open()))
     has = ["eval/pass@1" in row for row in rows if "eval/score" in row]
     assert has == [metric == "eval/pass@1"] * 2
@@ -507,14 +507,14 @@ def test_the_metric_of_the_best_evaluation(measured, keep_best, metric, keeper):
         resumed.begin(checkpoints(begin=lambda *_, saved=saved: saved))
         resumed.evaluate()
         resumed.close()
-        assert resumed._metric == expected
+        assert resumed._best.metric == expected
     found.clear()  # with other held-out rows, which have scores alone
     found["eval/score"] = 0.1
     other = Reporter(trainer, held_out(), 3)
     other.begin(checkpoints(begin=lambda *_: values))
     other.evaluate()
     other.close()
-    assert other._metric == "eval/score"
+    assert other._best.metric == "eval/score"
     del values["passes"]  # as older versions saved it
     older = Reporter(trainer, held_out(), 3)
     older.begin(checkpoints(begin=lambda *_: values))

@@ -1,0 +1,65 @@
+"""Keeps the model of a run's best evaluation in a folder beside its last model: --keep_best."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dschat.checkpoint.compatibility import model_fingerprint
+from dschat.config import CommonConfig
+from dschat.config.fields import AUTO
+
+logger = logging.getLogger("dschat")
+
+_LOWER_IS_BETTER = ("eval/loss", "eval/perplexity", "eval/teacher_kl")
+
+
+class BestModel:
+    """The best evaluation of a run so far, and its model where ``config`` keeps it.
+
+    Args:
+        name: the model's folder in the output folder.
+        save: collective; writes the model there.
+    """
+
+    def __init__(self, config: CommonConfig, name: str, save: Callable[[Path], None]) -> None:
+        self._config, self._save = config, save
+        self.folder = Path(config.output_dir or "") / name
+        self.metric = ""
+        self.value = -math.inf  # of the model in `folder`; -inf: none is kept
+        self._print: str | None = None  # its fingerprint
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run compares with, as JSON."""
+        return {"best": self.value, "best_metric": self.metric, "best_print": self._print}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        self.metric = values.get("best_metric", "")
+        # After it the folder may have got a model of a branch that is given up.
+        self._print = model_fingerprint(str(self.folder))
+        if values.get("best_print") == self._print:
+            self.value = values.get("best", -math.inf)
+
+    def take(
+        self, metrics: dict[str, float], leading: str, when: str, is_doubtful: bool = False
+    ) -> None:
+        """Collective. Save the model if an evaluation is the best so far; ``leading``: by which of
+        its ``metrics``, unless the user named one.
+        """
+        keep_best = self._config.keep_best
+        name = leading if keep_best is None or keep_best == AUTO else keep_best
+        if name != self.metric:
+            self.metric, self.value = name, -math.inf
+        sign = -1.0 if name in _LOWER_IS_BETTER else 1.0
+        before = self.value if self.value > -math.inf else -sign * math.inf
+        if keep_best is None or not sign * metrics[name] > sign * before:
+            return
+        if keep_best == AUTO and is_doubtful:
+            logger.info("%s %.4f is not kept: the run has warned", name, metrics[name])
+            return
+        self.value = metrics[name]
+        self._save(self.folder)
+        self._print = model_fingerprint(str(self.folder))
+        where = when, self.folder
+        logger.info("best %s so far: %.4f at %s, saved as %s", name, self.value, *where)
