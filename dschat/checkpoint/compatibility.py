@@ -134,8 +134,8 @@ def contents_of(config: CommonConfig) -> dict[str, str]:
 
 
 def started_from(folder: str, model: str) -> Optional[bool]:
-    """Whether the finished step in ``folder`` started from the weights that are in ``model`` now;
-    None where that is not known: no finished step, or a model of the hub.
+    """Whether the finished step in ``folder`` started from what is in ``model``; None: not known
+    (no finished step, a model of the hub).
     """
     try:
         record, _, _ = read_text(Path(folder, COMPLETE)).partition("\n")

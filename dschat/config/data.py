@@ -292,20 +292,11 @@ class ShowConfig(DataConfig):
         self.validate_data()
 
 
-# Metrics of evaluations in steps 1 and 2.
-BEST_BY = {
-    "sft": ("eval/loss", "eval/perplexity"),
-    "pairwise": ("eval/accuracy", "eval/loss", "eval/margin"),
-    "policy": ("eval/loss", "eval/rewards/accuracies", "eval/rewards/margins"),
-}
-
-
 @dataclass
 class SavingConfig:
     """Checkpoints, failures, hooks and logging."""
 
     default_output_dir: ClassVar[str] = ""
-    best_by: ClassVar[tuple[str, ...]] = ()  # for keep_best, its default first; step 3: any
 
     # checkpoints
     save_steps: int = log_flag(
@@ -327,10 +318,9 @@ class SavingConfig:
     )
     keep_best: Optional[str] = flag(
         None,
-        "Save the model of the best evaluation as OUTPUT_DIR/actor_best (a reward model: "
-        "reward_best), by this metric: losses low, others high. Without a value: SFT and DPO loss, "
-        "reward model accuracy, step 3 gold score, pass@1 or score, until it looks collapsed or "
-        "hacked.",
+        "Save the model of the best evaluation as OUTPUT_DIR/actor_best (reward model: reward_best)"
+        ", by this metric; without a value: loss, reward model accuracy, step 3 gold score, pass@1 "
+        "or score, until it looks collapsed or hacked.",
         short=True,
         nargs="?",
         const=AUTO,
@@ -370,12 +360,3 @@ class SavingConfig:
     )
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
     disable_tqdm: bool = log_flag(False, "Disable progress bars.")
-
-    def validate_best(self) -> None:
-        """``UserError`` where ``keep_best`` is a metric that the step cannot have."""
-        metric, known = self.keep_best, self.best_by
-        require(
-            metric in (None, AUTO, *known) or (not known and str(metric).startswith("eval/")),
-            f"--keep_best {metric} is not measured; choose from "
-            f"{', '.join(known or ('eval/score', 'eval/pass@1', 'eval/gold'))}",
-        )

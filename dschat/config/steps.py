@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
 from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
-from dschat.config.data import BEST_BY, DataConfig, MicroBatchConfig, SavingConfig
+from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import flag, log_flag, place_flag, require_valid, speed_flag
@@ -94,7 +94,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig):
             self.eot_token is None or bool(self.eot_token.strip()),
             "--eot_token is empty; name the token that ends an answer, such as <|im_end|>",
         )
-        self.validate_best()
         self.validate_deepspeed()
 
     def require_unchanged(self, before: dict[str, Any]) -> None:
@@ -198,7 +197,6 @@ class SFTConfig(SupervisedConfig):
     """Step 1: supervised fine-tuning."""
 
     default_output_dir = "output/step1_sft"
-    best_by = BEST_BY["sft"]
     train_on: Literal["auto", "all", "last"] = flag(
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
@@ -222,10 +220,6 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     @property
     def default_output_dir(self) -> str:  # type: ignore[override]
         return "output/step3_rlhf" if self.trains_policy else "output/step2_reward"
-
-    @property
-    def best_by(self) -> tuple[str, ...]:  # type: ignore[override]
-        return BEST_BY["policy" if self.trains_policy else "pairwise"]
 
     shuffle_labels: bool = flag(
         False, "Swap chosen and rejected at random in training; a control experiment."

@@ -249,17 +249,14 @@ def check_shared(
         if settings.get("peft_type") != "LORA" or settings.get("use_dora"):
             raise model.error(f": its {FOLDER} is not plain LoRA; leave --share_base out")
         name = str(settings.get("base_model_name_or_path"))
-        is_named = os.path.realpath(name) == os.path.realpath(base.name)
         is_base = started_from(model.name, base.name)
-        if is_named and is_base is False:
+        if is_base is None:
+            is_base = os.path.realpath(name) == os.path.realpath(base.name)
+        if not is_base:
             raise model.error(
-                f" is an adapter of what was in {name} when it was trained, which has changed "
-                f"since; train it again with step 2 from {name}, or leave --share_base out"
-            )
-        if not (is_named if is_base is None else is_base):
-            raise model.error(
-                f" is an adapter of {name}, and the actor is {base.name}: --share_base needs one "
-                f"base; train it with step 2 from {base.name}, or name {name} as {base.flag}"
+                f" is an adapter of {name} as it was then, and the actor is {base.name} as it is: "
+                f"--share_base needs one base; train it with step 2 from {base.name}, or name its "
+                f"base as {base.flag}"
             )
         _adapter_folder(model)
     has_own_code = getattr(base.config, "auto_map", None)

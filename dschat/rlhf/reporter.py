@@ -159,7 +159,7 @@ class Reporter:
         at = self._trainer.iteration, self._num_iters
         logger.info(format_line("held out", *at, metrics, metrics))
         self._warn(metrics)
-        leading = next((name for name in LEADING if name in metrics), LEADING[-1])
+        leading = next((name for name in LEADING if name in metrics), "eval/teacher_kl")
         when = f"iteration {self._trainer.iteration}"
         self._best.take(metrics, leading, when, self._health.is_doubtful)
         if self._trainer.iteration > 0 and self._engine.ema is not None:

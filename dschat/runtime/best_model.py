@@ -2,25 +2,34 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.config import CommonConfig
+from dschat.config.errors import require
 from dschat.config.fields import AUTO
 
 logger = logging.getLogger("dschat")
 
+NO_HELD_OUT = "nothing is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
 _LOWER_IS_BETTER = ("eval/loss", "eval/perplexity", "eval/teacher_kl")
 
 
-class BestModel:
-    """The best evaluation of a run so far, and its model where ``config`` keeps it.
+def check_best(config: CommonConfig, metrics: Sequence[str], num_held_out: int) -> None:
+    """``UserError`` where ``keep_best`` names none of the ``metrics`` of evaluations, less their
+    prefix ``eval/``, or where there are no evaluations, for which nothing is held out.
+    """
+    wanted, known = config.keep_best, [f"eval/{name}" for name in metrics]
+    require(not wanted or num_held_out > 0, f"--keep_best needs evaluations, but {NO_HELD_OUT}")
+    others = f"--keep_best {wanted} is not measured; choose from {', '.join(known)}"
+    require(wanted in (None, AUTO, *known), others)
 
-    Args:
-        name: the model's folder in the output folder.
-        save: collective; writes the model there.
+
+class BestModel:
+    """The best evaluation of a run so far, and its model where ``config`` keeps it: ``save`` writes
+    it into the folder ``name`` of the output folder. Collective.
     """
 
     def __init__(self, config: CommonConfig, name: str, save: Callable[[Path], None]) -> None:
@@ -31,7 +40,6 @@ class BestModel:
         self._print: str | None = None  # its fingerprint
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run compares with, as JSON."""
         return {"best": self.value, "best_metric": self.metric, "best_print": self._print}
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -61,5 +69,5 @@ class BestModel:
         self.value = metrics[name]
         self._save(self.folder)
         self._print = model_fingerprint(str(self.folder))
-        where = when, self.folder
-        logger.info("best %s so far: %.4f at %s, saved as %s", name, self.value, *where)
+        said = "best %s so far: %.4f at %s, saved as %s"
+        logger.info(said, name, self.value, when, self.folder)

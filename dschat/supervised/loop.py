@@ -219,6 +219,7 @@ def train(
     steps, skipped = Endless(train_batches), SkippedSteps(config.max_bad_steps)
     health = RunHealth(Settings("step"))
     best = best or BestModel(config, "", lambda folder: None)
+    leading = "eval/accuracy" if "accuracy" in task.columns else "eval/loss"
 
     def state() -> RunState:
         values = {
@@ -239,7 +240,7 @@ def train(
         metrics_log.write(done, metrics)
         metrics_log.write_warnings(done, health.read(done, metrics))
         logger.info(format_line("held out", done, total, metrics, metrics))
-        best.take(metrics, config.best_by[0], f"step {done}")
+        best.take(metrics, leading, f"step {done}")
         return metrics
 
     def restore(values: dict[str, Any]) -> None:

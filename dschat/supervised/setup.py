@@ -14,7 +14,6 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.checkpoint.saved_check import probe_values
 from dschat.config import SupervisedConfig
-from dschat.config.errors import require
 from dschat.config.fields import AUTO, fixed_or_zero
 from dschat.data.batches import RowStream, RowTable, StepBatches, check_same_rows
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
@@ -121,24 +120,17 @@ def step_batches(
     together: str = "",
 ) -> tuple[StepBatches, StepBatches]:
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
-    order. ``together``: see `StepBatches`. ``UserError`` where ranks have other rows, or where
-    ``keep_best`` has none to evaluate on.
+    order. ``UserError`` where ranks have other rows. ``together``: see `StepBatches`.
     """
     check_same_rows(train, held_out)
     world, rows = dist.world_size(), config.per_device_eval_batch_size
     tokens, ranks = fixed_or_zero(config.max_tokens_per_micro_batch), config.sequence_parallel_size
     size = MicroBatchSize(config.per_device_train_batch_size, tokens, ranks=ranks)
     share = dist.rank(), world, config.seed
-    batches = (
+    return (
         StepBatches(train, config.global_batch_size(world), size, *share, together=together),
         StepBatches(held_out, rows * world, replace(size, rows=rows), *share, shuffle=False),
     )
-    require(
-        not config.keep_best or len(batches[1]) > 0,
-        "--keep_best needs evaluations, but no row is held out; see --eval_data_path, "
-        "--eval_fraction, --max_eval_samples",
-    )
-    return batches
 
 
 def settle_micro_batches(

@@ -460,7 +460,7 @@ def test_a_source_that_is_only_logged_fails_no_answer():
 @pytest.mark.parametrize(
     ("knobs", "sources", "num_held_out", "words"),
     [
-        ({"keep_best": "eval/score"}, ["reward_model"], 0, "--keep_best .* no prompt is held out"),
+        ({"keep_best": "eval/score"}, ["reward_model"], 0, "--keep_best .* nothing is held out"),
         (
             {"keep_best": "eval/pass@1"},
             ["reward_model"],
@@ -548,4 +548,4 @@ def test_an_evaluation_without_prompts_is_warned_about(caplog):
         check_evaluation(RLHFConfig(), ["length"], 0)
         assert not caplog.text
         check_evaluation(RLHFConfig(eval_steps=5), ["length"], 0)
-    assert "--eval_steps evaluates nothing: no prompt is held out" in caplog.text
+    assert "--eval_steps evaluates nothing: nothing is held out" in caplog.text

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from dschat.config import RewardConfig, RLHFConfig, SFTConfig
+from dschat.config import SFTConfig
 from dschat.runtime.best_model import BestModel
 
 LEADING = "eval/loss"
@@ -105,11 +105,3 @@ def test_checkpoints_of_older_versions(tmp_path):
     now("new")
     model.take({LEADING: 9.0}, LEADING, "step 4")
     assert kept(tmp_path) == "new"
-
-
-def test_the_metric_of_a_step():
-    assert SFTConfig().best_by[0] == "eval/loss"
-    assert RewardConfig().best_by[0] == "eval/accuracy"
-    for loss in ("dpo", "cdpo", "ipo", "kto"):
-        assert RewardConfig(loss=loss).best_by[0] == "eval/loss"
-    assert RLHFConfig.best_by == ()  # known with its rewards
