@@ -216,6 +216,18 @@ def test_the_best_actor_is_kept(keeper, models_folder):
     report.close()
 
 
+def test_with_a_teacher_alone_the_best_actor_is_the_nearest(keeper):
+    trainer, found, folder = keeper
+    trainer.args.keep_best = "auto"
+    report = Reporter(trainer, held_out(), 3)
+    for kl, is_best in ((0.5, True), (0.7, False), (0.3, True)):
+        found["eval/teacher_kl"] = kl
+        report.evaluate()
+        assert folder.exists() == is_best
+        shutil.rmtree(folder, ignore_errors=True)
+    report.close()
+
+
 def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
     (trainer, found, folder), states = keeper, []
     found |= {"eval/score": 0.5, "eval/kl": 0.1}
