@@ -39,6 +39,7 @@ def test_each_step_has_a_repository_of_its_own(tree, flag):
         ("--keep_best eval/loss", (1, 2)),
         ("--step2.keep_best eval/accuracy", (2,)),
         ("--step3.keep_best", (3,)),
+        ("--step3.keep_best eval/loss", (3,)),  # which refuses it
     ],
 )
 def test_the_best_model_by_a_metric_that_the_step_has(tree, flag, takers):

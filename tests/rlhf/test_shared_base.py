@@ -221,6 +221,7 @@ def test_a_critic_without_a_reward_model(models_folder):
             "an adapter of .*base as .* the actor is .*moved as it is: .* one base",
         ),
         (None, False, "base", None),  # of an older version
+        ("hub", False, "base", None),
     ],
 )
 def test_one_base_is_one_set_of_weights(recorded, changes, actor, problem, models_folder, tmp_path):
@@ -233,6 +234,8 @@ def test_one_base_is_one_set_of_weights(recorded, changes, actor, problem, model
     if recorded is not None:
         config = RewardConfig(output_dir=str(reward), model_name_or_path=str(base))
         record = json.loads(record_of(config)) if recorded else {}
+        if recorded == "hub":
+            record["contents"] = {}
         (reward / "COMPLETE").write_text(json.dumps(record) + "\n1234\n")
     if changes:
         weights = bytearray((base / "model.safetensors").read_bytes())
