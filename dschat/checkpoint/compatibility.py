@@ -19,7 +19,7 @@ from typing import Any, Optional
 from dschat.checkpoint import manifest
 from dschat.checkpoint.manifest import COMPLETE, CheckpointInfo, Damaged
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
-from dschat.config.fields import of_result
+from dschat.config.fields import of_result, read_text
 
 # Files of a data folder: its own, those of its train splits, and those of a hub clone.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
@@ -131,6 +131,19 @@ def contents_of(config: CommonConfig) -> dict[str, str]:
         elif value and f.metadata.get("reads") == "files":
             prints[f.name] = fingerprint([value] if isinstance(value, str) else value)
     return {name: digest for name, digest in prints.items() if digest}
+
+
+def started_from(folder: str, model: str) -> Optional[bool]:
+    """Whether the finished step in ``folder`` started from what is in ``model``; None: not known
+    (no finished step, a model of the hub).
+    """
+    try:
+        record, _, _ = read_text(Path(folder, COMPLETE)).partition("\n")
+        then = json.loads(record)[_CONTENTS].get(BASE)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+    now = model_fingerprint(model)
+    return then == now if then and now else None
 
 
 def reads_model(name: str) -> bool:

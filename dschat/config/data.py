@@ -317,6 +317,15 @@ class SavingConfig:
         nargs="?",
         const="latest",
     )
+    keep_best: Optional[str] = flag(
+        None,
+        "Save the model of the best evaluation as OUTPUT_DIR/actor_best (reward model: reward_best)"
+        ", by this metric; without a value: loss, reward model accuracy, step 3 gold score, pass@1 "
+        "or score, until it looks collapsed or hacked.",
+        short=True,
+        nargs="?",
+        const=AUTO,
+    )
     # failures
     max_bad_steps: int = log_flag(
         20, "Stop with an error after N consecutive steps with a non-finite loss or gradient.", ge=1

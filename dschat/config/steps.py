@@ -11,7 +11,7 @@ from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, Prefere
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import AUTO, Named, flag, log_flag, place_flag, require_valid, speed_flag
+from dschat.config.fields import Named, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
 from dschat.config.renamed import hint, set_in, translated, unknown
 from dschat.config.reward import EnvironmentConfig
@@ -324,14 +324,6 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         32, "Held-out prompts per evaluation batch and process.", ge=1
     )
     eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
-    keep_best: Optional[str] = flag(
-        None,
-        "Save the actor of the best evaluation as OUTPUT_DIR/actor_best, by this metric, higher is "
-        "better; without a value: gold score, pass@1 or score, until it looks collapsed or hacked.",
-        short=True,
-        nargs="?",
-        const=AUTO,
-    )
     stop_on: Literal["never", "collapse"] = log_flag(
         "never",
         "End the run where metrics say that the policy has collapsed; the last line names the "
@@ -390,8 +382,4 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
             "--partial_rollout and --dynamic_sampling exclude each other: leave one out",
         )
         self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
-        require(
-            self.keep_best in (None, AUTO) or str(self.keep_best).startswith("eval/"),
-            f"--keep_best {self.keep_best} is not an evaluation metric such as eval/score",
-        )
         self.mini_batches_of(self.rollout_prompts(1), 1)

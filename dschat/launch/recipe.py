@@ -45,6 +45,8 @@ STEPS = {
     2: TrainingStep(2, "step2_reward", "reward model", RewardConfig, "step2_reward"),
     3: TrainingStep(3, "step3_rlhf", "RLHF", RLHFConfig, "step3_rlhf"),
 }
+# Metrics of steps 1 and 2; the others are of step 3.
+_SUPERVISED = ("eval/loss", "eval/perplexity", "eval/accuracy", "eval/margin", "eval/rewards/")
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
 # Sections of train.py's own flags, and those that they may have.
 _OWN = {"model": ("actor_model", "reward_model"), "launch": ("num_nodes", "num_gpus")}
@@ -274,6 +276,9 @@ def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, li
         prefix, dot, name = flag_name(group).rpartition(".")
         typed, equals, value = group[0].partition("=")
         takers = [n for n in STEPS if prefix in ("", f"step{n}") and name in known[n]]
+        if name == "keep_best" and not prefix and (metric := value or "".join(group[1:])):
+            is_supervised = metric.startswith(_SUPERVISED)
+            takers = [n for n in takers if is_supervised == (n < 3)]
         if not takers:
             of_step = [known[n] for n in STEPS if prefix == f"step{n}"]
             every = [*known.values(), parser.flag_names(TrainConfig), prefixed]

@@ -15,7 +15,7 @@ for another.
 import copy
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,9 +230,14 @@ def sharing_copy(module: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(module, {id(one): one for one in kept})
 
 
-def check_shared(base: Checkpoint, models: list[Checkpoint]) -> None:
+def check_shared(
+    base: Checkpoint, models: list[Checkpoint], started_from: Callable[[str, str], bool | None]
+) -> None:
     """Raise ``UserError`` unless ``models`` other than ``base`` are reward models that step 2
     trained as adapters on it; and unless score models can be made on it. Loads no weights.
+
+    ``started_from``: whether a model's training started from the weights of another; None: not
+    known, and the name of the adapter's base decides.
     """
     for model in (model for model in models if model is not base):
         settings = model.json(f"{FOLDER}/{ADAPTER_CONFIG}")
@@ -244,10 +249,14 @@ def check_shared(base: Checkpoint, models: list[Checkpoint]) -> None:
         if settings.get("peft_type") != "LORA" or settings.get("use_dora"):
             raise model.error(f": its {FOLDER} is not plain LoRA; leave --share_base out")
         name = str(settings.get("base_model_name_or_path"))
-        if os.path.realpath(name) != os.path.realpath(base.name):
+        is_base = started_from(model.name, base.name)
+        if is_base is None:
+            is_base = os.path.realpath(name) == os.path.realpath(base.name)
+        if not is_base:
             raise model.error(
-                f" is an adapter of {name}, and the actor is {base.name}: --share_base needs one "
-                f"base; train it with step 2 from {base.name}, or name {name} as {base.flag}"
+                f" is an adapter of {name} as it was then, and the actor is {base.name} as it is: "
+                f"--share_base needs one base; train it with step 2 from {base.name}, or name its "
+                f"base as {base.flag}"
             )
         _adapter_folder(model)
     has_own_code = getattr(base.config, "auto_map", None)

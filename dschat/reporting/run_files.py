@@ -27,7 +27,7 @@ from dschat.startup.files import no_link
 
 PAGE = "report.html"  # in the folder of a run
 STEPS = {"step1_sft": "SFT", "step2_reward": "Reward model", "step3_rlhf": "RLHF"}
-_VARIANTS = ("actor_ema", "actor_best")  # of the actor of a run
+_VARIANTS = ("actor_ema", "actor_best", "reward_best")  # of the model of a run
 Series = list[tuple[float, float]]  # (step, value)
 
 

@@ -18,7 +18,6 @@ import dschat.distributed as dist
 from dschat.builtin.gold_scorer import answer_metrics
 from dschat.config import RLHFConfig
 from dschat.config.errors import require
-from dschat.config.fields import AUTO
 from dschat.data.batches import PromptTable, prompt_columns, prompts_of
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
@@ -30,6 +29,7 @@ from dschat.rlhf.collector import Collector, prompt_table
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.forwards import action_logprobs
+from dschat.runtime.best_model import NO_HELD_OUT, check_best
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
 logger = logging.getLogger("dschat")
@@ -162,22 +162,15 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
         f"--eval_pass_source {args.eval_pass_source} does not score here; choose from "
         f"{', '.join(sources)}",
     )
-    names, metric = _metric_names(args, sources), args.keep_best
-    if not num_held_out:
-        none = "no prompt is held out; see --eval_data_path, --eval_fraction, --max_eval_samples"
-        require(not args.keep_best, f"--keep_best needs evaluations, but {none}")
-        if args.eval_steps:
-            logger.warning("--eval_steps evaluates nothing: %s", none)
-    elif metric not in (None, AUTO):
-        require(
-            metric in names, f"--keep_best {metric} is not measured; choose from {', '.join(names)}"
-        )
-        if metric == "eval/rlhf_reward" and not args.kl_coef:
-            logger.warning("--keep_best eval/rlhf_reward: with --kl_coef 0 it is eval/score")
+    check_best(args, _metric_names(args, sources), num_held_out)
+    if args.eval_steps and not num_held_out:
+        logger.warning("--eval_steps evaluates nothing: %s", NO_HELD_OUT)
+    if args.keep_best == "eval/rlhf_reward" and not args.kl_coef:
+        logger.warning("--keep_best eval/rlhf_reward: with --kl_coef 0 it is eval/score")
 
 
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
-    """The names that `evaluate_policy` may return."""
+    """The names that `evaluate_policy` may return, less ``eval/``."""
     names = [*(["score"] if sources else []), "answer_length", "eos_share"]
     if args.environment:
         names += ["turns", "environment_tokens"]
@@ -191,7 +184,7 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
         names += _passes(torch.zeros(0), torch.zeros(0), args.eval_num_samples)
     if len(sources) > 1:
         names += [f"scores/{name}" for name in sources]
-    return [f"eval/{name}" for name in names]
+    return names
 
 
 def _answer_sums(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
 from dschat.builtin.tiny_model import resolve_model
+from dschat.checkpoint.compatibility import started_from
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import check_tensor_parallel
 from dschat.hybrid.vllm_rollout import installed_release
@@ -173,7 +174,8 @@ def find_checkpoints(
         found.teacher = Checkpoint(teacher, TEACHER, trust)
         _check_teacher(found.teacher, args, tokenizer)
     if args.share_base:
-        check_shared(start, [model for model in (found.reward, found.critic) if model])
+        models = [model for model in (found.reward, found.critic) if model]
+        check_shared(start, models, started_from)
     return found
 
 

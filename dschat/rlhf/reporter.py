@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
-from dschat.config.fields import AUTO
 from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import eta, format_line, printable, progress
 from dschat.observability.health import LEADING, RunHealth, Settings
@@ -33,6 +30,7 @@ from dschat.observability.metrics_log import MetricsLog
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
+from dschat.runtime.best_model import BestModel
 from dschat.runtime.checkpointing import TrainingCheckpointer
 
 logger = logging.getLogger("dschat")
@@ -77,9 +75,7 @@ class Reporter:
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
         self._passes: bool | None = None  # whether evaluations have pass@k: the first decides
-        self._metric, self._best = "", -math.inf
-        self._best_print: str | None = None  # of the actor in `_best_folder`
-        self._best_folder = Path(self._args.output_dir or "") / "actor_best"
+        self._best = BestModel(args, "actor_best", self._engine.save_actor)
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
     def begin(self, checkpointer: TrainingCheckpointer) -> None:
@@ -102,20 +98,15 @@ class Reporter:
         self._bar.unpause()  # its pace is that of iterations from now on
 
     def _resume(self, values: dict[str, Any]) -> None:
-        self._metric = values["best_metric"] or LEADING[-1]
-        self._passes = values.get("passes", self._metric == LEADING[1] or None)
-        # After it the folder may have got an actor of a branch that is given up.
-        self._best_print = model_fingerprint(str(self._best_folder))
-        if values.get("best_print") == self._best_print:
-            self._best = values["best"]
+        self._best.restore(values)
+        self._passes = values.get("passes", self._best.metric == LEADING[1] or None)
         self._health = RunHealth(self._health.settings, **values.get("health", {}))
         self._log.resume_from(values["log"], self._trainer.iteration)
         self._evaluate_if_due()  # the checkpoint was saved before the evaluation
 
     def _state(self) -> RunState:
         state = self._trainer.run_state()
-        state.values |= {"best": self._best, "best_metric": self._metric}
-        state.values |= {"best_print": self._best_print, "passes": self._passes}
+        state.values |= self._best.state() | {"passes": self._passes}
         state.values |= {"health": self._health.state()}
         state.values |= {"log": self._log.position(), "rows": self._num_rows}
         state.files = self._log.files
@@ -168,7 +159,9 @@ class Reporter:
         at = self._trainer.iteration, self._num_iters
         logger.info(format_line("held out", *at, metrics, metrics))
         self._warn(metrics)
-        self._keep_best(metrics)
+        leading = next((name for name in LEADING if name in metrics), "eval/teacher_kl")
+        when = f"iteration {self._trainer.iteration}"
+        self._best.take(metrics, leading, when, self._health.is_doubtful)
         if self._trainer.iteration > 0 and self._engine.ema is not None:
             with self._engine.ema_mode() as generator:
                 average = evaluate_policy(
@@ -177,29 +170,6 @@ class Reporter:
             logger.info(format_line("average", *at, average, average))
             metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}
         self._log.write(self._trainer.iteration, metrics)
-
-    def _keep_best(self, metrics: dict[str, float]) -> None:
-        """Collective. Save the actor if this evaluation is the best so far."""
-        keep_best = self._args.keep_best
-        leading = next((n for n in LEADING if n in metrics), LEADING[-1])
-        name = leading if keep_best is None or keep_best == AUTO else keep_best
-        if name != self._metric:
-            self._metric, self._best = name, -math.inf
-        if keep_best is None or not metrics[name] > self._best:
-            return
-        if keep_best == AUTO and self._health.is_doubtful:
-            logger.info("%s %.4f is not kept: the run has warned", name, metrics[name])
-        else:
-            self._best = metrics[name]
-            self._engine.save_actor(self._best_folder)
-            self._best_print = model_fingerprint(str(self._best_folder))
-            logger.info(
-                "best %s so far: %.4f at iteration %d, saved as %s",
-                name,
-                self._best,
-                self._trainer.iteration,
-                self._best_folder,
-            )
 
     def _show_samples(self, e: Experience, held_out: bool = False) -> None:
         """Log sample answers: to the held-out prompts, always the same ones, where the run
@@ -225,8 +195,8 @@ class Reporter:
     def close(self) -> None:
         """Log the verdict, and close bar and files."""
         where = "--keep_best saves the best actor."
-        if self._best > -math.inf:
-            where = f"{self._best_folder} has the actor with {self._metric} {self._best:.3g}."
+        if (best := self._best).value > -math.inf:
+            where = f"{best.folder} has the actor with {best.metric} {best.value:.3g}."
         self._log.write_verdict(self._held_out.total, where)
         self._bar.close()
         self._log.close()

@@ -65,12 +65,12 @@ def _text(folder: Path, config: CommonConfig) -> str:
     if isinstance(config, RewardConfig):
         command, method = "reward", config.loss if config.trains_policy else "reward-model"
     if isinstance(config, RLHFConfig):
-        command, base = "rlhf", config.actor_model_name_or_path
+        critic, actor = config.critic_model_name_or_path, config.actor_model_name_or_path
+        command, base = "rlhf", critic if part == "critic" else actor
         method = "ppo" if config.has_critic else config.advantage_estimator.rpartition(":")[2]
-    if not isinstance(config, RLHFConfig) or part not in ("critic", "actor_best", "actor_ema"):
+    of_step_3 = ("critic", "actor_ema") if isinstance(config, RLHFConfig) else ()
+    if part not in (*of_step_3, "actor_best", "reward_best"):
         part = "model"
-    elif part == "critic":
-        base = config.critic_model_name_or_path
     is_score = part == "critic" or method == "reward-model"
     datasets = [_on_hub(name.partition(":")[0]) for name in config.data_path]
     data = ModelCardData(

@@ -29,7 +29,7 @@ from dschat.startup.files import discard, no_link, replace_file
 
 COMPLETE = manifest.COMPLETE
 _LOCK = ".lock"
-PRODUCTS = ("actor", "actor_best", "actor_ema", "adapter", "critic")  # subfolders a step writes
+PRODUCTS = ("actor", "actor_best", "actor_ema", "adapter", "critic", "reward_best")  # subfolders
 _DATA = ("data_path", "eval_data_path", "unsupervised_dataset_name")
 _WEIGHT = re.compile(r":[0-9.]+(e[+-]?\d+)?$")  # PATH:WEIGHT
 # The locks that this process holds, and the contents of the future marks; by folder.

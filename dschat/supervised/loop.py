@@ -30,6 +30,7 @@ from dschat.observability.console import eta, format_line, progress
 from dschat.observability.health import RunHealth, Settings
 from dschat.observability.metrics_log import MetricsLog
 from dschat.runtime import optimizer_step
+from dschat.runtime.best_model import BestModel
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 
@@ -202,9 +203,10 @@ def train(
     metrics_log: MetricsLog,
     save: Callable[[], None] = lambda: None,
     call: Callable[..., None] = lambda *_: None,
+    best: BestModel | None = None,
 ) -> dict[str, float]:
     """Collective. Evaluate, train, ``save``, evaluate; returns the last evaluation's metrics.
-    ``call``: `Callbacks`.
+    ``call``: `Callbacks`. ``best``: the model for ``--keep_best``.
 
     With ``--resume`` it continues from a checkpoint with the same results as without a break.
 
@@ -216,6 +218,8 @@ def train(
     total = num_total_steps(config, train_batches)
     steps, skipped = Endless(train_batches), SkippedSteps(config.max_bad_steps)
     health = RunHealth(Settings("step"))
+    best = best or BestModel(config, "", lambda folder: None)
+    leading = "eval/accuracy" if "accuracy" in task.columns else "eval/loss"
 
     def state() -> RunState:
         values = {
@@ -224,7 +228,7 @@ def train(
             "rows": train_batches.num_rows,
             "log": metrics_log.position(),
             "health": health.state(),
-        }
+        } | best.state()
         return RunState({"model": engine}, values=values, files=metrics_log.files)
 
     def evaluated(done: int) -> dict[str, float]:
@@ -236,11 +240,13 @@ def train(
         metrics_log.write(done, metrics)
         metrics_log.write_warnings(done, health.read(done, metrics))
         logger.info(format_line("held out", done, total, metrics, metrics))
+        best.take(metrics, leading, f"step {done}")
         return metrics
 
     def restore(values: dict[str, Any]) -> None:
         steps.position, skipped.in_a_row = values["step"], values["bad"]
         vars(health).update(values.get("health", {}))
+        best.restore(values)
 
     with training_checkpointer(config, save) as checkpointer:
         values = checkpointer.begin(state(), total, restore)

@@ -13,6 +13,7 @@ from dschat.models.heads import ScoreModel
 from dschat.models.tokenizer import ensure_distinct_pad, num_ids, stop_ids
 from dschat.observability import console
 from dschat.observability.metrics_log import MetricsLog
+from dschat.runtime.best_model import BestModel, check_best
 from dschat.runtime.deepspeed_engine import sharded_loading, unwrap, zero_settings
 from dschat.runtime.gold_eval import log_gold
 from dschat.runtime.hub import publish
@@ -38,6 +39,7 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
         train, held_out = sft_dataset(config, base.tokenizer, "both")
     together = "dialogue" if config.shuffle == "dialogues" else ""
     batches = setup.step_batches(config, train, held_out, together)
+    check_best(config, loop.SFTTask.columns, len(batches[1]))
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)
     engine = setup.build_engine(model, config, zero, loop.num_total_steps(config, batches[0]))
@@ -68,6 +70,7 @@ def _train_reward_model(
     """Put a score head on the language model and train it on the pairs, for step 3."""
     ensure_distinct_pad(base.tokenizer)
     batches = setup.step_batches(config, *tables)
+    check_best(config, loop.RewardTask.columns, len(batches[1]))
     num_steps = loop.num_total_steps(config, batches[0])
     with sharded_loading(zero):
         model = base.checkpoint.score_model(
@@ -91,6 +94,7 @@ def _train_policy(config: RewardConfig, zero: Any, base: Any, tables: Any, call:
     """Train the policy on the pairs against a frozen reference; saved where step 3 would save."""
     tables = preference.as_pairs(config, *tables)
     batches = setup.step_batches(config, *tables)
+    check_best(config, preference.PreferenceTask.columns, len(batches[1]))
     load = partial(setup.load_policy, config, base)
     model = load(zero, config.dropout or 0.0)
     files = setup.policy_files(config, base, model)
@@ -125,8 +129,10 @@ def _trained(
     gold = partial(log_gold, config, unwrap(engine), files.tokenizer, files.stop_ids, metrics_log)
     if generates:
         gold(0)
-    save = partial(setup.save, engine, config, files, subfolder)
-    loop.train(engine, task, config, *batches, metrics_log, save, call)
+    save = partial(setup.save, engine, config, files)
+    name = "reward_best" if isinstance(task, loop.RewardTask) else "actor_best"
+    best = BestModel(config, name, lambda folder: save(folder.name))
+    loop.train(engine, task, config, *batches, metrics_log, partial(save, subfolder), call, best)
     if generates:
         gold(loop.num_total_steps(config, batches[0]))
     call("on_end", engine)

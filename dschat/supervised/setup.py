@@ -107,7 +107,7 @@ def build_engine(
     Raises ``UserError`` where the disk has no space for the saved model.
     """
     if config.output_dir is not None:
-        check_room(config.output_dir, [weight_bytes(model)])
+        check_room(config.output_dir, [weight_bytes(model)] * (1 + bool(config.keep_best)))
     logger.info("%s, %s", zero.describe(), str(zero.dtype).removeprefix("torch."))
     warn_of_few_steps(config, num_steps, "per_device_train_batch_size")
     return trained_engine(model, config, "", zero, wrap, num_steps)
@@ -180,4 +180,4 @@ def save(
         if config.lora_dim and config.only_optimize_lora:
             export_adapter(folder / "adapter", adapter_stream(module, dist.device()), module)
     write_card(folder, config)
-    logger.info("saved %s", config.output_dir)
+    logger.info("saved %s", folder)

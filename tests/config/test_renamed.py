@@ -222,7 +222,7 @@ def test_an_answer_names_flags_that_exist():
         (1, "learning_rte", "did you mean --learning_rate?"),
         (3, "vllm_model_impl", "leave it out: settings of vLLM are chosen by dschat"),
         (3, "algorithm.gamma", "use --gamma"),
-        (3, "load_best_model_at_end", "use --keep_best: the best actor is saved as actor_best"),
+        (3, "load_best_model_at_end", "use --keep_best: the best model is saved as actor_best"),
     ],
 )
 def test_names_that_users_meet(step, name, expected):

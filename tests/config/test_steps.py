@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Optional
 
@@ -30,6 +31,24 @@ def test_batch_sizes_of_step_3():
     assert [args.mini_batches_of(n, 5) for n in (0, 3, 20, 120, 240)] == [1, 1, 1, 6, 12]
     with pytest.raises(UserError, match="= 40 does not divide the 42 sequences .* .21 prompts"):
         args.mini_batches_of(21, 5)
+    args.per_device_training_batch_size, args.num_samples_per_prompt = 64, 3
+    with pytest.raises(UserError, match="= 128 does not divide the 126 sequences"):
+        args.mini_batches_of(42, 1)  # a full rollout, which is no whole step
+    assert args.mini_batches_of(41, 1) == 1
+
+
+@pytest.mark.parametrize(
+    "flags", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_answer_seq_len": 2}]
+)
+def test_what_vllm_draws_from_at_a_temperature(flags):
+    """Its log-probs are those of training where the temperature is 1, and of greedy answers."""
+    for temperature in (0.0, 0.7, 1.0):
+        for chosen in ({}, flags):
+            config = RLHFConfig(**MODELS, rollout_backend="vllm", temperature=temperature, **chosen)
+            words = "vllm does not go with --top_k, .* with --temperature 0.7; drop it"
+            refused = bool(chosen) and temperature == 0.7
+            with pytest.raises(UserError, match=words) if refused else nullcontext():
+                config.validate()
 
 
 def test_few_prompts_are_a_rollout_that_its_steps_divide():

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.data.batches import Endless, PromptBatches, StepBatches
+from dschat.data.batches import Endless, PromptBatches, PromptTable, StepBatches
 from dschat.data.micro_batches import MicroBatchSize, collate_pairs, collate_sft
 
 ROWS, BUDGET = MicroBatchSize(1), MicroBatchSize(1, tokens=500)
@@ -180,3 +180,21 @@ def test_a_rollout_that_is_not_full_is_dropped_unless_it_is_the_only_one():
     rows = [{"prompt_ids": [n]} for n in range(7)]
     assert [len(prompts) for prompts in PromptBatches(rows, 3, 0, 1, seed=1)] == [3, 3]
     assert [len(prompts) for prompts in PromptBatches(rows, 9, 0, 1, seed=1)] == [7]
+
+
+def test_prompts_of_tables_of_which_one_lacks_a_part():
+    """The other's is not that of all prompts then."""
+    whole = PromptTable([[1], [2]], ["a", "b"], ["A", "B"], {"x": [1, 2], "y": [3, 4]}, [{}, {}])
+    bare = PromptTable([[3]], None, None, {"x": [5]}, None)
+    for first, second, xs in ((whole, bare, [1, 2, 5]), (bare, whole, [5, 1, 2])):
+        table = first.concat(second)
+        assert table.ids == first.ids + second.ids
+        assert (table.sources, table.texts, table.inputs) == (None, None, None)
+        assert table.columns == {"x": xs}
+    assert whole.concat(whole).sources == ["a", "b", "a", "b"]
+    assert whole.concat(PromptTable()) is whole
+    assert PromptTable().concat(bare) is bare
+    assert vars(whole.pick([1])) == vars(
+        PromptTable([[2]], ["b"], ["B"], {"x": [2], "y": [4]}, [{}])
+    )
+    assert vars(bare.pick([0])) == vars(bare)

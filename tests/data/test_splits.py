@@ -10,11 +10,28 @@ from dialogues import REPLY, SYSTEM, USER, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.config import UserError
+from dschat.config import SFTConfig, UserError
 from dschat.data.sources.adapters import Example
-from dschat.data.sources.splits import cut, key_hash, parse_spec
+from dschat.data.sources.splits import cut, key_hash, open_source, parse_spec
 
 # -- adapters
+
+
+@pytest.mark.parametrize(
+    ("row", "is_split"),
+    [
+        ({"prompt": "q", "response": "a"}, False),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, True),
+        ({"prompt": "q", "completion": "a", "label": True}, True),
+        ({"prompt": "q", "completions": ["a", "b"], "ranks": [1, 2]}, True),
+    ],
+)
+def test_rows_that_step_2_compares_are_split(write, row, is_split):
+    """By default; the rows of a given split are in any case."""
+    columns = ["answers=completions", "ranks=ranks"] if "ranks" in row else None
+    for data_split, expected in (("auto", is_split), ("2,4,4", True)):
+        config = SFTConfig(data_split=data_split, columns=columns)
+        assert open_source(write([row]), config).is_split(config) == expected
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def test_a_completion_alone_has_loss(tmp_path, completion, form):
     assert texts(tmp_path, row, form=form) == [["two" + END]]
     assert texts(tmp_path, row, form=form, train_on="all") == [["EARLIER" + END, "two" + END]]
     assert texts(tmp_path, row, form=form, train_on="last") == [["two" + END]]
+    ((all_of_it,),) = texts(tmp_path, row, form=form, train_on_prompt=True)
+    assert ("EARLIER" + END in all_of_it, all_of_it.endswith("two" + END)) == (True, True)
     (whole,) = sft_rows(tmp_path, {"messages": [*TURNS, REPLY("two")]}, CHAT)
     assert sft_rows(tmp_path, row, CHAT)[0]["input_ids"] == whole["input_ids"]
 

@@ -47,6 +47,7 @@ MODELS = (
     "qwen3_moe",  # replays the experts of rollouts
     *("llama_adapted", "gpt2_adapted"),  # reward models whose base is an actor
     "llama_stops",  # answers of a few tokens; two ranks can share its heads
+    *("mixtral_heads", "qwen3_moe_heads"),  # and theirs
 )
 GLOBAL_BATCH = 8
 OTHER_CASES = ("rollout", "soak", "preference", "balance", "collective", "episode")

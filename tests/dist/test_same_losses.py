@@ -158,6 +158,10 @@ SLOW_TWO += [
     Case("ppo", 2, 4, iterations=1, options=SP + TEACHER),
     Case("ppo", 3, 4, "qwen3_moe", iterations=1, shares=(8, 0), options=SP + REPLAY),
     Case("ppo", 3, 4, "llama_stops", iterations=1, options=SP + TP),
+    Case("ppo", 3, 4, "mixtral_heads", iterations=1, shares=(3, 5), options=TP),
+    Case("ppo", 3, 4, "qwen3_moe_heads", iterations=1, shares=(5, 3), options=TP + REPLAY),
+    # Two steps: roundings grow with this family's gradients.
+    Case("ppo", 3, 4, "qwen3_5", iterations=1, shares=(3, 5), options=(("ppo_epochs", 1),)),
 ]
 SLOW_TWO += [Case("ppo", zero, 4, shares=shares) for zero in (2, 3) for shares in ((5, 3), (0, 8))]
 FEWER = [c for c in TWO + OTHER_TWO if c.step == "ppo"]

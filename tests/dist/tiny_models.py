@@ -168,6 +168,13 @@ OTHERS = {
         moe_shared_expert_intermediate_size=16,
     ),
     "mixtral": lambda: MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=4),
+    # Two ranks can share their heads.
+    "mixtral_heads": lambda: MixtralConfig(
+        **_MOE | {"num_key_value_heads": 2}, num_local_experts=4
+    ),
+    "qwen3_moe_heads": lambda: Qwen3MoeConfig(
+        **_MOE | {"num_key_value_heads": 2}, num_experts=4, moe_intermediate_size=16
+    ),
     "recurrent_gemma": lambda: RecurrentGemmaConfig(  # states in the module, not in the cache
         **IDS,
         hidden_size=32,

@@ -30,6 +30,23 @@ def test_each_step_has_a_repository_of_its_own(tree, flag):
     assert [fields[n].get("push_to_hub") for n in (1, 2, 3)] == [None, None, "me/x"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "takers"),
+    [
+        ("--keep_best", (1, 2, 3)),
+        ("--keep_best eval/pass@1", (3,)),
+        ("--keep-best=eval/score", (3,)),
+        ("--keep_best eval/loss", (1, 2)),
+        ("--step2.keep_best eval/accuracy", (2,)),
+        ("--step3.keep_best", (3,)),
+        ("--step3.keep_best eval/loss", (3,)),  # which refuses it
+    ],
+)
+def test_the_best_model_by_a_metric_that_the_step_has(tree, flag, takers):
+    fields = planned(tree, "--recipe=quiet", *flag.split())
+    assert tuple(n for n in (1, 2, 3) if "keep_best" in fields[n]) == takers
+
+
 def test_recipe_file_placeholder_and_launch(tree):
     Path("mine.yaml").write_text(
         "model: {actor_model: hub/a}\nstep2: {model_name_or_path: '{step1}'}\n"

@@ -41,6 +41,7 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
         (["a/step3_rlhf/actor", "b/step3_rlhf/actor/"], ["a/step3_rlhf", "b/step3_rlhf"]),
         (["a/s3/actor", "a/s3/actor_best"], ["s3", "s3/actor_best"]),
         (["a/actor_best", "b/actor_best"], ["a/actor_best", "b/actor_best"]),
+        (["a/step2_reward", "a/reward_best"], ["step2_reward", "a/reward_best"]),
         (["/actor", "../actor"], ["actor", ".."]),
         (["owner/model", "actor", "/"], ["model", "actor", ""]),
         (["one.jsonl", "one.jsonl"], ["one.jsonl", "one.jsonl"]),

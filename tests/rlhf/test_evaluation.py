@@ -217,6 +217,18 @@ def test_the_best_actor_is_kept(keeper, models_folder):
     report.close()
 
 
+def test_with_a_teacher_alone_the_best_actor_is_the_nearest(keeper):
+    trainer, found, folder = keeper
+    trainer.args.keep_best = "auto"
+    report = Reporter(trainer, held_out(), 3)
+    for kl, is_best in ((0.5, True), (0.7, False), (0.3, True)):
+        found["eval/teacher_kl"] = kl
+        report.evaluate()
+        assert folder.exists() == is_best
+        shutil.rmtree(folder, ignore_errors=True)
+    report.close()
+
+
 def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
     (trainer, found, folder), states = keeper, []
     found |= {"eval/score": 0.5, "eval/kl": 0.1}
@@ -259,7 +271,7 @@ def test_pass_at_1_is_decided_once_and_kept_when_resumed(
     resumed.begin(checkpoints(begin=lambda *_: json.loads(json.dumps(states[0].values))))
     resumed.evaluate()
     resumed.close()
-    assert resumed._metric == metric
+    assert resumed._best.metric == metric
     rows = list(map(json.loads, (tmp_path / "metrics.jsonl").open()))
     has = ["eval/pass@1" in row for row in rows if "eval/score" in row]
     assert has == [metric == "eval/pass@1"] * 2
@@ -461,7 +473,7 @@ def test_a_source_that_is_only_logged_fails_no_answer():
 @pytest.mark.parametrize(
     ("knobs", "sources", "num_held_out", "words"),
     [
-        ({"keep_best": "eval/score"}, ["reward_model"], 0, "--keep_best .* no prompt is held out"),
+        ({"keep_best": "eval/score"}, ["reward_model"], 0, "--keep_best .* nothing is held out"),
         (
             {"keep_best": "eval/pass@1"},
             ["reward_model"],
@@ -508,14 +520,14 @@ def test_the_metric_of_the_best_evaluation(measured, keep_best, metric, keeper):
         resumed.begin(checkpoints(begin=lambda *_, saved=saved: saved))
         resumed.evaluate()
         resumed.close()
-        assert resumed._metric == expected
+        assert resumed._best.metric == expected
     found.clear()  # with other held-out rows, which have scores alone
     found["eval/score"] = 0.1
     other = Reporter(trainer, held_out(), 3)
     other.begin(checkpoints(begin=lambda *_: values))
     other.evaluate()
     other.close()
-    assert other._metric == "eval/score"
+    assert other._best.metric == "eval/score"
     del values["passes"]  # as older versions saved it
     older = Reporter(trainer, held_out(), 3)
     older.begin(checkpoints(begin=lambda *_: values))
@@ -549,4 +561,4 @@ def test_an_evaluation_without_prompts_is_warned_about(caplog):
         check_evaluation(RLHFConfig(), ["length"], 0)
         assert not caplog.text
         check_evaluation(RLHFConfig(eval_steps=5), ["length"], 0)
-    assert "--eval_steps evaluates nothing: no prompt is held out" in caplog.text
+    assert "--eval_steps evaluates nothing: nothing is held out" in caplog.text

@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import json
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,7 +15,9 @@ from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logpro
 from tiny_models import VOCAB, causal_lm, ensure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from dschat.checkpoint.compatibility import started_from
 from dschat.checkpoint.manager import CheckpointManager
+from dschat.config import RewardConfig, UserError
 from dschat.models import heads, quantized
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import ScoreModel
@@ -20,6 +25,7 @@ from dschat.models.packing.model import PackedModel
 from dschat.rlhf.engine import base_of
 from dschat.rlhf.initial_checkpoints import find_checkpoints
 from dschat.runtime.deepspeed_engine import initialize_frozen, unwrap, zero_settings
+from dschat.runtime.output_dir import record_of
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 SHARED = (*LORA, ("share_base", True))
@@ -191,6 +197,59 @@ def test_a_critic_without_a_reward_model(models_folder):
     before = probe_scores(trainer.engine.critic)
     trainer.train_rlhf(trainer.generate_experience([[3, 4, 5], [6, 7]] * 4))
     assert probe_scores(trainer.engine.critic) != pytest.approx(before, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changes", "actor", "problem"),
+    [
+        (True, False, "base", None),
+        (True, False, "moved", None),
+        (
+            True,
+            True,
+            "base",
+            "an adapter of .*base as it was then, and the actor is .*base as it is",
+        ),
+        (
+            True,
+            True,
+            "moved",
+            "an adapter of .*base as .* the actor is .*moved as it is: .* one base",
+        ),
+        (False, True, "base", None),  # of another program: its name decides
+        (
+            False,
+            False,
+            "moved",
+            "an adapter of .*base as .* the actor is .*moved as it is: .* one base",
+        ),
+        (None, False, "base", None),  # of an older version
+        ("hub", False, "base", None),
+    ],
+)
+def test_one_base_is_one_set_of_weights(recorded, changes, actor, problem, models_folder, tmp_path):
+    base, reward = tmp_path / "base", tmp_path / "reward"
+    shutil.copytree(models_folder / "llama", base)
+    shutil.copytree(models_folder / "llama_adapted", reward)
+    settings = reward / "adapter/adapter_config.json"
+    values = json.loads(settings.read_text()) | {"base_model_name_or_path": str(base)}
+    settings.write_text(json.dumps(values))
+    if recorded is not None:
+        config = RewardConfig(output_dir=str(reward), model_name_or_path=str(base))
+        record = json.loads(record_of(config)) if recorded else {}
+        if recorded == "hub":
+            record["contents"] = {}
+        (reward / "COMPLETE").write_text(json.dumps(record) + "\n1234\n")
+    if changes:
+        weights = bytearray((base / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (base / "model.safetensors").write_bytes(weights)
+    shutil.copytree(base, tmp_path / "moved")
+    models = [Checkpoint(reward, "--critic_model_name_or_path")]
+    with pytest.raises(UserError, match=problem) if problem else nullcontext():
+        heads.check_shared(
+            Checkpoint(tmp_path / actor, "--actor_model_name_or_path"), models, started_from
+        )
 
 
 def test_a_quantized_base_is_shared_too(models_folder):

@@ -254,6 +254,16 @@ def test_the_hub_s_base_is_found_through_local_folders(tmp_path):
     assert card.data.base_model is None
 
 
+def test_the_card_of_the_best_model_has_no_metrics_of_the_last(tmp_path):
+    config = step_of(tmp_path / "reward", RewardConfig(), root=1, reward_best=1)
+    for name, has_metrics in (("", True), ("reward_best", False)):
+        write_card(tmp_path / "reward" / name, config)
+        text = (tmp_path / "reward" / name / "README.md").read_text()
+        assert ("## Metrics" in text) == has_metrics
+        assert f"The {name or 'model'} of reward-model" in text
+        assert "pipeline_tag: text-classification" in text
+
+
 def test_a_notebook_s_card_has_no_metrics_of_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step_of(tmp_path, config := SFTConfig(), root=1)

@@ -164,7 +164,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path):
 
 
 def test_a_model_that_the_new_run_does_not_write_goes(tmp_path):
-    for name in ("actor", "actor_best", "actor_ema", "adapter", "critic", "mine"):
+    for name in ("actor", "actor_best", "actor_ema", "adapter", "critic", "reward_best", "mine"):
         (tmp_path / name).mkdir()
     claim_output_dir(tmp_path)  # of an unfinished run: kept until it is written again
     assert (tmp_path / "actor").exists()

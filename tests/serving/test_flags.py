@@ -60,10 +60,12 @@ def test_keys(tmp_path):
 
 
 def guarded(path, *, key=None, body=(b"",)):
-    """The status of a request, and the body that the application read."""
+    """The status of a request, and the body that the application read. Of a list, ``body`` loses
+    the parts that are read.
+    """
     from dschat.serving.limits import Guard
 
-    parts, sent, read = list(body), [], []
+    parts, sent, read = body if isinstance(body, list) else list(body), [], []
 
     async def app(scope, receive, send):
         read.append((await receive())["body"])
@@ -107,6 +109,15 @@ def test_bodies():
     assert guarded("/", body=(b"12345", b"67890")) == (200, b"1234567890")
     assert guarded("/", body=(b"12345", b"67890", b"1")) == (413, b"")
     assert guarded("/", body=()) == (408, b"")  # it does not arrive
+
+
+@pytest.mark.parametrize(("last", "num_left"), [(2**20, 3), (2**20 - 1, 2)])
+def test_of_a_refused_body_so_much_is_read(last, num_left):
+    """64 MiB beyond the limit of 10 bytes: not a part more, and none less."""
+    mib = bytes(2**20)
+    body = [bytes(10), *[mib] * 63, mib[:last], b"1", b"2", b"3"]
+    assert guarded("/", body=body) == (413, b"")
+    assert len(body) == num_left
 
 
 def test_a_port_in_use():

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dschat.observability.metrics_log import MetricsLog
+from dschat.runtime.best_model import BestModel
 from dschat.supervised import loop, setup
 from dschat.supervised.loop import SFTTask
 
@@ -35,13 +36,14 @@ def train(
     """Run the loop; returns the result and the rows of metrics.jsonl."""
     options = tuple({**dict(case.options), **options}.items())
     case = Case(case.step, case.zero, case.micro, case.model, options=options)
-    engine, own_task, config, _ = build_supervised(case, models_folder, tmp_path)
+    engine, own_task, config, files = build_supervised(case, models_folder, tmp_path)
     rows = rows if rows is not None else sft_rows()
     batches = setup.step_batches(config, rows, held_out if held_out is not None else rows[:5])
     log = MetricsLog(config.output_dir, config)
     try:
         task = task(own_task) if task else own_task
-        result = loop.train(engine, task, config, *batches, log, save, call)
+        best = BestModel(config, "actor_best", lambda f: setup.save(engine, config, files, f.name))
+        result = loop.train(engine, task, config, *batches, log, save, call, best)
     finally:
         log.close()
     return result, rows_in(tmp_path)
@@ -167,6 +169,35 @@ def test_bad_steps_in_a_row_are_counted_on_after_a_break(models_folder, tmp_path
         with pytest.raises(FloatingPointError, match="3 steps in a row"):
             train(models_folder, tmp_path, task=_AlwaysBad, **options)
     assert [row["bad_steps"] for row in rows_in(tmp_path) if "bad_steps" in row] == [1, 2]
+
+
+@pytest.mark.parametrize(("later", "best"), [((2.0, 3.0), 2), ((2.0, 0.5), 4)])
+def test_the_best_model_of_a_run_that_was_cut(later, best, models_folder, tmp_path, monkeypatch):
+    """It is that of a run without a break: by default of the lowest loss on held-out rows."""
+    options = {"keep_best": "auto", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
+
+    def run(folder, *losses, resume=None, ends_at=9):
+        levels, done = iter(losses), []
+
+        def call(event, engine, *_):
+            done.append(event == "on_step")
+            if sum(done) == ends_at:
+                raise FloatingPointError("cut")
+
+        monkeypatch.setattr(loop, "evaluate", lambda *_: {"eval/loss": next(levels)})
+        train(models_folder, tmp_path / folder, call=call, resume=resume, **options)
+
+    def kept(folder):
+        return AutoModelForCausalLM.from_pretrained(tmp_path / folder / "actor_best").state_dict()
+
+    run("whole", 4.0, 3.0, 1.0, *later)
+    with pytest.raises(FloatingPointError, match="cut"):
+        run("cut", 4.0, 3.0, 1.0, ends_at=3)
+    second = kept("cut")
+    run("cut", *later, resume="latest")
+    whole, cut = kept("whole"), kept("cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert all(torch.equal(second[name], cut[name]) for name in whole) == (best == 2)
 
 
 def test_after_the_last_step_the_model_is_saved_and_no_checkpoint(models_folder, tmp_path):
