@@ -97,7 +97,7 @@ def test_an_editable_install_is_found_in_the_folder_of_the_clone(clone):
     """There a folder called dschat, without __init__.py, comes before the package."""
     site = unpacked(clone, "build_editable")
     code = f"import site; site.addsitedir({str(site)!r}); import dschat; print(dschat.__file__)"
-    done = python("-c", code, cwd=clone.parent, env=environment(PYTHONPATH=""))
+    done = python("-S", "-c", code, cwd=clone.parent, env=environment(PYTHONPATH=""))
     assert done.stdout.strip() == str(clone / "dschat" / "__init__.py"), done.stderr
 
 
