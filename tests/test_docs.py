@@ -122,6 +122,11 @@ def python(words: list[str]) -> None:
             patch.syspath_prepend(str(ROOT / "benchmarks"))
             patch.setattr(sys, "argv", words)
             import_module("gpu").parse()
+    elif words[0] == "benchmarks/real_models.py":
+        models = (ROOT / words[0]).read_text().partition("MODELS = {")[2]
+        assert all(f'"{name}": ' in models for name in words[1:])
+    elif words[0] == "examples/reasoning_gym_tasks.py":
+        assert (ROOT / words[0]).is_file()  # tests/test_examples.py runs it
     elif words[0] == "chat.py":
         end = words.index("<") if "<" in words else len(words)
         parser.parse(ChatConfig, words[1:end], takes_file=False)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from python_process import ROOT
 from stub_steps import wait_for
 from transformers import LlamaConfig, LlamaForCausalLM
