@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_process import LAUNCHER
 from stub_steps import QUIET, finish, plan, planned, world_of
 
 from dschat.config import UserError
@@ -207,7 +208,9 @@ def test_processes_share_cpu_threads(tree, monkeypatch):
 
 def test_train_py_is_not_a_task_itself(tree, monkeypatch):
     """srun python train.py: every task would start all processes."""
-    pin(False)  # a test before it may have joined a group
+    pin(False)  # a test before it may have joined a group, which sets LAUNCHER
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(UserError, match="4 processes run train.py"):
         plan(tree, "--recipe", "quiet")
