@@ -61,6 +61,7 @@ class Experience:
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
     num_mini_batches: int = 1  # optimizer steps of an epoch, the same on all ranks
+    together: int = 1  # sequences, consecutive by number, that are in one mini-batch
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
 
     def __repr__(self) -> str:
@@ -233,14 +234,17 @@ def from_rollout(
     )
 
 
-def mini_batch_of(numbers: Tensor, num_mini_batches: int, seed: list[int]) -> np.ndarray:
+def mini_batch_of(
+    numbers: Tensor, num_mini_batches: int, seed: list[int], together: int = 1
+) -> np.ndarray:
     """Assign each sequence to a mini-batch by its number in the rollout: (S,) int64 -> (S,) int64.
 
-    The rollout is split into blocks of ``num_mini_batches`` consecutive sequences; a permutation
-    drawn per block gives one sequence to every mini-batch. So the assignment does not depend on the
-    number of ranks, and a rank that holds whole blocks has an equal share of every mini-batch.
+    The rollout is split into blocks of ``num_mini_batches`` consecutive units, of ``together``
+    sequences each; a permutation drawn per block gives one unit to every mini-batch. So the
+    assignment does not depend on the number of ranks, and a rank that holds whole blocks has an
+    equal share of every mini-batch.
     """
-    blocks, places = np.divmod(numbers.numpy(), num_mini_batches)
+    blocks, places = np.divmod(numbers.numpy() // together, num_mini_batches)
     permutations = {
         block: np.random.default_rng([*seed, int(block)]).permutation(num_mini_batches)
         for block in np.unique(blocks)

@@ -143,6 +143,16 @@ class Collected:
     others: Sequence[SourceScores] = ()
     moves: Moves | None = None
 
+    def cut_into(self, num_mini_batches: int, samples: int) -> None:
+        """Collective. Plan an epoch's optimizer steps, with all ``samples`` answers to a prompt in
+        one step, which then computes the prompt once; but not where a rank would have no answers
+        in some step.
+        """
+        e = self.experience
+        e.num_mini_batches = num_mini_batches
+        if self.num_prompts % (num_mini_batches * dist.world_size()) == 0:
+            e.together = samples
+
     def balance(self, mini_batch: np.ndarray, samples: int, budget: int) -> None:
         """Collective. Move answers between ranks; see `plan_moves`."""
         self.moves = plan_moves(self.experience, mini_batch, samples, budget)

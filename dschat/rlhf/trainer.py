@@ -180,7 +180,7 @@ class DeepSpeedPPOTrainer:
         num_prompts = int(dist.sum_floats([float(len(prompts))])[0])
         num_steps = self.args.mini_batches_of(num_prompts, dist.world_size())
         rollout = self.collector.collect(prompts, self.sampling())
-        rollout.experience.num_mini_batches = num_steps
+        rollout.cut_into(num_steps, self.args.num_samples_per_prompt)
         settle_token_budget(self.engine, self.args)
         if self.engine.token_budget and dist.world_size() > 1:
             samples = self.args.num_samples_per_prompt
@@ -264,7 +264,7 @@ class DeepSpeedPPOTrainer:
     def _mini_batches(self, e: Experience, epoch: int) -> np.ndarray:
         """The mini-batch of each sequence: (S,) int64."""
         seed = [self.args.seed, self.iteration, epoch]
-        return mini_batch_of(e.numbers, e.num_mini_batches, seed)
+        return mini_batch_of(e.numbers, e.num_mini_batches, seed, e.together)
 
     def require_learned(self) -> None:
         """At the end of a run: raise ``FloatingPointError`` where every actor step was skipped."""

@@ -309,6 +309,19 @@ def test_rows_that_dynamic_sampling_leaves_do_not_change_the_steps(models_folder
     assert (e.num_mini_batches, trainer.engine.updates) == (2, 4)
 
 
+@pytest.mark.parametrize("samples", [4, 16])
+def test_answers_to_one_prompt_share_a_step_where_the_steps_divide_the_prompts(
+    samples, models_folder
+):
+    trainer = ppo_trainer(models_folder, num_samples_per_prompt=samples)
+    e = trainer.generate_experience(PROMPTS[:6])
+    assert e.num_mini_batches == 6 * samples // 8
+    first, second = (trainer._mini_batches(e, epoch).reshape(6, samples) for epoch in (0, 1))
+    assert [len(set(of_prompt)) == 1 for of_prompt in first.tolist()] == [samples == 4] * 6
+    assert np.bincount(first.ravel()).tolist() == [8] * e.num_mini_batches
+    assert first.tolist() != second.tolist()
+
+
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
