@@ -62,7 +62,7 @@ def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFCo
     # Importance weights compare both log-probs of every token; older policies drew other ones.
     needs_all = args.old_logprobs == "recompute" or args.rollout_is != "off" or args.partial_rollout
     if not needs_all:
-        _recompute(engine, e, args, _checked(e))
+        _recompute(engine, e, args, _checked(e, args))
         if not _reads_old_logprobs(engine, args, e) or _agree(e):
             return True
         rows = [i for i in rows if not e.recomputed[i]]
@@ -70,9 +70,11 @@ def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFCo
     return False
 
 
-def _checked(e: Experience) -> list[int]:
-    """The rows that are recomputed to compare."""
-    return [i for i, number in enumerate(e.numbers.tolist()) if number % _CHECKED_SHARE == 0]
+def _checked(e: Experience, args: RLHFConfig) -> list[int]:
+    """The rows that are recomputed to compare: up to four answers to a prompt share its forward."""
+    together = min(args.num_samples_per_prompt, 4)
+    numbers = (e.numbers // together).tolist()
+    return [i for i, number in enumerate(numbers) if number % _CHECKED_SHARE == 0]
 
 
 def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig, e: Experience) -> bool:
@@ -98,8 +100,9 @@ def update_kl(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> d
     ``policy/approxkl_avg`` is measured before each step: 0 where there is only one.
     """
     total, count = torch.zeros((), dtype=torch.float64, device=dist.device()), 0
+    size = args.per_device_training_batch_size
     with evaluating(engine.actor):
-        for _, batch in pieces(engine, e, args.per_device_training_batch_size, _checked(e)):
+        for _, batch in pieces(engine, e, size, _checked(e, args)):
             logprobs, _ = action_logprobs(engine.actor, batch, args.temperature)
             if logprobs.dim() == 3:  # with those of the teacher's candidates
                 logprobs = logprobs[:, :, 0]

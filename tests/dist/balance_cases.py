@@ -28,7 +28,8 @@ def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     per_sequence = [getattr(e, n).tolist() for n in ("scores", "scored", "finished")]
     columns = (e.numbers.tolist(), ids, *per_sequence, *per_action)
     rows = [list(row) for row in zip(*columns, strict=True)]
-    number = mini_batch_of(e.numbers, config.num_mini_batches, [config.seed, 0, 0])
+    seed = [config.seed, 0, 0]
+    number = mini_batch_of(e.numbers, e.num_mini_batches, seed, e.together)
     columns = (number.tolist(), e.prompt_lengths.tolist(), e.numbers.tolist(), e.lengths.tolist())
     return {
         "rows": sorted(sum(dist.gather_objects(rows), [])),

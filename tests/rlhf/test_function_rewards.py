@@ -256,7 +256,7 @@ def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
     trainer = trainer_of(models_folder, old_logprobs="rollout", ppo_epochs=2)
     e = trainer.generate_experience(PROMPTS[:8])
     e.rollout_logprobs[e.answer_mask] -= 0.5
-    number = mini_batch_of(e.numbers, 2, [trainer.args.seed, 0, 0])
+    number = mini_batch_of(e.numbers, 2, [trainer.args.seed, 0, 0], e.together)
     e.loss_mask[torch.from_numpy(number == 0)] = False  # nothing to learn there
     trainer.train_rlhf(e)
     assert trainer.engine.version == 3
