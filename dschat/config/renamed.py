@@ -7,7 +7,6 @@ alike: `old_flags.ini`. Other names are refused in one line that says what to us
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from configparser import ConfigParser
 from contextlib import suppress
@@ -109,8 +108,7 @@ def set_in(args: Any, names: Collection[str]) -> dict[str, Any] | None:
 def _made(kind: Any, settings: dict[str, Any]) -> Any:
     """A config of these settings, if there is one; on a CPU TRL's default of bf16 needs use_cpu."""
     for given in (settings, settings | {"use_cpu": True}):
-        with suppress(TypeError, ValueError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user's own call has warned
+        with suppress(TypeError, ValueError):
             return kind(**given)
 
 
