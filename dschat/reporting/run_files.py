@@ -69,9 +69,8 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     Raises:
         UserError: no metrics in a folder, or settings that cannot be read.
     """
-    unique = [str(folder) for folder in dict.fromkeys(map(Path, folders))]
-    named = [(name, Path(path)) for name, path in named_paths(unique, "runs")]
-    return [Run(name, folder, _read_steps(folder)) for name, folder in named]
+    named = named_paths([str(folder) for folder in dict.fromkeys(map(Path, folders))], "runs")
+    return [Run(name, Path(path), _read_steps(Path(path))) for name, path in named]
 
 
 def named_paths(paths: Sequence[str], flag: str) -> list[tuple[str, str]]:
