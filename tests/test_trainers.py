@@ -5,7 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +30,7 @@ from dschat import (
     UserError,
 )
 from dschat.builtin.tiny_model import resolve_model
+from dschat.config.renamed import hint, set_in
 
 REWARD = '''
 class Log:
@@ -115,6 +116,35 @@ def test_the_same_as_the_command(name, tmp_path):
     assert (tmp_path / "events").read_text().split() == events
 
 
+@pytest.mark.slow
+def test_fewer_prompts_than_a_rollout(tmp_path):
+    """Of five, whose 40 answers 16 does not divide, an iteration takes four, resumed or not."""
+    (tmp_path / "r.py").write_text(REWARD)
+    settings = {"max_steps": 4, "save_steps": 2, "sample_steps": 0, "max_answer_seq_len": 8}
+    settings |= {"actor_learning_rate": 1e-3, "per_device_training_batch_size": 16}
+    script = (
+        f"import sys\nfrom dschat import GRPOTrainer\nfrom r import starts_low\n"
+        f"GRPOTrainer('builtin/tiny', {QUESTIONS[:5]}, reward_fns=starts_low, eval_fraction=0, "
+        f"output_dir=sys.argv[1], resume=sys.argv[2] or None, **{settings}).train()\n"
+    )
+    runs = {}
+    for out, resume in (("whole", ""), ("cut", "whole/checkpoints/step_000002")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, out, resume],
+            **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "5 prompts do not fill a rollout: iterations take 4" in done.stdout + done.stderr
+        lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
+        clocks = ("time/", "throughput/", "memory/")
+        rows = [{k: v for k, v in json.loads(x).items() if not k.startswith(clocks)} for x in lines]
+        runs[out] = {row["step"]: row for row in rows if "rollout/sequences" in row}
+    assert [row["rollout/sequences"] for row in runs["whole"].values()] == [32.0] * 4
+    assert all(0 <= row["objective/scores"] <= 1 for row in runs["whole"].values())
+    assert runs["cut"] == {step: runs["whole"][step] for step in (3, 4)}
+    assert len({row["policy/learning_rate"] for row in runs["whole"].values()}) == 4
+
+
 def test_what_args_name_is_a_setting_and_their_defaults_are_none():
     def estimator(args):
         config = GRPOTrainer("m", reward_fns=[len], args=args).config
@@ -189,6 +219,16 @@ THEIRS = [
         "",
     ),
     (SFTTrainer, TrainingArguments, {"warmup_steps": 3}, {}, "setting warmup_steps; use num_w"),
+    (SFTTrainer, TrainingArguments, {"eval_strategy": "steps"}, {"eval_steps": 500}, ""),
+    (SFTTrainer, TrainingArguments, {"eval_strategy": "epoch"}, {}, "setting eval_strategy; use"),
+    (SFTTrainer, TrainingArguments, {"metric_for_best_model": "x"}, {}, "setting metric_for_"),
+    (SFTTrainer, TrainingArguments, {"hub_model_id": "me/x"}, {}, "setting hub_model_id; use"),
+    (
+        *(DPOTrainer, TrainingArguments),
+        {"push_to_hub": True, "hub_model_id": "me/x", "output_dir": "steps"},
+        {"push_to_hub": "me/x", "output_dir": "steps"},
+        "",
+    ),
     (GRPOTrainer, TrainingArguments, {"bf16": False, "use_cpu": True}, {}, ""),
     (GRPOTrainer, OfTRL, {"use_cpu": True}, {}, ""),
     (GRPOTrainer, OfTRL, {"bf16": False}, {}, "setting bf16; use dtype"),
@@ -202,8 +242,9 @@ THEIRS = [
         *(GRPOTrainer, OfTRL),
         {"use_cpu": True, "steps_per_generation": 4, "num_generations": 16},
         {},
-        "settings: ",
+        "settings: num_generations (use num_samples_per_prompt), steps_per_generation (use",
     ),
+    (GRPOTrainer, OfTRL, {"use_cpu": True, "steps_per_generation": 4}, {}, "setting steps_per_"),
     (GRPOTrainer, Mine, {"use_cpu": True}, {"seed": 7, "max_prompt_seq_len": 99}, ""),
 ]
 
@@ -229,6 +270,51 @@ def test_every_default_of_trl_is_none_of_ours(caplog):
             config = trainer("m", "d", args=theirs(**given), **more).config
             assert asdict(config) == asdict(trainer("m", "d", **ours, **more).config)
     assert caplog.text == ""
+
+
+# Settings with two names, or of which one is known where the other is.
+SAME = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "generation_batch_size": "steps_per_generation",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["", "SFT", "Reward", "DPO", "GRPO", "RLOO"])
+def test_one_setting_at_a_time(name):
+    """Of every field of their configs: nothing that was not set is warned of."""
+    kind = getattr(pytest.importorskip("trl"), f"{name}Config") if name else TrainingArguments
+    names, num_made = {f.name for f in fields(RLHFConfig)}, 0
+    for f in fields(kind):
+        others = (True, False, 2, 16, 0.25, "no", "steps", "epoch", "name", ["name"], {"key": 1})
+        for value in others if f.init and f.name != "use_cpu" else ():
+            try:
+                args = kind(**{"use_cpu": True, f.name: value})
+            except Exception:  # another type
+                continue
+            num_made += 1
+            found = set_in(args, names)
+            warned = {n for n in found if hint(n, names).startswith("; use ")} - names
+            assert warned <= {f.name, SAME.get(f.name)}, (f.name, value)
+    assert num_made > 500
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"save_steps": 0.1}, "save_steps 0.1 is not a whole number; give the number, not a share"),
+        ({"logging_steps": 0.5}, "logging_steps 0.5 .* give the number, not a share"),
+        ({"num_train_epochs": 2.5}, "num_train_epochs 2.5 is not a whole number$"),
+        ({"push_to_hub": True}, "push_to_hub True is not text; give .* name, OWNER/NAME"),
+        ({"report_to": ["mlflow"]}, "report_to .* not one of tensorboard, wandb, none"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type .* is not one of cosine, linear"),
+    ],
+)
+def test_values_that_are_wider_there(given, says):
+    with pytest.raises(UserError, match=f"^{says}"):
+        SFTTrainer("m", "d", args=TrainingArguments(**given))
 
 
 def test_names_of_trl(own_cache):

@@ -345,6 +345,7 @@ class SavingConfig:
     push_to_hub: Optional[str] = place_flag(
         None,
         "Push the saved models to this repository of the Hugging Face hub, NAME or OWNER/NAME.",
+        form="; give the repository's name, OWNER/NAME",
     )
     hub_strategy: Literal["end", "every_save"] = place_flag(
         "end", "Push at the end, or also after every checkpoint.", needs="push_to_hub"

@@ -71,7 +71,8 @@ def flag(
         ge, gt, le, lt: bounds of a number, which may equal ``ge`` and ``le``.
         remedy: ends the message about a number out of bounds.
         short: whether ``--help`` shows the flag; ``--help all`` shows every one.
-        metadata: what argparse takes; ``needs``, a flag without which this one has no effect;
+        metadata: what argparse takes; ``form`` ends the message about a value of another type;
+            ``needs``, a flag without which this one has no effect;
             ``reads`` is "files" where the value names local files, whose contents count;
             ``read_once``: how to change it once a trainer is made, which then has its own.
     """
@@ -143,7 +144,7 @@ def require_valid(config: Any, prefix: str = "--") -> None:
         problem = type_problem(value, hints[f.name])
         if problem:
             shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
-            raise UserError(f"{prefix}{f.name} {shown} {problem}")
+            raise UserError(f"{prefix}{f.name} {shown} {problem}{f.metadata.get('form', '')}")
     for f in fields(config):
         bounds, value = f.metadata.get("bounds"), getattr(config, f.name)
         for number in value if isinstance(value, (list, tuple)) else [value]:
@@ -175,7 +176,8 @@ def type_problem(value: Any, hint: Any) -> str:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if hint is int:
         if not isinstance(value, Integral) or isinstance(value, bool):
-            return "is not a whole number"
+            is_share = isinstance(value, float) and 0 < value < 1
+            return "is not a whole number" + "; give the number, not a share" * is_share
         return "" if -(2**63) <= int(value) < 2**63 else "is too large a number"
     if hint is float:
         if not isinstance(value, Real) or isinstance(value, bool):

@@ -88,12 +88,19 @@ def set_in(args: Any, names: Collection[str]) -> dict[str, Any] | None:
     if not (theirs and is_dataclass(kind := theirs[0])):
         found = {name: inspect.getattr_static(args, name) for name in dir(args)}
         return {name: value for name, value in found.items() if not isinstance(value, property)}
-    known = {f.name for f in fields(kind) if f.default is not None or f.name in names}
-    found, is_set = vars(args), dict[str, Any]()
-    for _ in range(2):  # without defaults, then without what follows from settings
-        made = _made(kind, is_set)
-        found = {n: v for n, v in found.items() if n in is_set or v != getattr(made, n, None)}
-        is_set = {n: v for n, v in found.items() if n in known}
+    made = _made(kind, {})
+    found = {n: v for n, v in vars(args).items() if v != getattr(made, n, None)}
+    settings = {f.name: found[f.name] for f in fields(kind) if f.init and f.name in found}
+    for name in [name for name in settings if name not in names]:  # what follows from the others
+        value = settings.pop(name)
+        if getattr(_made(kind, settings), name, None) == value:
+            del found[name]
+        else:
+            settings[name] = value
+    if found.get("push_to_hub") is True and "hub_model_id" in found:
+        found["push_to_hub"] = found.pop("hub_model_id")
+    if found.get("eval_strategy") == "steps":  # as here
+        del found["eval_strategy"]
     found = {n: v.value if isinstance(v, Enum) else v for n, v in found.items()}
     return {n: int(v) if isinstance(v, float) and v % 1 == 0 else v for n, v in found.items()}
 

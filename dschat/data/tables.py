@@ -5,11 +5,13 @@ this one calls, so a table would outlive a bug fix there. Here every key include
 code: another version reads and tokenizes the data again.
 """
 
+import glob
 import hashlib
 import io
 import json
 import logging
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -32,6 +34,7 @@ from pandas import DataFrame
 
 from dschat.config import UserError
 from dschat.config.errors import require
+from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.startup.files import discard, replace_file, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
@@ -86,7 +89,10 @@ def data_names(data: Any, argument: str) -> list[str]:
         UserError: it is something else, or empty.
     """
     if isinstance(data, (str, os.PathLike)):
-        return [str(data)]
+        name = str(data)
+        problem = f"{argument} {name[:60]!r} is no file or data set; texts are rows, as"
+        require(not _is_text(name), f'{problem} [{{"prompt": ...}}]')
+        return [name]
     if isinstance(data, DataFrame):
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     is_list = isinstance(data, (list, tuple))
@@ -113,6 +119,13 @@ def data_names(data: Any, argument: str) -> list[str]:
     with _cache() as folder:
         replace_file(folder / name, content, 0.0)  # NOTE: tables made of it are found by its time
         return [str(folder / name)]
+
+
+def _is_text(name: str) -> bool:
+    """Whether it has spaces, and is neither of a file, with its weight or without, nor like one."""
+    path = os.path.expanduser(re.sub(r":[\d.]+$", "", name))
+    is_like_one = kind_of(path) in (*SUFFIXES, TEXT_SUFFIX) or os.path.lexists(path)
+    return bool(re.search(r"\s", name)) and not (is_like_one or glob.glob(path))
 
 
 def _is_row(row: Any) -> bool:

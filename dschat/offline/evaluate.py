@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from io import StringIO
 from pathlib import Path
@@ -32,7 +33,6 @@ from dschat.data.tokenize import question_text
 from dschat.observability import console
 from dschat.offline.flags import NEED_REWARD, EvalConfig, GenerateConfig, PromptsConfig
 from dschat.offline.generate import generate
-from dschat.reporting.run_files import short_names
 from dschat.startup.files import replace_file
 
 logger = logging.getLogger("dschat")
@@ -184,7 +184,9 @@ def evaluate(config: EvalConfig) -> Results:
         UserError: a wrong flag, model, reward source, task or data, before weights load.
     """
     check_out(config.out)
-    paths, files, tasks = config.path or [], config.answers or [], config.own_tasks
+    tasks, num_models = config.own_tasks, len(config.path or ())
+    labels, sources = zip(*config.models, strict=True)
+    paths, files = sources[:num_models], sources[num_models:]
     models = [
         Model.find(path, config.dtype, config.trust_remote_code, **config.template_flags)
         for path in paths
@@ -194,13 +196,12 @@ def evaluate(config: EvalConfig) -> Results:
         from dschat.offline.harness import Harness
 
         harness = Harness(config)
-    labels = short_names([*paths, *files])
     by_label: dict[str, Metrics] = {label: {} for label in labels}
     if tasks:
         given = [read_answers(path, tasks) for path in files]
         require_equal_prompts(given, files)
         answers = [*(_answers_of(path, config) for path in paths), *given]
-        require_equal_prompts(answers, [*paths, *files])
+        require_equal_prompts(answers, sources)
         by_label = dict(zip(labels, answer_metrics(tasks, answers), strict=True))
     console.release()
     if harness is not None:
@@ -256,7 +257,7 @@ def read_answers(path: str, tasks: list[str], prefix: str = "") -> Answers:
     return rows
 
 
-def require_equal_prompts(answers: list[Answers], names: list[str]) -> None:
+def require_equal_prompts(answers: list[Answers], names: Sequence[str]) -> None:
     """Raise ``UserError`` unless all of ``answers`` have the same prompts."""
     for rows, name in zip(answers, names, strict=True):
         first = answers[0]

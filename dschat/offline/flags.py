@@ -14,6 +14,7 @@ from dschat.config.data import DataConfig, ReadConfig, columns_by_role, require_
 from dschat.config.errors import require
 from dschat.config.fields import flag, place_flag
 from dschat.config.reward import RewardSourcesConfig
+from dschat.reporting.run_files import named_paths
 
 OWN_TASKS = ("win_rate", "score", "gold")  # others are lm-evaluation-harness's
 NEED_REWARD = ("win_rate", "score")
@@ -130,7 +131,7 @@ class EvalConfig(PromptsConfig):
 
     path: Optional[list[str]] = flag(
         None,
-        "Models: folders or hub names; the others are compared with the first.",
+        "Models: folders or hub names, or NAME=FOLDER; the others are compared with the first.",
         short=True,
         action="extend",
     )
@@ -163,6 +164,12 @@ class EvalConfig(PromptsConfig):
         """Tasks of lm-evaluation-harness."""
         return [task for task in self.task or () if task not in OWN_TASKS]
 
+    @property
+    def models(self) -> list[tuple[str, str]]:
+        """Name and path of each model, then of each file of ``answers``."""
+        flag = "--path" if self.path else "--answers"
+        return named_paths([*(self.path or ()), *(self.answers or ())], flag)
+
     def validate(self) -> None:
         self.validate_prompts()
         require(
@@ -179,11 +186,8 @@ class EvalConfig(PromptsConfig):
                 self.has_rewards or task not in NEED_REWARD,
                 f"--task {task} needs a score; name --reward_model or --reward_fn",
             )
-        names = [os.path.normpath(name) for name in [*(self.path or ()), *(self.answers or ())]]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        require(twice is None, f"--path has {twice} twice; name each model once")
         require(
-            len(names) > 1 or "win_rate" not in self.own_tasks,
+            len(self.models) > 1 or "win_rate" not in self.own_tasks,
             "--task win_rate compares with the first model or file; name two",
         )
         for task in self.harness_tasks:

@@ -20,8 +20,8 @@ class ReportConfig:
 
     runs: list[str] = flag(
         [],
-        "Output folders of train.py or of single steps (may come first, without the flag). The "
-        "report is written into the first one; the others are drawn in the same figures.",
+        "Output folders of train.py or of single steps, or NAME=FOLDER (may come first, without "
+        "the flag). The report is written into the first one; the others are drawn beside it.",
         short=True,
     )
     max_points: int = flag(1000, "Points per curve; longer curves are thinned.", short=True, ge=2)

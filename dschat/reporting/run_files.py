@@ -69,11 +69,29 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     Raises:
         UserError: no metrics in a folder, or settings that cannot be read.
     """
-    unique = list(dict.fromkeys(Path(folder) for folder in folders))
-    names = short_names([os.path.abspath(folder) for folder in unique])
-    return [
-        Run(name, folder, _read_steps(folder)) for name, folder in zip(names, unique, strict=True)
-    ]
+    named = named_paths([str(folder) for folder in dict.fromkeys(map(Path, folders))], "runs")
+    return [Run(name, Path(path), _read_steps(Path(path))) for name, path in named]
+
+
+def named_paths(paths: Sequence[str], flag: str) -> list[tuple[str, str]]:
+    """Name and path of each of ``paths``: of NAME=PATH both, of others the name is from the path.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    names = iter(short_names([os.path.abspath(path) for path in paths if not _named(path)]))
+    found = [_named(path) or (next(names), path) for path in paths]
+    taken = [name for name, _ in found]
+    twice = next((name for i, name in enumerate(taken) if name in taken[:i]), None)
+    require(twice is None, f"{flag}: two are named {twice}; name each once, or write NAME=FOLDER")
+    return found
+
+
+def _named(text: str) -> tuple[str, str] | None:
+    """The parts of NAME=PATH. A path may have a = too: it exists, or one is in its folders."""
+    name, _, path = text.partition("=")
+    is_path = os.sep in name or os.path.exists(os.path.expanduser(text))
+    return (name, path) if name and path and not is_path else None
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:

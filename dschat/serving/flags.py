@@ -9,7 +9,7 @@ from dschat.config import UserError
 from dschat.config.data import TemplateConfig
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_valid
-from dschat.reporting.run_files import short_names
+from dschat.reporting.run_files import named_paths
 
 KEYS_VARIABLE = "DSCHAT_API_KEYS"
 
@@ -69,18 +69,12 @@ class ServeConfig(TemplateConfig):
     def validate(self) -> None:
         """Raise ``UserError`` (flag and remedy in one line) for the first invalid flag."""
         require_valid(self)
-        require(bool(self.path), "--path is missing; name a model's folder")
-        names = [name for name, _ in self.models]
-        for i, name in enumerate(names):
-            require(name not in names[:i], f"--path: two models are {name}; write NAME=FOLDER")
+        require(bool(self.models), "--path is missing; name a model's folder")
 
     @property
     def models(self) -> list[tuple[str, str]]:
         """Name and path of each model."""
-        paths = self.path or []
-        others = [path for path in paths if not all(path.partition("="))]
-        names = dict(zip(others, short_names(others), strict=True))
-        return [(names[p], p) if p in names else p.partition("=")[::2] for p in paths]
+        return named_paths(self.path or [], "--path")
 
     @property
     def is_local(self) -> bool:

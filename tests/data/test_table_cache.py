@@ -192,6 +192,11 @@ IN_ITSELF["row"] = IN_ITSELF
         (DataFrame([["x"]], columns=MultiIndex.from_tuples([("a", 1)])), "JSON .* not tuple"),
         ([IN_ITSELF], "data has a row that JSON cannot hold: Circular reference"),
         (["a", 3], "data of type int"),
+        (["Hi", "What is 2+2?"], r"data 'What is 2\+2\?' is no file .* rows, as .{.prompt"),
+        ("Write a poem.", "data 'Write a poem.' is no file or data set; texts are rows"),
+        (["one line\nanother:2"], r"data 'one line\\nanother:2' is no file"),
+        (["no folder:2"], "data 'no folder:2' is no file"),
+        (["x " * 999], f"data '{'x ' * 30}' is no file"),
         ([], "data is empty"),
         (DataFrame(), "data is empty"),
         (Dataset.from_list(TABLE).select([]), "data is empty"),
@@ -201,3 +206,14 @@ def test_other_data_is_refused(data, words, tables_on_disk):
     with pytest.raises(UserError, match=words):
         tables.data_names(data, "data")
     assert not tables_on_disk()
+
+
+def test_names_may_have_spaces(tmp_path, monkeypatch):
+    """Files that are there, or that could be; hub names have none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my rows").mkdir()
+    (tmp_path / "[1] file").touch()
+    names = ["my rows", "my rows:2.5", "m* row?", "~/my rows", "[1] file", "none here.JSONL.gz:2"]
+    names += ["a/b c.txt", "owner/name:part"]
+    assert tables.data_names(names, "data") == names

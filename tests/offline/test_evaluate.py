@@ -56,9 +56,9 @@ def test_scores_and_wins(models, prompts, length, tmp_path):
     assert value(found, "win_rate", "opt.jsonl")["value"] == wins.mean()
     assert [row["metric"] for row in found.differences] == ["score"]
     assert found.differences[0]["value"] == pytest.approx(np.nanmean(other - one))
-    again = run("--path", models / "llama", models / "opt", *words)
+    again = run("--path", models / "llama", f"second={models / 'opt'}", *words)
     for metric in ("score", "win_rate"):
-        assert value(again, metric, "opt")["value"] == value(found, metric, "opt.jsonl")["value"]
+        assert value(again, metric, "second")["value"] == value(found, metric, "opt.jsonl")["value"]
 
 
 def test_the_data_may_have_the_columns_of_answers(models, write, length):

@@ -8,7 +8,7 @@ from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
 from dschat.reporting.page import history_of
-from dschat.reporting.run_files import read_runs, read_warnings, short_names
+from dschat.reporting.run_files import named_paths, read_runs, read_warnings, short_names
 
 
 def test_a_run_has_the_steps_of_its_folder(tmp_path):
@@ -51,6 +51,37 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
 def test_a_model_has_the_same_name_everywhere(paths, names):
     """In serve, eval and report: its run's, as short as it is distinct."""
     assert short_names(paths) == names
+
+
+@pytest.mark.parametrize(
+    ("paths", "named"),
+    [
+        (["A=out/x", "y"], [("A", "out/x"), ("y", "y")]),
+        (["A=x", "B=x"], [("A", "x"), ("B", "x")]),  # one folder twice, and it is meant
+        ([".", "run/actor"], [("here", "."), ("run", "run/actor")]),
+        (["./actor"], [("here", "./actor")]),
+        (["lr=1", "lr=2"], [("lr=1", "lr=1"), ("lr", "2")]),  # the first is a folder
+        (["~/lr=1"], [("lr=1", "~/lr=1")]),
+        (["runs/lr=2"], [("lr=2", "runs/lr=2")]),
+        (["=x", "y="], [("=x", "=x"), ("y=", "y=")]),
+    ],
+)
+def test_a_name_may_be_given(paths, named, tmp_path, monkeypatch):
+    (tmp_path / "here/lr=1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    assert named_paths(paths, "--path") == named
+
+
+@pytest.mark.parametrize("paths", [["x", "./x"], ["x", "y/../x/"], ["x=a", "x=b"], ["x=a", "x"]])
+def test_two_of_one_name_are_refused(paths):
+    with pytest.raises(UserError, match="^--path: two are named (/.*/)?x; .* write NAME=FOLDER$"):
+        named_paths(paths, "--path")
+
+
+def test_a_run_of_a_given_name(tmp_path):
+    out = write_run(tmp_path / "out")
+    assert [run.name for run in read_runs([f"mine={out}", str(out)])] == ["mine", "out"]
 
 
 def test_the_verdict_is_the_last_one(tmp_path):
