@@ -5,7 +5,7 @@
 
 Weights are fp32, and more of them than the caches hold, as in a model; the sides take turns. One
 JSON line per shape and number of rows goes to stdout: for each side the seconds of one product
-(best of the rounds), GB/s of the weight's fp32 bytes, and GFLOP/s. `int8`: its weight has 8 bits.
+(best of the rounds), GB/s of the weight, and GFLOP/s.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 import torch
 from report import environment, rounded
 
-from dschat.inference.model.linear import Linear, backends_for, int8_backends_for
+from dschat.inference.model.linear import Linear, backends_for
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 BYTES = 48 << 20  # of the weights that a side multiplies by
@@ -23,9 +23,8 @@ BYTES = 48 << 20  # of the weights that a side multiplies by
 
 def sides_of(shape: tuple[int, int]) -> dict[str, list[Linear]]:
     count = min(200, max(1, BYTES // (4 * shape[0] * shape[1])))
-    names = [*backends_for(FP32), *(b for b in int8_backends_for(FP32) if b == "int8")]
     sides: dict[str, list[Linear]] = {}
-    for name in names:
+    for name in backends_for(FP32):
         sides[name] = [Linear(shape, False, FP32, CPU, name) for _ in range(count)]
         for linear in sides[name]:
             linear.open().normal_()

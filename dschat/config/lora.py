@@ -74,13 +74,6 @@ class QuantizedConfig:
             f"{named}: with --share_base its weights are the actor's; name the actor",
         )
         require(
-            model != "actor"
-            or config.rollout_quantization == "off"
-            or config.rollout_layout == "copy",
-            f"{named}: its rollout reads these weights; add --rollout_layout copy, or leave "
-            "--rollout_quantization out",
-        )
-        require(
             getattr(config, f"{prefix}zero_stage") < 3 and not config.offloads(model),
             f"{named}: quantized weights are neither sharded nor offloaded; use "
             f"--{prefix}zero_stage 2 or less, and leave it out of --offload",

@@ -89,9 +89,6 @@ class RolloutConfig:
     rollout_layout: Literal["auto", "copy", "zero_copy"] = speed_flag(
         "auto", "Rollout weights: a copy, or training's own in place (auto: on a GPU, if possible)."
     )
-    rollout_quantization: Literal["off", "int8"] = flag(
-        "off", "int8: keep the rollout's weights in 8 bits, with a scale per output channel."
-    )
     rollout_lora: Literal["auto", "merge", "side"] = speed_flag(
         "auto", "LoRA in the rollout: merged into the copy, or applied beside the base weights."
     )
@@ -188,19 +185,11 @@ class RolloutConfig:
         )
         is_in_place = self.rollout_layout == "zero_copy"
         engine = "--enable_hybrid_engine", self.enable_hybrid_engine
-        size, is_int8 = self.inference_tp_size, self.rollout_quantization == "int8"
-        staleness, partial = self.max_staleness, self.partial_rollout
+        size, staleness, partial = self.inference_tp_size, self.max_staleness, self.partial_rollout
         for given, is_set, needed, is_met in (
             (f"--inference_tp_size {size}", size > 1, *engine),
             ("--partial_rollout", partial, *engine),
             ("--moe_routing_replay", self.moe_routing_replay, *engine),
-            ("--rollout_quantization int8", is_int8, *engine),
-            (
-                "--rollout_quantization int8",
-                is_int8,
-                "--rollout_layout copy or auto",
-                not is_in_place,
-            ),
             (f"--max_staleness {staleness}", staleness is not None, "--partial_rollout", partial),
             ("--speculate history", self.speculate == "history", *engine),
             ("--rollout_layout zero_copy", is_in_place, "--inference_tp_size 1", size == 1),
@@ -221,7 +210,6 @@ class RolloutConfig:
             "--no-enable_hybrid_engine": not self.enable_hybrid_engine,
             "--partial_rollout": self.partial_rollout,
             "--moe_routing_replay": self.moe_routing_replay,
-            "--rollout_quantization int8": self.rollout_quantization != "off",
             f"--speculate {self.speculate}": self.speculate != "off",
             "--rollout_layout zero_copy": self.rollout_layout == "zero_copy",
             "--rollout_lora side": self.rollout_lora == "side",

@@ -123,7 +123,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         """
         c, tp = self._config, self._config.inference_tp_size
         if c.rollout_backend == "vllm" and (sizes := self._models.attention(actor.use)):
-            weights = self._copy(RolloutChoice("copy", "merge"), actor, is_wide=True)
+            weights = self._copy(RolloutChoice("copy", "merge"), actor)
             return self._in_engine(actor, sizes, held, weights, f"vLLM on its own copy, TP {tp}")
         try:
             spec = model_spec(self._models.config(actor.use)) if c.enable_hybrid_engine else None
@@ -136,8 +136,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         choice = planned_choice(c, self._num_processes, self._device.on_gpu)
         source = "its own copy" if choice.layout == "copy" else "training weights"
         form = f"inference engine on {source}, TP {tp}"
-        is_wide = spec.experts is not None and self._device.on_gpu  # experts stay in 16 bits
-        return self._in_engine(actor, spec, held, self._copy(choice, actor, is_wide), form)
+        return self._in_engine(actor, spec, held, self._copy(choice, actor), form)
 
     def _in_module(self, actor: Learner, held: int) -> RolloutBytes:
         """Transformers' module, in the engine where that can follow its attention."""
@@ -146,11 +145,10 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         form = f"transformers' module on {'an unsharded copy' if sharded else 'training weights'}"
         whole = size * base.total
         spec = self._models.attention(actor.use) if c.enable_hybrid_engine else None
-        if spec is not None:  # with copies of linear layers that are packed, or in 8 bits
+        if spec is not None:
             weights = whole * sharded
-            if c.rollout_quantization != "off" or not self._device.on_gpu:
-                in_place = size * base.linear[0] * bool(actor.zero.weight_bits)
-                weights += self._stored(base) - in_place
+            if not self._device.on_gpu:  # packed copies of linear layers that are not quantized
+                weights += whole - size * base.linear[0] * bool(actor.zero.weight_bits)
             return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
         rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
@@ -187,19 +185,12 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             form=f"{form}, up to {engine.max_num_seqs} sequences of {seq_len}",
         )
 
-    def _stored(self, base: Sizes) -> int:
-        """Bytes of a copy of all weights: in 8 bits but for head and embedding, if so asked."""
-        if self._config.rollout_quantization == "off":
-            return self._dtype.itemsize * base.total
-        whole = base.embedding * (1 if base.tied else 2)
-        return self._dtype.itemsize * whole + base.total - whole
-
-    def _copy(self, choice: RolloutChoice, actor: Learner, is_wide: bool) -> int:
-        """Bytes of the weights that the rollout keeps for itself. ``is_wide``: never in 8 bits."""
+    def _copy(self, choice: RolloutChoice, actor: Learner) -> int:
+        """Bytes of the weights that the rollout keeps for itself."""
         size, tp, weights = self._dtype.itemsize, self._config.inference_tp_size, 0
         base = self._models.sizes(actor.use.frozen)
         if choice.layout == "copy":
-            weights = (size * base.total if is_wide else self._stored(base)) // tp
+            weights = size * base.total // tp
             if base.tied and not self._device.on_gpu:
                 weights += size * base.embedding // tp  # packing copies the tied head
         if actor.use.lora_dim and choice.lora == "side":
@@ -310,6 +301,6 @@ def planned_choice(c: RLHFConfig, num_processes: int, on_gpu: bool) -> RolloutCh
         has_adapters=has_adapters,
         frozen_base=has_adapters and c.only_optimize_lora,
         sharded=sharded,
-        readable=whole and c.inference_tp_size == 1 and c.rollout_quantization == "off",
+        readable=whole and c.inference_tp_size == 1,
         on_cpu=not on_gpu,
     )

@@ -168,15 +168,10 @@ class EngineRollout:
     def _choice(self) -> RolloutChoice:
         s, device = self._settings, dist.device()
         borrowed = [t for t in module_shards(self._module) if unwrapped_name(t.name) is not None]
-        in_int8 = s.engine.quantization == "int8"
-        readable = (
-            not in_int8
-            and s.tp_size == 1
-            and all(
-                t.is_whole and t.tensor.device.type == device.type and t.tensor.dtype == s.dtype
-                for t in borrowed
-                if t.dtype.is_floating_point
-            )
+        readable = s.tp_size == 1 and all(
+            t.is_whole and t.tensor.device.type == device.type and t.tensor.dtype == s.dtype
+            for t in borrowed
+            if t.dtype.is_floating_point
         )
         return rollout_choice(
             s.layout,
@@ -192,7 +187,7 @@ class EngineRollout:
         e, s = self._engine, self._settings
         weights = "training's own weights" if self._layout == "zero_copy" else "its own copy"
         pages = "whole sequences" if e.page_size == e.max_seq_len else f"{e.page_size} tokens"
-        products = "/".join(sorted({*(e.weights.int8_backends or e.weights.backends).values()}))
+        products = "/".join(sorted({*e.weights.backends.values()}))
         return (
             f"inference engine on {weights} ({products} products), "
             f"{str(s.dtype).removeprefix('torch.')}, TP {s.tp_size}, sdpa attention, up to "
@@ -349,10 +344,5 @@ class ModuleRollout:
             ids = sizes.stop_ids, sizes.num_tokens
             return HuggingFaceGenerator(module, *ids, self_check=not is_checked)
         made = module_generator(module, sizes, is_checked)
-        if sizes.quantization != "off" and not isinstance(made, InferenceEngine):
-            raise UserError(
-                f"--rollout_quantization {sizes.quantization} needs the inference engine, which "
-                "does not run this model"
-            )
         self.in_engine = isinstance(made, InferenceEngine)  # it warns once
         return made

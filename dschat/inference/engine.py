@@ -83,11 +83,10 @@ class InferenceEngine:
         self.group = group or RankGroup()
         self.spec = model_spec(config) if module is None else module_spec(module)
         self._sizes = sizes = sizes or EngineConfig()
-        in_int8 = sizes.quantization == "int8"
         self.weights: Any = (
-            Weights(self.spec, dtype, device, self.group, in_int8)
+            Weights(self.spec, dtype, device, self.group)
             if module is None
-            else ModuleWeights(module, self.spec, self.group, in_int8)
+            else ModuleWeights(module, self.spec, self.group)
         )
         self.stop_ids = sizes.stop_ids
         self.num_tokens = min(sizes.num_tokens or self.spec.vocab_size, self.spec.vocab_size)

@@ -35,7 +35,6 @@ class EngineConfig:
         speculate: draft tokens from earlier answers (see `dschat.inference.speculation`); auto:
             only those that are nearly certain. The answers are the same.
         keeps_experts: answers come with the experts that each of their tokens chose.
-        quantization: int8: weights of linear layers, but not the head's.
 
     Raises:
         UserError: a size below 1, by its name.
@@ -52,7 +51,6 @@ class EngineConfig:
     cuda_graphs: bool | None = None
     speculate: Literal["off", "history", "auto"] = "off"
     keeps_experts: bool = False
-    quantization: Literal["off", "int8"] = "off"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_seq_len", "max_num_batched_tokens", "page_size"):
@@ -79,7 +77,6 @@ class EngineConfig:
             cuda_graphs=args.cuda_graphs,
             speculate=args.speculate,
             keeps_experts=args.moe_routing_replay,
-            quantization=args.rollout_quantization,
         )
 
     def batched_tokens(self, on_gpu: bool) -> int:

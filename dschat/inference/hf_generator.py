@@ -219,10 +219,7 @@ def module_engine(
     weight, config = next(module.parameters()), without_adapters(module).config
     engine = InferenceEngine(config, weight.dtype, weight.device, sizes, module=module)
     if not is_checked:
-        weights = engine.weights
-        # NOTE: with the same products: rounding weights to 8 bits is no wrong decoding.
-        plain = weights.products_in_use() if sizes.quantization != "off" else None
-        problem = decoding_problem(engine, module, weights.in_use(), engine.spec.windows, plain)
+        problem = decoding_problem(engine, module, engine.weights.in_use(), engine.spec.windows)
         if problem is not None:
             raise UnsupportedModel(f"{type(module).__name__} in the engine: {problem}")
     engine.stats = GenerationStats()
@@ -252,12 +249,11 @@ def decoding_problem(
     module: nn.Module,
     scope: AbstractContextManager[None],
     windows: Iterable[int | None] = (),
-    plain_scope: AbstractContextManager[None] | None = None,
 ) -> str | None:
     """One line that says why ``generator`` does not compute what ``module`` does; None if it does.
 
     Compares two answers each to a random prompt that is longer than all ``windows`` and a short
-    one. ``scope``: the generator runs in it, and the plain forward in ``plain_scope``.
+    one. ``scope``: the generator runs in it, and the plain forward does not.
     """
     positions = generator.max_positions or 64
     new = max(1, min(_NEW, positions // 2))
@@ -274,8 +270,7 @@ def decoding_problem(
         if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
             raise
         return f"its cache fails ({first_line(error)})"
-    with plain_scope or nullcontext():
-        gap = _gap_to_plain(module, prompts, rollout, 2)
+    gap = _gap_to_plain(module, prompts, rollout, 2)
     if gap <= _TOLERANCE.get(next(module.parameters()).dtype, _TOLERANCE_16_BIT):
         return None
     return f"with its cache log-probs differ by {gap:.2g} nats from those that training computes"

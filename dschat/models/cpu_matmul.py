@@ -25,8 +25,7 @@ from dschat.distributed.machine import processor, writable_cache
 
 logger = logging.getLogger("dschat")
 
-# plain: torch's own product; panels: dschat's. int8*: see `dschat.inference.model.linear`.
-Backend = Literal["mkl", "onednn", "panels", "plain", "int8", "int8_widened"]
+Backend = Literal["mkl", "onednn", "panels", "plain"]  # plain: torch's own product; panels: ours
 Shape = tuple[int, int]  # of a weight: (out, in)
 Product = Callable[[], object]
 
@@ -101,7 +100,7 @@ def fastest(products: Mapping[Backend, Product], clock: Callable[[], float]) -> 
 
 def _forced() -> Backend | None:
     value = os.environ.get(VARIABLE, "auto")
-    known = [name for name in get_args(Backend) if not name.startswith("int8")]
+    known = get_args(Backend)
     if value not in ("auto", *known):
         names = ", ".join(known)
         raise UserError(f"{VARIABLE}={value} in the environment is unknown; use auto, {names}")

@@ -237,11 +237,6 @@ class DeepSpeedRLHFEngine:
                 args.distill_gamma,
             )
         logger.info("rollout: %s", self.rollout.describe())
-        if args.rollout_quantization != "off" and args.rollout_is == "off":
-            logger.info(
-                "rollouts draw from weights of 8 bits, another distribution than the one that is "
-                "trained; --rollout_is tis corrects for it"
-            )
         for note in self.checkpoints.notes:
             logger.warning("%s", note)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dschat.distributed as dist
-from dschat.config import RLHFConfig, UserError
+from dschat.config import UserError
 from dschat.distributed.memory import peak_memory_gib
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import InferenceEngine
@@ -241,17 +241,16 @@ def mismatch_sums(logprobs: Tensor, batch: Experience) -> DeviceSums:
     }
 
 
-def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype, args: RLHFConfig) -> bool:
+def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype, backend: str) -> bool:
     """Warn where ``rollout/logprob_gap`` is larger than rounding explains; whether it did.
 
     Raises:
         UserError: vLLM generates with other weights, or computes another model.
     """
-    gap, is_exact = metrics.get("rollout/logprob_gap", 0.0), dtype == torch.float32
-    bound = 0.01 if is_exact and args.rollout_quantization == "off" else 0.1
+    gap, bound = metrics.get("rollout/logprob_gap", 0.0), 0.01 if dtype == torch.float32 else 0.1
     if not gap > bound:
         return False
-    if args.rollout_backend == "vllm" and not gap < _OTHER_MODEL:
+    if backend == "vllm" and not gap < _OTHER_MODEL:
         raise UserError(
             f"--rollout_backend vllm: its log-probs differ by {gap:.3g} nats per token from those "
             "that training computes: it runs this model otherwise; use --rollout_backend engine"

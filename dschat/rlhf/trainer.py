@@ -247,7 +247,7 @@ class DeepSpeedPPOTrainer:
             self.metrics |= update_kl(self.engine, experience, args)
             routing_metrics(actor)  # the experts of this forward are not counted
         self._warned_of_gap = self._warned_of_gap or warn_of_gap(
-            self.metrics, self.engine.dtype, self.args
+            self.metrics, self.engine.dtype, self.args.rollout_backend
         )
         self.metrics["policy/learning_rate"] = rate
         if actor.fp16_enabled():

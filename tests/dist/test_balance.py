@@ -15,14 +15,12 @@ from dschat.rlhf.batching import Moves
 PROGRAM = (("reward_fn", "by_token"), ("reward_model_weight", 0.5))
 SAMPLED = (("advantage_estimator", "grpo"), ("dynamic_sampling", True), ("kl_coef", 0.0))
 SAMPLED += (("reward_fn", "mostly_alike"), ("reward_model_weight", 0.0))
-INT8 = (("rollout_quantization", "int8"), ("rollout_is", "tis"))
 
 
 CASES = [
     Case("balance", 0, 4, shares=(3, 5), options=BUDGET + SAMPLED),
 ]
 SLOW = [
-    Case("balance", 3, 4, shares=(3, 5), options=BUDGET + INT8),  # the same weights, rounded
     Case("balance", 0, 4, shares=(8, 0), options=BUDGET + PROGRAM),
     Case("balance", 0, 4, shares=(3, 5), options=BUDGET + PROGRAM),
     Case("balance", 3, 4, shares=(8, 0), options=BUDGET + SAMPLED),

@@ -68,22 +68,3 @@ def test_the_fallback_answers_one_prompt_at_a_time(name, knobs, tmp_path):
     if name == "phi":
         keys_and_values = 2 * config.num_hidden_layers * 16 * 2
         assert rollout.cache == 2 * 40 * keys_and_values  # two samples of 40 tokens in 16 bits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "phi", "llama"])
-def test_weights_of_8_bits(name, tmp_path):
-    """Head and embedding stay in 16 bits, and a mixture's experts on a GPU; a module's weights are
-    training's, and those of 8 bits are beside them.
-    """
-    sizes = _SIZES | {"hidden_size": 128, "num_experts": 4, "moe_intermediate_size": 16}
-    sizes["num_experts_per_tok"] = 2
-    config = AutoConfig.for_model(name, **sizes)
-    config.save_pretrained(tmp_path)
-    knobs = rlhf_fields(str(tmp_path)) | {"rollout_quantization": "int8"}
-    rollout = estimated(knobs)[0].rollout
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    total = sum(p.numel() for p in module.parameters())
-    whole = 2 * config.vocab_size * config.hidden_size
-    assert rollout.weights == (2 * total if name == "qwen3_moe" else total + whole)

@@ -67,7 +67,6 @@ def planned(on_gpu, num_processes=1, **knobs):
         (1, {"actor_zero_stage": 3, "offload": ["auto"]}, "copy"),
         (8, {"actor_zero_stage": 2, "inference_tp_size": 2}, "copy"),
         (1, {"actor_zero_stage": 2, "rollout_layout": "copy"}, "copy"),
-        (1, {"actor_zero_stage": 2, "rollout_quantization": "int8"}, "copy"),
         (1, {"actor_lora_dim": 8, "only_optimize_lora": False}, "copy"),
     ],
 )

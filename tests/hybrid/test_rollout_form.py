@@ -199,55 +199,6 @@ def test_without_the_hybrid_engine_the_module_generates():
     assert isinstance(form.enter(0), HuggingFaceGenerator)
 
 
-# -- weights of 8 bits ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "zero", "lora", "settings"),
-    [
-        ("large_llama", 0, False, {}),
-        *slow(
-            [
-                ("gptj", 3, False, {"release_weights": True}),
-                ("large_llama", 2, True, {"lora": "merge"}),
-                ("large_llama", 3, True, {"lora": "side", "release_weights": True}),
-                ("gptj", 0, False, {}),
-            ]
-        ),
-    ],
-)
-def test_weights_of_8_bits_follow_those_in_training(name, zero, lora, settings):
-    actor = Actor(large_model(name), zero, lora)
-    form = actor.form(quantization="int8", **settings)
-    assert not isinstance(form, EngineRollout) or "int8" in form.describe()
-    old = form.enter(0).generate(PROMPTS, SAMPLED)
-    form.leave()
-    actor.step()
-    new = form.enter(1).generate(PROMPTS, SAMPLED)
-    form.leave()
-    assert 1e-5 < actor.gap(PROMPTS, new) < actor.gap(PROMPTS, old)
-
-
-@pytest.mark.slow
-def test_weights_of_4_bits_may_be_copied_in_8(tiny):
-    actor = quantized_actor(tiny("llama"))
-    form = actor.form(layout="copy", quantization="int8")
-    assert "int8" in form.describe()
-    gaps = []
-    for _ in range(2):
-        answers = form.enter(actor.version).generate(PROMPTS, SAMPLED)
-        form.leave()
-        gaps.append(actor.gap(PROMPTS, answers))
-        actor.step()
-    assert 1e-5 < max(gaps) < actor.gap(PROMPTS, answers)
-
-
-def test_the_fallback_has_no_weights_of_8_bits():
-    form = Actor(causal_lm("recurrent_gemma"), 0).form(quantization="int8")
-    with pytest.raises(UserError, match="--rollout_quantization int8 needs the inference engine"):
-        form.enter(0)
-
-
 # -- memory between rollouts -----------------------------------------------------------------------
 
 

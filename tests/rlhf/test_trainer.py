@@ -1,7 +1,6 @@
 """The trainer of step 3: first ratios, awkward rollouts, schedules, resumed runs."""
 
 import json
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from dschat.data.batches import PromptTable
 from dschat.models.routing import routers_of, routing_metrics
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.forwards import action_values
-from dschat.rlhf.metrics import warn_of_gap
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import learning_rate
@@ -78,17 +76,6 @@ def test_a_gap_beyond_rounding_is_warned_of_once(
         one_iteration(trainer, PROMPTS[:8])
         warned.append(caplog.text.count("rollout/logprob_gap is"))
     assert warned == ([0, 1, 0, 0] if dtype == "fp32" else [0, 0, 1, 0])
-
-
-def test_weights_of_8_bits_explain_a_gap(models_folder, caplog):
-    with caplog.at_level(logging.INFO, logger="dschat"):
-        trainer = ppo_trainer(models_folder, rollout_quantization="int8", **FIRST)
-    assert "--rollout_is tis corrects for it" in caplog.text
-    one_iteration(trainer)
-    assert 1e-5 < trainer.metrics["rollout/logprob_gap"] < 0.3
-    for gap, warns in ((0.05, False), (0.2, True)):
-        metrics = {"rollout/logprob_gap": gap}
-        assert warn_of_gap(metrics, torch.float32, trainer.args) == warns
 
 
 @pytest.mark.parametrize(

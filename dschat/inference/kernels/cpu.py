@@ -50,9 +50,9 @@ _SIGNATURES = {
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT, _INT),
     "dschat_use_openmp": (_POINTER, _POINTER, _POINTER),
     "dschat_packed_size": (_INT, _INT),
-    "dschat_pack": (_POINTER, _POINTER, _INT, _INT, _INT),
-    "dschat_product": (*[_POINTER] * 5, *[_INT] * 5),
-    "dschat_products": (*[_POINTER] * 6, *[_INT] * 4),
+    "dschat_pack": (_POINTER, _POINTER, _INT, _INT),
+    "dschat_product": (*[_POINTER] * 4, *[_INT] * 5),
+    "dschat_products": (*[_POINTER] * 5, *[_INT] * 4),
     "dschat_draw": (_POINTER, _INT, _INT, _INT, ctypes.c_double, _POINTER, _POINTER, _POINTER),
 }
 
@@ -111,27 +111,18 @@ class Kernels:
         return out
 
     def pack(self, weight: Tensor, packed: Tensor | None = None) -> Tensor:
-        """``weight`` (out, in), fp32 or int8, in the order that `product` reads; into ``packed``,
-        an earlier result, if given.
+        """``weight`` (out, in) in the order that `product` reads; into ``packed``, an earlier
+        result, if given.
         """
         weight = weight.contiguous()
         if packed is None:
             packed = weight.new_empty(self._holding.dschat_packed_size(*weight.shape))
-        self.releasing.dschat_pack(
-            weight.data_ptr(), packed.data_ptr(), *weight.shape, weight.itemsize
-        )
+        self.releasing.dschat_pack(weight.data_ptr(), packed.data_ptr(), *weight.shape)
         return packed
 
-    def product(
-        self,
-        x: Tensor,
-        packed: Tensor,
-        outs: int,
-        bias: Tensor | None,
-        scales: Tensor | None = None,
-    ) -> Tensor:
+    def product(self, x: Tensor, packed: Tensor, outs: int, bias: Tensor | None) -> Tensor:
         """``x`` (rows, in), times the `packed` weight of ``outs`` outputs -> (rows, out):
-        x (scales weight)^T + bias. ``scales`` (out,): of an int8 weight.
+        x weight^T + bias.
         """
         if x.stride(-1) != 1:
             x = x.contiguous()
@@ -140,7 +131,6 @@ class Kernels:
         self.releasing.dschat_product(
             x.data_ptr(),
             packed.data_ptr(),
-            None if scales is None else scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             rows,
@@ -158,7 +148,6 @@ class Kernels:
         packed: list[Tensor],
         outs: int,
         biases: list[Tensor] | None,
-        scales: list[Tensor] | None = None,
     ) -> Tensor:
         """`product` of the first ``counts[0]`` rows with the first weight, of the next ones with
         the second, and so on: ``x`` (rows, in) -> (rows, out).
@@ -173,7 +162,6 @@ class Kernels:
         self.releasing.dschat_products(
             x.data_ptr(),
             addresses(packed),
-            addresses(scales),
             addresses(biases),
             out.data_ptr(),
             (_INT * len(counts))(*counts),

@@ -9,9 +9,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -32,20 +29,6 @@ typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 
 INLINE vec load(const float *p) { return *(const loose *)p; }
 INLINE void store(float *p, vec x) { *(loose *)p = x; }
-
-/* LANES integers. GCC 12 converts a vector of bytes one by one. */
-INLINE vec widened(const int8_t *p)
-{
-#if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#elif defined(__AVX2__)
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#else
-    vec x;
-    for (int64_t i = 0; i < LANES; i++) x[i] = p[i];
-    return x;
-#endif
-}
 
 /* The first n lanes; zeros in the others. */
 INLINE vec load_some(const float *p, int64_t n)

@@ -1,4 +1,4 @@
-/* Computes products with packed weights: y = scale * (x weight^T) + bias.
+/* Computes products with packed weights: y = x weight^T + bias.
  *
  * A weight of few rows' products is read at the speed of memory, one of many at that of the
  * arithmetic: on an AMD EPYC 1.3 to 2 times as fast as oneDNN's. A packed weight is cut into blocks
@@ -15,15 +15,14 @@
 #else
 #define MR 6
 #endif
-#define DEPTH 512 /* a panel of fp32 is then as large as L1 */
+#define DEPTH 512 /* a panel is then as large as L1 */
 #define ROWS 120  /* whose inputs stay in L2; a multiple of MR */
 
 struct product {
-    const float *x;       /* (rows, size), rows of stride */
-    const char *weight;   /* packed */
-    const float *scale;   /* (outs,): the weight is int8; or NULL: it is fp32 */
-    const float *bias;    /* (outs,) or NULL */
-    float *y;             /* (rows, outs) */
+    const float *x;      /* (rows, size), rows of stride */
+    const float *weight; /* packed */
+    const float *bias;   /* (outs,) or NULL */
+    float *y;            /* (rows, outs) */
     int64_t rows, stride, outs, size, threads;
 };
 
@@ -48,27 +47,19 @@ INLINE int64_t panels_of(int64_t outs) { return (outs + NR - 1) / NR; }
 
 int64_t dschat_packed_size(int64_t outs, int64_t size) { return panels_of(outs) * NR * size; }
 
-INLINE void pack(
-    const char *weight, char *packed, int64_t outs, int64_t size, int64_t bytes)
+/* weight (outs, size) -> packed */
+void dschat_pack(const float *weight, float *packed, int64_t outs, int64_t size)
 {
     for (int64_t panel = 0; panel < panels_of(outs); panel++)
         for (int64_t k0 = 0; k0 < size; k0 += DEPTH) {
             int64_t depth = smaller(size - k0, DEPTH);
-            char *to = packed + bytes * NR * (k0 * panels_of(outs) + panel * depth);
+            float *to = packed + NR * (k0 * panels_of(outs) + panel * depth);
             for (int64_t k = 0; k < depth; k++)
-                for (int64_t o = 0; o < NR; o++, to += bytes) {
+                for (int64_t o = 0; o < NR; o++) {
                     int64_t out = panel * NR + o;
-                    if (out < outs) memcpy(to, weight + bytes * (out * size + k0 + k), bytes);
-                    else memset(to, 0, bytes);
+                    *to++ = out < outs ? weight[out * size + k0 + k] : 0;
                 }
         }
-}
-
-/* weight (outs, size), elements of 1 or 4 bytes -> packed */
-void dschat_pack(const char *weight, char *packed, int64_t outs, int64_t size, int64_t bytes)
-{
-    if (bytes == 4) pack(weight, packed, outs, size, 4);
-    else pack(weight, packed, outs, size, 1);
 }
 
 /* The sums (num_rows, NR) of the block at input k0 join those of earlier blocks. */
@@ -83,12 +74,10 @@ static __attribute__((noinline)) void add_to_outputs(
             int64_t n = smaller(p->outs - o, LANES);
             if (n == LANES) {
                 if (k0) sum += load(y);
-                if (is_last && p->scale) sum *= load(p->scale + o);
                 if (is_last && p->bias) sum += load(p->bias + o);
                 store(y, sum);
             } else {
                 if (k0) sum += load_some(y, n);
-                if (is_last && p->scale) sum *= load_some(p->scale + o, n);
                 if (is_last && p->bias) sum += load_some(p->bias + o, n);
                 store_some(y, sum, n);
             }
@@ -96,10 +85,10 @@ static __attribute__((noinline)) void add_to_outputs(
 }
 
 /* num_rows rows of x from input k0 on times a panel, added to what earlier blocks gave. In every
- * step `ahead` moves on by `stride` bytes, which are fetched. */
+ * step `ahead` moves on by `stride` weights, which are fetched. */
 INLINE void multiply(
-    const struct product *p, int64_t row, int64_t k0, int64_t out, const char *panel,
-    const char *ahead, int64_t stride, int num_rows, int is_int8)
+    const struct product *p, int64_t row, int64_t k0, int64_t out, const float *panel,
+    const float *ahead, int64_t stride, int num_rows)
 {
     int64_t depth = smaller(p->size - k0, DEPTH);
     const float *x = p->x + row * p->stride + k0;
@@ -108,10 +97,7 @@ INLINE void multiply(
     for (int r = 0; r < num_rows; r++) sums[r][0] = sums[r][1] = (vec){0};
     for (int64_t k = 0; k < depth; k++, ahead += stride) {
         __builtin_prefetch(ahead, 0, 2);
-        const float *floats = (const float *)panel + k * NR;
-        const int8_t *bytes = (const int8_t *)panel + k * NR;
-        vec a = is_int8 ? widened(bytes) : load(floats);
-        vec b = is_int8 ? widened(bytes + LANES) : load(floats + LANES);
+        vec a = load(panel + k * NR), b = load(panel + k * NR + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < num_rows; r++) {
             float input = x[r * p->stride + k];
@@ -130,21 +116,20 @@ INLINE void multiply(
 
 /* Rows `row` to `end` times the panels from `first` to `last` of the block at input k0. */
 INLINE void multiply_panels(
-    const struct product *p, int64_t row, int64_t end, int64_t k0, int64_t first, int64_t last,
-    int is_int8)
+    const struct product *p, int64_t row, int64_t end, int64_t k0, int64_t first, int64_t last)
 {
-    int64_t depth = smaller(p->size - k0, DEPTH), bytes = is_int8 ? 1 : 4;
+    int64_t depth = smaller(p->size - k0, DEPTH);
     int64_t passes = (end - row + MR - 1) / MR;
-    int64_t stride = (bytes * NR + passes - 1) / passes; /* the next panel, over all passes */
-    const char *panel = p->weight + bytes * NR * (k0 * panels_of(p->outs) + first * depth);
-    for (int64_t out = first * NR; out < last * NR; out += NR, panel += bytes * NR * depth) {
-        const char *ahead = panel + bytes * NR * depth;
+    int64_t stride = (NR + passes - 1) / passes; /* the next panel, over all passes */
+    const float *panel = p->weight + NR * (k0 * panels_of(p->outs) + first * depth);
+    for (int64_t out = first * NR; out < last * NR; out += NR, panel += NR * depth) {
+        const float *ahead = panel + NR * depth;
         int64_t r = row;
         for (int64_t left = passes; left; left--, ahead += stride * depth) {
             int64_t count = (end - r + left - 1) / left;
             switch (count) { /* the compiler keeps a constant number of sums in registers */
 #define CASE(n) \
-    case n: multiply(p, r, k0, out, panel, ahead, stride, n, is_int8); break;
+    case n: multiply(p, r, k0, out, panel, ahead, stride, n); break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MR == 12
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -162,20 +147,17 @@ static void multiply_share(void *data)
     int64_t panels = panels_of(p->outs);
     int64_t first = panels * number / count, last = panels * (number + 1) / count;
     for (int64_t row = 0; row < p->rows; row += ROWS)
-        for (int64_t k0 = 0; k0 < p->size; k0 += DEPTH) {
-            int64_t end = smaller(p->rows, row + ROWS);
-            if (p->scale) multiply_panels(p, row, end, k0, first, last, 1);
-            else multiply_panels(p, row, end, k0, first, last, 0);
-        }
+        for (int64_t k0 = 0; k0 < p->size; k0 += DEPTH)
+            multiply_panels(p, row, smaller(p->rows, row + ROWS), k0, first, last);
 }
 
 /* x (rows, size), rows of `stride`, times a packed weight -> y (rows, outs) */
 void dschat_product(
-    const float *x, const char *weight, const float *scale, const float *bias, float *y,
-    int64_t rows, int64_t stride, int64_t outs, int64_t size, int64_t threads)
+    const float *x, const float *weight, const float *bias, float *y, int64_t rows,
+    int64_t stride, int64_t outs, int64_t size, int64_t threads)
 {
     threads = run_on_team ? smaller(threads, rows * outs * size / MIN_WORK) : 1;
-    struct product p = {x, weight, scale, bias, y, rows, stride, outs, size, threads};
+    struct product p = {x, weight, bias, y, rows, stride, outs, size, threads};
     dschat_on_team(multiply_share, &p, threads);
 }
 
@@ -191,18 +173,17 @@ static void multiply_shares(void *data)
 }
 
 /* The first counts[0] rows of x (rows, size) times weights[0], the next ones times weights[1], and
- * so on, for `num` weights of equal shapes -> y (rows, outs). Scales, biases: as weights; or NULL. */
+ * so on, for `num` weights of equal shapes -> y (rows, outs). Biases: as weights; or NULL. */
 void dschat_products(
-    const float *x, const char *const *weights, const float *const *scales,
-    const float *const *biases, float *y, const int64_t *counts, int64_t num, int64_t outs,
-    int64_t size, int64_t threads)
+    const float *x, const float *const *weights, const float *const *biases, float *y,
+    const int64_t *counts, int64_t num, int64_t outs, int64_t size, int64_t threads)
 {
     struct product each[num];
     int64_t rows = 0;
     for (int64_t i = 0; i < num; rows += counts[i++])
         each[i] = (struct product){
-            x + rows * size, weights[i], scales ? scales[i] : 0, biases ? biases[i] : 0,
-            y + rows * outs, counts[i], size, outs, size, 1};
+            x + rows * size, weights[i], biases ? biases[i] : 0, y + rows * outs,
+            counts[i], size, outs, size, 1};
     threads = run_on_team ? smaller(threads, rows * outs * size / MIN_WORK) : 1;
     for (int64_t i = 0; i < num; i++) each[i].threads = threads;
     struct products p = {each, num};

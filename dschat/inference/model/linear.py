@@ -2,8 +2,7 @@
 
 On a CPU that is timed per shape. MKL, oneDNN and our kernel pack a weight into the blocks that they
 read, and its plain form is freed. Elsewhere a weight keeps its address across versions, so
-that captured graphs stay valid. LoRA factors can be added as a side product. A weight may be kept
-in 8 bits.
+that captured graphs stay valid. LoRA factors can be added as a side product.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat.config import UserError
 from dschat.inference.kernels import cpu
 from dschat.models import cpu_matmul
 from dschat.models.cpu_matmul import Backend, Product, Shape
@@ -28,16 +26,15 @@ _MAX_TIMED = 1 << 23  # elements of a timed weight: 32 MiB in fp32
 
 
 def fastest_backends(
-    shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device, in_int8: bool = False
+    shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device
 ) -> dict[Shape, Backend]:
     """The fastest backend for products of a few rows with weights of ``shapes`` (out, in).
 
     On a CPU measured, see `cpu_matmul`; of a large weight a part of the outputs is timed.
     """
     if device.type != "cpu":
-        return dict.fromkeys(shapes, "int8_widened" if in_int8 else "plain")
-    candidates = int8_backends_for(dtype) if in_int8 else backends_for(dtype)
-    makers = {name: partial(_timed_product, name, dtype) for name in candidates}
+        return dict.fromkeys(shapes, "plain")
+    makers = {name: partial(_timed_product, name, dtype) for name in backends_for(dtype)}
     timed = {shape: (min(shape[0], -(-_MAX_TIMED // shape[1])), shape[1]) for shape in shapes}
     choices = cpu_matmul.choose(f"decoding-{_ROWS}", timed.values(), dtype, makers, narrow=_NARROW)
     return {shape: choices[timed[shape]] for shape in timed}
@@ -54,17 +51,6 @@ def backends_for(dtype: torch.dtype) -> list[Backend]:
     if dtype == torch.float32 and cpu.load() is not None:
         candidates.append("panels")
     return candidates
-
-
-def int8_backends_for(dtype: torch.dtype) -> list[Backend]:
-    if dtype == torch.float16:
-        return ["int8_widened"]
-    if dtype == torch.float32 and cpu.load() is not None:
-        return ["int8"]
-    raise UserError(
-        "int8 weights on a CPU need a C compiler and --dtype fp32: with torch's product an answer "
-        "would depend on its batch; leave --rollout_quantization out"
-    )
 
 
 def _timed_product(name: Backend, dtype: torch.dtype, shape: Shape) -> Product:
@@ -87,51 +73,6 @@ class SideProduct:
     @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
-
-
-class Int8Weight:
-    """W (out, in), rounded to the nearest of 255 values between +- its row's largest, with a scale
-    for each output.
-
-    A CPU reads a quarter of fp32's bytes: steps of few rows wait for those. Our kernel multiplies
-    fp32 rows. On other devices the weight is widened first.
-    """
-
-    def __init__(self, shape: tuple[int, int], backend: Backend, device: torch.device) -> None:
-        self.shape = shape
-        self._kernels = cpu.load() if backend == "int8" else None
-        with torch.inference_mode(False):  # else they could be written in that mode only
-            self.values = torch.empty(shape, dtype=torch.int8, device=device)
-            if self._kernels is not None:
-                self.values = self._kernels.pack(self.values)
-            self.scales = torch.empty(shape[0], dtype=torch.float32, device=device)
-
-    @torch.no_grad()
-    def write(self, weight: Tensor) -> None:
-        weight = weight.float()
-        largest = weight.abs().amax(1).clamp(min=1e-30)
-        # NOTE: scales that bf16 holds: torch's operator takes them in the rows' dtype.
-        self.scales.copy_((largest / 127).bfloat16())
-        rounded = (weight / self.scales.unsqueeze(1)).round_().clamp_(-127, 127)
-        if self._kernels is None:
-            self.values.copy_(rounded)
-        else:
-            self._kernels.pack(rounded.to(torch.int8), self.values)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x`` (rows, in) -> x W^T + bias, (rows, out)."""
-        if self._kernels is not None:
-            return self._kernels.product(x, self.values, self.shape[0], bias, self.scales)
-        scales = self.scales.to(x.dtype)
-        if x.dtype == torch.float16:  # whose sums of integers would overflow
-            y = F.linear(x, self.values.to(x.dtype).mul_(scales.unsqueeze(1)))
-        else:
-            y = F.linear(x, self.values.to(x.dtype)).mul_(scales)
-        return y if bias is None else y.add_(bias)
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape[0] * self.shape[1] + self.scales.nbytes
 
 
 class Linear:
@@ -170,7 +111,6 @@ class Linear:
         self._shared = shared  # a tied weight has one address for both uses
         self._plain: Tensor | None = shared
         self._packed: Tensor | None = None
-        self._int8: Int8Weight | None = None
         # NOTE: MKL's operator also takes the unpacked weight, but reads only its shape.
         self._shape_only = torch.empty(1).expand(shape)
 
@@ -180,17 +120,9 @@ class Linear:
         return self._backend != "plain"
 
     @property
-    def is_ours(self) -> bool:
-        """Whether the product is one of `dschat.inference.kernels.cpu`."""
-        return self._backend in ("panels", "int8")
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor | None]:
-        """The packed weight and its scales, of a product that is ours."""
-        if self._int8 is not None:
-            return self._int8.values, self._int8.scales
-        assert self._packed is not None
-        return self._packed, None
+    def panels(self) -> Tensor | None:
+        """The weight as packed for `dschat.inference.kernels.cpu`; None with other products."""
+        return self._packed if self._backend == "panels" else None
 
     @property
     def plain(self) -> tuple[Tensor, Tensor | None] | None:
@@ -218,11 +150,6 @@ class Linear:
             self._packed = self._pack_panels(weight.to(self._dtype), self._packed)
             return
         self._packed = None
-        if self._backend.startswith("int8"):
-            if self._int8 is None:
-                self._int8 = Int8Weight(self.shape, self._backend, self._device)
-            self._int8.write(weight)  # in place: captured steps hold its address
-            return
         reorder = (
             torch.ops.mkl._mkl_reorder_linear_weight
             if self._backend == "mkl"
@@ -232,14 +159,12 @@ class Linear:
 
     def drop(self) -> None:
         """Free all tensors, even if a decoder still holds this object. It cannot be used again."""
-        self._plain = self._packed = self._int8 = self._shared = self.bias = self.side = None
+        self._plain = self._packed = self._shared = self.bias = self.side = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` (rows, in) -> (rows, out)."""
         if self._plain is not None:
             y = F.linear(x, self._plain, self.bias)
-        elif self._int8 is not None:
-            y = self._int8.product(x, self.bias)
         elif self._backend == "panels":
             y = self._product(x, self._packed, self.shape[0], self.bias)
         elif self._backend == "mkl":
@@ -253,7 +178,6 @@ class Linear:
         """Bytes of weight, bias and LoRA factors, without a packing's padding."""
         stored = self._packed is not None or self._plain is not self._shared
         size = self.shape[0] * self.shape[1] * self._dtype.itemsize if stored else 0
-        size += 0 if self._int8 is None else self._int8.nbytes
         size += self.bias.nbytes if self.bias is not None else 0
         return size + (self.side.nbytes if self.side is not None else 0)
 
@@ -263,11 +187,11 @@ def grouped(linears: Sequence[Any], x: Tensor, counts: list[int]) -> Tensor:
     ones through the second, and so on -> (rows, out). They are of one shape.
     """
     first = linears[0]
-    kernels = cpu.load() if isinstance(first, Linear) and first.is_ours else None
+    is_ours = isinstance(first, Linear) and first.panels is not None
+    kernels = cpu.load() if is_ours else None
     if kernels is None or any(linear.side is not None for linear in linears):
         parts = zip(linears, x.split(counts), strict=True)
         return torch.cat([linear(rows) for linear, rows in parts if rows.shape[0]])
-    packed, scales = zip(*(linear.operands for linear in linears), strict=True)
+    packed = [linear.panels for linear in linears]
     biases = None if first.bias is None else [linear.bias for linear in linears]
-    of_each = None if scales[0] is None else [*scales]
-    return kernels.products(x, counts, [*packed], first.shape[0], biases, of_each)
+    return kernels.products(x, counts, packed, first.shape[0], biases)

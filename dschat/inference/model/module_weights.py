@@ -30,7 +30,7 @@ from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
-from dschat.models.training_engine import attributes_replaced, without_adapters
+from dschat.models.training_engine import attributes_replaced
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -42,11 +42,7 @@ class ModuleWeights:
     """
 
     def __init__(
-        self,
-        module: "PreTrainedModel | PeftModel",
-        spec: ModelSpec,
-        group: RankGroup,
-        in_int8: bool = False,
+        self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
     ) -> None:
         self.module, self.num_kv_heads, self.group = module, spec.num_kv_heads, group
         self.version = 0  # changes when tensors are replaced: captured steps hold addresses
@@ -56,10 +52,8 @@ class ModuleWeights:
         weight = next(module.parameters())
         self.device = weight.device
         self._products: list[_Product | _Experts | _Norm] = []
-        if self.device.type == "cpu" or in_int8:
-            self._products += _products(module, weight, in_int8)
         if self.device.type == "cpu":
-            self._products += _norms(module)
+            self._products = [*_products(module, weight), *_norms(module)]
         self.refresh()
 
     def refresh(self) -> None:
@@ -74,13 +68,7 @@ class ModuleWeights:
         addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
         self.version += addresses != self._addresses
         self._addresses = addresses
-        with paged(self.module), self.products_in_use():
-            yield
-
-    @contextmanager
-    def products_in_use(self) -> Iterator[None]:
-        """Runs the module's linear layers as the engine does."""
-        with ExitStack() as scope:
+        with paged(self.module), ExitStack() as scope:
             for product in self._products:
                 for module, run in product.runs:
                     forward = partial(run, module.forward)
@@ -206,32 +194,22 @@ def _norms(module: nn.Module) -> list[_Norm]:
     return [_Norm(norm, kernels) for norm in found]
 
 
-def _products(
-    module: "PreTrainedModel | PeftModel", weight: Tensor, in_int8: bool
-) -> list[_Product | _Experts]:
-    """Products for all linear layers and experts like ``weight``, where packing is the fastest;
-    ``in_int8``: all but the head.
-    """
-    kinds, like = (nn.Linear, OneDnnLinear), (weight.dtype, weight.device)
-    layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == like[0]]
-    head = without_adapters(module).get_output_embeddings()
+def _products(module: "PreTrainedModel | PeftModel", weight: Tensor) -> list[_Product | _Experts]:
+    """Products for all linear layers and experts like ``weight``, where packing is the fastest."""
+    kinds = nn.Linear, OneDnnLinear
+    layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == weight.dtype]
     groups = _readers_of_one_input(module, layers)
     shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
-    of_floats = fastest_backends(set(shapes), *like)
-    others = fastest_backends(set(shapes), *like, in_int8) if in_int8 else of_floats
-    pairs = [
-        (group, (of_floats if head in group else others)[shape])
+    backends = fastest_backends(set(shapes), weight.dtype, weight.device)
+    products = [
+        _Product(group, backends[shape])
         for group, shape in zip(groups, shapes, strict=True)
+        if backends[shape] != "plain"
     ]
-    products = [_Product(group, backend) for group, backend in pairs if backend != "plain"]
-    return [*products, *_packed_experts(module, weight, in_int8)]
+    return [*products, *_packed_experts(module, weight)]
 
 
-def _packed_experts(
-    module: "PreTrainedModel | PeftModel", weight: Tensor, in_int8: bool
-) -> list[_Experts]:
-    if weight.device.type != "cpu":  # where a captured step must not read who chose which
-        return []
+def _packed_experts(module: "PreTrainedModel | PeftModel", weight: Tensor) -> list[_Experts]:
     # NOTE: adapters of experts' weights (PEFT's target_parameters) act inside of their forward.
     adapted = {getattr(m, "base_layer", None) for m in module.modules()}
     found = [m for m in module.modules() if is_experts(m) and m not in adapted]
@@ -241,7 +219,7 @@ def _packed_experts(
         for m, pair in pairs.items()
         if pair[0].dtype == weight.dtype
     }
-    backends = fastest_backends(chain(*shapes.values()), weight.dtype, weight.device, in_int8)
+    backends = fastest_backends(chain(*shapes.values()), weight.dtype, weight.device)
     ways = {m: [backends[shape] for shape in pair] for m, pair in shapes.items()}
     return [_Experts(m, chosen) for m, chosen in ways.items() if "plain" not in chosen]
 

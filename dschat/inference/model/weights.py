@@ -28,7 +28,6 @@ from dschat.inference.model.spec import (
 from dschat.models.cpu_matmul import Backend, Shape
 
 AnyLinear = Linear | BorrowedLinear
-_WHOLE = ("head", "router")  # never in 8 bits
 _ALIGNED_RANK = 8  # a grouped product reads rows of 16 bytes
 LoraFactors = tuple[str, Tensor, Tensor, float]  # weight's name, A (r, in), B (out, r), scaling
 
@@ -43,23 +42,15 @@ class Weights:
     An expert's linears end in its number (``layers.0.experts.up.3``). On a device their weights are
     slices of one tensor, which has the name without it.
 
-    ``in_int8``: linears are, but for head and routers, and the experts on a device.
-
     Raises:
         UserError: the size of ``group`` does not divide the heads or the MLP.
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: RankGroup,
-        in_int8: bool = False,
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, group: RankGroup
     ) -> None:
         check_shares(spec, group.size)
         self.spec, self.dtype, self.device, self.group = spec, dtype, device, group
-        self._in_int8 = in_int8
         self._share = Share(spec, group.rank, group.size)
         self.num_heads = spec.num_heads // group.size
         self.num_kv_heads = spec.num_kv_heads // group.size
@@ -108,10 +99,7 @@ class Weights:
         is_stacked = self._stacks and is_expert(base)
         shared = self.tensors["embed.weight"] if self._head_is_shared(base) else None
         shared = self._slice_of_stack(f"{base}.weight", shape) if is_stacked else shared
-        backend = self.backends[shape]
-        if shared is None and kind_of(base) not in _WHOLE:
-            backend = self.int8_backends.get(shape, backend)
-        linear = Linear(shape, has_bias, self.dtype, self.device, backend, shared)
+        linear = Linear(shape, has_bias, self.dtype, self.device, self.backends[shape], shared)
         if is_stacked and has_bias:
             linear.bias = self._slice_of_stack(f"{base}.bias", shape[:1])
         return linear
@@ -134,16 +122,8 @@ class Weights:
     @cached_property
     def backends(self) -> dict[Shape, Backend]:
         """Backend of the linear layers of each shape (out, in)."""
-        return self._fastest(False)
-
-    @cached_property
-    def int8_backends(self) -> dict[Shape, Backend]:
-        """Of those that are kept in 8 bits."""
-        return self._fastest(True) if self._in_int8 else {}
-
-    def _fastest(self, in_int8: bool) -> dict[Shape, Backend]:
         shapes = (self._share.linear_shape(s.target.rpartition(".")[0]) for s in self._sources)
-        return fastest_backends(filter(None, shapes), self.dtype, self.device, in_int8)
+        return fastest_backends(filter(None, shapes), self.dtype, self.device)
 
     def _is_whole(self, source: WeightSource) -> bool:
         """Whether the checkpoint's tensor is the whole target: nothing to slice or fuse."""
