@@ -31,9 +31,9 @@ launches itself again, with one thread per rank on a CPU unless --threads is giv
 - tp2: tensor parallelism of 2 against none: the same greedy tokens, and bytes per rank.
 
 Cases with two engines, with and without a feature, on a model of their own (rollout_reuse.py says
-what they report): prefix, chat, speculate, alike, partial.
+what they report): prefix, chat, alike, partial.
 
-    python benchmarks/rollout.py --cases prefix chat speculate alike partial
+    python benchmarks/rollout.py --cases prefix chat alike partial
 """
 
 import argparse
@@ -122,8 +122,8 @@ def parse() -> argparse.Namespace:
         help="only profile the engine in this case, to stderr",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of tokens in prefix to partial")
-    parser.add_argument("--rows", type=int, default=16, help="prompts of speculate to partial")
-    parser.add_argument("--actor", help="a trained checkpoint for speculate and alike")
+    parser.add_argument("--rows", type=int, default=16, help="prompts of alike and partial")
+    parser.add_argument("--actor", help="a trained checkpoint for alike")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds} must be at least 1")

@@ -6,13 +6,9 @@ warm-up, on the same prompts.
 - prefix: 64 prompts of 512 common and 32 own tokens, 16 new ones, with the prefix cache and
   without: prefill_tokens computed, prefill_s, wall_s of the whole call.
 - chat: time to the first token of each turn, which has 150 new tokens and an answer of 64.
-- speculate: answers a second with --speculate history, auto and off. fresh_s: prompts that were not
-  answered before. again_s: the same prompts with another seed. With --actor, a checkpoint, they are
-  questions of builtin/arithmetic; else random ids, answered by a model with random weights, which
-  never repeats itself; again_s is then of other prompts, answered greedily a second time.
 - alike: eight answers to each of --rows prompts, computed as one row while they are the same, and
-  as a row each. With --actor to questions as above; else greedily, so that all eight are the same.
-  rows: of the decode steps.
+  as a row each. With --actor, a checkpoint, the prompts are questions of builtin/arithmetic; else
+  random ids, answered greedily, so that all eight are the same. rows: of the decode steps.
 - partial: prompts with answers of geometric lengths, of 64 tokens on average and 320 at most.
   answer_s: seconds of a rollout for each finished answer, in whole rollouts and in partial ones.
 
@@ -45,7 +41,7 @@ MODEL = "llama-384x6"
 
 @dataclass
 class Setting:
-    """``scale``: of all numbers of tokens; ``rows``: prompts of speculate, alike and partial."""
+    """``scale``: of all numbers of tokens; ``rows``: prompts of alike and partial."""
 
     module: nn.Module
     device: torch.device
@@ -82,17 +78,15 @@ class Setting:
             self.timings.setdefault(side, {}).setdefault(name, []).append(seconds)
         sys.stderr.write(f"round {number} of {self.rounds}, {side}: {name} {seconds:.4g}\n")
 
-    def line(self, without: str) -> dict:
-        """Spreads, and the ratios of side ``without`` to each other side."""
+    def line(self) -> dict:
+        """Spreads, and the ratios of the side without the feature to the one with it."""
         line: dict = {
             side: {name: spread(values) for name, values in named.items()}
             for side, named in self.timings.items()
         }
-        for side in [s for s in self.timings if s != without]:
-            for name in self.timings[side]:
-                ratio = line[without][name]["median"] / line[side][name]["median"]
-                label = name.removesuffix("_s") if side == "with" else f"{name[:-2]}_{side}"
-                line[f"ratio_{label}"] = round(ratio, 3)
+        for name in self.timings["with"]:
+            ratio = line["without"][name]["median"] / line["with"][name]["median"]
+            line[f"ratio_{name.removesuffix('_s')}"] = round(ratio, 3)
         return line
 
 
@@ -118,7 +112,7 @@ def prefix(s: Setting) -> dict:
             s.record(number, side, "prefill_s", engine.stats.prefill_s)
             s.record(number, side, "wall_s", wall_s)
     ratio = tokens["without"] / tokens["with"]
-    return s.line("without") | {"prefill_tokens": tokens, "ratio_tokens": ratio}
+    return s.line() | {"prefill_tokens": tokens, "ratio_tokens": ratio}
 
 
 def chat(s: Setting) -> dict:
@@ -137,7 +131,7 @@ def chat(s: Setting) -> dict:
                 history.append(next(answer))
                 s.record(number, side, f"turn{turn}_s", time.perf_counter() - started)
                 history += answer
-    return s.line("without")
+    return s.line()
 
 
 def _with_and_without_prefixes(
@@ -146,45 +140,6 @@ def _with_and_without_prefixes(
     made = {side: s.engine(num_seqs, length, page_size=PAGE) for side in ("with", "without")}
     made["without"].cache.keeps_prefixes = False
     return made
-
-
-def speculate(s: Setting) -> dict:
-    modes = ("history", "auto", "off")
-    prompt, new = (16, 12) if s.actor else s.tokens(32, 64)
-    sizes = {"max_num_seqs": s.rows, "max_seq_len": prompt + new}
-    if s.actor:
-        sides = {
-            mode: InferenceEngine.from_pretrained(s.actor, speculate=mode, **sizes)
-            for mode in modes
-        }
-    else:
-        sides = {mode: s.engine(s.rows, prompt + new, speculate=mode) for mode in modes}
-    for number in range(s.rounds + 1):
-        prompts = s.prompts(s.rows, prompt, seed=number)
-        if s.actor:
-            prompts = s.questions(number)
-        for name, seed in (("fresh_s", 2 * number), ("again_s", 2 * number + 1)):
-            # Random weights repeat themselves only where nothing is drawn.
-            greedy = name == "again_s" and not s.actor
-            if greedy:
-                prompts = s.prompts(s.rows, prompt, seed=s.rounds + 1 + number)
-            sampling = SamplingParams(
-                max_new_tokens=new,
-                temperature=0.0 if greedy else 1.0,
-                seed=seed,
-                ignore_eos=not s.actor,
-            )
-            answers = []
-            order = list(sides.items())
-            first = number % len(order)  # its caches are cold
-            for side, engine in order[first:] + order[:first]:
-                if greedy:
-                    engine.generate(prompts, sampling)
-                seconds, answer = _timed(engine.generate, prompts, sampling)
-                answers.append(answer)
-                s.record(number, side, name, seconds)
-            assert all(a.token_ids == answers[0].token_ids for a in answers), "answers differ"
-    return s.line("off") | {"rows": s.rows}
 
 
 def alike(s: Setting) -> dict:
@@ -210,7 +165,7 @@ def alike(s: Setting) -> dict:
             rows[side] = engine.stats.decoded_rows
             s.record(number, side, "wall_s", seconds)
         assert answers[0].token_ids == answers[1].token_ids, "answers differ"
-    return s.line("without") | {"rows": rows}
+    return s.line() | {"rows": rows}
 
 
 def partial(s: Setting) -> dict:
@@ -233,7 +188,7 @@ def partial(s: Setting) -> dict:
         done = [p for p in under_way if p.is_complete][: s.rows]
         under_way = [p for p in under_way if all(p is not d for d in done)]
         s.record(number, "with", "answer_s", seconds / len(done))
-    return s.line("without") | {"rows": s.rows}
+    return s.line() | {"rows": s.rows}
 
 
 def _timed(work: Callable[..., Any], *args: object) -> tuple[float, Any]:
@@ -246,7 +201,6 @@ def _timed(work: Callable[..., Any], *args: object) -> tuple[float, Any]:
 CASES: dict[str, Callable[[Setting], dict]] = {
     "prefix": prefix,
     "chat": chat,
-    "speculate": speculate,
     "alike": alike,
     "partial": partial,
 }

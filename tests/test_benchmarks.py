@@ -225,8 +225,6 @@ def test_rollout_reuse():
     assert line["rows"] == {"with": 36, "without": 288}
     line = reuse.chat(reuse.Setting(module, device, 1, 0.05))
     assert {f"ratio_turn{number}" for number in range(1, 6)} <= line.keys()
-    line = reuse.speculate(reuse.Setting(module, device, 1, 0.2, rows=3))
-    assert {"ratio_again_history", "ratio_fresh_auto"} <= line.keys()
     assert reuse.partial(reuse.Setting(module, device, 2, 0.1, rows=4))["ratio_answer"] > 0
 
 

@@ -222,8 +222,7 @@ class CheckpointManager:
         ``checkpoint``: from `latest`, which has verified it.
 
         With another world size a tensor counts as this rank's equal part of a flat tensor, padded
-        at the end, and is partitioned again to its length in ``state``. A group without tensors in
-        ``state`` gets those that this rank saved; of another world size, those of some rank.
+        at the end, and is partitioned again to its length in ``state``.
 
         Raises:
             UserError: a part of ``state`` is not in the checkpoint, or cannot be converted.
@@ -237,9 +236,6 @@ class CheckpointManager:
                 restore_tensor(
                     checkpoint, f"{group}/{name}", tensor, dist.rank(), dist.world_size()
                 )
-            if not tensors:
-                rank = dist.rank() % checkpoint.world_size
-                tensors |= read_tensors(checkpoint, rank, group)
         if dist.rank() < checkpoint.world_size:
             async_writer.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
         else:

@@ -95,11 +95,6 @@ class RolloutConfig:
     cuda_graphs: Optional[bool] = speed_flag(
         None, "Run decode steps as CUDA graphs, or fail; default: where they can be captured."
     )
-    speculate: Literal["off", "history", "auto"] = speed_flag(
-        "off",
-        "Draft tokens from earlier answers, so that a step decodes several (auto: only tokens "
-        "that are nearly certain). Answers are the same.",
-    )
     release_inference_cache: bool = speed_flag(False, "Free the KV cache after every rollout.")
     unpin_actor_parameters: bool = speed_flag(
         False, "Free the rollout weights after every rollout."
@@ -191,15 +186,9 @@ class RolloutConfig:
             ("--partial_rollout", partial, *engine),
             ("--moe_routing_replay", self.moe_routing_replay, *engine),
             (f"--max_staleness {staleness}", staleness is not None, "--partial_rollout", partial),
-            ("--speculate history", self.speculate == "history", *engine),
             ("--rollout_layout zero_copy", is_in_place, "--inference_tp_size 1", size == 1),
         ):
             require(is_met or not is_set, f"{given} needs {needed}")
-        require(
-            self.speculate != "history" or not partial,
-            "--speculate history: with --partial_rollout, which answers are complete would depend "
-            "on drafts; drop one of them",
-        )
         if self.rollout_backend == "vllm":
             self._require_of_vllm()
 
@@ -210,7 +199,6 @@ class RolloutConfig:
             "--no-enable_hybrid_engine": not self.enable_hybrid_engine,
             "--partial_rollout": self.partial_rollout,
             "--moe_routing_replay": self.moe_routing_replay,
-            f"--speculate {self.speculate}": self.speculate != "off",
             "--rollout_layout zero_copy": self.rollout_layout == "zero_copy",
             "--rollout_lora side": self.rollout_lora == "side",
             # vLLM's log-probs are of the logits themselves, or of what is drawn from.

@@ -28,7 +28,6 @@ from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
 from dschat.inference.model.architectures import ModelSpec, check_shares
 from dschat.inference.model.states import state_bytes
-from dschat.inference.speculation import MAX_DRAFTED
 
 
 class RLHFEstimator(StepEstimator[RLHFConfig]):
@@ -174,13 +173,12 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         page = engine.tokens_per_page(seq_len, captures, token_bytes, free)
         page_bytes = page * token_bytes
         pages = max(engine.num_pages(seq_len, page, page_bytes, free), 1)
-        drafted = 0 if c.speculate == "off" else MAX_DRAFTED
         return RolloutBytes(
             weights=weights,
             # One page more, for rows that pad a captured batch.
             cache=(pages + 1) * page_bytes + states,
             work=max(self._step(spec, engine) + copied, self._refresh(actor)),
-            logits=self._sampling(engine.max_num_seqs + drafted, spec.vocab_size),
+            logits=self._sampling(engine.max_num_seqs, spec.vocab_size),
             in_engine=True,
             form=f"{form}, up to {engine.max_num_seqs} sequences of {seq_len}",
         )

@@ -30,7 +30,6 @@ from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, mo
 from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
 from dschat.inference.model.architectures import check_shares
 from dschat.inference.protocol import Generator
-from dschat.inference.speculation import Speculation
 from dschat.inference.stats import DeviceSpan
 from dschat.models.checkpoint_tensors import normalized_names
 from dschat.models.lora import adapters, unwrapped_name
@@ -69,14 +68,9 @@ class Refresh(Buckets):
 
 
 class RolloutForm(Protocol):
-    """An actor that can generate.
-
-    Attributes:
-        speculation: what drafts are taken from; None without drafts.
-    """
+    """An actor that can generate."""
 
     last_refresh: Refresh
-    speculation: Speculation | None
 
     def enter(self, version: int) -> Generator:
         """Collective. A generator with the weights of optimizer step ``version``."""
@@ -146,7 +140,6 @@ class EngineRollout:
         self._module, self._config, self._settings = module, config, settings
         self._group = dist.RankGroup(settings.tp_size)
         self._engine = self._make_engine()
-        self.speculation = self._engine.speculation
         self._has_adapters = bool(adapters(module))
         choice = self._choice()
         self._layout, self._lora = choice.layout, choice.lora
@@ -281,10 +274,6 @@ class ModuleRollout:
     _is_checked: bool = False
     _scope: ExitStack = field(default_factory=ExitStack)
 
-    def __post_init__(self) -> None:
-        mode = self.settings.engine.speculate
-        self.speculation = Speculation(mode) if self.in_engine and mode != "off" else None
-
     def describe(self) -> str:
         weights = "a whole copy" if self.settings.sharded else "training's own weights"
         how = "inference engine" if self.in_engine else "Hugging Face generate loop"
@@ -298,8 +287,6 @@ class ModuleRollout:
         self._version = version
         if self._made is None:
             self._made = self._generator_on(module)
-            if isinstance(self._made, InferenceEngine) and self._made.speculation is not None:
-                self._made.speculation = self.speculation  # also of an engine that was released
         elif is_stale and isinstance(self._made, InferenceEngine):
             self._made.weights.refresh()
         if isinstance(self._made, InferenceEngine):

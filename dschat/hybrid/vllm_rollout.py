@@ -30,7 +30,6 @@ from dschat.distributed.memory import free_bytes
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
-from dschat.inference.speculation import Speculation
 from dschat.inference.stats import DeviceSpan
 from dschat.models.long_rows import num_positions
 from dschat.models.training_engine import without_adapters
@@ -43,8 +42,6 @@ OLDEST = 0, 32  # release of vLLM whose arguments are used here
 
 class VLLMRollout:
     """Rollouts with vLLM; see `RolloutForm`. It is its own generator."""
-
-    speculation: Speculation | None = None
 
     def __init__(
         self, module: nn.Module, config: PretrainedConfig, settings: RolloutSettings

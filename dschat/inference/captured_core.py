@@ -7,14 +7,6 @@ dead on the device by then, and costs padding, not a wrong token. It knows ends 
 launches; without stop tokens it knows all ends, and reads when the ring is full or the steps end.
 
 Before sequences are admitted or preempted, all steps are read: the scheduler sees every token.
-
-With drafts, a step computes several positions of a sequence. The host drafts the next tokens of
-each answer from what it has read, ``lag`` steps behind the device. A draft is of a position: a step
-takes those of the positions that it is at by then, draws at all of them, and advances each row as
-far as drafts and draws agree, without the host. So answers do not depend on drafts, nor on how late
-they are; drafts that a wrong one has made useless are replaced ``lag`` steps later. The host then
-knows the position of a row to within the drafts of the steps that it has not read. Pages are
-allocated for the farthest one.
 """
 
 from collections import deque
@@ -25,7 +17,7 @@ from torch import Tensor
 
 from dschat.inference.core import Core
 from dschat.inference.cuda_graphs import DecodeGraphs, Step
-from dschat.inference.decode_state import REJECTED, RING, WINDOW, DecodeState, RowDraft
+from dschat.inference.decode_state import RING, DecodeState
 from dschat.inference.sampler import SamplingKind
 from dschat.inference.sequence import Event, Request, Sequence
 from dschat.inference.stats import DeviceSpan
@@ -39,18 +31,17 @@ class CapturedCore(Core):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._graphs: DecodeGraphs | None = None
-        self._replays: dict[int, Step] = {}  # of the rows, by width
+        self._replay: Step | None = None  # of the rows
         self._pages = 0  # of a row that the steps read
         self._rows: list[Sequence] = []  # of the steps since `_enter`
         self._live: list[tuple[int, Sequence]] = []  # that need another step
         self._cancelled: set[Sequence] = set()  # of the rows
-        self._launched: deque[int] = deque()  # widths of the steps that are not read
-        self._unread: deque[Tensor] = deque()  # those of them that `pause` has read
+        self._unread: deque[Tensor] = deque()  # steps that `pause` has read
         self._span: DeviceSpan | None = None  # since tokens were read
 
     @property
     def has_work(self) -> bool:
-        return bool(self._launched) or super().has_work
+        return bool(self._num_unread) or super().has_work
 
     def cancel(self, request: Request, sample: int | None = None) -> None:
         """See `Core.cancel`. Steps that run are read first: they write to the request's pages."""
@@ -70,7 +61,6 @@ class CapturedCore(Core):
             finally:
                 if self._owns_steps:
                     self._state.owner = None
-                self._launched.clear()
                 self._unread.clear()
                 self._live = []
                 super().close()
@@ -120,10 +110,15 @@ class CapturedCore(Core):
         return self._graphs is not None and self._graphs.state.owner is self
 
     @property
+    def _num_unread(self) -> int:
+        """Steps that were launched, and whose tokens are not known."""
+        return len(self._unread) + (self._state.num_unread if self._owns_steps else 0)
+
+    @property
     def _reads_soon(self) -> bool:
         """Whether it takes the tokens to know which rows need another step."""
         stops = any(sequence.request.draws.end_ids for sequence in self._rows)
-        return stops or self._streaming or self._drafter is not None
+        return stops or self._streaming
 
     def _enter(self, sequences: list[Sequence]) -> None:
         """Give each sequence a row."""
@@ -134,20 +129,17 @@ class CapturedCore(Core):
         for sequence in sequences:
             sequence.uniforms = []  # the device draws at these positions
         size, kind = graphs.size_for(len(sequences)), SamplingKind.of(sequences)
-        widths = [1] if self._drafter is None else graphs.widths(size)
         self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
-        self._replays = {width: graphs.step(size, pages, kind, width) for width in widths}
+        self._replay = graphs.step(size, pages, kind)
         graphs.enter(sequences, kind)
         self._rows, self._live = sequences, list(enumerate(sequences))
         self._cancelled.clear()
 
     def _launch(self) -> None:
         """Run a step."""
-        width = self._load_drafts()
-        self._state.launch(self._replays[width])
-        self._launched.append(width)
-        if self._drafter is None:
-            self._count_on()
+        assert self._replay is not None
+        self._state.launch(self._replay)
+        self._count_on()
         if self._reads_soon:
             self._state.fetch()
         self.stats.decode_steps += 1
@@ -166,39 +158,11 @@ class CapturedCore(Core):
                 self._scheduler.finish(sequence)
         self._live = live
 
-    def _load_drafts(self) -> int:
-        """Give the next step its drafts, where pages for them are free.
-
-        Returns its width: the smallest with room for as many tokens as are worth it on average.
-        """
-        widths = list(self._replays)
-        if self._drafter is None or len(widths) == 1:
-            return 1
-        drafts = {row: self._drafter.next_tokens(s, WINDOW) for row, s in self._live}
-        mean = sum(worth for _, worth in drafts.values()) / len(drafts)
-        width = next((w for w in widths if w >= 1 + mean), widths[-1])
-        if width > 1:
-            rows = [RowDraft(0, 0, [])] * len(self._rows)
-            for row, sequence in self._live:
-                num_pages = len(sequence.pages)
-                self._reserve(sequence, sum(self._launched) + width - 1)
-                self._show_pages(row, sequence, num_pages)
-                room = min(len(sequence.pages), self._pages) * self._engine.page_size
-                rows[row] = RowDraft(room, len(sequence), list(drafts[row][0]))
-            self._state.load_drafts(rows)
-        return width
-
-    def _reserve(self, sequence: Sequence, count: int) -> bool:
-        """Allocate pages for ``count`` tokens more, within its limit; whether all are there."""
-        rest = sequence.request.max_new_tokens - len(sequence.answer) - 1
-        count = min(count, rest)
-        return self._scheduler.room_for(sequence, count) >= count
-
     def _read(self, ahead: int) -> list[Event]:
         """The tokens of the steps that were launched, but of the last ``ahead`` ones."""
         events: list[Event] = []
         span = self._span or DeviceSpan(self._engine.device)
-        while len(self._launched) > ahead:
+        while self._num_unread > ahead:
             events += self._read_oldest()
         if events:
             self.stats.add_seconds(False, span.stop())
@@ -207,30 +171,17 @@ class CapturedCore(Core):
 
     def _read_oldest(self) -> list[Event]:
         drawn = self._unread.popleft() if self._unread else self._state.read()
-        width = self._launched.popleft()
-        tokens, logprobs = drawn[:, :width, : len(self._rows)].transpose(1, 2).tolist()
+        tokens, logprobs = drawn[:, : len(self._rows)].tolist()
         events: list[Event] = []
-        num_sequences = num_rejected = 0
-        for i, sequence in enumerate(self._rows):
+        for sequence, token, logprob in zip(self._rows, tokens, logprobs, strict=True):
             if sequence.is_over or sequence in self._cancelled:
                 continue  # its row was dead, or nobody waits for it
-            num_sequences += 1
-            num_rejected += tokens[i].count(REJECTED)
-            is_over = False
-            for token, logprob in zip(tokens[i], logprobs[i], strict=True):
-                if token >= 0 and not is_over:
-                    events.append(self._append(sequence, int(token), logprob))
-                    is_over = events[-1].is_last
-            if self._drafter is not None:
-                sequence.computed = len(sequence) - 1
-            if is_over and sequence.pages:  # without pages it ended in `_count_on`
+            events.append(self._append(sequence, int(token), logprob))
+            if events[-1].is_last and sequence.pages:  # without pages it ended in `_count_on`
                 self._keep_experts(sequence, sequence.pages, len(sequence) - 1)
                 self._scheduler.finish(sequence)
-            if is_over and self._drafter is not None:
-                self._drafter.ended(sequence)
-        accepted = len(events) - num_sequences
-        self.stats.count_draws(False, len(events), accepted + num_rejected, accepted)
-        self.stats.decoded_rows += num_sequences
+        self.stats.count_draws(False, len(events))
+        self.stats.decoded_rows += len(events)
         self._live = [(row, sequence) for row, sequence in self._live if sequence.pages]
         return events
 
@@ -245,16 +196,9 @@ class CapturedCore(Core):
             return False
         for row, sequence in self._live:
             num_pages = len(sequence.pages)
-            if self._drafter is None:
-                has_room = self._scheduler.extend(sequence)
-            else:
-                has_room = self._reserve(sequence, sum(self._launched))
-            self._show_pages(row, sequence, num_pages)
+            has_room = self._scheduler.extend(sequence)
+            if len(sequence.pages) > num_pages:
+                self._state.set_page(row, num_pages, sequence.pages[-1])
             if not has_room or len(sequence.pages) > self._pages:
                 return False
         return True
-
-    def _show_pages(self, row: int, sequence: Sequence, num_pages: int) -> None:
-        """Give the next step a row's pages after the first ``num_pages``."""
-        for i, page in enumerate(sequence.pages[num_pages:], num_pages):
-            self._state.set_page(row, i, page)

@@ -14,7 +14,6 @@ from dschat.config import UserError
 from dschat.inference.sampler import Place, Sampler
 from dschat.inference.scheduler import Scheduler
 from dschat.inference.sequence import Event, Request, Sequence, StepSchedule
-from dschat.inference.speculation import Drafter
 from dschat.inference.stats import DeviceSpan
 from dschat.inference.step_runner import StepRunner
 
@@ -36,20 +35,14 @@ class Core:
 
     Args:
         streaming: tokens are wanted as soon as they can be read.
-        drafts: as `EngineConfig.speculate` says.
     """
 
-    def __init__(
-        self, engine: "InferenceEngine", streaming: bool = False, drafts: bool = False
-    ) -> None:
+    def __init__(self, engine: "InferenceEngine", streaming: bool = False) -> None:
         self._engine, self._lock, self._streaming = engine, engine.lock, streaming
         cache, sizes = engine.cache, (engine.max_num_seqs, engine.max_num_batched_tokens)
         self._scheduler = Scheduler(cache, *sizes, *engine.keeps_apart)
         self.stats = engine.stats = self._scheduler.stats
         self._sampler = Sampler(engine.num_tokens, engine.device, engine.group)
-        self._drafter: Drafter | None = None
-        if drafts and engine.speculation is not None:
-            self._drafter = Drafter(self._scheduler, engine.speculation)
         self._made_runner: StepRunner | None = None
 
     @property
@@ -138,46 +131,35 @@ class Core:
     def _compute(self, schedule: StepSchedule, span: DeviceSpan) -> list[Event]:
         """The tokens of one step, computed at once."""
         scheduler, stats = self._scheduler, self.stats
-        if self._drafter is not None:
-            self._drafter.draft(schedule)
-        self._draft_forced(schedule)
+        self._add_forced(schedule)
         ready, logits = schedule.ready, self._runner.logits(schedule)
         scheduler.computed(schedule)
         rows = [s.row for s in ready]
         tokens, logprobs = self._draw(rows, logits)
         stats.count(schedule, span.stop())
         events = self._advance(rows, tokens, logprobs)
-        num_sequences = sum(map(len, rows))
-        drafted, accepted = len(tokens) - num_sequences, len(events) - num_sequences
-        stats.count_draws(bool(schedule.chunks), len(events), drafted, accepted)
-        if self._drafter is not None:
-            for event in events:
-                if event.is_last:
-                    self._drafter.ended(event.sequence)
+        stats.count_draws(bool(schedule.chunks), len(events))
         return events
 
-    def _draft_forced(self, schedule: StepSchedule) -> None:
-        """Make the next forced tokens of each sequence its draft."""
-        budget = min(self._scheduler.draft_budget(schedule), _FORCED // self._engine.num_tokens)
+    def _add_forced(self, schedule: StepSchedule) -> None:
+        """Let the step compute the next forced tokens of its sequences, too."""
+        budget = min(self._scheduler.spare_tokens(schedule), _FORCED // self._engine.num_tokens)
         for s in schedule.ready:
-            if s.num_drawn < 0:
-                rest = min(-s.num_drawn, s.request.max_new_tokens - len(s.answer) - 1)
-                size = self._scheduler.room_for(s, max(0, min(rest, budget // len(s.row))))
-                s.draft = s.request.forced[len(s.answer) :][:size]
-                budget -= size * len(s.row)
-            elif s.request.shape is not None:
-                s.draft = []  # each token's logits are shaped by those before it
+            if s.num_drawn >= 0:
+                continue
+            rest = min(-s.num_drawn, s.request.max_new_tokens - len(s.answer) - 1)
+            size = self._scheduler.room_for(s, max(0, min(rest, budget // len(s.row))))
+            for one in s.row:
+                one.forced = s.request.forced[len(s.answer) :][:size]
+            budget -= size * len(s.row)
 
     def _draw(self, rows: list[list[Sequence]], logits: Tensor) -> tuple[list[int], list[float]]:
-        """Draw a token for each sequence, and each token of its row's draft.
+        """The forced tokens of each sequence in this step and the one after them, and log-probs.
 
-        ``rows``: sequences that share rows of the logits, first the one that has the draft.
+        ``rows``: sequences that share rows of the logits.
         """
-        for row in rows:
-            for twin in row[1:]:
-                twin.draft = row[0].draft
         places: list[Place] = [
-            (s, ahead) for row in rows for s in row for ahead in range(len(s.draft) + 1)
+            (s, ahead) for row in rows for s in row for ahead in range(len(s.forced) + 1)
         ]
         if not places:
             return [], []
@@ -186,7 +168,7 @@ class Core:
         row_of_place: list[int] = []
         first = 0
         for row in rows:
-            end = first + len(row[0].draft) + 1
+            end = first + len(row[0].forced) + 1
             row_of_place += [*range(first, end)] * len(row)
             first = end
         # On a CPU repeat_interleave starts all threads: 0.1 ms.
@@ -205,25 +187,16 @@ class Core:
     def _advance(
         self, rows: list[list[Sequence]], tokens: list[int], logprobs: list[float]
     ) -> list[Event]:
-        """Append the drawn tokens, and split rows whose answers differ now.
-
-        Of a sequence with a draft, the tokens up to the first one that differs from the draft:
-        those after it were drawn from logits of other tokens.
-        """
+        """Append the drawn tokens, and split rows whose answers differ now."""
         events: list[Event] = []
         place = 0
         for row in rows:
             unfinished = []
             for sequence in row:
-                draft, sequence.draft = sequence.draft, []
-                for i, drafted in enumerate((*draft, None)):
-                    event = self._append(sequence, tokens[place + i], logprobs[place + i])
-                    events.append(event)
-                    if event.is_last or drafted != event.token:
-                        break
-                if (rejected := len(draft) - i) and sequence.request.num_top:
-                    del sequence.request.top[sequence.sample][-rejected:]
-                place += len(draft) + 1
+                end = place + len(sequence.forced) + 1
+                for token, logprob in zip(tokens[place:end], logprobs[place:end], strict=True):
+                    events.append(self._append(sequence, token, logprob))
+                place, sequence.forced = end, []
                 if not sequence.is_over:
                     unfinished.append(sequence)
                 else:

@@ -32,10 +32,6 @@ logger = logging.getLogger("dschat")
 Step = Callable[[], object]
 Capture = Callable[[Step], Step]  # -> replay: runs the step on the present content of the state
 
-WIDTHS = (1, 4, 8)  # positions of a sequence that a step computes, where steps have drafts
-# Above some 300 rows, the products of a step in 16 bits take longer than reading the weights.
-_MOST_ROWS = 256
-
 # Narrower block tables would save little, and cost captures.
 _FEWEST_TOKENS = 256
 
@@ -146,8 +142,7 @@ class DecodeGraphs:
         num_tokens: ids from this one on are never drawn.
         capture: records a step.
         queue: where the state's work is queued; default: the current stream.
-        kernels: run the operations that they apply to; not the attention of steps with drafts.
-        drafts: whether steps may compute several positions of a sequence.
+        kernels: run the operations that they apply to.
     """
 
     def __init__(
@@ -160,19 +155,16 @@ class DecodeGraphs:
         capture: Capture,
         queue: DeviceQueue | None = None,
         kernels: StepKernels | None = None,
-        drafts: bool = False,
     ) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
-        self._all_widths = WIDTHS if drafts else WIDTHS[:1]
         self._kernels, self._num_tokens = kernels, num_tokens
         self._version = decoder.weights.version
         num_rows, num_pages = min(max_num_seqs, cache.num_pages), cache.pages_for(max_seq_len)
         sizes = num_rows, num_pages, cache.page_size, cache.trash_page
-        device, width = decoder.weights.device, self._all_widths[-1]
-        self.state = DecodeState(*sizes, device, queue, width)
+        self.state = DecodeState(*sizes, decoder.weights.device, queue)
         self._row_states = None if cache.states is None else RowStates(cache.states, num_rows)
         self._num_stateful = 0  # rows whose states are in `_row_states`
-        self._graphs: dict[tuple[int, int, SamplingKind, int], Step] = {}
+        self._graphs: dict[tuple[int, int, SamplingKind], Step] = {}
         self.failed = False
 
     @property
@@ -186,16 +178,11 @@ class DecodeGraphs:
 
     def pages_for(self, count: int) -> int:
         """Pages of a row that the steps read of rows with ``count`` pages."""
-        by_kernel = self._kernels is not None and self._kernels.runs("attention")
-        if by_kernel and len(self._all_widths) == 1:  # steps with drafts run torch's attention
+        if self._kernels is not None and self._kernels.runs("attention"):
             return self.state.num_pages
         least = self._cache.pages_for(_FEWEST_TOKENS)
         num_pages = self.state.num_pages
         return batch_bucket(min(max(count, least), num_pages), num_pages)
-
-    def widths(self, size: int) -> list[int]:
-        """Positions of each of ``size`` rows that steps may compute, ascending."""
-        return [w for w in self._all_widths if w == 1 or w * size <= _MOST_ROWS]
 
     def enter(self, sequences: list[Sequence], kind: SamplingKind) -> None:
         """See `DecodeState.enter`; the rows have their recurrent states until they `leave`."""
@@ -223,9 +210,9 @@ class DecodeGraphs:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, size: int, pages: int, kind: SamplingKind, width: int = 1) -> Step:
+    def step(self, size: int, pages: int, kind: SamplingKind) -> Step:
         """Replays the step of the first ``size`` rows and their first ``pages``, which is captured
-        on first use; all rows are dead after that. ``width``: positions of each row.
+        on first use; all rows are dead after that.
 
         Collective in the tensor-parallel group, as is each replay. After a capture that failed on a
         rank, steps run as they are on all, launch by launch.
@@ -233,11 +220,11 @@ class DecodeGraphs:
         Raises:
             UserError: the capture failed, without kernels too, and `CudaCapture` requires it.
         """
-        key = size, pages, kind, width
+        key = size, pages, kind
         if key in self._graphs:
             return self._graphs[key]
         self.state.sampling.prepare(kind)
-        step = partial(self._run, size, pages, kind, width)
+        step = partial(self._run, size, pages, kind)
         if self.failed:
             return step
         problem = ""
@@ -260,18 +247,15 @@ class DecodeGraphs:
         self._kernels = None
         message = "a decode step by Triton kernels failed, going on without them: %s"
         logger.warning(message, problem)
-        return self.step(size, pages, kind, width)
+        return self.step(size, pages, kind)
 
     @torch.inference_mode()
-    def _run(self, size: int, pages: int, kind: SamplingKind, width: int) -> None:
+    def _run(self, size: int, pages: int, kind: SamplingKind) -> None:
         """One step. NOTE: a number that this reads on the host is frozen in the graph."""
-        decoder, cache, state = self._decoder, self._cache, self.state
-        kernels = self._kernels
-        if kernels is not None and width > 1:
-            kernels = kernels.without("attention")
-        rows = state.rows(size, pages, kernels, width)
-        count, longest = size * width, pages * cache.page_size
-        decodes = Decodes(count, rows.lengths, longest, rows.table, ragged=True, width=width)
+        decoder, cache, state, kernels = self._decoder, self._cache, self.state, self._kernels
+        rows = state.rows(size, pages, kernels)
+        longest = pages * cache.page_size
+        decodes = Decodes(size, rows.lengths, longest, rows.table, ragged=True)
         attention = Attention(decoder.spec, cache, rows.slots, decodes, [], decoder.slopes)
         inputs = rows.tokens, rows.positions, attention
         if self._row_states is None:
@@ -282,6 +266,6 @@ class DecodeGraphs:
                 carried = Carried(states, size, num_ready=1)
                 logits = decoder.step(*inputs, kernels=kernels, carried=carried)
         draws = kind, rows.key, rows.too_short, self._num_tokens
-        drawn, logprobs = state.sampling.draw(logits, *draws, kernels, width)
+        drawn, logprobs = state.sampling.draw(logits, *draws, kernels)
         # Logits are the same on all ranks of a group; the broadcast guarantees the same tokens.
-        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, rows, kernels)
+        state.advance(decoder.weights.group.broadcast(drawn), logprobs, kind, kernels)

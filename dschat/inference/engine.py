@@ -38,7 +38,6 @@ from dschat.inference.model.states import StatePool, num_slots, state_bytes
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sequence import Request
-from dschat.inference.speculation import Speculation
 from dschat.inference.stats import GenerationStats
 from dschat.inference.step_runner import StepRunner
 from dschat.models.checkpoint import Checkpoint
@@ -117,9 +116,6 @@ class InferenceEngine:
         self._borrowed_addresses: list[int] = []
         is_models = sizes.max_seq_len is None or bound == self.max_seq_len
         self._length_flags = "the model's positions" if is_models else sizes.length_flags
-        mode = sizes.speculate
-        # A draft that is refused would need the state before it.
-        self.speculation = Speculation(mode) if mode != "off" and not self.spec.states else None
         self.stats = GenerationStats()
 
     @classmethod
@@ -295,32 +291,28 @@ class InferenceEngine:
             for ids, number, limit in zip(prompts, indices, limits, strict=True)
         ]
         rows = {request: row for row, request in enumerate(mine)}
-        with self.lock, closing(self.core(drafts=True)) as core:
+        with self.lock, closing(self.core()) as core:
             core.add_all(mine, None)
-            done = []
             for event in core.events():
-                if not event.is_last:
+                if answered is None or not event.is_last:
                     continue
-                done.append(event.sequence)
                 request = event.sequence.request
-                if answered is not None and request in rows and request.is_complete:
+                if request in rows and request.is_complete:
                     answered(rows.pop(request), request.rollout())
-            if self.speculation is not None:
-                self.speculation.history.add(done)
         return Rollout.joined(request.rollout() for request in mine)
 
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
         """The tokens of one answer as they are decoded. Closing the iterator stops the answer."""
         if sampling.n > 1:
             raise UserError(f"n {sampling.n}: a stream is one answer; call generate for more")
-        with closing(self.core(streaming=True, drafts=True)) as core:
+        with closing(self.core(streaming=True)) as core:
             core.add_all([Request(prompt, sampling)], None)
             for event in core.events():
                 yield event.token
 
-    def core(self, streaming: bool = False, drafts: bool = False) -> Core:
+    def core(self, streaming: bool = False) -> Core:
         """What answers requests step by step; see `Core`. Collective in the group on first use."""
-        return (CapturedCore if self.captures else Core)(self, streaming, drafts)
+        return (CapturedCore if self.captures else Core)(self, streaming)
 
     @property
     def keeps_apart(self) -> tuple[bool, bool]:
@@ -364,7 +356,5 @@ class InferenceEngine:
         if self._runner is None:
             sizes = self.max_num_seqs, self.max_seq_len
             options = self._capture, self._kernels
-            self._runner = StepRunner(
-                self._decoder, self.cache, *sizes, *options, drafts=self.speculation is not None
-            )
+            self._runner = StepRunner(self._decoder, self.cache, *sizes, *options)
         return self._runner

@@ -1,7 +1,6 @@
 """Declares the sizes and limits of an inference engine."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -32,8 +31,6 @@ class EngineConfig:
             ``max_seq_len``, one page per sequence, or 32 if so many do not fit.
         cuda_graphs: capture decode steps and replay them. True: an error where that is not
             possible; None: on CUDA, with a warning if a capture fails.
-        speculate: draft tokens from earlier answers (see `dschat.inference.speculation`); auto:
-            only those that are nearly certain. The answers are the same.
         keeps_experts: answers come with the experts that each of their tokens chose.
 
     Raises:
@@ -49,7 +46,6 @@ class EngineConfig:
     kv_cache_gib: float | None = None
     page_size: int | None = None
     cuda_graphs: bool | None = None
-    speculate: Literal["off", "history", "auto"] = "off"
     keeps_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +71,6 @@ class EngineConfig:
             # A turn of an episode finds the pages of those before it.
             page_size=args.kv_page_size or (SMALL_PAGE if args.has_episodes else None),
             cuda_graphs=args.cuda_graphs,
-            speculate=args.speculate,
             keeps_experts=args.moe_routing_replay,
         )
 

@@ -29,7 +29,7 @@ _MAX_DRAWS = 256  # kept for later requests
 _FEWEST_STOPS = 16  # columns of stop ids, so that few kinds differ in their number
 _ALL = 1 << 30  # of top-k: every token may be drawn
 
-Place = tuple[Sequence, int]  # and a position: 0 is the next one, more are within its draft
+Place = tuple[Sequence, int]  # and a position: 0 is the next one, more are after forced tokens
 Put = Callable[[Callable[[], object]], object]  # queues work for the device
 
 
@@ -128,12 +128,12 @@ def _refill_uniforms(places: list[Place]) -> None:
     sequences = [
         s
         for s, ahead in places
-        if not ahead and len(s.uniforms) <= len(s.draft) and s.request.sampling.temperature > 0
+        if not ahead and len(s.uniforms) <= len(s.forced) and s.request.sampling.temperature > 0
     ]
     if not sequences:
         return
     requests = [s.request for s in sequences]
-    longest = max(len(s.draft) for s in sequences)
+    longest = max(len(s.forced) for s in sequences)
     ahead = min(max(_AHEAD, longest + 1), max(r.max_new_tokens for r in requests))
     keys = [
         (r.sampling.seed, r.number, r.first_sample + s.sample, r.first_position + s.num_drawn)
@@ -198,7 +198,7 @@ class SamplingKind(NamedTuple):
         )
 
 
-def upload(values: Tensor, target: Tensor, put: Put) -> None:
+def _upload(values: Tensor, target: Tensor, put: Put) -> None:
     """Queue the copy of ``values``, which are on the host, to ``target``."""
     # NOTE: fresh memory, which torch does not give to others before the copy is done.
     host = torch.empty(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
@@ -239,14 +239,14 @@ class StepSampling:
         columns[:3, : len(sequences)] = torch.tensor(integers).T
         values = columns[3:].view(torch.float64).fill_(1.0)
         values[:, : len(sequences)] = torch.tensor(numbers, dtype=torch.float64).T
-        upload(columns, self._columns, put)
+        _upload(columns, self._columns, put)
         if kind.num_stops:
             self._load_stops([s.request.draws for s in sequences], kind.num_stops, put)
 
     def _load_stops(self, draws: list[Draws], width: int, put: Put) -> None:
         rows = {d: i for i, d in enumerate(dict.fromkeys(draws))}
         different = torch.tensor([d.stops + [-1] * (width - len(d.stops)) for d in rows])
-        upload(different[[rows[d] for d in draws]], self._stops[width][: len(draws)], put)
+        _upload(different[[rows[d] for d in draws]], self._stops[width][: len(draws)], put)
 
     def draw(
         self,
@@ -256,26 +256,18 @@ class StepSampling:
         too_short: Tensor,
         num_tokens: int,
         kernels: StepKernels | None = None,
-        width: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """A token and its log-prob for each row of ``logits`` (R, V), ``width`` of a sequence.
+        """A token and its log-prob for each row of ``logits`` (R, V).
 
         ``key``: prompt, sample and position in the answer, (R,) int64 each. ``too_short`` (R,)
         bool: answers that may not end yet.
         """
-        params, size = kind.params, len(logits) // width
-
-        def of_rows(columns: Tensor) -> Tensor:  # (..., S) -> (..., R)
-            first = columns[..., :size]
-            if width == 1:
-                return first
-            return first.unsqueeze(-1).expand(*first.shape, width).flatten(-2)
-
+        params, size = kind.params, len(logits)
         stops = self._stops[kind.num_stops] if kind.num_stops else None
         forbidden = None
         if kind.forbids and stops is not None:
-            forbidden = too_short, stops[:size].unsqueeze(1).expand(-1, width, -1).flatten(0, 1)
-        integers, numbers = of_rows(self._integers), of_rows(self._numbers)
+            forbidden = too_short, stops[:size]
+        integers, numbers = self._integers[:, :size], self._numbers[:, :size]
         if kernels is not None and kernels.runs("draw"):
             return kernels.draw(
                 logits, params, kind.has_greedy, numbers, integers, key, forbidden, num_tokens
@@ -292,10 +284,9 @@ class StepSampling:
         return self._stops.get(kind.num_stops)
 
     def is_stop(self, tokens: Tensor, kind: SamplingKind) -> Tensor:
-        """Whether each of ``tokens`` (B, ...), of the first rows, ends its answer; bool."""
+        """Whether each of ``tokens`` (B,), of the first rows, ends its answer; (B,) bool."""
         stops = self._stops[kind.num_stops][: len(tokens)]
-        shape = len(tokens), *[1] * (tokens.dim() - 1), kind.num_stops
-        return (tokens.unsqueeze(-1) == stops.view(shape)).any(-1)
+        return (tokens.unsqueeze(1) == stops).any(1)
 
 
 def _power_of_two(count: int) -> int:

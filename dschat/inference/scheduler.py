@@ -5,8 +5,8 @@ It depends on lengths and tokens alone, so all ranks of a tensor-parallel group 
 schedule without communication.
 
 A sequence's tokens are prompt + answer; the first ``computed`` of them have keys and values in the
-cache. A step computes the others and then draws one token, or more with a draft: the others are
-usually one (decode), at first the whole prompt (prefill), after a preemption everything.
+cache. A step computes the others and then draws one token: the others are usually one (decode), at
+first the whole prompt (prefill), after a preemption everything.
 
 Samples of a prompt are one row (`Sequence.twins`) as long as their answers are the same. Then they
 share the pages so far; the last one, if it is partly filled, is copied, because their answers
@@ -95,9 +95,9 @@ class Scheduler:
                 "the KV cache has no room: other answers of this engine are not finished; read or "
                 "close their streams, or raise kv_cache_gib"
             )
-        schedule = StepSchedule(decodes, chunks)
-        schedule.sort_chunks()
-        return schedule
+        # Whole prompts first, longest first; then by prefix: they attend as padded batches.
+        chunks.sort(key=lambda item: (item[0].computed, -item[1]))
+        return StepSchedule(decodes, chunks)
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Whether a running sequence is a row of the next step's decodes."""
@@ -127,12 +127,12 @@ class Scheduler:
             self._count_pages()
         return True
 
-    def draft_budget(self, schedule: StepSchedule) -> int:
-        """Tokens of drafts that fit into a step."""
+    def spare_tokens(self, schedule: StepSchedule) -> int:
+        """Tokens that fit into a step beside its own."""
         return max(0, self._max_num_batched_tokens - schedule.num_tokens)
 
     def room_for(self, sequence: Sequence, count: int) -> int:
-        """Allocate pages for up to ``count`` tokens of a draft, and return for how many there are.
+        """Allocate pages for up to ``count`` more tokens, and return for how many there are.
 
         No sequence is preempted for them.
         """
@@ -322,11 +322,8 @@ class Scheduler:
         if not unfinished:
             self.finish(first)
             return
-        # NOTE: the row with the most tokens in the cache keeps the pages. It overwrites none of
-        # these tokens, and the other rows need some of them: as many as were drafted right.
         known = first.computed - len(first.request.ids)
-        longest_first = sorted(unfinished, key=lambda s: -len(s))
-        rows = rows_of(longest_first, self._samples_apart, known)
+        rows = rows_of(unfinished, self._samples_apart, known)
         pages = first.pages
         self._replace(first, rows[0])
         for sequence in rows:

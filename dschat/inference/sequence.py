@@ -101,7 +101,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     slot: int | None = None  # of its recurrent state
     computed: int = 0
-    draft: list[int] = field(default_factory=list)  # of the next positions, for one step
+    forced: list[int] = field(default_factory=list)  # the next of `Request.forced`, for one step
     uniforms: list[float] = field(default_factory=list)  # of the answer's next positions
     next_key: Key | None = None  # of the first page that it computes itself
     twins: list["Sequence"] = field(default_factory=list)
@@ -164,7 +164,7 @@ def rows_of(sequences: Iterable[Sequence], apart: bool, known: int = 0) -> list[
 @dataclass
 class StepSchedule:
     """The sequences of one step: each decode computes one token, each chunk a number of tokens, and
-    those whose tokens are all computed then their drafts.
+    those whose tokens are all computed then `Sequence.forced`.
     """
 
     decodes: list[Sequence]
@@ -172,18 +172,14 @@ class StepSchedule:
 
     @property
     def ready(self) -> list[Sequence]:
-        """Sequences whose tokens are all computed after the step, in row order: each draws one, and
-        one more for each token of its draft.
+        """Sequences whose tokens are all computed after the step, in row order: each gets a token,
+        and one more for each of `Sequence.forced`.
         """
         return self.decodes + [s for s, count in self.chunks if s.computed + count == len(s)]
 
-    def sort_chunks(self) -> None:
-        """Whole prompts first, longest first; then by prefix: they attend as padded batches."""
-        self.chunks.sort(key=lambda item: (item[0].computed, -item[1] - len(item[0].draft)))
-
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes, without drafts."""
+        """Tokens that the step computes, without `Sequence.forced`."""
         return len(self.decodes) + sum(count for _, count in self.chunks)
 
 

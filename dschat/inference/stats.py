@@ -62,11 +62,9 @@ class GenerationStats:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_steps: int = 0
-    decoded_rows: int = 0  # of decode steps, without drafts; equal answers to a prompt share one
+    decoded_rows: int = 0  # of decode steps; equal answers to a prompt share one
     decode_s: float = 0.0
     answer_tokens: int = 0
-    drafted_tokens: int = 0  # that draws were compared with
-    accepted_tokens: int = 0  # of these, those that were drawn
     preemptions: int = 0
     peak_pages: int = 0
     num_pages: int = 0
@@ -104,11 +102,9 @@ class GenerationStats:
             self.decode_steps += 1
         self.add_seconds(bool(schedule.chunks), span)
 
-    def count_draws(self, is_prefill: bool, num_drawn: int, drafted: int, accepted: int) -> None:
-        """Add a step's tokens of answers; ``accepted`` of them were among ``drafted`` ones."""
+    def count_draws(self, is_prefill: bool, num_drawn: int) -> None:
+        """Add a step's tokens of answers."""
         self.answer_tokens += num_drawn
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
         if not is_prefill:
             self.decode_tokens += num_drawn
 

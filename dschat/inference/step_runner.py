@@ -75,7 +75,7 @@ class PromptGraphs:
 
     def shape_for(self, schedule: StepSchedule) -> PaddedShape | None:
         """What a captured step pads ``schedule`` to; None: it is computed as it is."""
-        whole = all(s.computed == 0 and n == len(s) and not s.draft for s, n in schedule.chunks)
+        whole = all(s.computed == 0 and n == len(s) and not s.forced for s, n in schedule.chunks)
         if schedule.decodes or not whole:
             return None
         counts = [count for _, count in schedule.chunks]
@@ -155,7 +155,6 @@ class StepRunner:
     """Runs steps of ``decoder`` over ``cache``.
 
     ``capture``: records steps, which use ``kernels``; None: they run eagerly.
-    ``drafts``: captured ones may compute several positions of a sequence.
     """
 
     def __init__(
@@ -166,12 +165,11 @@ class StepRunner:
         max_seq_len: int,
         capture: Capture | None,
         kernels: StepKernels | None = None,
-        drafts: bool = False,
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self.device = decoder.weights.device
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
-        self._capture, self._kernels, self._drafts = capture, kernels, drafts
+        self._capture, self._kernels = capture, kernels
         self._graphs: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
         if capture is not None and isinstance(decoder, Decoder):
@@ -180,7 +178,7 @@ class StepRunner:
 
     def logits(self, schedule: StepSchedule) -> Tensor:
         """Logits (R, V) of the sequences in ``schedule.ready``: a row for the last token, then one
-        for each token of the draft.
+        for each of `Sequence.forced`.
         """
         if self.prompts is not None and (shape := self.prompts.shape_for(schedule)) is not None:
             return self.prompts.logits(shape, schedule)
@@ -197,15 +195,13 @@ class StepRunner:
         ready: list[int] = []
         num_ready: list[int] = []  # of each span
         chunks: list[Chunk] = []
-        # NOTE: keys and values of a draft that is not accepted are overwritten later, and no row
-        # attends to them until then.
-        decodes = [(s, 1 + len(s.draft)) for s in schedule.decodes]
-        spans = decodes + [(s, count + len(s.draft)) for s, count in schedule.chunks]
+        decodes = [(s, 1 + len(s.forced)) for s in schedule.decodes]
+        spans = decodes + [(s, count + len(s.forced)) for s, count in schedule.chunks]
         for i, (s, count) in enumerate(spans):
             first, end = s.computed, s.computed + count
             row = len(tokens)
             tokens += s.tokens(first, end)
-            tokens += s.draft
+            tokens += s.forced
             positions += range(first, end)
             slot_mapping += [s.pages[p // size] * size + p % size for p in range(first, end)]
             if i >= len(decodes):
@@ -257,9 +253,7 @@ class StepRunner:
                 logger.info("weights were reallocated: capturing decode graphs again")
             sizes = self._max_num_seqs, self._max_seq_len, num_tokens
             self._graphs = DecodeGraphs(
-                *(self._decoder, self._cache, *sizes, self._capture),
-                kernels=self._kernels,
-                drafts=self._drafts,
+                self._decoder, self._cache, *sizes, self._capture, kernels=self._kernels
             )
         return self._graphs
 
@@ -292,12 +286,12 @@ class StepRunner:
 def _parts(schedule: StepSchedule) -> Iterator[StepSchedule]:
     """Steps whose sequences compute equally many tokens, and are all new or all continued."""
     # NOTE: a prompt of one token may be a decode.
-    for _, decodes in groupby(schedule.decodes, lambda s: (len(s.draft), s.computed == 0)):
+    for _, decodes in groupby(schedule.decodes, lambda s: (len(s.forced), s.computed == 0)):
         yield StepSchedule(list(decodes), [])
 
     def kind(chunk: tuple[Sequence, int]) -> tuple[int, int, bool, bool]:
         s, count = chunk
-        return count, len(s.draft), s.computed == 0, s.computed + count == len(s)
+        return count, len(s.forced), s.computed == 0, s.computed + count == len(s)
 
     for _, chunks in groupby(schedule.chunks, kind):
         yield StepSchedule([], list(chunks))

@@ -29,8 +29,8 @@ _OTHER_MODEL = 1.0  # nats per token: no rounding, nor dropout, is as much
 
 # Statistics of the inference engine that are summed over ranks.
 _COUNTED = (
-    *("prefill_tokens", "decode_tokens", "preemptions", "cached_tokens", "answer_tokens"),
-    *("drafted_tokens", "accepted_tokens", "occupancy", "cache_use"),
+    *("prefill_tokens", "decode_tokens", "preemptions", "cached_tokens"),
+    *("occupancy", "cache_use"),
 )
 # Already the same on every rank; the other sums of an update are this rank's.
 _GLOBAL = {
@@ -165,18 +165,12 @@ def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, floa
     metrics["memory/refresh_gib"] = sums["num_bytes"] / ranks / 2**30
     if engine is None:
         return metrics
-    prefill, cached, accepted = (sums[f"{of}_tokens"] for of in ("prefill", "cached", "accepted"))
+    prefill, cached = sums["prefill_tokens"], sums["cached_tokens"]
     busy = dist.gather_objects((engine.stats.prefill_s, engine.stats.decode_s))
     prefill_s, decode_s = (max(*seconds, 1e-9) for seconds in zip(*busy, strict=True))
     copies = engine.group.size  # the ranks of a group count the same tokens
     if engine.cache.keeps_prefixes:
         metrics["throughput/cached_prompt_share"] = cached / max(cached + prefill, 1.0)
-    if engine.speculation is not None:
-        # A sequence draws one token in each of its steps, beside those.
-        metrics["throughput/accepted_per_step"] = accepted / max(
-            sums["answer_tokens"] - accepted, 1.0
-        )
-        metrics["throughput/accepted_share"] = accepted / max(sums["drafted_tokens"], 1.0)
     return metrics | {
         "throughput/prefill_tokens_per_s": prefill / copies / prefill_s,
         "throughput/decode_tokens_per_s": sums["decode_tokens"] / copies / decode_s,

@@ -81,12 +81,7 @@ class Reporter:
     def begin(self, checkpointer: TrainingCheckpointer) -> None:
         """Collective. Resume from a checkpoint; or else begin, with an evaluation."""
         self._checkpointer = checkpointer
-        state = self._state()
-        values = checkpointer.begin(
-            state,
-            self._num_iters,
-            lambda values: self._trainer.load_run_state(values, state.tensors.get("drafts")),
-        )
+        values = checkpointer.begin(self._state(), self._num_iters, self._trainer.load_run_state)
         if values is None:
             self._log.begin()
             if not self._engine.has_reference:

@@ -103,7 +103,6 @@ def advance(
         if answered is not None and request in rows and request.is_complete:
             answered(rows.pop(request), request.rollout())
 
-    # NOTE: nothing is drafted, because where the answers stop would depend on it.
     with closing(engine.core()) as core:
         ranks = core.add_all(mine, (wanted, num_due))
         for request in mine:

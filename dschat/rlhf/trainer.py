@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import dschat.distributed as dist
 from dschat import losses
@@ -118,19 +117,11 @@ class DeepSpeedPPOTrainer:
             "unsupervised": position_of(self._unsupervised),
             "rollouts": self.collector.state_dict(),
         }
-        speculation = engine.rollout.speculation
-        return RunState(
-            engine.trained,
-            ({} if engine.ema is None else {"ema": engine.ema.tensors})
-            | ({} if speculation is None else {"drafts": speculation.state_dict()}),
-            values,
-        )
+        tensors = {} if engine.ema is None else {"ema": engine.ema.tensors}
+        return RunState(engine.trained, tensors, values)
 
-    def load_run_state(
-        self, values: dict[str, Any], drafts: dict[str, Tensor] | None = None
-    ) -> None:
-        """Restore the values of a `run_state`, and its tensors ``drafts``; its engines and other
-        tensors are restored before.
+    def load_run_state(self, values: dict[str, Any]) -> None:
+        """Restore the values of a `run_state`; its engines and tensors are restored before.
 
         The KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
         """
@@ -143,8 +134,6 @@ class DeepSpeedPPOTrainer:
         self.engine.lay_schedules(values.get("updates", self.engine.updates), is_there=True)
         seek(self._unsupervised, values["unsupervised"])
         self.collector.load_state_dict(values["rollouts"])
-        if drafts and self.engine.rollout.speculation is not None:
-            self.engine.rollout.speculation.load_state_dict(drafts)
 
     def sampling(self) -> SamplingParams:
         """How this iteration samples; the seed changes with every iteration."""

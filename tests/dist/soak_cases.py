@@ -11,11 +11,8 @@ from step_cases import Case
 
 import dschat.distributed as dist
 from dschat.inference.protocol import Rollout, SamplingParams
-from dschat.inference.speculation import AnswerHistory
 
 from families import EOS, POSITIONS, VOCAB, cache_gib  # isort: skip
-
-MOST_REMEMBERED = 300
 
 
 def differing(got: Rollout, expected: Rollout) -> tuple[int, int]:
@@ -35,9 +32,7 @@ def differing(got: Rollout, expected: Rollout) -> tuple[int, int]:
 
 
 def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
-    """Random rollouts on a cache far too small, steps in between; a second form has room. With
-    speculation, each is repeated twice: the answers before are drafts.
-    """
+    """Random rollouts on a cache far too small, steps in between; a second form has room."""
     options = _form_options(case)
     rollouts = options.pop("rollouts")
     actor = _actor(case)
@@ -46,23 +41,16 @@ def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
     pressed = {"page_size": 4, "kv_cache_gib": gib, "max_num_seqs": 6, "max_num_batched_tokens": 21}
     tight = actor.form(**options | pressed)
     alike, mine = random.Random(7), random.Random(dist.rank())  # ranks bring other prompts
-    preemptions, accepted, wrong, near, reasons, memory = 0, 0, [], 0, set(), []
-    repeats = 3 if "speculate" in options else 1
-    if repeats > 1:
-        tight.enter(0).speculation.history = AnswerHistory(MOST_REMEMBERED)
+    preemptions, wrong, near, reasons, memory = 0, [], 0, set(), []
     for i in range(rollouts):
-        for _ in range(alike.choice([0, 0, 1, 2]) if i % repeats == 0 else 0):
+        for _ in range(alike.choice([0, 0, 1, 2])):
             actor.step()
-        if i % repeats == 0:
-            sampling, prompts = _random_sampling(alike, i), _random_prompts(mine)
-            numbers = mine.sample(range(1000), len(prompts))
+        sampling, prompts = _random_sampling(alike, i), _random_prompts(mine)
+        numbers = mine.sample(range(1000), len(prompts))
         generator = tight.enter(actor.version)
         got = generator.generate(prompts, sampling, numbers)
         preemptions += generator.stats.preemptions
-        accepted += generator.stats.accepted_tokens
         assert generator.cache.num_free == generator.cache.num_pages
-        if repeats > 1:
-            assert generator.speculation.history.num_tokens <= MOST_REMEMBERED
         reasons |= set(got.finish_reasons)
         _check_ends(got, sampling)
         tight.leave()
@@ -73,7 +61,7 @@ def run_soak(case: Case, models: Path, out: Path) -> dict[str, Any]:
             wrong.append(i)
         memory.append(psutil.Process().memory_info().rss)
     mine = {"wrong": wrong, "near": near, "preemptions": preemptions, "memory": memory}
-    mine |= {"accepted": accepted, "reasons": sorted(reasons)}
+    mine |= {"reasons": sorted(reasons)}
     return {"ranks": dist.gather_objects(mine), "steps": actor.version}
 
 

@@ -19,15 +19,13 @@ def soak(zero, model, rollouts, **options):
 
 def check(case, result):
     """The memory after each rollout, of each rank."""
-    speculates = "speculate" in dict(case.options)  # then every rollout comes three times
     for rank in result["ranks"]:
         assert len(rank["memory"]) == dict(case.options)["rollouts"]
         assert rank["wrong"] == []
         assert rank["near"] <= 2  # of thousands of answers: steps are not reproducible to the bit
-        assert rank["preemptions"] > len(rank["memory"]) // (12 if speculates else 4)
-        assert (rank["accepted"] > len(rank["memory"])) == speculates
+        assert rank["preemptions"] > len(rank["memory"]) // 4
         assert rank["reasons"] == ["length", "stop"]
-    assert result["steps"] > len(result["ranks"][0]["memory"]) // (12 if speculates else 4)
+    assert result["steps"] > len(result["ranks"][0]["memory"]) // 4
     return [rank["memory"] for rank in result["ranks"]]
 
 
@@ -37,9 +35,9 @@ LONG = [
     soak(3, "opt", 200, lora="side"),
     soak(3, "llama", 200, lora="merge", release_cache=True, release_weights=True),
     soak(3, "gpt_neox", 200, offload="parameters"),
-    soak(0, "bloom", 200, speculate="history"),
+    soak(0, "bloom", 200),
 ]
-SHORT = [soak(3, "llama", 24), soak(0, "llama", 24, speculate="history")]
+SHORT = [soak(3, "llama", 24)]
 
 
 @pytest.mark.parametrize("case", slow([*SHORT, *LONG]), ids=by_name)

@@ -49,14 +49,6 @@ def test_processes_that_a_group_s_size_does_not_divide():
     ("knobs", "message"),
     [
         ({"rollout_layout": "zero_copy"}, "--rollout_layout zero_copy needs --inference_tp_size 1"),
-        (
-            {"enable_hybrid_engine": False, "speculate": "history", "inference_tp_size": 1},
-            "--speculate history needs --enable_hybrid_engine",
-        ),
-        (
-            {"speculate": "history", "partial_rollout": True},
-            "--speculate history: with --partial_rollout, which answers are complete would depend",
-        ),
         ({"enable_hybrid_engine": False}, "--inference_tp_size 2 needs --enable_hybrid_engine"),
     ],
 )

@@ -81,7 +81,7 @@ def graphs_of(made):
 
 
 def steps_of(made):
-    """Rows, pages, kind of sampling and width of each step that was captured."""
+    """Rows, pages and kind of sampling of each step that was captured."""
     return list(graphs_of(made)._graphs)
 
 

@@ -5,7 +5,6 @@ log-probs. Rotary scalings are chosen so that they matter within ``POSITIONS``, 
 that prompts and answers exceed them.
 """
 
-import random
 import sys
 from pathlib import Path
 
@@ -39,9 +38,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
+from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.protocol import Rollout
-from dschat.inference.sequence import Request, Sequence
 
 sys.path.append(str(Path(__file__).parents[1] / "dist"))  # where a command has only this folder's
 import tiny_models  # noqa: E402
@@ -317,24 +315,6 @@ def assert_same_but_for_ties(got, expected, gap):
         end = next((i + 1 for i, (a, b) in enumerate(pairs) if a != b), None)
         assert one.logprobs[:end] == pytest.approx(other.logprobs[:end], abs=gap)
         assert end is not None or len(one.token_ids) == len(other.token_ids)
-
-
-def answered(prompt, answer):
-    """A sequence as `AnswerHistory.add` takes it."""
-    return Sequence(Request(prompt, SamplingParams(max_new_tokens=len(answer))), 0, answer)
-
-
-def remember(made, prompts, rollout, changed, seed=0):
-    """Put answers into the history, of which a share ``changed`` of the tokens is another."""
-    draw = random.Random(seed)
-    n = len(rollout) // len(prompts)
-    answers = [
-        [draw.randrange(3, 50) if draw.random() < changed else t for t in ids]
-        for ids in rollout.token_ids
-    ]
-    made.speculation.history.add(
-        answered(prompts[i // n], answer) for i, answer in enumerate(answers)
-    )
 
 
 def examples(quick, full):

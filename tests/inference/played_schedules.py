@@ -3,8 +3,8 @@
 For every token a number is written into the cache, at the slot that the schedule implies: one that
 stands for the token and all before it, as keys and values do. Before a sequence draws, its pages
 must hold exactly its numbers: that catches a page that was lost, shared in writing, copied short,
-freed early, or found by the wrong tokens. Drafts are what one of a row's samples will draw, up to a
-wrong token.
+freed early, or found by the wrong tokens. Answers may begin with forced tokens, of which a step
+computes several.
 """
 
 from dataclasses import dataclass, field
@@ -36,14 +36,18 @@ class Case:
     separate_prefill: bool = False
     vocabulary: int = 0  # 0: every token is another; few tokens: prompts and answers share prefixes
     keeps_prefixes: bool = False
-    drafts: int = 0  # tokens of a draft at most
+    forced: int = 0  # first tokens of all answers to a prompt that has so many
     agree: int = 0  # first tokens of all answers to a prompt; as many more of every second one
     samples_apart: bool = False
     has_states: bool = False
 
+    def num_forced(self, prompt):
+        """A token at least is drawn."""
+        return min(self.forced, min(self.answer_lengths[prompt]) - 1)
+
     def token(self, prompt, sample, position):
         """The same in every run. The prompt's own are those of "sample" 7."""
-        if sample != 7 and position < self.agree:
+        if sample != 7 and position < max(self.agree, self.num_forced(prompt)):
             sample = 6
         elif sample != 7 and position < 2 * self.agree:
             sample = 4 + sample % 2
@@ -74,7 +78,7 @@ def cases(draw):
         draw(st.booleans()),
         draw(st.sampled_from([0, 1, 2])),
         draw(st.booleans()) and not has_states,
-        0 if has_states else draw(st.sampled_from([0, 3, 8])),
+        draw(st.sampled_from([0, 3, 8])),
         draw(st.integers(0, 4)),
         draw(st.sampled_from([False, False, True])),
         has_states,
@@ -134,10 +138,11 @@ class Run:
     def ask(self, prompts):
         """Queue these prompts, while the scheduler has no others."""
         self.texts, answers = prompts, self.case.answer_lengths
-        self.prompts = [
-            Request(p, SamplingParams(max(answers[i]), n=len(answers[i])), i)
-            for i, p in enumerate(prompts)
-        ]
+        self.prompts = []
+        for i, ids in enumerate(prompts):
+            forced = [self.case.token(i, 0, place) for place in range(self.case.num_forced(i))]
+            sampling = SamplingParams(max(answers[i]) - len(forced), n=len(answers[i]))
+            self.prompts.append(Request(ids, sampling, i, forced=forced))
         self.scheduler.add(s for request in self.prompts for s in request.sequences)
         self.finished, self.steps, self.dropped = [], 0, set()
         self.bound = 50 + 60 * sum(map(len, answers)) * MAX_SEQ_LEN
@@ -168,7 +173,7 @@ class Run:
     def step(self):
         schedule = self.scheduler.schedule()
         self.check_limits(schedule)
-        self.draft(schedule)
+        self.force(schedule)
         self.write(schedule)
         self.trace.append(
             [(s.request.number, s.sample, s.pages[:], 1) for s in schedule.decodes]
@@ -184,18 +189,13 @@ class Run:
         self.check_found()
         self.steps += 1
 
-    def draft(self, schedule):
-        budget = self.scheduler.draft_budget(schedule)
+    def force(self, schedule):
+        """As `Core`: let the step compute forced tokens, as far as it has room."""
+        budget = self.scheduler.spare_tokens(schedule)
         for s in schedule.ready:
-            prompt, position = s.request.number, len(s.answer)
-            size = min(self.case.drafts, budget, s.request.max_new_tokens - position - 1)
-            if size > 0:
-                size = self.scheduler.room_for(s, size)
-                sample = s.row[self.steps % len(s.row)].sample
-                s.draft = [self.case.token(prompt, sample, position + i) for i in range(size)]
-                if (position + s.sample) % 4 < size:
-                    s.draft[(position + s.sample) % 4] += 1
-                budget -= size
+            size = self.scheduler.room_for(s, max(0, min(-s.num_drawn, budget)))
+            s.forced = s.request.forced[len(s.answer) :][:size]
+            budget -= size
 
     def check_limits(self, schedule):
         case = self.case
@@ -224,8 +224,8 @@ class Run:
             first, end = s.computed, s.computed + count
             assert len(s.tokens(first, end)) == count
             if end == len(s):
-                end += len(s.draft)
-            numbers = prefix_numbers(s.request.ids + s.answer + s.draft)[first:end]
+                end += len(s.forced)
+            numbers = prefix_numbers(s.request.ids + s.answer + s.forced)[first:end]
             for position, number in enumerate(numbers, start=first):
                 self.cache.pairs[0, s.pages[position // size], position % size, 0] = number
             self.prefilled += count if not s.answer else 0
@@ -236,12 +236,12 @@ class Run:
     def check_state(self, s, count):
         """A new state is written without being read."""
         if self.states is not None and count:
-            numbers = prefix_numbers(s.request.ids + s.answer)
+            numbers = prefix_numbers(s.request.ids + s.answer + s.forced)
             assert self.state[s.slot].item() == numbers[count - 1]
 
     def check_content(self, s, count):
         assert s.computed == count
-        self.check_state(s, count)
+        self.check_state(s, count + len(s.forced))
         held = self.cache.pairs[0, s.pages, :, 0].flatten()[:count].tolist()
         assert held == prefix_numbers(s.request.ids + s.answer)[:count]
 
@@ -254,17 +254,14 @@ class Run:
             assert found == prefix_numbers(text)[: len(found)]
 
     def advance(self, first):
-        """As `Core`: a row's samples keep its draft as far as each draws the same."""
+        """As `Core`: a row's samples get its forced tokens, and one that each draws."""
         alive = []
-        draft, first.draft = first.draft, []
+        count, first.forced = len(first.forced) + 1, []
         assert all(s.tokens(0, 99) == first.tokens(0, 99) for s in first.row)
         for s in first.row:
-            for drafted in (*draft, None):
+            for _ in range(count):
                 s.answer.append(self.case.token(s.request.number, s.sample, len(s.answer)))
-                ends = len(s.answer) == self.case.answer_lengths[s.request.number][s.sample]
-                if ends or s.answer[-1] != drafted:
-                    break
-            if ends:
+            if len(s.answer) == self.case.answer_lengths[s.request.number][s.sample]:
                 self.finished.append((s.request.number, s.sample, tuple(s.answer)))
             else:
                 alive.append(s)

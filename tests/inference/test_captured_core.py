@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from captures import LateQueue, assert_idle, noted, on_graphs, steps_of, use
-from families import CONFIGS, PROMPTS, assert_same, cache_gib, engine, remember
+from families import CONFIGS, PROMPTS, assert_same, cache_gib, engine
 from quick import slow, some
 from soft_graph import soft_capture
 
@@ -22,28 +22,18 @@ from dschat.inference.sequence import Request
 
 
 @pytest.mark.parametrize(
-    ("lag", "queue", "speculate"),
-    some(
-        itertools.product([0, 1, 2], [None, LateQueue], ["history", "off"]),
-        [(2, LateQueue, "history")],
-    ),
+    ("lag", "queue"), some(itertools.product([0, 1, 2], [None, LateQueue]), [(2, LateQueue)])
 )
-def test_preempted_sequences(queue, lag, speculate, monkeypatch, module_of):
-    """Few pages: some steps have room for the newest tokens and none for drafts."""
+def test_preempted_sequences(queue, lag, monkeypatch, module_of):
     use(monkeypatch, lag, queue and queue())
     plain = engine(module_of("llama"))
     sampling = SamplingParams(max_new_tokens=20, n=2, seed=6, stop_token_ids=(3,))
-    expected, preemptions = plain.generate(PROMPTS, sampling), 0
+    expected = plain.generate(PROMPTS, sampling)
     sizes = {"kv_cache_gib": cache_gib(plain, 56), "page_size": 4, "max_num_seqs": 6}
-    made = on_graphs(module_of("llama"), speculate=speculate, **sizes)
-    for changed in (0.0, 0.2, 0.5):
-        if made.speculation:
-            remember(made, PROMPTS, expected, changed)
-        assert_same(made.generate(PROMPTS, sampling), expected)
-        assert (made.stats.accepted_tokens > 20) == (speculate == "history")
-        preemptions += made.stats.preemptions
-        assert_idle(made)
-    assert preemptions > 0
+    made = on_graphs(module_of("llama"), **sizes)
+    assert_same(made.generate(PROMPTS, sampling), expected)
+    assert made.stats.preemptions > 0
+    assert_idle(made)
 
 
 # What a step reads

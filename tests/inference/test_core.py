@@ -9,8 +9,8 @@ import pytest
 import torch
 from captures import LateQueue, on_graphs, steps_of, use
 from fake_cuda import WAITS, fake_cuda, fake_engine
-from families import CONFIGS, PROMPTS, VOCAB, engine, remember
-from quick import slow, some
+from families import CONFIGS, PROMPTS, VOCAB, engine
+from quick import some
 
 from dschat.inference import SamplingParams
 from dschat.inference.sequence import Request
@@ -157,28 +157,6 @@ def test_nothing_is_heard_of_what_was_cancelled(steps, sample, monkeypatch, modu
     again = Request(PROMPTS[0], sampling)  # in a row of the same number
     core.add(again)
     assert sum(event.is_last for event in core.events()) == 2
-
-
-@pytest.mark.parametrize("changed", [*slow([0.0]), 0.3])
-def test_likeliest_tokens_of_drafted_positions(changed, module_of):
-    """Those of rejected ones are of tokens that are not in the answer."""
-    module = module_of("llama")
-    plain, drafting = engine(module), engine(module, speculate="history")
-    sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True)
-    expected = plain.generate(PROMPTS, sampling)
-    remember(drafting, PROMPTS, expected, changed)
-    requests = [Request(ids, sampling, i, num_top=2) for i, ids in enumerate(PROMPTS)]
-    alone = [Request(ids, sampling, i, num_top=2) for i, ids in enumerate(PROMPTS)]
-    for core, asked in ((drafting.core(drafts=True), requests), (plain.core(), alone)):
-        core.add_all(asked, None)
-        list(core.events())
-    assert drafting.stats.accepted_tokens > 20
-    for request, other in zip(requests, alone, strict=True):
-        for sample, tops in other.top.items():
-            ids, logprobs = zip(*[pair for top in tops for pair in top], strict=True)
-            found = [pair for top in request.top[sample] for pair in top]
-            assert [i for i, _ in found] == list(ids)
-            assert [x for _, x in found] == pytest.approx(logprobs, abs=1e-4)
 
 
 def test_likeliest_tokens(module_of):

@@ -4,13 +4,12 @@ import gc
 import logging
 import weakref
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 from captures import again, captured_by, graphs_of, on_graphs, steps_of, use
 from families import build, empty_engine, engine
-from quick import slow, some
+from quick import slow
 
 from dschat.config.errors import UserError
 from dschat.inference import SamplingParams
@@ -21,14 +20,10 @@ PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17
 SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)
 
 
-@pytest.mark.parametrize(
-    ("name", "speculate"),
-    some(product(["llama", "bloom", "mistral"], ["off", "history"]), [("mistral", "history")]),
-)
-def test_steps_read_few_pages_of_short_rows(name, speculate, monkeypatch, module_of):
+@pytest.mark.parametrize("name", [*slow(["llama", "bloom"]), "mistral"])
+def test_steps_read_few_pages_of_short_rows(name, monkeypatch, module_of):
     use(monkeypatch, fewest_tokens=8)
-    knobs = {"page_size": 2, "speculate": speculate}
-    made, plain = (f(module_of(name), **knobs) for f in (on_graphs, engine))
+    made, plain = (f(module_of(name), page_size=2) for f in (on_graphs, engine))
     for _ in range(2):
         expected = plain.generate(PROMPTS, SAMPLING)
         assert made.generate(PROMPTS, SAMPLING).token_ids == expected.token_ids
@@ -38,13 +33,11 @@ def test_steps_read_few_pages_of_short_rows(name, speculate, monkeypatch, module
 
 
 def test_the_kernel_s_steps_are_captured_once(monkeypatch, module_of):
-    """It reads lengths: one graph for all of them, but not where steps have drafts."""
+    """It reads lengths: one graph for all of them."""
     use(monkeypatch, fewest_tokens=8)
-    for speculate in ("off", "history"):
-        made = engine(module_of("llama"), page_size=2, speculate=speculate)
-        graphs = graphs_of(captured_by(made, again, StepKernels(torch.device("cpu"))))
-        reads_all = graphs.pages_for(1) == graphs.state.num_pages
-        assert reads_all == (speculate == "off")
+    made = engine(module_of("llama"), page_size=2)
+    graphs = graphs_of(captured_by(made, again, StepKernels(torch.device("cpu"))))
+    assert graphs.pages_for(1) == graphs.state.num_pages
 
 
 @pytest.mark.parametrize("page_size", [*slow([None]), 4])
@@ -110,10 +103,9 @@ def refusing(step):
 
 
 @pytest.mark.parametrize("capture", [weakly, refusing])
-@pytest.mark.parametrize("speculate", ["off", *slow(["history"])])
-def test_a_released_cache_is_free_at_once(capture, speculate, module_of):
+def test_a_released_cache_is_free_at_once(capture, module_of):
     """Not when Python next looks for cycles: training needs the memory."""
-    made = on_graphs(module_of("llama"), capture, speculate=speculate, page_size=4)
+    made = on_graphs(module_of("llama"), capture, page_size=4)
     stream = made.stream(PROMPTS[0], replace(SAMPLING, n=1))
     next(stream)
     stream.close()  # with steps under way

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_cuda import DEVICE, READ, TO_DEVICE, TO_HOST, fake_cuda, fake_engine
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
-from families import CONFIGS, answered
+from families import CONFIGS
 from transformers import LlamaConfig, OPTConfig
 
 WAYS = {
@@ -69,32 +69,6 @@ def test_new_pages_follow_without_a_wait():
     captured, around = decode_step(CONFIGS["llama"](), [[5, 6, 7]], page_size=1)
     assert waits(captured) == 0
     assert around == {"copy_ behind the host": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "bloom", "opt", "qwen3"])
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_step_with_drafts_waits_for_nothing(name, n):
-    """Outside the step, a rollout waits as often as without drafts: for its prompts."""
-    sampling = dataclasses.replace(SAMPLED, n=n, stop_token_ids=(60,))
-    found = []
-    for mode in ("off", "history"):
-        with fake_cuda() as watch:
-            made = fake_engine(watch, CONFIGS[name](), speculate=mode, page_size=64)
-            made.generate(PROMPTS, sampling)
-            if mode == "history":
-                made.speculation.history.add(answered(ids, [0] * 4) for ids in PROMPTS)
-            watch.counts.clear()
-            made.generate(PROMPTS, sampling)
-        found.append(watch.counts)
-    without, drafted = found
-    assert drafted[True, "cumprod"] > 0
-    for kind in (READ, TO_DEVICE, TO_HOST):
-        assert drafted[True, kind] == 0
-        # Prompts with drafts are not captured: instead of one copy there are four, of inputs, of
-        # the rows that are read and of two indices of a padded batch.
-        more = 3 if kind == TO_DEVICE else 0
-        assert drafted[False, kind] == without[False, kind] + more
 
 
 # -- budgets ---------------------------------------------------------------------------------------

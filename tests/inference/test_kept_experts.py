@@ -9,7 +9,7 @@ import pytest
 import torch
 from captures import LateQueue, on_graphs, use
 from episode_runs import run
-from families import DEFAULT_SIZES, PROMPTS, cache_gib, engine, remember
+from families import DEFAULT_SIZES, PROMPTS, cache_gib, engine
 from quick import each_once, some
 from rank_threads import on_ranks
 
@@ -24,7 +24,6 @@ LAYOUTS = {
     "whole": {},
     "paged": {"page_size": 4, "max_num_batched_tokens": 11, "max_num_seqs": 5},
     "preempted": {"page_size": 4, "max_num_seqs": 6},
-    "drafts": {"page_size": 4, "speculate": "history"},
 }
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
 
@@ -69,7 +68,7 @@ def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
         sizes = EngineConfig(keeps_experts=True, **DEFAULT_SIZES | sizes)
         made = module_engine(module, sizes)
         scope = made.weights.in_use
-    for _ in range(2):  # then with pages and drafts of the first call
+    for _ in range(2):  # then with pages of the first call
         with scope():
             rollout = made.generate(PROMPTS, SAMPLING)
         assert_plain(module, PROMPTS, rollout)
@@ -86,18 +85,13 @@ def test_other_ranks_are_not_sent_them():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("operators_of_torch")
-@pytest.mark.parametrize(
-    ("stops", "speculate", "queue"),
-    each_once([(), (3, 5)], ["off", "history"], [None, LateQueue]),
-)
-def test_captured_steps_keep_them(stops, speculate, queue, monkeypatch, module_of):
+@pytest.mark.parametrize(("stops", "queue"), each_once([(), (3, 5)], [None, LateQueue]))
+def test_captured_steps_keep_them(stops, queue, monkeypatch, module_of):
     use(monkeypatch, queue=queue and queue())
     module = module_of("qwen3_moe")
     sampling = SamplingParams(10, n=3, seed=7, stop_token_ids=stops, ignore_eos=not stops)
-    made = on_graphs(module, speculate=speculate, keeps_experts=True, page_size=4)
+    made = on_graphs(module, keeps_experts=True, page_size=4)
     expected = engine(module).generate(PROMPTS, sampling)
-    if made.speculation:
-        remember(made, PROMPTS, expected, 0.2)
     rollout = made.generate(PROMPTS, sampling)
     assert rollout.token_ids == expected.token_ids
     assert_plain(module, PROMPTS, rollout)

@@ -175,17 +175,17 @@ def test_captured_steps_carry_the_states_of_their_rows(
 
 
 @every_family
-def test_greedy_answers_with_shared_prefixes_drafts_and_streams(name, module_of):
+def test_greedy_answers_with_shared_prefixes_and_streams(name, module_of):
     module = module_of(name)
     greedy = SamplingParams(max_new_tokens=14, temperature=0)
     prompts = [PROMPTS[-1] + [7], PROMPTS[-1] + [9], PROMPTS[-1] + [7]]
     plain = engine_on(module)
-    drafting = engine_on(module, page_size=4, speculate="history")
+    paged = engine_on(module, page_size=4)
     expected = answers(plain, greedy, prompts).token_ids
-    with drafting.weights.in_use():
+    with paged.weights.in_use():
         for _ in range(2):  # then with pages of the first call
-            assert drafting.generate(prompts, greedy).token_ids == expected
-        assert list(drafting.stream(prompts[1], greedy)) == expected[1]
+            assert paged.generate(prompts, greedy).token_ids == expected
+        assert list(paged.stream(prompts[1], greedy)) == expected[1]
     with torch.no_grad():
         ids = torch.tensor([prompts[0] + expected[0]])
         best = module(input_ids=ids).logits[0, len(prompts[0]) - 1 : -1].argmax(-1)

@@ -150,12 +150,11 @@ def test_open_streams_that_hold_the_cache_are_an_error(made, module_of):
     assert len(made.generate([[6] * 16], with_options(n=1, max_new_tokens=8)).token_ids[0]) == 8
 
 
-@pytest.mark.parametrize("speculate", [*slow(["off"]), "history"])
-def test_threads_may_share_an_engine(speculate, module_of):
+def test_threads_may_share_an_engine(module_of):
     """The first calls of all threads also allocate its cache."""
     sampling = with_options(seed=9)
     expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, sampling).token_ids
-    shared = engine(module_of("llama"), page_size=4, speculate=speculate)
+    shared = engine(module_of("llama"), page_size=4)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -68,7 +68,7 @@ def test_rows_advance(interpreted, size, num_rows, stops, step):
         state.sampling.stops(kind)[row, : len(own)] = torch.tensor(own)
     tokens, logprobs = torch.arange(size) % 50, drawn(size)
     twin = copy.deepcopy(parts_of(state))
-    state.advance(tokens, logprobs, kind, state.rows(size, 9))
+    state.advance(tokens, logprobs, kind)
     args = tokens, logprobs, *twin, state.sampling.stops(kind)
     got = interpreted("run", "rows.plan_advance", args)[2:5]
     for mine, expected in zip(got, parts_of(state), strict=True):

@@ -1,7 +1,7 @@
 """Two hundred iterations of partial rollouts on a cache far too small: nothing leaks or is lost.
 
-Batches change in size, lengths and limits; weights change in between. Prefix cache, speculation and
-early scoring are on, other calls interrupt, and the run is resumed several times.
+Batches change in size, lengths and limits; weights change in between. Prefix cache and early
+scoring are on, other calls interrupt, and the run is resumed several times.
 """
 
 import json
@@ -19,22 +19,19 @@ from dschat.config import RLHFConfig
 from dschat.data.batches import PromptTable
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
-from dschat.inference.speculation import AnswerHistory
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.collector import Collector, PromptQueue
 from dschat.rlhf.rollout_policies import PartialRollouts
 from dschat.rlhf.rollout_scorer import RolloutScorer
 
-N, LIMIT, STALENESS, MOST_REMEMBERED = 3, 24, 2, 300
+N, LIMIT, STALENESS = 3, 24, 2
 SYSTEM = list(range(10, 21))  # most prompts begin with it
 
 
 def tight_engine(module):
     gib = cache_gib(empty_engine(module.config, max_num_seqs=8), POSITIONS + 16)
     sizes = {"max_num_seqs": 8, "page_size": 4, "max_num_batched_tokens": 21}
-    made = empty_engine(module.config, kv_cache_gib=gib, speculate="history", **sizes)
-    made.speculation.history = AnswerHistory(MOST_REMEMBERED)
-    return made
+    return empty_engine(module.config, kv_cache_gib=gib, **sizes)
 
 
 def stub_of(made):
@@ -118,7 +115,7 @@ def soak(iterations, seed):
         sampling = SamplingParams(LIMIT, n=N, seed=i, stop_token_ids=(1, 2))
         pending = collector.collect(PromptTable(prompts), sampling)
         assert made.cache.num_free == made.cache.num_pages
-        for name in ("accepted_tokens", "preemptions", "cached_tokens"):
+        for name in ("preemptions", "cached_tokens"):
             totals[name] += getattr(made.stats, name)
         e, metrics = pending.score(), pending.metrics
         ages = [prompt["staleness"] for prompt in under_way(collector)]
@@ -132,14 +129,12 @@ def soak(iterations, seed):
             tuple(e.input_ids[row, : int(e.prompt_lengths[row])].tolist())
             for row in range(0, e.num_sequences, N)
         )
-        if i % 3 == 0:  # an evaluation, twice: the second finds a history
+        if i % 3 == 0:  # an evaluation, twice: the second finds pages
             held_out = [SYSTEM + [draw.randrange(VOCAB)] for _ in range(draw.randint(1, 4))]
             asks = SamplingParams(draw.choice([1, 8, 20]), n=draw.choice([1, 2, 4]), temperature=0)
             first, second = (made.generate(held_out, asks) for _ in range(2))
             assert first.token_ids == second.token_ids
-            totals["accepted_tokens"] += made.stats.accepted_tokens
             assert made.cache.num_free == made.cache.num_pages
-            assert made.speculation.history.num_tokens <= MOST_REMEMBERED
         if i % 40 == 39:
             collector = source(json.loads(json.dumps(collector.state_dict())))
     functions.close()
@@ -147,7 +142,7 @@ def soak(iterations, seed):
     assert answered <= asked  # each prompt once
     waiting = [*under_way(collector), *collector.state_dict()["left"]["ids"]]
     assert lost.total() == len(waiting)
-    for name in ("accepted_tokens", "preemptions", "cached_tokens"):
+    for name in ("preemptions", "cached_tokens"):
         assert totals[name] > iterations // 4, name
     assert totals["stale"] > 0
 

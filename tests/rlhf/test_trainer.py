@@ -13,7 +13,6 @@ from step_cases import Case, my_prompts
 from step_rows import NUM_ITERATIONS, PROMPTS
 from tiny_models import EOS
 
-from dschat.checkpoint.manager import CheckpointManager
 from dschat.config import UserError
 from dschat.data.batches import PromptTable
 from dschat.models.routing import routers_of, routing_metrics
@@ -185,35 +184,6 @@ def test_all_answers_truncated(models_folder):
     assert not e.finished.any()
     assert e.answer_mask.all()
     assert trainer.metrics["rollout/eos_share"] == 0
-
-
-@pytest.mark.parametrize("family", ["phi", *slow(["llama"])])
-def test_a_resumed_run_drafts_the_same_tokens(family, tiny, models_folder, tmp_path):
-    """Also of a family without a row in the table, whose module generates."""
-    options = {
-        "speculate": "history",
-        "temperature": 0.01,
-        "actor_model_name_or_path": tiny(family),
-    }
-    options |= {"unpin_actor_parameters": family == "phi"}
-    first, second = (ppo_trainer(models_folder, **options) for _ in range(2))
-    prompts = my_prompts(Case("ppo"), 0, first.args)
-    for _ in range(2):
-        first.generate_experience(prompts)
-        first.iteration += 1
-    checkpoints = CheckpointManager(tmp_path, {})
-    checkpoints.save(2, replace(first.run_state(), engines={}))
-    checkpoints.wait()
-    state = replace(second.run_state(), engines={})
-    values = checkpoints.load(checkpoints.latest(), state)
-    second.load_run_state(values, state.tensors["drafts"])
-    saved, loaded = (t.run_state().tensors["drafts"] for t in (first, second))
-    assert saved.keys() == loaded.keys()
-    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    one, other = (t.generate_experience(prompts) for t in (first, second))
-    assert torch.equal(one.rollout_logprobs, other.rollout_logprobs)
-    shares = [t.metrics["throughput/accepted_share"] for t in (first, second)]
-    assert shares[0] == shares[1] > 0
 
 
 def test_run_state_restores_a_trainer(models_folder):

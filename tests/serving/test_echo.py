@@ -64,7 +64,7 @@ def test_what_follows_is_the_answer_without_echo(served):
 
 
 def test_a_prompt_of_many_steps_ends_no_answer(served, module):
-    """Longer than a step's drafts, as ids, with EOS and a stop string within."""
+    """Longer than what a step computes, as ids, with EOS and a stop string within."""
     ids = (module[1].encode(TEXT) + [module[1].eos_token_id]) * 20
     body = {"prompt": ids, "logprobs": 1, "max_tokens": 0, "stop": "moon"}
     found = complete(served, **body)["choices"][0]["logprobs"]["token_logprobs"]

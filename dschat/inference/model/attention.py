@@ -33,17 +33,13 @@ _GATHERED_TOKENS = 8192
 
 @dataclass
 class Decodes:
-    """The decoding rows, one token each: the first ones of the packed tokens.
-
-    ``width``: adjacent rows are so many positions of one sequence, and share its pages.
-    """
+    """The decoding rows, one token each: the first ones of the packed tokens."""
 
     count: int  # B
     lengths: Tensor  # (B,) int64: keys that each attends to, its own included
     max_length: int  # the largest length, or an upper bound that fits the block table
-    block_table: Tensor | None  # (B / width, pages) int64; None: sequence b lies in page b, whole
+    block_table: Tensor | None  # (B, pages) int64; None: sequence b lies in page b, whole
     ragged: bool  # whether some length is not max_length
-    width: int = 1
 
 
 @dataclass
@@ -157,7 +153,7 @@ class Attention:
     def _kernel_for(self, d: Decodes) -> cpu.DecodeAttention | None:
         pairs = self.cache.pairs
         is_fp32 = pairs.device.type == "cpu" and pairs.dtype == torch.float32
-        kernels = cpu.load() if is_fp32 and d.width == 1 else None
+        kernels = cpu.load() if is_fp32 else None
         if kernels is None:
             return None
         # NOTE: in a step with chunks, keys and values of all tokens are stored before the kernel.
@@ -175,17 +171,12 @@ class Attention:
     ) -> Tensor:
         k, v = (self._history(x, d) for x in (keys, values))
         num_kv_heads = k.shape[2]
-        # Query heads that share a key head become query positions, so no key is repeated; and so
-        # do the rows of a sequence.
+        # Query heads that share a key head become query positions, so no key is repeated.
         q = q_BHD.unflatten(1, (num_kv_heads, -1))
-        if d.width > 1:
-            q = q.unflatten(0, (-1, d.width)).transpose(1, 2).flatten(2, 3)
         bias = self._decode_bias(d, how, q, k.shape[1])
         if how.sinks is not None:  # of each query, as they are arranged
-            how = how._replace(sinks=how.sinks.view(num_kv_heads, -1).repeat(1, d.width))
+            how = how._replace(sinks=how.sinks.view(num_kv_heads, -1))
         out = _attended(q, k.transpose(1, 2), v.transpose(1, 2), how, bias)
-        if d.width > 1:
-            out = out.unflatten(2, (d.width, -1)).transpose(1, 2)
         return out.reshape(d.count, -1)
 
     @staticmethod
@@ -198,20 +189,15 @@ class Attention:
         return cached[d.block_table].flatten(1, 2)
 
     def _decode_bias(self, d: Decodes, how: Scores, q: Tensor, num_keys: int) -> Tensor | None:
-        """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window.
-
-        With a width, (B / width, 1 or K, width x H / K, L).
-        """
+        """Bias of the scores, (B, 1 or K, 1 or H / K, L), shared by layers with the same window."""
         reach = how.within(num_keys)
         if not d.ragged and not any(reach) and self.slopes is None and num_keys == d.max_length:
             return None
         key = ("decode", reach)
         if key not in self._biases:
-            ends, slopes = d.lengths.view(-1, 1, d.width, 1), self.slopes
-            if d.width > 1:
-                ends = ends.repeat_interleave(q.shape[2] // d.width, dim=2)
+            ends, slopes = d.lengths.view(-1, 1, 1, 1), self.slopes
             if slopes is not None:
-                slopes = slopes.view(q.shape[1], -1).repeat(1, d.width).unsqueeze(2)
+                slopes = slopes.view(q.shape[1], -1, 1)
             self._biases[key] = _bias(how, ends, num_keys, slopes, q.dtype)
         return self._biases[key]
 

@@ -90,7 +90,7 @@ def advance_rows(
     """Write a step's ``tokens`` (B,) int64 and ``logprobs`` (B,) fp32 to the ring, and move the
     rows to these tokens.
 
-    ``fields`` (fields, S) int64, see `Field`; ``ring`` (steps, 2, positions, S) float64; ``step``
+    ``fields`` (fields, S) int64, see `Field`; ``ring`` (steps, 2, S) float64; ``step``
     (1,) int64, the number of steps so far; rows end at their ``stops`` (rows, S) int64.
     """
     _launch("rows.plan_advance", tokens, logprobs, fields, ring, step, stops)

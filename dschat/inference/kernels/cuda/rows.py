@@ -118,7 +118,7 @@ def _advance_rows(
     logprobs_ptr,  # (size,)
     fields_ptr,  # (fields, S)
     stride,  # S
-    ring_ptr,  # (steps, 2, positions, S) float64
+    ring_ptr,  # (steps, 2, S) float64
     step_stride,
     kind_stride,
     step_ptr,  # (1,)
@@ -162,7 +162,7 @@ def plan_advance(
     step: Tensor,
     stops: Tensor | None,
 ) -> Launch:
-    assert fields.stride(1) == ring.stride(3) == 1
+    assert fields.stride(1) == ring.stride(2) == 1
     size = len(tokens)
     args = (tokens, logprobs, fields, fields.stride(0), ring, ring.stride(0), ring.stride(1), step)
     constants = {
