@@ -85,7 +85,7 @@ def test_answers_are_those_of_requests_alone(sizes, queue, lag, monkeypatch, eng
     check_requests(plain, alone, random.Random(lag), 24)
     core = check_requests(graphs, alone, random.Random(lag), 24, num_top=2)
     assert core.stats.decode_steps > 15
-    kinds = {kind for *_, kind, _ in steps_of(graphs)}
+    kinds = {kind for *_, kind in steps_of(graphs)}
     assert any(kind.has_greedy for kind in kinds)
     assert sum(kind.has_greedy for kind in kinds) <= 2 * 4  # with stop ids or not, forbidden or not
 
