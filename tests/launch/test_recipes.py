@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,12 @@ def configs(made: run_plan.RunPlan) -> dict[int, object]:
         script = [part.endswith("main.py") for part in command].index(True)
         parsed[step.number] = run_plan.parser.parse(step.config_class, command[script + 1 :])
     return parsed
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_its_head_says_what_its_run_gave(path):
+    head = "".join(takewhile(lambda line: line.startswith("#"), path.open()))
+    assert re.search(r"^# (Run: .*\b0\.\d\d|Not run: )", head, re.M | re.S)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
