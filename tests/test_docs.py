@@ -117,11 +117,11 @@ def python(words: list[str]) -> None:
         dschat(words[2:])
     elif words[0] == "train.py":
         dry_run(words[1:])
-    elif words[0] == "benchmarks/gpu.py":
+    elif words[0] in ("benchmarks/gpu.py", "benchmarks/learning.py"):
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(ROOT / "benchmarks"))
             patch.setattr(sys, "argv", words)
-            import_module("gpu").parse()
+            import_module(Path(words[0]).stem).parse()
     elif words[0] == "benchmarks/real_models.py":
         models = (ROOT / words[0]).read_text().partition("MODELS = {")[2]
         assert all(f'"{name}": ' in models for name in words[1:])
@@ -322,13 +322,21 @@ def test_the_picture_shows_what_was_measured():
     for label, measured in (
         ("SFT alone", sft),
         ("PPO", ppo),
-        ("its moving average", average),
+        ("average", average),
         ("control", control),
     ):
         assert f">{label}: {measured:.3f}<" in svg
     curve = re.search(r'class="ppo" d="M(.*?)"', svg)[1].split(" L")
     first, last = (1 - 0.8 * (float(curve[i].split()[1]) - 62) / 200 for i in (0, -1))
     assert (first, last) == pytest.approx((sft, ppo), abs=0.002)
+    seeds = [
+        row[1:] for row in tables(PAGES["real-models.md"], "15", "20") if row[0].startswith("seed")
+    ]
+    real = re.findall(r'class="ppo real" d="M(.*?)"', svg)
+    assert len(seeds) == len(real) == 3
+    for row, path in zip(seeds, real, strict=True):
+        drawn = [0.8 * (1 - (float(point.split()[1]) - 62) / 200) for point in path.split(" L")]
+        assert drawn == pytest.approx([float(cell.strip("*")) for cell in row], abs=0.002)
 
 
 # -- grpo-on-your-data.md

@@ -241,15 +241,16 @@ class AnswerFile:
 
     def _check(self, path: str, settings: dict[str, Any]) -> None:
         """Raise ``UserError`` where the files there are of other settings."""
-        if not self._settings.exists():
-            # NOTE: a kill before the settings are written leaves an empty partial file.
-            has_lines = self._partial.exists() and self._partial.stat().st_size > 0
-            require(
-                not self._path.exists() and not has_lines,
-                f"{OUT} {path} exists, and this command did not write it; name another file, or "
-                "replace it with --overwrite",
-            )
-            return
+        # NOTE: a kill before the settings are written leaves an empty partial file.
+        if not self._path.exists() and not (
+            self._partial.exists() and self._partial.stat().st_size > 0
+        ):
+            return  # also where another command's file was removed, and its settings were left
+        require(
+            self._settings.exists(),
+            f"{OUT} {path} exists, and this command did not write it; name another file, or "
+            "replace it with --overwrite",
+        )
         try:
             before = json.loads(self._settings.read_text("utf-8"))
         except ValueError:

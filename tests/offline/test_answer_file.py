@@ -56,6 +56,16 @@ def test_other_settings_are_refused(tmp_path, whole):
     assert not (tmp_path / "whole.jsonl").exists()
 
 
+def test_the_settings_of_a_removed_file_bind_nobody(tmp_path, whole):
+    (tmp_path / "whole.jsonl").unlink()
+    AnswerFile(str(tmp_path / "whole.jsonl"), {"--n": 2}).close()
+    file = AnswerFile(str(tmp_path / "whole.jsonl"), {"--n": 2})
+    file.append(LINES)
+    file.close()
+    with pytest.raises(UserError, match="--n was 2 and is 3"):
+        AnswerFile(str(tmp_path / "whole.jsonl"), {"--n": 3})
+
+
 def test_one_command_at_a_time(tmp_path):
     path = str(tmp_path / "out.jsonl")
     first = AnswerFile(path, {})
