@@ -144,7 +144,7 @@ class Collected:
     moves: Moves | None = None
 
     def cut_into(self, num_mini_batches: int, samples: int) -> None:
-        """Collective. Plan an epoch's optimizer steps, with all ``samples`` answers to a prompt in
+        """Plan an epoch's optimizer steps, the same on all ranks, with all answers to a prompt in
         one step, which then computes the prompt once; but not where a rank would have no answers
         in some step.
         """
