@@ -273,12 +273,14 @@ class DeepSpeedChatRLHF:
             model.train()
         sums: dict[str, float] = {}
         all_actions = float(e.batch.mask[:, args.max_prompt_seq_len :].sum())
+        samples, num_steps = args.num_samples_per_prompt, args.num_mini_batches
+        together = 1 if len(e.batch.ids) // samples % num_steps else samples
         for epoch in range(args.ppo_epochs):
             # The mini-batches that dschat draws, so that losses can be compared.
             seed = [args.seed, self.iteration, epoch]
             numbers = torch.arange(len(e.batch.ids)) + dist.rank() * len(e.batch.ids)
-            number = mini_batch_of(numbers, args.num_mini_batches, seed)
-            for m in range(args.num_mini_batches):
+            number = mini_batch_of(numbers, num_steps, seed, together)
+            for m in range(num_steps):
                 rows = torch.tensor((number == m).nonzero()[0], device=e.batch.ids.device)
                 losses = self._step(e, rows)
                 share = float(e.batch.mask[rows][:, args.max_prompt_seq_len :].sum()) / all_actions
