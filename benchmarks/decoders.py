@@ -1,4 +1,4 @@
-"""Measures rollouts of both decoders, the table's and transformers' own module, on a CPU against
+"""Measures rollouts of our decoder and transformers' own module on a CPU against
 `generate`, by family.
 
     python benchmarks/decoders.py                       # llama, gemma3, qwen3-moe, qwen3.5
@@ -20,6 +20,7 @@ import argparse
 import json
 import random
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,8 @@ from report import environment, rounded, spread, take_turns
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
+from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
 from dschat.inference.hf_generator import module_engine
-from dschat.inference.model.architectures import ARCHITECTURES
 
 CPU, SLOTS, VOCAB = torch.device("cpu"), 16, 8192
 SIZES = {
@@ -156,9 +156,9 @@ def measure(family: str, cases: list[str], rounds: int, tiny: bool) -> None:
     module.eval()
     limits = EngineConfig(max_num_seqs=SLOTS, max_seq_len=512, stop_ids=(0,))
     engines = {"module": module_engine(module, limits)}
-    if family in ARCHITECTURES:
-        engines["table"] = InferenceEngine(module.config, torch.float32, CPU, limits)
-        engines["table"].weights.load((n, p.detach()) for n, p in module.named_parameters())
+    with suppress(UnsupportedModel):
+        engines["blocks"] = InferenceEngine(module.config, torch.float32, CPU, limits)
+        engines["blocks"].weights.load((n, p.detach()) for n, p in module.named_parameters())
     for case in cases:
         work = works(8 if tiny else 1)[case]
         sides: dict[str, Any] = {

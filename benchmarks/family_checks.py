@@ -130,7 +130,7 @@ def rollouts(checked: Checked) -> Iterator[Generator]:
     form = rollout_form(model.model, model.base.config, settings, True)
     generator = form.enter(0)
     in_engine = "module" if isinstance(generator, InferenceEngine) else "fallback"
-    checked.notes.append(in_engine if isinstance(form, ModuleRollout) else "table")
+    checked.notes.append(in_engine if isinstance(form, ModuleRollout) else "blocks")
     yield generator
     form.leave()
 

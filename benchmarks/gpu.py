@@ -59,7 +59,7 @@ from gpu_cases import CASES, OTHERS, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
 from gpu_operations import OPERATIONS, operations
 from report import commit, note, rounded
-from rollout_workloads import MODELS, has_row
+from rollout_workloads import MODELS, runs_blocks
 from transformers.utils import logging as transformers_logging
 
 from dschat.config.errors import UserError, first_line
@@ -179,7 +179,7 @@ def count(
         found = floor_ms(config, case.rollout, dtype, rates)
         floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
     for label, side in sides.items():
-        if side.decoder != "table" or not has_row(case.rollout.model):
+        if side.decoder != "blocks" or not runs_blocks(case.rollout.model):
             note(f"{name}: side {label} skipped, only steps of the table's decoder are counted")
             continue
         try:

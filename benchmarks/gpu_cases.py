@@ -14,7 +14,7 @@ from dschat.inference import SamplingParams
 
 # Engines of others, of gpu_others.py.
 OTHERS = ("generate", "hybrid-engine", "hybrid-engine-graphs", "vllm")
-_DECODERS = ("table", "module")
+_DECODERS = ("blocks", "module")
 _STOP = 2  # a token that ends answers; a fake device draws 1
 
 
@@ -29,7 +29,7 @@ class Side:
     graphs: bool = True
     kernels: tuple[str, ...] = ()  # of DSCHAT_CUDA_KERNELS
     layout: str = "copy"  # of the rollout's weights; or zero_copy
-    decoder: str = "table"  # or module: transformers' own, with training's weights
+    decoder: str = "blocks"  # or module: transformers' own, with training's weights
     lag: int | None = None
 
     @contextmanager

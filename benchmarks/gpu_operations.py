@@ -20,12 +20,13 @@ from dschat.distributed import RankGroup
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.kernels.cuda import MAX_ROWS
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.model.architectures import ModelSpec, model_spec
+from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart, HeadLayout
 from dschat.inference.model.decoder import Decoder, _Step
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.layers import Layer, Mlp, Norm
+from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import Weights
 from dschat.inference.sampler import Sampler, SamplingKind, StepSampling
 from dschat.inference.sequence import Request

@@ -16,7 +16,7 @@ from report import clock, figures, note, rounded, spread, take_turns
 from rollout_hybrid import Side as HybridSide
 from rollout_hybrid import make_engine
 from rollout_sides import make_module
-from rollout_workloads import MODELS, Case, has_row
+from rollout_workloads import MODELS, Case, runs_blocks
 from torch import nn
 
 import dschat.distributed as dist
@@ -48,7 +48,7 @@ class Rollouts:
         self.side, self.case, self.engine = side, case, engine
         graphs = dist.device().type == "cuda" and side.graphs
         settings = {"layout": side.layout, "cuda_graphs": graphs} | settings
-        in_module = side.decoder == "module" or not has_row(case.model)
+        in_module = side.decoder == "module" or not runs_blocks(case.model)
         with side.active():
             self.rollout = _SwitchedSide(case, module, stage, in_module=in_module, **settings)
         self.rollout.switches = side

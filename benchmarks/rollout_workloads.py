@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dschat.inference.model.architectures import ARCHITECTURES
+from dschat.inference import UnsupportedModel, model_spec
 
 MEAN_RAGGED_TOKENS = 20  # before truncation to new_tokens
 
@@ -123,9 +123,12 @@ MODELS = {
 }
 
 
-def has_row(model: str) -> bool:
-    """Whether the engine's own decoder knows the family of ``model``."""
-    return MODELS[model]().model_type in ARCHITECTURES
+def runs_blocks(model: str) -> bool:
+    """Whether the engine's own decoder runs ``model``."""
+    try:
+        return model_spec(MODELS[model]()) is not None
+    except UnsupportedModel:
+        return False
 
 
 @dataclass(frozen=True)

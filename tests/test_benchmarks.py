@@ -364,7 +364,7 @@ def test_decoders():
     (_, *lines), _ = run_script("decoders.py", "--tiny", "--rounds", "1", "llama", "qwen3_5_text")
     cases = ["even", "ragged", "samples", "shared"]
     assert [line["case"] for line in lines] == 2 * cases
-    assert [set(line["ratio"]) for line in lines] == 4 * [{"module", "table"}] + 4 * [{"module"}]
+    assert [set(line["ratio"]) for line in lines] == 4 * [{"module", "blocks"}] + 4 * [{"module"}]
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from transformers import (
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
 from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
 from dschat.inference import UnsupportedModel
-from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.module_decoder import module_spec
+from dschat.inference.model.spec import ModelSpec
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.config_files import blamed_on, muted

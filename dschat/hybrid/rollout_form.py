@@ -5,6 +5,7 @@ reads the training module's own tensors; and the Hugging Face module, for famili
 does not know.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,12 +29,14 @@ from dschat.hybrid.weight_stream import (
 )
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
 from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
-from dschat.inference.model.architectures import check_shares
+from dschat.inference.model.spec import check_shares
 from dschat.inference.protocol import Generator
 from dschat.inference.stats import DeviceSpan
 from dschat.models.checkpoint_tensors import normalized_names
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized
+
+logger = logging.getLogger("dschat")
 
 T = TypeVar("T")
 
@@ -126,8 +129,8 @@ def rollout_form(
     if not runs_module(quantized, settings.layout, settings.lora, settings.tp_size):
         try:
             return EngineRollout(module, config, settings)
-        except UnsupportedModel:
-            pass
+        except UnsupportedModel as reason:
+            logger.info("rollouts by transformers' module: %s", reason)
     return ModuleRollout(module, config, settings, in_engine=True)
 
 

@@ -11,7 +11,7 @@ _EXPORTS = {
     "InferenceEngine": "dschat.inference.engine",
     "Rollout": "dschat.inference.protocol",
     "SamplingParams": "dschat.inference.protocol",
-    "UnsupportedModel": "dschat.inference.model.architectures",
+    "UnsupportedModel": "dschat.inference.model.spec",
     "model_spec": "dschat.inference.model.architectures",
 }
 __all__ = sorted(_EXPORTS)

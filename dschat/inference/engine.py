@@ -24,7 +24,7 @@ from dschat.inference.core import Core
 from dschat.inference.cuda_graphs import CudaCapture
 from dschat.inference.engine_config import EngineConfig, device_named, require_current
 from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
-from dschat.inference.model.architectures import UnsupportedModel, model_spec
+from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.layers import model_positions
@@ -34,6 +34,7 @@ from dschat.inference.model.module_decoder import (
     module_spec,
 )
 from dschat.inference.model.module_weights import ModuleWeights
+from dschat.inference.model.spec import UnsupportedModel
 from dschat.inference.model.states import StatePool, num_slots, state_bytes
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
@@ -49,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class InferenceEngine:
-    """Generates with a causal LM of the architecture table.
+    """Generates with a causal LM.
 
     Args:
         config: the model's transformers config.
@@ -57,8 +58,8 @@ class InferenceEngine:
         sizes: see `EngineConfig`.
         group: ranks that share weights and cache (tensor parallelism); they call `generate`
             together and pool their prompts.
-        module: a causal LM of transformers with weights, which runs in place of the architecture
-            table's decoder, while they are `ModuleWeights.in_use`.
+        module: a causal LM of transformers with weights, which runs in place of our
+            decoder, while they are `ModuleWeights.in_use`.
 
     Raises:
         UnsupportedModel: the decoder cannot run this model.

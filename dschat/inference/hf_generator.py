@@ -22,7 +22,7 @@ from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.engine_config import EngineConfig
-from dschat.inference.model.architectures import UnsupportedModel
+from dschat.inference.model.spec import UnsupportedModel
 from dschat.inference.model.states import CACHE
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms

@@ -54,15 +54,15 @@ def assert_plain(module, prompts, rollout):
 @pytest.mark.parametrize(
     ("family", "decoder", "layout"),
     some(
-        product(FAMILIES, ["table", "module"], LAYOUTS),
-        [("gpt_oss", "table", "preempted")],
+        product(FAMILIES, ["blocks", "module"], LAYOUTS),
+        [("gpt_oss", "blocks", "preempted")],
     ),
 )
 def test_they_are_those_of_a_plain_forward(family, decoder, layout, module_of):
     module, sizes = module_of(family), LAYOUTS[layout]
     if layout == "preempted":
         sizes = sizes | {"kv_cache_gib": cache_gib(engine(module, keeps_experts=True), 56)}
-    if decoder == "table":
+    if decoder == "blocks":
         made, scope = engine(module, keeps_experts=True, **sizes), nullcontext
     else:
         sizes = EngineConfig(keeps_experts=True, **DEFAULT_SIZES | sizes)

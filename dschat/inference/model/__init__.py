@@ -1,1 +1,1 @@
-"""The engine's decoder: architecture table, weights, attention, KV cache, rotary tables."""
+"""The engine's decoder: roles of weights, their storage, attention, KV cache, rotary tables."""

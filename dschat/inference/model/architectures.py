@@ -1,156 +1,96 @@
-"""Architecture table: describes each supported model family to the decoder, as data.
+"""The architecture of a model for the decoder, from its transformers config.
 
-`model_spec` maps a transformers config to a `ModelSpec`: sizes, norms, positions, activation, and
-the decoder weight that each checkpoint tensor fills. A new family is a new row of `ARCHITECTURES`.
+It is found in transformers' own module, see `roles`. BLOOM's module computes its attention itself,
+so that nothing can be found in it: its architecture stands here.
 """
 
-from collections.abc import Callable
+import copy
+import json
+from functools import lru_cache
 
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
 
-from dschat.inference.model import recent_families
-from dschat.inference.model.spec import (
-    ModelSpec,
-    UnsupportedModel,
-    WeightSource,
-    both,
-    check_shares,
-    embeddings,
-    per_layer,
-    separate_qkv,
-    sizes,
-)
+from dschat.inference.model.roles import found_spec
+from dschat.inference.model.spec import ModelSpec, UnsupportedModel, WeightSource
+from dschat.inference.model.trial import Trial
 
-__all__ = ["ModelSpec", "UnsupportedModel", "WeightSource", "check_shares", "model_spec"]
-
-Row = Callable[[PretrainedConfig], ModelSpec]
-
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-
-
-def model_spec(config: PretrainedConfig) -> ModelSpec:
-    """The spec of a transformers ``config``.
-
-    Raises:
-        UnsupportedModel: the family is not in the table, or the config needs a feature that the
-            decoder does not have.
-    """
-    row = ARCHITECTURES.get(config.model_type)
-    if row is None:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(f"{config.model_type} is not in the architecture table ({known})")
-    spec = row(config)
-    if spec.activation not in ACT2FN:
-        raise UnsupportedModel(f"the activation {spec.activation} is not supported")
-    if spec.rotary:
-        # NOTE: as transformers does when it builds the model: an original_max_position_embeddings
-        # beside rope_parameters (Phi-3's way to write LongRoPE) overrides the one inside them.
-        config.standardize_rope_params()
-        for layer_type in {rope for rope in (*spec.ropes, spec.rope(0)) if rope is not None}:
-            parameters = config.rope_parameters
-            kind = (parameters[layer_type] if layer_type else parameters)["rope_type"]
-            if kind not in ROPE_TYPES:
-                raise UnsupportedModel(f"rotary positions of the type {kind} are not supported")
-    return spec
-
-
-def _opt(c: PretrainedConfig) -> ModelSpec:
-    base, layer = "model.decoder", "model.decoder.layers.{i}"
-    bias = c.enable_bias
-    sources = embeddings(f"{base}.embed_tokens", c.tie_word_embeddings)
-    sources += [WeightSource(f"{base}.embed_positions.weight", "positions.weight")]
-    if c.word_embed_proj_dim != c.hidden_size:
-        sources += both(f"{base}.project_in", "project_in", bias=False)
-        sources += both(f"{base}.project_out", "project_out", bias=False)
-    sources += separate_qkv(f"{layer}.self_attn", bias)
-    sources += per_layer(layer, {"out": "self_attn.out_proj", "up": "fc1", "down": "fc2"}, bias)
-    sources += per_layer(layer, {"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm"})
-    has_final_norm = c.do_layer_norm_before and not c._remove_final_layer_norm
-    if has_final_norm:
-        sources += both(f"{base}.final_layer_norm", "final_norm")
-    if not c.layer_norm_elementwise_affine or (c.do_layer_norm_before and not has_final_norm):
-        raise UnsupportedModel("this OPT has layer norms without weights, or no final one")
-    return ModelSpec(
-        **sizes(c, grouped=False),
-        intermediate_size=c.ffn_dim,
-        sources=tuple(sources),
-        prefix="model.",
-        activation=c.activation_function,
-        embed_size=c.word_embed_proj_dim,
-        pre_norm=c.do_layer_norm_before,
-        position_offset=2,
-        num_positions=c.max_position_embeddings + 2,
-        max_positions=c.max_position_embeddings,
-    )
-
-
-def _gpt2(c: PretrainedConfig) -> ModelSpec:
-    layer = "transformer.h.{i}"
-    if c.add_cross_attention:
-        raise UnsupportedModel("this GPT-2 has cross-attention")
-    sources = embeddings("transformer.wte", c.tie_word_embeddings)
-    sources += [WeightSource("transformer.wpe.weight", "positions.weight")]
-    sources += per_layer(layer, {"norm1": "ln_1", "norm2": "ln_2"})
-    products = {"qkv": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-    sources += per_layer(layer, products, transposed=True)
-    sources += both("transformer.ln_f", "final_norm")
-    scale = sizes(c, grouped=False)["head_size"] ** -0.5 if c.scale_attn_weights else 1.0
-    by_layer = c.scale_attn_by_inverse_layer_idx
-    scales = tuple(scale / (i + 1 if by_layer else 1) for i in range(c.num_hidden_layers))
-    return ModelSpec(
-        **sizes(c, grouped=False),
-        intermediate_size=c.n_inner or 4 * c.hidden_size,
-        sources=tuple(sources),
-        prefix="transformer.",
-        activation=c.activation_function,
-        norm_eps=c.layer_norm_epsilon,
-        num_positions=c.max_position_embeddings,
-        max_positions=c.max_position_embeddings,
-        attention_scales=scales,
-    )
-
-
-_NORMS_AND_MLP = {
+_BLOOM_LAYER = {
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
+    "qkv": "self_attention.query_key_value",
+    "out": "self_attention.dense",
     "up": "mlp.dense_h_to_4h",
     "down": "mlp.dense_4h_to_h",
 }
 
 
-def _gpt_neox(c: PretrainedConfig) -> ModelSpec:
-    layer = "gpt_neox.layers.{i}"
-    sources = embeddings("gpt_neox.embed_in", c.tie_word_embeddings)
-    sources += per_layer(layer, _NORMS_AND_MLP)
-    qkv, out = {"qkv": "attention.query_key_value"}, {"out": "attention.dense"}
-    sources += per_layer(layer, qkv, c.attention_bias, interleaved=True)
-    sources += per_layer(layer, out, c.attention_bias)
-    sources += both("gpt_neox.final_layer_norm", "final_norm")
-    return ModelSpec(
-        **sizes(c, grouped=False),
-        intermediate_size=c.intermediate_size,
-        sources=tuple(sources),
-        prefix="gpt_neox.",
-        activation=c.hidden_act,
-        norm_eps=c.layer_norm_eps,
-        parallel_residual=c.use_parallel_residual,
-        max_positions=c.max_position_embeddings,
-        rotary=True,
-        partial_rotary=True,
-    )
+def model_spec(config: PretrainedConfig) -> ModelSpec:
+    """The architecture of the model of ``config``.
+
+    Raises:
+        UnsupportedModel: a part of it is not found, or the decoder does not compute it.
+    """
+    if row := ARCHITECTURES.get(config.model_type):
+        return row(config)
+    # NOTE: as transformers does when it builds the model: an original_max_position_embeddings
+    # beside rope_parameters (Phi-3's way to write LongRoPE) overrides the one inside them.
+    if getattr(config, "rope_parameters", None):
+        config.standardize_rope_params()
+    spec = _found(_Key(config))
+    if isinstance(spec, str):
+        raise UnsupportedModel(spec)
+    return spec
+
+
+class _Key:
+    """A config by its values."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = copy.deepcopy(config)
+        values = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        self._values = type(config).__name__, values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._values == other._values
+
+
+@lru_cache(maxsize=64)
+def _found(key: _Key) -> ModelSpec | str:
+    """Or why there is none."""
+    try:
+        return found_spec(Trial(key.config))
+    except UnsupportedModel as reason:
+        return str(reason)
 
 
 def _bloom(c: PretrainedConfig) -> ModelSpec:
     layer = "transformer.h.{i}"
-    sources = embeddings("transformer.word_embeddings", c.tie_word_embeddings)
-    sources += both("transformer.word_embeddings_layernorm", "embed_norm")
-    sources += per_layer(layer, _NORMS_AND_MLP | {"out": "self_attention.dense"})
-    sources += per_layer(layer, {"qkv": "self_attention.query_key_value"}, interleaved=True)
-    sources += both("transformer.ln_f", "final_norm")
+    names = {f"{layer}.{name}": f"layers.{{i}}.{target}" for target, name in _BLOOM_LAYER.items()}
+    names |= {
+        "transformer.word_embeddings_layernorm": "embed_norm",
+        "transformer.ln_f": "final_norm",
+    }
+    table = "transformer.word_embeddings.weight"
+    head = table if c.tie_word_embeddings else "lm_head.weight"
+    sources = [WeightSource(table, "embed.weight"), WeightSource(head, "head.weight")]
+    for name, target in names.items():
+        for kind in ("weight", "bias"):
+            interleaved = target.endswith("qkv")  # queries, keys and values of each head
+            sources.append(
+                WeightSource(f"{name}.{kind}", f"{target}.{kind}", interleaved=interleaved)
+            )
     return ModelSpec(
-        **sizes(c, grouped=False),
+        num_layers=c.num_hidden_layers,
+        hidden_size=c.hidden_size,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_attention_heads,
+        head_size=c.hidden_size // c.num_attention_heads,
         intermediate_size=4 * c.hidden_size,
+        vocab_size=c.vocab_size,
+        tied=c.tie_word_embeddings,
         sources=tuple(sources),
         prefix="transformer.",
         activation="gelu_new",
@@ -160,10 +100,4 @@ def _bloom(c: PretrainedConfig) -> ModelSpec:
     )
 
 
-ARCHITECTURES: dict[str, Row] = {
-    "opt": _opt,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "bloom": _bloom,
-    **recent_families.ROWS,
-}
+ARCHITECTURES = {"bloom": _bloom}

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.inference.kernels import cpu
-from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.model.spec import ModelSpec
 from dschat.models.packing.kernels import Scores, capped
 
 # Router, experts that the tokens chose (T, k), and of how many; see `KVCache.keep_experts`.

@@ -112,13 +112,14 @@ class Decoder:
         If ``kernels`` run the attention, ``attend`` is theirs: it gets heads before their norms and
         rotation. ``keep_experts``: see `Experts`.
         """
-        self._look_up()
-        h, added = self._embed(tokens, positions, kernels), None
-        if self._embed_scale != 1.0:
-            h.mul_(self._embed_scale)
-        step = self._step(positions, attend, kernels)._replace(keep_experts=keep_experts)
+        h, added = self.embed(tokens, positions, kernels), None
+        step = self.begin(positions, attend, kernels)._replace(keep_experts=keep_experts)
         for i in range(self.spec.num_layers):
-            h, added = self._layer(i, h, added, step)
+            h, added = self.layer(i, h, added, step)
+        return self.finish(h, added, step)
+
+    def finish(self, h: Tensor, added: Tensor | None, step: "_Step") -> Tensor:
+        """What the head reads, after the last layer."""
         if self._final_norm is not None:
             h = self._add_norm(self._final_norm, h, added, step, self.weights.linears["head"])
         elif added is not None:
@@ -141,13 +142,17 @@ class Decoder:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
 
-    def _embed(self, tokens: Tensor, positions: Tensor, kernels: StepKernels | None) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, kernels: StepKernels | None) -> Tensor:
+        """The first layer's input (T, E)."""
+        self._look_up()
         weights, spec = self.weights, self.spec
         table = weights.tensors["embed.weight"]
         is_plain = self._group.size == 1 and "project_in" not in weights.linears
+        is_plain = is_plain and (self._embed_scale == 1.0 or not spec.num_positions)
         if kernels is not None and is_plain and kernels.runs("state"):
             of_positions = weights.tensors["positions.weight"] if spec.num_positions else None
             h = kernels.embed(tokens, table, positions, of_positions, spec.position_offset)
+            h = h if self._embed_scale == 1.0 else h.mul_(self._embed_scale)
             return h if self._embed_norm is None else self._norm(self._embed_norm, h)
         if self._group.size == 1:
             h = F.embedding(tokens, table)
@@ -158,12 +163,15 @@ class Decoder:
             h = self._group.all_reduce_sum(h.masked_fill_(absent.unsqueeze(1), 0.0))
         if "project_in" in weights.linears:
             h = weights.linears["project_in"](h)
+        if self._embed_scale != 1.0:
+            h = h.mul_(self._embed_scale)
         if spec.num_positions:
             table = weights.tensors["positions.weight"]
             h = h + F.embedding(positions + spec.position_offset, table)
         return h if self._embed_norm is None else self._norm(self._embed_norm, h)
 
-    def _step(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
+    def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
+        """What the layers of a step share."""
         if cuda is not None and cuda.runs("attention"):
             return _Step(attend, positions, cuda=cuda, attend_rotates=True)
         kernels = self._kernels if cuda is None else None
@@ -194,7 +202,7 @@ class Decoder:
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
             self._kernels = cpu.load() if all(w.is_in_order for w in self._layers) else None
 
-    def _layer(
+    def layer(
         self, i: int, h: Tensor, added: Tensor | None, step: "_Step"
     ) -> tuple[Tensor, Tensor | None]:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""

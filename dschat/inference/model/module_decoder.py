@@ -26,11 +26,11 @@ from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
 from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.model.architectures import ModelSpec, UnsupportedModel
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.device_module import DeviceModule
+from dschat.inference.model.spec import ModelSpec, UnsupportedModel
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
 from dschat.models.long_rows import num_positions
 from dschat.models.packing import attention as packing
@@ -148,13 +148,13 @@ class ModuleDecoder:
             if isinstance(carried, StatefulRows):
                 more = _caching(carried.cache)
                 scope.enter_context(reading(carried))
-            scope.enter_context(_calling(one, positions))
+            scope.enter_context(calling(one, positions))
             if not attention.chunks and (tokens.is_cuda or kernels is not None):
                 scope.enter_context(self._on_device(kernels))
             if (write := attention.keep_experts) is not None:
                 for router in self._routers:
                     scope.enter_context(router.register_forward_hook(partial(_keep, write)))
-            logits = _forward(
+            logits = run_forward(
                 self.module, tokens.view(shape), positions.view(shape), **keep, **more
             )
         assert next(calls, None) is None, "not all layers called the step's attention"
@@ -224,11 +224,11 @@ class ModuleDecoder:
         """Logits (T, V) of ``rows`` of ids, each of which is its position, too."""
         places = [token for row in rows for token in row]
         positions = torch.tensor(places, device=self.weights.device)[None]
-        with _calling(_own_token, positions[0]):
-            return _forward(self.module, positions, positions, **_caching(cache))[0]
+        with calling(own_token, positions[0]):
+            return run_forward(self.module, positions, positions, **_caching(cache))[0]
 
 
-def _own_token(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+def own_token(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
     """A `Step` in which a token reads its own query, key and value."""
     seen = q.mean((1, 3)) + k.mean((1, 3))
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -312,8 +312,8 @@ def probe(
     if has_states:
         cache = StepCache(config=without_adapters(module).config)
         options = _caching(cache)
-    with torch.no_grad(), paged(module), _calling(step, tokens[0]):
-        logits = _forward(module, tokens, tokens, **options)
+    with torch.no_grad(), paged(module), calling(step, tokens[0]):
+        logits = run_forward(module, tokens, tokens, **options)
     return logits, cache.shapes() if has_states else ()
 
 
@@ -330,7 +330,7 @@ def paged(module: "PreTrainedModel | PeftModel") -> Iterator[None]:
 
 
 @contextmanager
-def _calling(step: Step, positions: Tensor) -> Iterator[None]:
+def calling(step: Step, positions: Tensor) -> Iterator[None]:
     token = _step.set((step, positions))
     try:
         yield
@@ -338,7 +338,7 @@ def _calling(step: Step, positions: Tensor) -> Iterator[None]:
         _step.reset(token)
 
 
-def _forward(module: nn.Module, tokens: Tensor, positions: Tensor, **options: Any) -> Tensor:
+def run_forward(module: nn.Module, tokens: Tensor, positions: Tensor, **options: Any) -> Tensor:
     """Logits (B, R, V) of tokens and positions (B, T)."""
     output = module(
         input_ids=tokens,

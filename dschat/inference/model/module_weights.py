@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
-from dschat.inference.model.architectures import ModelSpec
 from dschat.inference.model.device_module import (
     RmsNorm,
     is_experts,
@@ -28,6 +27,7 @@ from dschat.inference.model.device_module import (
 from dschat.inference.model.experts import by_expert, chosen_experts
 from dschat.inference.model.linear import Linear, fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
+from dschat.inference.model.spec import ModelSpec
 from dschat.models.cpu_matmul import Backend
 from dschat.models.linear import OneDnnLinear
 from dschat.models.training_engine import attributes_replaced
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 class ModuleWeights:
     """What an engine asks of weights, for those of ``module``; on a CPU with packed copies of its
-    linear layers, as the products of the architecture table's decoder are.
+    linear layers, as the products of our decoder are.
     """
 
     def __init__(

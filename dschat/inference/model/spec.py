@@ -5,12 +5,10 @@ Rows of qkv, up, embedding and head are shared out, columns of out and down; of 
 belongs to the rank's heads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from dschat.config import UserError
 from dschat.inference.model.states import StateShape
@@ -150,104 +148,6 @@ def check_shares(spec: ModelSpec, size: int) -> None:
             raise UserError(
                 f"--inference_tp_size {size} does not divide the model's {count} {unit}"
             )
-
-
-def sizes(c: PretrainedConfig, grouped: bool = True) -> dict[str, Any]:
-    """Fields of a `ModelSpec` that configs name alike. ``grouped``: the family reads the number of
-    key-value heads and their size.
-    """
-    heads = c.num_attention_heads
-    kv_heads = getattr(c, "num_key_value_heads", None) if grouped else None
-    head_size = getattr(c, "head_dim", None) if grouped else None
-    return {
-        "num_layers": c.num_hidden_layers,
-        "hidden_size": c.hidden_size,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads or heads,
-        "head_size": head_size or c.hidden_size // heads,
-        "vocab_size": c.vocab_size,
-        "tied": c.tie_word_embeddings,
-    }
-
-
-# -- weight sources --------------------------------------------------------------------------------
-
-
-def both(
-    name: str,
-    target: str,
-    bias: bool = True,
-    part: str = "",
-    transposed: bool = False,
-    interleaved: bool = False,
-) -> list[WeightSource]:
-    """The weight of a linear layer or norm, and its bias if it has one."""
-    suffixes = ("weight", "bias") if bias else ("weight",)
-    return [
-        WeightSource(f"{name}.{s}", f"{target}.{s}", part, transposed, interleaved)
-        for s in suffixes
-    ]
-
-
-def per_layer(
-    module: str,
-    names: Mapping[str, str],
-    bias: bool = True,
-    transposed: bool = False,
-    interleaved: bool = False,
-) -> list[WeightSource]:
-    """`both` of each of a layer's ``names``: the decoder's -> those inside of ``module``."""
-    pairs = ((f"{module}.{name}", f"layers.{{i}}.{target}") for target, name in names.items())
-    how = bias, "", transposed, interleaved
-    return [s for name, target in pairs for s in both(name, target, *how)]
-
-
-def embeddings(name: str, tied: bool) -> list[WeightSource]:
-    weight = f"{name}.weight"
-    head = weight if tied else "lm_head.weight"
-    return [WeightSource(weight, "embed.weight"), WeightSource(head, "head.weight")]
-
-
-def separate_qkv(module: str, bias: bool) -> list[WeightSource]:
-    parts = ((f"{module}.{part}_proj", part) for part in "qkv")
-    return [s for name, part in parts for s in both(name, "layers.{i}.qkv", bias, part)]
-
-
-def gated_mlp(module: str, bias: bool = False) -> list[WeightSource]:
-    sources = both(f"{module}.down_proj", "layers.{i}.down", bias)
-    for part in ("gate", "up"):
-        sources += both(f"{module}.{part}_proj", "layers.{i}.up", bias, part=part)
-    return sources
-
-
-def stacked_experts(
-    module: str,
-    count: int,
-    names: Sequence[str] = (),
-    bias: bool = False,
-    transposed: bool = False,
-    interleaved: bool = False,
-) -> list[WeightSource]:
-    """Experts in the tensors ``module``.gate_up_proj and down_proj, which have all of them.
-
-    ``names``: in place of these, published checkpoints have gate, up and down of each expert, named
-    with ``{e}`` for its number.
-    """
-    sources = []
-    for e in range(count):
-        for tensor, kind in (("gate_up_proj", "up"), ("down_proj", "down")):
-            target, alternates = f"layers.{{i}}.experts.{kind}.{e}", interleaved and kind == "up"
-            name = f"{module}.{tensor}"
-            weight = WeightSource(name, f"{target}.weight", "", transposed, alternates, e)
-            sources.append(weight)
-            if bias:
-                of_all = replace(weight, name=f"{name}_bias", target=f"{target}.bias")
-                sources.append(replace(of_all, transposed=False))
-            for published, part in zip(names, ("gate", "up", ""), strict=False):
-                if (kind == "down") == (part == ""):
-                    one = f"{published.replace('{e}', str(e))}.weight"
-                    sources.append(WeightSource(one, weight.target, part, instead=name))
-    return sources
 
 
 _LINEAR = ("qkv", "out", "up", "down", "router", "head", "project_in", "project_out")

@@ -141,7 +141,7 @@ class Weights:
         linear = self._owned(base)
         if linear is None:
             target = self.tensors[source.target]
-            if self.spec.norm_offset and "norm" in kind:
+            if self.spec.norm_offset and "norm" in kind and suffix == "weight":
                 full = full.to(target) + self.spec.norm_offset
         elif suffix == "bias":
             assert linear.bias is not None

@@ -1,0 +1,81 @@
+"""Holds the decoder against a `Trial`: from the same input, each of its layers returns the same."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dschat.distributed import RankGroup
+from dschat.inference.model.borrowed import BorrowedLinear, HeadLayout
+from dschat.inference.model.decoder import Decoder
+from dschat.inference.model.findings import Findings, need
+from dschat.inference.model.module_decoder import own_token
+from dschat.inference.model.spec import ModelSpec
+from dschat.inference.model.trial import LINEAR, Trial
+from dschat.inference.model.weights import Weights
+from dschat.models.packing.kernels import Scores
+
+_TOLERANCE = 1e-4  # of the largest value: roundings of a layer
+
+
+class _Product(NamedTuple):
+    """A linear layer of a trial, in place of a `BorrowedPart`."""
+
+    product: Callable[[Tensor], Tensor]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def check_decoder(spec: ModelSpec, trial: Trial) -> None:
+    """Raise `NotFound` unless a decoder of ``spec`` computes what ``trial``'s model does."""
+    found = Findings(trial)
+    longest = int(trial.positions[-1]) + 1
+    decoder = Decoder(spec, trial.model.config, _weights(spec, trial), longest)
+
+    def attend(layer: int, heads: Tensor, layout: HeadLayout, how: Scores) -> Tensor:
+        expected = found.attended[layer].how
+        is_same = how._replace(scale=0.0, sinks=None) == expected._replace(scale=0.0, sinks=None)
+        need(is_same, f"the attention of layer {layer} is another one")
+        queries = heads[:, layout.q] * (how.scale / expected.scale)
+        parts = (queries, heads[:, layout.k], heads[:, layout.v])
+        q, k, v = (x.transpose(0, 1)[None] for x in parts)
+        return own_token(q, k, v, how).flatten(1)
+
+    layers = [found.called(f"{trial.layers}.{n}") for n in range(spec.num_layers)]
+    h = decoder.embed(trial.ids, trial.positions, None)
+    need(_agree(h, found.read(layers[0])), "the decoder's embeddings are others")
+    step = decoder.begin(trial.positions, attend, None)
+    for n, call in enumerate(layers):
+        h, added = decoder.layer(n, found.read(call).clone(), None, step)
+        result = h if added is None else h + added
+        need(_agree(result, found.result(call)), f"the decoder computes layer {n} in another way")
+    hidden = decoder.finish(found.result(layers[-1]).clone(), None, step)
+    need(_agree(decoder.logits(hidden), trial.logits), "the decoder's logits are others")
+
+
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    """Whether most rows are equal up to rounding, which may choose another expert for some."""
+    gaps = (actual - expected).abs().amax(1) / expected.abs().max().clamp(min=1e-6)
+    return bool(gaps.median() <= _TOLERANCE)
+
+
+def _weights(spec: ModelSpec, trial: Trial) -> Weights:
+    """The trial's weights, and its linear layers."""
+    weights = Weights(spec, torch.float32, torch.device("cpu"), RankGroup())
+    tensors = trial.model.state_dict(keep_vars=True)
+    sources = [source for source in spec.layer_sources() if not source.instead]
+    weights.borrow({source.name: tensors[source.name] for source in sources})
+    products: dict[str, list[Any]] = defaultdict(list)
+    of_tokens = trial.model.get_input_embeddings(), trial.model.get_output_embeddings()
+    for source in sources:
+        base, _, suffix = source.target.rpartition(".")
+        module = trial.model.get_submodule(source.name.rpartition(".")[0])
+        if suffix == "weight" and type(module) in LINEAR and module not in of_tokens:
+            products[base].append(_Product(module.forward))
+    for base, parts in products.items():
+        linear = weights.linears[base]
+        assert isinstance(linear, BorrowedLinear)
+        linear.products = parts
+    return weights
