@@ -1,4 +1,4 @@
-"""Builds a tiny model for each row of the architecture table and each variant that a row covers.
+"""Builds tiny models of the families that the decoder runs, and of their variants.
 
 For a name in ``CONFIGS``: a Hugging Face module, an engine filled from it, and the oracle of its
 log-probs. Rotary scalings are chosen so that they matter within ``POSITIONS``, attention windows so
@@ -12,30 +12,43 @@ import pytest
 import quick
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    BioGptConfig,
     BloomConfig,
     Cohere2Config,
+    CohereConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    HeliumConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from dschat.inference import EngineConfig, InferenceEngine
@@ -235,6 +248,21 @@ CONFIGS = {
     "cohere2": lambda: Cohere2Config(
         **_LLAMA | _KINDS | {"num_hidden_layers": 3}, sliding_window=6, logit_scale=0.7
     ),
+    "arcee": lambda: ArceeConfig(**_LLAMA, head_dim=8),
+    "biogpt": lambda: BioGptConfig(**_IDS | _SMALL),
+    "cohere": lambda: CohereConfig(**_LLAMA, logit_scale=0.7),
+    "ernie4_5": lambda: Ernie4_5Config(**_LLAMA, head_dim=12, use_bias=True),
+    "exaone4": lambda: Exaone4Config(**_LLAMA, head_dim=12, sliding_window=6),
+    "gpt_bigcode": lambda: GPTBigCodeConfig(**_GPT2),
+    "granitemoe": lambda: GraniteMoeConfig(
+        **_MOE, num_local_experts=4, residual_multiplier=0.3, logits_scaling=2.0
+    ),
+    "helium": lambda: HeliumConfig(**_LLAMA, head_dim=8),
+    "nemotron": lambda: NemotronConfig(**_LLAMA, head_dim=8),
+    "olmoe": lambda: OlmoeConfig(**_MOE, num_experts=4),
+    "phi": lambda: PhiConfig(**_LLAMA),
+    "stablelm": lambda: StableLmConfig(**_LLAMA, use_qkv_bias=True),
+    "starcoder2": lambda: Starcoder2Config(**_LLAMA, sliding_window=6),
 }
 
 
