@@ -18,11 +18,13 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     CohereConfig,
+    Dots1Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GPTBigCodeConfig,
@@ -30,8 +32,10 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
@@ -43,6 +47,7 @@ from transformers import (
     Phi3Config,
     PhiConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -82,6 +87,8 @@ _BLOOM = _IDS | {"n_layer": 2, "initializer_range": 0.3}
 
 
 _MOE = _LLAMA | {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
+_GROUPS |= {"routed_scaling_factor": 1.7}
 _KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _GEMMA = _LLAMA | _KINDS | {"num_hidden_layers": 3, "sliding_window": 6, "head_dim": 12}
 _GEMMA |= {"query_pre_attn_scalar": 10, "final_logit_softcapping": 5.0}
@@ -251,16 +258,27 @@ CONFIGS = {
     "arcee": lambda: ArceeConfig(**_LLAMA, head_dim=8),
     "biogpt": lambda: BioGptConfig(**_IDS | _SMALL),
     "cohere": lambda: CohereConfig(**_LLAMA, logit_scale=0.7),
+    "dots1": lambda: Dots1Config(**_MOE, **_GROUPS, first_k_dense_replace=1, n_shared_experts=2),
     "ernie4_5": lambda: Ernie4_5Config(**_LLAMA, head_dim=12, use_bias=True),
     "exaone4": lambda: Exaone4Config(**_LLAMA, head_dim=12, sliding_window=6),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_MOE, **_GROUPS, head_dim=12, use_qk_norm=True, attention_bias=True
+    ),
     "gpt_bigcode": lambda: GPTBigCodeConfig(**_GPT2),
     "granitemoe": lambda: GraniteMoeConfig(
         **_MOE, num_local_experts=4, residual_multiplier=0.3, logits_scaling=2.0
     ),
+    "granitemoeshared": lambda: GraniteMoeSharedConfig(
+        **_MOE, num_local_experts=4, shared_intermediate_size=20, embedding_multiplier=3.0
+    ),
     "helium": lambda: HeliumConfig(**_LLAMA, head_dim=8),
+    "minimax_m2": lambda: MiniMaxM2Config(**_MOE, num_local_experts=4, head_dim=12),
     "nemotron": lambda: NemotronConfig(**_LLAMA, head_dim=8),
     "olmoe": lambda: OlmoeConfig(**_MOE, num_experts=4),
     "phi": lambda: PhiConfig(**_LLAMA),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_MOE, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=20
+    ),
     "stablelm": lambda: StableLmConfig(**_LLAMA, use_qkv_bias=True),
     "starcoder2": lambda: Starcoder2Config(**_LLAMA, sliding_window=6),
 }
@@ -285,12 +303,22 @@ def build(name, seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+        for _, buffer in saved(module):
+            buffer.normal_(0.0, 0.3)
         return tiny_models.randomized(module)
 
 
 def stream(module):
     """The weight stream of a module."""
-    return ((name, p.detach()) for name, p in module.named_parameters())
+    return (
+        (name, tensor.detach()) for name, tensor in [*module.named_parameters(), *saved(module)]
+    )
+
+
+def saved(module):
+    """The buffers that checkpoints hold, by name."""
+    names = module.state_dict().keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in names]
 
 
 DEFAULT_SIZES = {"stop_ids": (EOS,), "max_num_seqs": 8, "max_seq_len": POSITIONS}

@@ -8,6 +8,7 @@ from families import CONFIGS
 from quick import some
 from transformers import (
     DeepseekV3Config,
+    Dots1Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -19,6 +20,7 @@ from transformers import (
     OPTConfig,
     PersimmonConfig,
     PhiConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
 )
 from transformers.models.llama import modeling_llama
@@ -87,6 +89,22 @@ def test_experts():
     assert WeightSource(name, target, "", True, True, 3) in spec.sources
 
 
+def test_routers():
+    """Of dots.llm1, as DeepSeek-V3's: sigmoid, a correction, groups, a scale, in fp32; Qwen2-MoE's
+    is a softmax whose shares do not add up to 1, and its shared expert has a gate.
+    """
+    groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "n_shared_experts": 3}
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    spec = found(Dots1Config(**SMALL, **HEADS, **groups, **sizes, first_k_dense_replace=1))
+    experts = spec.experts
+    assert (experts.scoring, experts.corrected, experts.groups) == ("sigmoid", True, (2, 1))
+    assert (experts.scale, experts.precise, experts.renormalized) == (2.5, True, False)
+    assert (experts.size, experts.shared, spec.intermediate_size) == (16, 48, 48)
+    experts = found(Qwen2MoeConfig(**SMALL, **HEADS, num_experts=4, norm_topk_prob=False)).experts
+    assert (experts.scoring, experts.is_usual, experts.renormalized) == ("softmax", True, False)
+    assert experts.shared == 5632
+
+
 def test_published_names():
     """Mixtral's experts, w1, w3 and w2 of each, in a module of another name."""
     sources = set(found(MixtralConfig(**SMALL, **HEADS, num_local_experts=4)).sources)
@@ -134,10 +152,10 @@ def test_nothing_else_changes():
     ("config", "reason"),
     [
         (DeepseekV3Config(**SMALL), "DeepseekV3ForCausalLM: heads differ in size"),
-        (Qwen2MoeConfig(**SMALL, **HEADS), "there are other weights beside experts and their"),
+        (PhimoeConfig(**SMALL, **HEADS), "its experts are chosen in another way"),
         (PersimmonConfig(**SMALL, num_attention_heads=4), "queries and keys are no RMS norms"),
     ],
-    ids=["MLA", "shared experts", "layer norms of heads"],
+    ids=["MLA", "router", "layer norms of heads"],
 )
 def test_what_the_decoder_does_not_compute(config, reason):
     with pytest.raises(UnsupportedModel, match=reason):

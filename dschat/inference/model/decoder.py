@@ -24,7 +24,7 @@ from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import Layer, Norm, Rotary, alibi_slopes, query_scales
+from dschat.inference.model.layers import Layer, Mlp, Norm, Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
@@ -270,21 +270,36 @@ class Decoder:
 
     def _mlp(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
         """This rank's partial sum of the MLP."""
-        spec, cuda, mlp = self.spec, step.cuda, w.mlp
-        if isinstance(mlp, Experts):
-            is_interleaved = mlp.ups[0].interleaved
-            per_token, stacks = mlp.spec.per_token, mlp.stacks
-            num_choices = len(x) * per_token
-            if cuda and stacks and cuda.takes_experts(stacks, num_choices, spec.activation):
-                logits = cuda.linear(mlp.router, x)
-                chosen, shares = cuda.choose_experts(logits, per_token, mlp.spec.renormalized)
-                if step.keep_experts is not None:
-                    step.keep_experts(mlp.layer, chosen, mlp.spec.count)
-                how = spec.activation, mlp.spec.clamped, is_interleaved
-                return cuda.experts(stacks, x, chosen, shares, *how)
-            return mlp(
+        if not isinstance(w.mlp, Experts):
+            return self._dense(w.mlp, x, step)
+        total = self._experts(w.mlp, x, step)
+        if w.shared is None:
+            return total
+        beside = self._dense(w.shared, x, step)
+        if w.shared_gate is not None:
+            beside = beside.mul_(step.product(w.shared_gate, x).sigmoid_())
+        return total.add_(beside)
+
+    def _experts(self, experts: Experts, x: Tensor, step: "_Step") -> Tensor:
+        cuda, spec, stacks = step.cuda, experts.spec, experts.stacks
+        activation, is_interleaved = self.spec.activation, experts.ups[0].interleaved
+        num_choices = len(x) * spec.per_token
+        if not (cuda and stacks and cuda.takes_experts(stacks, num_choices, activation)):
+            return experts(
                 x, lambda inner: self._gated(inner, True, step, is_interleaved), step.keep_experts
             )
+        if spec.is_usual:
+            logits = cuda.linear(experts.router, x)
+            chosen, shares = cuda.choose_experts(logits, spec.per_token, spec.renormalized)
+        else:
+            chosen, shares = experts.choose(x)
+            shares = shares.to(x.dtype)
+        if step.keep_experts is not None:
+            step.keep_experts(experts.layer, chosen, spec.count)
+        return cuda.experts(stacks, x, chosen, shares, activation, spec.clamped, is_interleaved)
+
+    def _dense(self, mlp: Mlp, x: Tensor, step: "_Step") -> Tensor:
+        spec, cuda = self.spec, step.cuda
         if cuda is not None and cuda.takes(mlp.up, x, spec.activation):
             inner = cuda.product(mlp.up, x, spec.activation, spec.gated, mlp.is_gate_first)
             return cuda.linear(mlp.down, inner)

@@ -102,11 +102,37 @@ def chosen_experts(
     return torch.bmm(shares.unsqueeze(1), choices.view(*chosen.shape, -1)).squeeze(1)
 
 
+def choose(
+    spec: ExpertSpec, logits: Tensor, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The router's logits (T, N) -> experts and their shares, (T, k) each.
+
+    In groups (DeepSeek-V2, arXiv 2405.04434) a token reads those of the highest sums of two;
+    ``correction`` (N,) balances experts without a loss (DeepSeek-V3, arXiv 2412.19437).
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+    ranked = scores if correction is None else scores + correction
+    if spec.groups is not None:
+        count, read = spec.groups
+        of_groups = ranked.unflatten(-1, (count, -1))
+        best = of_groups.topk(2, -1).values.sum(-1).topk(read, -1).indices
+        kept = torch.zeros_like(of_groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        ranked = of_groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    shares, chosen = ranked.topk(spec.per_token)
+    if ranked is not scores:
+        shares = scores.gather(1, chosen)
+    if spec.renormalized:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return chosen, shares if spec.scale == 1.0 else shares * spec.scale
+
+
 class Experts(NamedTuple):
     """The experts of a layer, and the router that chooses ``spec.per_token`` of them."""
 
     spec: ExpertSpec
     router: Linear | BorrowedLinear
+    correction: Tensor | None
     ups: Sequence[Linear | BorrowedLinear]
     downs: Sequence[Linear | BorrowedLinear]
     stacks: tuple[Stack, Stack] | None  # on a device: of ups and downs
@@ -125,18 +151,22 @@ class Experts(NamedTuple):
         stacks = None
         if f"{up}.weight" in tensors:
             stacks = Stack.of(tensors, up), Stack.of(tensors, down)
-        return cls(spec, linears[f"{layer}.router"], ups, downs, stacks, layer)
+        router, correction = linears[f"{layer}.router"], tensors.get(f"{layer}.correction.weight")
+        return cls(spec, router, correction, ups, downs, stacks, layer)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of (T, E) and their shares, (T, k) each."""
+        logits = self.router(x.float() if self.spec.precise else x)
+        return choose(self.spec, logits, self.correction)
 
     def __call__(self, x: Tensor, gated: Gated, keep: KeepExperts | None = None) -> Tensor:
         """(T, E) -> this rank's partial sum, (T, E). ``gated``: what is between the products.
 
         ``keep``: gets the experts that were chosen.
         """
-        shares, chosen = self.router(x).float().softmax(-1).topk(self.spec.per_token)
+        chosen, shares = self.choose(x)
         if keep is not None:
             keep(self.layer, chosen, self.spec.count)
-        if self.spec.renormalized:
-            shares = shares / shares.sum(-1, keepdim=True)
         shares = shares.to(x.dtype)
         may_wait = x.dtype == torch.bfloat16 and len(x) > _MOST_CAPTURED
         if self.stacks is None or may_wait or has_grouped_product(x):

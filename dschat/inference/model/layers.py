@@ -149,6 +149,8 @@ class Layer(NamedTuple):
     qkv: AnyLinear
     out: AnyLinear
     mlp: Mlp | Experts
+    shared: Mlp | None  # beside experts
+    shared_gate: AnyLinear | None  # its sigmoid multiplies what `shared` returns
     layout: HeadLayout  # of the output of `qkv`
     rotary: Rotary | None
     scores: Scores
@@ -165,6 +167,9 @@ class Layer(NamedTuple):
         qkv = linears[f"{name}.qkv"]
         heads = weights.num_heads, weights.num_kv_heads
         mlp: Mlp | Experts
+        shared = None
+        if f"{name}.shared_up" in linears:
+            shared = Mlp(linears[f"{name}.shared_up"], linears[f"{name}.shared_down"])
         if spec.experts is not None and f"{name}.router" in linears:
             mlp = Experts.of(spec.experts, linears, tensors, name)
         else:
@@ -176,6 +181,8 @@ class Layer(NamedTuple):
             qkv=qkv,
             out=linears[f"{name}.out"],
             mlp=mlp,
+            shared=shared,
+            shared_gate=linears.get(f"{name}.shared_gate"),
             layout=HeadLayout.of(*heads, qkv.order or "qkv", qkv.interleaved),
             rotary=rotary,
             scores=Scores(*how, tensors.get(f"{name}.sinks.weight")),
@@ -189,4 +196,5 @@ class Layer(NamedTuple):
     @property
     def is_in_order(self) -> bool:
         """Whether queries, keys, values and gate, up stand as the CPU kernels read them."""
-        return self.layout.in_order and (isinstance(self.mlp, Experts) or self.mlp.is_gate_first)
+        dense = self.shared if isinstance(self.mlp, Experts) else self.mlp
+        return self.layout.in_order and (dense is None or dense.is_gate_first)

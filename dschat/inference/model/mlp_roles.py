@@ -3,6 +3,8 @@
 Shapes: T tokens, E hidden size.
 """
 
+import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,17 +15,29 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from dschat.inference.model.device_module import is_experts, is_plain, layers_of
-from dschat.inference.model.findings import Findings, NotFound, is_close, need
-from dschat.inference.model.spec import ExpertSpec, WeightSource
+from dschat.inference.model.experts import choose
+from dschat.inference.model.findings import Findings, NotFound, is_close, need, ratio
+from dschat.inference.model.spec import ExpertSpec, Scoring, WeightSource
 from dschat.inference.model.trial import LINEAR, Call
 
+_SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid")
 
-def mlp_roles(found: Findings, calls: list[Call], target: str) -> tuple[Tensor, Tensor]:
-    """What an MLP, or experts, read and return."""
+
+def mlp_roles(found: Findings, calls: list[Call], layer: str) -> tuple[Tensor, Tensor]:
+    """What the MLP of ``layer``, or its experts, read and return. ``calls``: without norms."""
+    linears = [call for call in calls if type(call.module) in LINEAR]
     for call in calls:
         if is_experts(call.module):
-            return _experts(found, call, calls, target)
-    linears = [call for call in calls if type(call.module) in LINEAR]
+            return _experts(found, call, calls, linears, layer)
+    x, y, size = _dense(found, linears, f"{layer}.up", f"{layer}.down")
+    found.fact(intermediate_size=size)
+    return x, y
+
+
+def _dense(
+    found: Findings, linears: list[Call], up_name: str, down_name: str
+) -> tuple[Tensor, Tensor, int]:
+    """What an MLP of ``linears`` reads and returns, and its size."""
     need(len(linears) in (2, 3), f"an MLP of {len(linears)} linear layers")
     *ups, down = linears
     x, inner = found.read(ups[0]), found.read(down)
@@ -45,55 +59,117 @@ def mlp_roles(found: Findings, calls: list[Call], target: str) -> tuple[Tensor, 
             break
     else:
         raise NotFound("its MLP is neither act(gate) * up nor act(up)")
-    found.fact(activation=name, gated=gated, intermediate_size=inner.shape[1])
+    found.fact(activation=name, gated=gated)
     for up, part in zip(ups, parts, strict=True):
-        found.take(up.module, f"{target}.up", part)
-    found.take(down.module, f"{target}.down")
-    return x, found.result(down)
+        found.take(up.module, up_name, part)
+    found.take(down.module, down_name)
+    return x, found.result(down), inner.shape[1]
 
 
-def _experts(found: Findings, call: Call, calls: list[Call], target: str) -> tuple[Tensor, Tensor]:
+def _experts(
+    found: Findings, call: Call, calls: list[Call], linears: list[Call], layer: str
+) -> tuple[Tensor, Tensor]:
     experts, (x, *chosen_and_shares) = call.module, call.inputs
     chosen, shares = sorted(chosen_and_shares, key=torch.is_floating_point)
     need(is_plain(experts) and experts.has_gate, "its experts have no gate, or more than that")
-    routers = [
-        c.module
-        for c in calls
-        if c.module is not experts and any(True for _ in c.module.parameters(recurse=False))
-    ]
-    need(len(routers) == 1, "there are other weights beside experts and their router")
-    router = routers[0]
-    logits = F.linear(x, router.weight, getattr(router, "bias", None))
-    likely, best = logits.float().softmax(-1).topk(chosen.shape[1])
-    need(torch.equal(best, chosen), "experts are chosen in another way")
-    normed = likely / likely.sum(-1, keepdim=True)
-    renormalized = is_close(normed, shares)
-    need(renormalized or is_close(likely, shares), "experts have other shares")
-    (ups, _), (downs, _) = layers_of(experts)
-    of_downs = found.trial.shapes[f"{call.name}.down_proj"]
-    sizes = len(ups), chosen.shape[1], of_downs[1 if experts.is_transposed else 2]
+    spec = _router(found, call, calls, layer, x, chosen, shares)
+    y, of_downs = found.result(call), found.trial.shapes[f"{call.name}.down_proj"]
     clamped = None
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
         clamped = experts.alpha, experts.limit
     interleaved = not getattr(experts, "is_concatenated", True)
-    spec = ExpertSpec(*sizes, renormalized, clamped)
     for name in found.activations():
-        if is_close(_mixed(experts, x, chosen, shares, name, clamped, interleaved), call.output):
+        if is_close(_mixed(experts, x, chosen, shares, name, clamped, interleaved), y):
             break
     else:
         raise NotFound("its experts are not act(gate) * up")
-    found.fact(activation=name, gated=True, experts=spec)
-    found.take(router, f"{target}.router")
-    for e in range(len(ups)):
+    found.fact(activation=name, gated=True)
+    gates = [c for c in linears if c.output.shape[-1] == 1]
+    beside, shared = [c for c in linears if c not in gates], 0
+    if beside:
+        need(clamped is None, "an MLP beside experts that are cut")
+        names = f"{layer}.shared_up", f"{layer}.shared_down"
+        read, added, shared = _dense(found, beside, *names)
+        need(is_close(read, x), "the MLP beside experts reads something else")
+        for gate in gates:
+            need(len(gates) == 1 and is_close(found.read(gate), x), "gates that are not known")
+            found.take(gate.module, f"{layer}.shared_gate")
+            added = added * found.result(gate).sigmoid()
+        y = y + added
+    size = of_downs[1 if experts.is_transposed else 2]
+    found.fact(experts=replace(spec, size=size, shared=shared, clamped=clamped))
+    _take_experts(found, call, layer, interleaved)
+    return x, y
+
+
+def _router(
+    found: Findings,
+    call: Call,
+    calls: list[Call],
+    layer: str,
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+) -> ExpertSpec:
+    """How experts are chosen, of size 0; takes the weights of that."""
+    block, count = call.name.rpartition(".")[0], len(layers_of(call.module)[0][0])
+    tensors = found.trial.model.state_dict(keep_vars=True)
+    inside = {
+        n: t
+        for n, t in tensors.items()
+        if n.startswith(f"{block}.") and not n.startswith(f"{call.name}.") and len(t) == count
+    }
+    matrices = [n for n, t in inside.items() if t.shape == (count, x.shape[1])]
+    need(len(matrices) == 1, "its experts have no router, or several")
+    name = matrices[0].rpartition(".")[0]
+    others = [n for n, t in inside.items() if t.shape == (count,) and n != f"{name}.bias"]
+    need(len(others) < 2, "a router with several weights of each expert")
+    router = found.module(name)
+    logits = F.linear(x, router.weight, getattr(router, "bias", None))
+    values, groups = found.config.to_dict(), None
+    if values.get("n_group") and values.get("topk_group"):
+        groups = values["n_group"], values["topk_group"]
+    ways = itertools.product(_SCORINGS, {groups, None}, (True, False))
+    for scoring, of_groups, renormalized in ways:
+        spec = ExpertSpec(count, chosen.shape[1], 0, renormalized, scoring, bool(others), of_groups)
+        best, expected = choose(spec, logits, tensors[others[0]] if others else None)
+        (best, order), (theirs, places) = best.sort(), chosen.sort()
+        if not torch.equal(best, theirs):
+            continue
+        scale = ratio(shares.gather(1, places), expected.gather(1, order))
+        if scale is not None:
+            break
+    else:
+        raise NotFound("its experts are chosen in another way, or have other shares")
+    found.take(router, f"{layer}.router")
+    for other in others:
+        found.sources.append(WeightSource(other, f"{layer}.correction.weight"))
+    used = next((c for c in calls if c.name == name), None)
+    return replace(spec, scale=found.exact(scale), precise=used is not None and _is_precise(used))
+
+
+def _is_precise(call: Call) -> bool:
+    """Whether a router computes in fp32 in a model of 16 bits."""
+    router = copy.deepcopy(call.module).bfloat16()
+    output = router(*(x.bfloat16() for x in call.inputs))
+    logits = output[0] if isinstance(output, tuple) else output
+    x, weight = call.inputs[0].bfloat16().float(), router.weight.float()
+    bias = getattr(router, "bias", None)
+    exact = F.linear(x, weight, None if bias is None else bias.float())
+    return is_close(logits.float().view(-1), exact.view(-1))
+
+
+def _take_experts(found: Findings, call: Call, layer: str, interleaved: bool) -> None:
+    experts = call.module
+    for e in range(len(layers_of(experts)[0][0])):
         for key, kind in (("gate_up_proj", "up"), ("down_proj", "down")):
-            names = f"{call.name}.{key}", f"{target}.experts.{kind}.{e}"
+            names = f"{call.name}.{key}", f"{layer}.experts.{kind}.{e}"
             how = experts.is_transposed, interleaved and kind == "up", e
             weight = WeightSource(names[0], f"{names[1]}.weight", "", *how)
             found.sources.append(weight)
             if experts.has_bias:
                 bias = replace(weight, name=f"{names[0]}_bias", target=f"{names[1]}.bias")
                 found.sources.append(replace(bias, transposed=False))
-    return x, call.output
 
 
 def _mixed(

@@ -7,6 +7,7 @@ belongs to the rank's heads.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -44,6 +45,9 @@ class WeightSource:
         return replace(self, name=name, target=target, instead=instead)
 
 
+Scoring = Literal["softmax", "sigmoid"]
+
+
 @dataclass(frozen=True)
 class ExpertSpec:
     """A mixture of experts: an MLP of which each token runs a few, chosen by a router."""
@@ -52,8 +56,20 @@ class ExpertSpec:
     per_token: int
     size: int  # intermediate size of one
     renormalized: bool = True  # the shares of a token's experts add up to 1
+    scoring: Scoring = "softmax"  # of the router's logits
+    corrected: bool = False  # experts are chosen by scores + a weight of each
+    groups: tuple[int, int] | None = None  # of experts, and how many of them a token reads
+    scale: float = 1.0  # of the shares
+    precise: bool = False  # the router computes in fp32
+    shared: int = 0  # intermediate size of an MLP beside the experts; 0: none
     # (a, limit): (up + 1) * gate * sigmoid(a * gate), gate and up cut to the limit (gpt-oss)
     clamped: tuple[float, float] | None = None
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the shares are a softmax of the largest logits."""
+        is_plain = self.scoring == "softmax" and self.groups is None and self.scale == 1.0
+        return is_plain and not (self.corrected or self.precise)
 
 
 @dataclass(frozen=True)
@@ -137,7 +153,10 @@ class ModelSpec:
 
 def check_shares(spec: ModelSpec, size: int) -> None:
     """Raise ``UserError`` unless ``size`` ranks can share the heads and the MLP evenly."""
-    experts = [] if spec.experts is None else [("expert columns", spec.experts.size)]
+    experts = []
+    if spec.experts is not None:
+        experts = [("expert columns", spec.experts.size)]
+        experts += [("columns beside experts", spec.experts.shared)]
     for unit, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
@@ -150,7 +169,10 @@ def check_shares(spec: ModelSpec, size: int) -> None:
             )
 
 
-_LINEAR = ("qkv", "out", "up", "down", "router", "head", "project_in", "project_out")
+_LINEAR = frozenset(
+    ("qkv", "out", "up", "down", "router", "head", "project_in", "project_out")
+    + ("shared_up", "shared_down", "shared_gate")
+)
 
 
 class Share:
@@ -163,12 +185,14 @@ class Share:
         """Intermediate size of the MLP or expert that ``base`` is of, on one of ``num_ranks``."""
         experts = self.spec.experts
         size = experts.size if experts and is_expert(base) else self.spec.intermediate_size
+        if experts and kind_of(base) in ("shared_up", "shared_down"):
+            size = experts.shared
         return size // num_ranks
 
     def _part_rows(self, base: str, num_ranks: int) -> dict[str, int]:
         """Rows of each part of a fused matrix, in order, on one of ``num_ranks``; {}: not fused."""
         spec, kind = self.spec, kind_of(base)
-        if kind == "up":
+        if kind in ("up", "shared_up"):
             parts = ("gate", "up") if spec.gated else ("",)
             return dict.fromkeys(parts, self._inner_size(base, num_ranks))
         heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
@@ -192,7 +216,11 @@ class Share:
             "out": (size, heads * spec.head_size),
             "up": (fused, size),
             "down": (size, self._inner_size(base, num_ranks)),
+            "shared_up": (fused, size),
+            "shared_down": (size, self._inner_size(base, num_ranks)),
+            "shared_gate": (1, size),
             "router": (spec.experts.count if spec.experts else 0, size),
+            "correction": (spec.experts.count if spec.experts else 0,),
             "head": (vocab, spec.embedding_size),
             "project_in": (size, spec.embedding_size),
             "project_out": (spec.embedding_size, size),

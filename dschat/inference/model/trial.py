@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from dschat.inference.model.device_module import is_experts
 from dschat.inference.model.module_decoder import calling, own_token, paged, run_forward
 from dschat.inference.model.spec import UnsupportedModel
+from dschat.models.checkpoint_tensors import is_constant
 from dschat.models.long_rows import num_positions
 from dschat.models.packing.kernels import Scores
 
@@ -152,6 +153,10 @@ def _model(
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()  # buffers alone
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        is_drawn = isinstance(tensor, nn.Parameter) or is_constant(name)
+        if not is_drawn and tensor.is_floating_point():  # else zeros, which say nothing
+            tensor.copy_(_weight(tensor.shape, 1, draw) - 1)
     return model.eval(), shapes
 
 

@@ -91,6 +91,8 @@ class Weights:
                     dtype = (
                         torch.float32
                     )  # in 16 bits 1 + weight would be rounded to steps of 1/128
+                if kind_of(base) == "correction":
+                    dtype = torch.float32
                 zeros = torch.zeros(self._share.shape(base), dtype=dtype, device=self.device)
                 self.tensors[source.target] = zeros
 
@@ -99,7 +101,11 @@ class Weights:
         is_stacked = self._stacks and is_expert(base)
         shared = self.tensors["embed.weight"] if self._head_is_shared(base) else None
         shared = self._slice_of_stack(f"{base}.weight", shape) if is_stacked else shared
-        linear = Linear(shape, has_bias, self.dtype, self.device, self.backends[shape], shared)
+        how: tuple[torch.dtype, torch.device, Backend]
+        how = self.dtype, self.device, self.backends[shape]
+        if kind_of(base) == "router" and self.spec.experts and self.spec.experts.precise:
+            how = torch.float32, self.device, "plain"
+        linear = Linear(shape, has_bias, *how, shared)
         if is_stacked and has_bias:
             linear.bias = self._slice_of_stack(f"{base}.bias", shape[:1])
         return linear
@@ -152,7 +158,7 @@ class Weights:
             full = full.T
         if suffix == "weight" and linear is not None:
             full = self._share.local_columns(source, full)
-        if suffix == "bias" and kind in ("out", "down") and self.group.rank > 0:
+        if suffix == "bias" and kind in ("out", "down", "shared_down") and self.group.rank > 0:
             return  # partial sums are added up: only rank 0 adds the bias
         for first, rows in self._share.local_rows(source, full):
             target[first : first + rows.shape[0]].copy_(rows)
