@@ -36,7 +36,7 @@ from dschat.runtime.optimizer_step import OptimizerStep
 
 # One tiny model per family, and prompts of awkward lengths, are in the engine's tests.
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
-from families import EOS, POSITIONS, PROMPTS, VOCAB, build  # noqa: E402
+from families import EOS, POSITIONS, PROMPTS, VOCAB, build, saved  # noqa: E402
 
 SAMPLED = SamplingParams(max_new_tokens=10, n=2, seed=3)
 SHORT = SamplingParams(max_new_tokens=6, n=2, seed=4)
@@ -118,10 +118,10 @@ class Actor:
         return rollout_form(self.module, self.config, settings_of(**settings | changes), enabled)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes of all parameters, and of the adapters among them."""
+        """Bytes of all parameters and saved buffers, and of the adapters among them."""
         sizes = {
             name: 4 * getattr(p, "ds_numel", p.numel())
-            for name, p in self.module.named_parameters()
+            for name, p in [*self.module.named_parameters(), *saved(self.module)]
         }
         return sum(sizes.values()), sum(n for name, n in sizes.items() if ".lora_" in name)
 

@@ -100,7 +100,7 @@ def test_routers():
     assert (experts.scoring, experts.corrected, experts.groups) == ("sigmoid", True, (2, 1))
     assert (experts.scale, experts.precise, experts.renormalized) == (2.5, True, False)
     assert (experts.size, experts.shared, spec.intermediate_size) == (16, 48, 48)
-    experts = found(Qwen2MoeConfig(**SMALL, **HEADS, num_experts=4, norm_topk_prob=False)).experts
+    experts = found(Qwen2MoeConfig(**SMALL, **HEADS, num_experts=8, norm_topk_prob=False)).experts
     assert (experts.scoring, experts.is_usual, experts.renormalized) == ("softmax", True, False)
     assert experts.shared == 5632
 
