@@ -58,6 +58,8 @@ WRONG = [
     (*completion(top_p=0), "top_p 0"),
     (*completion(n=129), "n: "),
     (*completion(prompt=[""] * 200, n=2), "more than the queue holds"),  # not encoded before
+    (*completion(prompt=[""] * 265), "more than the queue holds"),  # 8 decode, 256 wait
+    (*completion(prompt=[""] * 264), "prompt 0 is empty"),
     (*completion(logit_bias={"9999": 1}), "token id 9999"),
     (*completion(logit_bias={"a": 1}), "logit_bias.a"),
     (*completion(presence_penalty=3), "presence_penalty: "),
@@ -253,18 +255,31 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
 
 
 def test_a_full_queue(start, before, may_step):
-    """Room for one that decodes and one that waits; the third is told to come back later."""
+    """Room for one that decodes and one that waits; the third is told to come back later, and of
+    a request of several none waits.
+    """
     small = start(max_num_seqs=1, max_waiting=1)
     worker = small.model.worker
     before(worker, "step", may_step.wait)
-    clients = [begin(small, FOREVER) for _ in range(2)]
-    wait_until(lambda: worker.num_waiting == 2)
+    clients = [begin(small, FOREVER)]
+    wait_until(lambda: worker.num_waiting == 1)
+    for two in ({"n": 2}, {"prompt": ["sun", "moon"]}):
+        assert ask(small, COMPLETIONS, FOREVER | two)[0] == 429
+        assert worker.num_waiting == 1
+    clients.append(begin(small, FOREVER))
     status, headers, text = ask(small, COMPLETIONS, FOREVER)
     assert (status, headers["Retry-After"]) == (429, "2"), text
     may_step.set()
     for client in clients:
         client.close()
     wait_until(lambda: is_idle(small))
+
+
+def test_a_server_that_stops_begins_no_answer(start):
+    stopping = start(max_num_seqs=1)
+    stopping.server.end_answers()
+    status, _, text = ask(stopping, COMPLETIONS, {"prompt": "sun"})
+    assert (status, "the server stops" in text.decode()) == (503, True)
 
 
 @pytest.mark.parametrize(
