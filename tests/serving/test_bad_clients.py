@@ -1,11 +1,18 @@
 """Clients that leave, read slowly, ask for too much or send rubbish."""
 
+import asyncio
 import http.client
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from http_client import FOREVER, answered, ask, begin, send, wait_until
+
+from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
+from dschat.serving.patience import Overloaded
+from dschat.serving.worker import EngineWorker
 
 
 def is_idle(served):
@@ -273,6 +280,18 @@ def test_a_full_queue(start, before, may_step):
     for client in clients:
         client.close()
     wait_until(lambda: is_idle(small))
+
+
+def test_an_answer_that_is_cancelled_leaves_the_others_waiting():
+    """And makes room for one."""
+    engine = SimpleNamespace(core=lambda streaming: SimpleNamespace(stats=None), max_num_seqs=3)
+    worker, given = EngineWorker(engine, 0), Request([1], SamplingParams(n=3))
+    handle = worker.submit(asyncio.Queue(), given)
+    worker.cancel(handle, 1)
+    assert (worker.num_waiting, handle.open) == (2, {0, 2})
+    worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
+    with pytest.raises(Overloaded):
+        worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
 
 
 def test_a_server_that_stops_begins_no_answer(start):
