@@ -18,7 +18,7 @@ from dschat.serving.worker import EngineWorker
 def is_idle(served):
     worker = served.model.worker
     cache = worker.engine.cache
-    is_open = worker.num_running or worker.num_waiting or worker.handles
+    is_open = worker.num_running or worker.num_waiting or worker.handles or served.server._running
     return not is_open and cache.num_free == cache.num_pages
 
 
@@ -320,10 +320,19 @@ def test_what_fails_ends_its_requests_alone(method, said, served, before, caplog
     assert ask(served, "/health", b"", "GET")[0] == 200
 
 
-def test_metrics(served):
-    answered(served, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+def metrics_of(served):
     _, _, text = ask(served, "/metrics", b"", "GET")
-    lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+    return dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+
+
+def test_metrics(served):
+    cancelled = 'dschat_cancelled_total{model="tiny"}'
+    before = metrics_of(served)
+    answered(served, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+    no_answer = {"prompt": "sun", "response_format": schema({"$ref": "#"})}
+    assert ask(served, COMPLETIONS, no_answer)[0] == 400
+    lines = metrics_of(served)
+    assert lines.get(cancelled) == before.get(cancelled, "0.0")
     assert float(lines['dschat_requests_total{path="/v1/completions",status="200"}']) >= 1
     assert float(lines['dschat_answer_tokens_total{model="tiny"}']) >= 3
     assert float(lines['dschat_running{model="tiny"}']) == 0
