@@ -212,7 +212,8 @@ def test_half_an_emoji_is_a_question_mark(sent, meant, served):
 
 
 def test_half_an_emoji_as_a_model(served):
-    assert ask(served, COMPLETIONS, {"prompt": "a", "model": "\ud83d"})[0] == 404
+    status, _, text = ask(served, COMPLETIONS, {"prompt": "a", "model": "\ud83d"})
+    assert (status, json.loads(text)["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_body_too_large(served):
