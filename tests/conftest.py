@@ -98,11 +98,21 @@ def uses_server(file):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """``tiny("llama")`` is the folder of that tiny checkpoint; see ``tiny_models.BUILDERS``."""
+    """``tiny("llama")`` is the folder of that tiny checkpoint, which all workers share; see
+    ``tiny_models.ensure``.
+    """
     import tiny_models
+    from filelock import FileLock
 
-    folder = tmp_path_factory.mktemp("models")
-    return lambda name: str(tiny_models.ensure(folder, name))
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    lock = FileLock(base / "models.lock")
+
+    def folder_of(name):
+        with lock:
+            return str(tiny_models.ensure(base / "models", name))
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

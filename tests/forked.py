@@ -11,11 +11,13 @@ tested commands do little else. So the imports happen once per pytest process, a
 in a fork: the script as ``__main__``, with its own ``sys.argv``, environment, working directory,
 file descriptors 0, 1 and 2, and session. The fork is safe because the server has no other threads:
 OMP_NUM_THREADS is 1, and inputs are written in a fork too. Differences to a new process: modules
-are already imported, and the interpreter does not free them at exit. ``test_wrong_inputs.py`` runs
-some of the commands both ways.
+are already imported, the interpreter does not free them at exit, and a fork is killed when the
+server dies, as the server is when pytest does. ``test_wrong_inputs.py`` runs some of the commands
+both ways.
 """
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -39,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 LONGEST_S = 100.0  # time limit of one command; it is killed then
 TOGETHER = 2  # commands
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 IMPORTS = (
     "dschat.runtime.deepspeed_engine",  # NOTE first: it sets DeepSpeed's accelerator
     "dschat.runtime.start",
@@ -115,7 +118,7 @@ def run_all(folder: Path, setup: Path | None, commands: Sequence[Command]) -> li
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
-    assert answer, Path(server.args[-1]).read_text()[-4000:]
+    assert answer, Path(server.args[2]).read_text()[-4000:]
     return [Outcome(**outcome) for outcome in json.loads(answer)]
 
 
@@ -138,12 +141,14 @@ def run(*argv: str, **options: Any) -> Outcome:
 
 @cache
 def _server() -> subprocess.Popen:
-    """This process's server. It exits when its standard input closes, as at this one's exit."""
+    """This process's server. It exits when its standard input closes, as at this one's exit, and
+    is killed when this one is.
+    """
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     log = folder / "server.log"
     with log.open("w") as errors:
         server = subprocess.Popen(
-            [sys.executable, __file__, str(log)],
+            [sys.executable, __file__, str(log), str(os.getpid()), *IMPORTS],
             env=environment(folder),
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -164,11 +169,12 @@ def _close(server: subprocess.Popen, folder: Path) -> None:
 # -- the process that forks
 
 
-def main() -> None:
+def main(_log: str, parent: str, *imports: str) -> None:
+    _die_with(int(parent))
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()
-    for name in IMPORTS:
+    for name in imports:
         __import__(name)
     gc.freeze()  # so that garbage collection in a fork does not copy shared pages
     gc.enable()
@@ -208,10 +214,12 @@ def _outcomes(folder: Path, commands: list[Command]) -> list[Outcome]:
 
 def _fork(child, *args) -> int:
     """Call ``child`` in a fork, which exits afterwards; returns the fork's process id."""
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            _die_with(parent)
             code = _exit_code(child, *args)
             atexit._run_exitfuncs()
             sys.stdout.flush()
@@ -219,6 +227,15 @@ def _fork(child, *args) -> int:
         finally:
             os._exit(code)  # freeing every module would touch every page, for a second
     return pid
+
+
+def _die_with(parent: int) -> None:
+    """Have this process killed when ``parent``, which started it, dies: a rank whose peers are gone
+    may wait for them for ever.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
 
 
 def _exit_code(child, *args) -> int:
@@ -308,4 +325,4 @@ class _Running:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -39,6 +39,7 @@ from dschat.config import RLHFConfig, parser
 from dschat.data.sources.known_datasets import _LABEL_COLUMNS, ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
+from dschat.offline.rows import AnswerLines, Rows
 
 each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
 
@@ -70,6 +71,9 @@ def workplace(tmp_path, monkeypatch):
     Path("my_questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     verbs = [{"question": f"What of {i}?", "answer": "a", "accepted": ["a"]} for i in range(12)]
     Path("verbs.jsonl").write_text("\n".join(map(json.dumps, verbs)))
+    Path("my_prompts.jsonl").write_text(json.dumps({"prompt": "Why?"}))
+    tasks = [{**row, "task": "a task", "entry": "{}"} for row in questions]
+    Path("tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     lines = ["prompt,chosen,rejected", *(",".join(row.values()) for row in pairs)]
     Path("more.csv").write_text("\n".join(lines))
     lines = ["question.text,best,worst", *lines[1:]]
@@ -106,7 +110,9 @@ def parse_step(words: list[str]) -> None:
 
 def dschat(words: list[str]) -> None:
     flags = ["--runs", *words[1:]] if words[0] == "report" else words[1:]
-    parser.parse(COMMANDS[words[0]], flags)
+    config = parser.parse(COMMANDS[words[0]], flags)
+    if words[0] == "generate":  # new columns beside those of its data
+        AnswerLines(config, Rows(config), tokenizer=None)
 
 
 def python(words: list[str]) -> None:

@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from math import inf
@@ -176,8 +177,8 @@ def type_problem(value: Any, hint: Any) -> str:
         return "" if isinstance(value, bool) else "is neither true nor false"
     if hint is int:
         if not isinstance(value, Integral) or isinstance(value, bool):
-            is_share = isinstance(value, float) and 0 < value < 1
-            return "is not a whole number" + "; give the number, not a share" * is_share
+            is_share = re.fullmatch(r"0?\.\d*[1-9]\d*", str(value))
+            return "is not a whole number" + "; give the number, not a share" * bool(is_share)
         return "" if -(2**63) <= int(value) < 2**63 else "is too large a number"
     if hint is float:
         if not isinstance(value, Real) or isinstance(value, bool):

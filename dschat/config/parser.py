@@ -73,6 +73,8 @@ def values_of(config_class: type, mapping: Mapping[str, Any], where: str) -> dic
                 raise UserError(f"{where}: {key} takes a value, not a mapping")
             if problem := type_problem(value, dict):
                 raise UserError(f"{where}: {key} {problem}")
+        if isinstance(value, bool) and _takes(config_class, key, "'on'"):
+            values[key] = "on" if value else "off"  # the words that YAML 1.1 reads as truth values
         if isinstance(value, list) and not _takes(config_class, key, "list["):
             raise UserError(f"{where}: {key} takes one value, not a list")
     try:
@@ -265,15 +267,15 @@ def _options(f: Field, hint: Any) -> dict[str, Any]:
         return options | {"choices": get_args(hint)}
     if get_origin(hint) is dict:
         return options | {"type": partial(_read, dict), "metavar": "JSON"}
-    options["type"] = partial(_read, hint)
+    options["type"] = partial(_read, hint, form=f.metadata.get("form", ""))
     if hint is bool:
         return options | {"nargs": "?", "const": True, "metavar": "true|false"}
     last_word = f.name.rpartition("_")[2].upper()
     return options | {"metavar": {int: "N", float: "X", IntOrAuto: "N"}.get(hint, last_word)}
 
 
-def _read(kind: Any, text: str) -> Any:
-    """A flag's value, of a type as in `dschat.config.fields`."""
+def _read(kind: Any, text: str, form: str = "") -> Any:
+    """A flag's value, of a type as in `dschat.config.fields`; ``form`` ends the error."""
     try:
         if kind is bool:
             return _TRUTHS[text.lower()]
@@ -283,7 +285,7 @@ def _read(kind: Any, text: str) -> Any:
             return dict(json.loads(text))
         return kind(text)
     except (TypeError, ValueError, KeyError, RecursionError):
-        raise argparse.ArgumentTypeError(f"{text!r} {type_problem(text, kind)}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} {type_problem(text, kind)}{form}") from None
 
 
 def _title(config_class: type) -> str:

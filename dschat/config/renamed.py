@@ -53,6 +53,8 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
             new[flag] = [*(new.get(flag) or ()), item.replace("COLUMN", str(old(name)))]
     if isinstance(old("deepspeed"), str) and old("deepspeed").lower() not in ("true", "false"):
         new["deepspeed_config"] = old("deepspeed_config") or old("deepspeed")
+    if isinstance(old("packing"), bool):  # TRL's
+        new["packing"] = "on" if old("packing") else "off"
     if old("add_eot_token") is not None:
         new["eot_token"] = (old("eot_token") or "<|endoftext|>") if old("add_eot_token") else None
     if old("unsupervised_dataset_name") and old("unsupervised_dataset_config_name"):

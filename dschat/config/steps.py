@@ -55,7 +55,13 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, 
         0, "Linear warm-up, in optimizer steps.", short=True, ge=0, read_once=_REMAKE
     )
     adam_betas: list[float] = flag([0.9, 0.95], "AdamW's beta1 and beta2.", ge=0, lt=1)
-    num_train_epochs: int = flag(1, "Passes over this step's share of the data.", short=True, ge=1)
+    num_train_epochs: int = flag(
+        1,
+        "Passes over this step's share of the data.",
+        short=True,
+        form="; --max_steps ends a run within an epoch",
+        ge=1,
+    )
     max_steps: int = flag(
         0, "Optimizer steps (step 3: iterations); 0: --num_train_epochs decides.", short=True, ge=0
     )

@@ -284,6 +284,13 @@ class MetricsLog:
             row = {"step": rows[-1]["step"], "verdict": text}
             self._others["warnings"].write(row | ({"warning": text} if is_bad else {}))
 
+    def log_change(self, name: str) -> None:
+        """Log a held-out metric before and after training, where both are known."""
+        rows = whole_rows(self._folder / METRICS) if self._rows is not None else []
+        if len(values := [row[name] for row in rows if is_finite(row.get(name))]) > 1:
+            shown = name.removeprefix("eval/")
+            logger.info("held-out %s: %.4g at first, %.4g at the end", shown, values[0], values[-1])
+
     def write_samples(self, step: int, row: Mapping[str, Any]) -> None:
         """Record ``row`` of samples.jsonl under ``step``."""
         if "samples" in self._others:

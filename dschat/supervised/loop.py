@@ -285,4 +285,6 @@ def train(
         skipped.require_some(any_applied=skipped.in_a_row < total)
         save()  # before an evaluation that may fail, or run out of memory
         call("on_save", engine, config.output_dir)
-        return evaluated(total)
+        metrics = evaluated(total)
+        metrics_log.log_change(leading)
+        return metrics

@@ -69,6 +69,8 @@ def test_spellings(argv, name, value):
         (["--learn", "1"], "unknown flag --learn"),  # no abbreviations
         (["--zzzzzz"], "unknown flag --zzzzzz"),
         (["--seed", "x"], "--seed 'x' is not a whole number"),
+        (["--save_steps", "0.1"], "--save_steps '0.1' is not a whole number; give the number, not"),
+        (["--num_train_epochs", "2.5"], "--num_train_epochs '2.5' is not a whole number; --max_st"),
         (["--learning_rate", "fast"], "--learning_rate 'fast' is not a number"),
         (["--seed"], "--seed needs a value"),
         (["--data_path"], "--data_path needs at least one value"),
@@ -102,6 +104,12 @@ def test_file_then_flags(yaml_file):
     assert config == SFTConfig(
         learning_rate=2e-4, seed=6, offload=["auto"], data_path=["a.json", "b"], dropout=None
     )
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_words_that_yaml_reads_as_truth_values(yaml_file, word):
+    argv = ["--config", yaml_file(f"packing: {word}\n")]
+    assert parser.parse(SFTConfig, argv).packing == word
 
 
 def test_flag_equal_to_default_wins_over_file(yaml_file):

@@ -123,6 +123,11 @@ def test_from_a_namespace_with_some_of_the_fields(caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(("value", "word"), [(True, "on"), (False, "off"), ("auto", "auto")])
+def test_packing_as_trl_has_it(value, word):
+    assert SFTConfig.from_namespace({"packing": value}).packing == word
+
+
 def test_settings_of_other_trainers_in_a_namespace_are_named(caplog):
     RLHFConfig.from_namespace(argparse.Namespace(kl_coef=0.3, not_ours=1, local_rank=0))
     assert caplog.text == ""

@@ -1,6 +1,6 @@
 """Tiny checkpoints made from configs, for every test that needs a model: fp32, 64 tokens.
 
-`ensure` makes a Hugging Face folder with tokenizer for a name of ``BUILDERS``. Weights are drawn
+`ensure` makes a Hugging Face folder with tokenizer for a name. Weights are drawn
 wide (0.3 and more), so that a token's distribution depends on its whole context and no test passes
 by symmetry.
 """

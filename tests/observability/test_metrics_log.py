@@ -52,6 +52,19 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path, tensorboard):
     assert list(rows) == [{"step": 2, "warning": "far"}, {"step": 3, "warning": "gone"}]
 
 
+def test_a_held_out_metric_before_and_after_training(tmp_path, caplog):
+    caplog.set_level("INFO", "dschat")
+    log = log_of(tmp_path)
+    log.write(0, {"eval/loss": 2.0, "eval/accuracy": math.nan})
+    log.log_change("eval/loss")
+    assert caplog.messages == []
+    log.write(1, {"loss": 7.0})
+    log.write(2, {"eval/loss": 1.23456, "eval/accuracy": 0.5})
+    log.log_change("eval/accuracy")
+    log.log_change("eval/loss")
+    assert caplog.messages == ["held-out loss: 2 at first, 1.235 at the end"]
+
+
 @pytest.mark.parametrize("resume", [None, "latest"])
 def test_a_run_without_a_checkpoint_drops_earlier_rows(tmp_path, resume):
     log = log_of(tmp_path)

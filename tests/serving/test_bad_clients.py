@@ -1,17 +1,24 @@
 """Clients that leave, read slowly, ask for too much or send rubbish."""
 
+import asyncio
 import http.client
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from http_client import FOREVER, answered, ask, begin, send, wait_until
+
+from dschat.inference.protocol import SamplingParams
+from dschat.inference.sequence import Request
+from dschat.serving.patience import Overloaded
+from dschat.serving.worker import EngineWorker
 
 
 def is_idle(served):
     worker = served.model.worker
     cache = worker.engine.cache
-    is_open = worker.num_running or worker.num_waiting or worker.handles
+    is_open = worker.num_running or worker.num_waiting or worker.handles or served.server._running
     return not is_open and cache.num_free == cache.num_pages
 
 
@@ -58,6 +65,8 @@ WRONG = [
     (*completion(top_p=0), "top_p 0"),
     (*completion(n=129), "n: "),
     (*completion(prompt=[""] * 200, n=2), "more than the queue holds"),  # not encoded before
+    (*completion(prompt=[""] * 265), "more than the queue holds"),  # 8 decode, 256 wait
+    (*completion(prompt=[""] * 264), "prompt 0 is empty"),
     (*completion(logit_bias={"9999": 1}), "token id 9999"),
     (*completion(logit_bias={"a": 1}), "logit_bias.a"),
     (*completion(presence_penalty=3), "presence_penalty: "),
@@ -203,7 +212,8 @@ def test_half_an_emoji_is_a_question_mark(sent, meant, served):
 
 
 def test_half_an_emoji_as_a_model(served):
-    assert ask(served, COMPLETIONS, {"prompt": "a", "model": "\ud83d"})[0] == 404
+    status, _, text = ask(served, COMPLETIONS, {"prompt": "a", "model": "\ud83d"})
+    assert (status, json.loads(text)["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_body_too_large(served):
@@ -253,18 +263,43 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
 
 
 def test_a_full_queue(start, before, may_step):
-    """Room for one that decodes and one that waits; the third is told to come back later."""
+    """Room for one that decodes and one that waits; the third is told to come back later, and of
+    a request of several none waits.
+    """
     small = start(max_num_seqs=1, max_waiting=1)
     worker = small.model.worker
     before(worker, "step", may_step.wait)
-    clients = [begin(small, FOREVER) for _ in range(2)]
-    wait_until(lambda: worker.num_waiting == 2)
+    clients = [begin(small, FOREVER)]
+    wait_until(lambda: worker.num_waiting == 1)
+    for two in ({"n": 2}, {"prompt": ["sun", "moon"]}):
+        assert ask(small, COMPLETIONS, FOREVER | two)[0] == 429
+        assert worker.num_waiting == 1
+    clients.append(begin(small, FOREVER))
     status, headers, text = ask(small, COMPLETIONS, FOREVER)
     assert (status, headers["Retry-After"]) == (429, "2"), text
     may_step.set()
     for client in clients:
         client.close()
     wait_until(lambda: is_idle(small))
+
+
+def test_an_answer_that_is_cancelled_leaves_the_others_waiting():
+    """And makes room for one."""
+    engine = SimpleNamespace(core=lambda streaming: SimpleNamespace(stats=None), max_num_seqs=3)
+    worker, given = EngineWorker(engine, 0), Request([1], SamplingParams(n=3))
+    handle = worker.submit(asyncio.Queue(), given)
+    worker.cancel(handle, 1)
+    assert (worker.num_waiting, handle.open) == (2, {0, 2})
+    worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
+    with pytest.raises(Overloaded):
+        worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
+
+
+def test_a_server_that_stops_begins_no_answer(start):
+    stopping = start(max_num_seqs=1)
+    stopping.server.end_answers()
+    status, _, text = ask(stopping, COMPLETIONS, {"prompt": "sun"})
+    assert (status, "the server stops" in text.decode()) == (503, True)
 
 
 @pytest.mark.parametrize(
@@ -286,13 +321,29 @@ def test_what_fails_ends_its_requests_alone(method, said, served, before, caplog
     assert ask(served, "/health", b"", "GET")[0] == 200
 
 
-def test_metrics(served):
-    answered(served, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+def metrics_of(served):
     _, _, text = ask(served, "/metrics", b"", "GET")
-    lines = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+    return dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+
+
+def test_metrics(served):
+    cancelled = 'dschat_cancelled_total{model="tiny"}'
+    before = metrics_of(served)
+    answered(served, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
+    lines = metrics_of(served)
+    assert lines.get(cancelled) == before.get(cancelled, "0.0")
     assert float(lines['dschat_requests_total{path="/v1/completions",status="200"}']) >= 1
     assert float(lines['dschat_answer_tokens_total{model="tiny"}']) >= 3
     assert float(lines['dschat_running{model="tiny"}']) == 0
+
+
+def test_a_request_that_takes_too_long_has_not_lost_its_client(start, before, may_step):
+    slow = start(max_num_seqs=1, request_timeout_s=0.5)
+    before(slow.model.worker, "step", may_step.wait)
+    status = ask(slow, COMPLETIONS, FOREVER | {"stream": False})[0]
+    may_step.set()
+    lines = metrics_of(slow)
+    assert (status, float(lines['dschat_cancelled_total{model="tiny"}'])) == (504, 0)
 
 
 @pytest.mark.parametrize("name", ["evil.example", "testserver"])

@@ -58,7 +58,7 @@ def test_keys(tmp_path):
         api_keys(config, None)
 
 
-def guarded(path, *, key=None, body=(b"",)):
+def guarded(path, *, key=None, body=(b"",), origin=None, origins=()):
     """The status of a request, and the body that the application read. Of a list, ``body`` loses
     the parts that are read.
     """
@@ -79,9 +79,10 @@ def guarded(path, *, key=None, body=(b"",)):
         sent.append(message)
 
     headers = [(b"authorization", key)] if key else []
+    headers += [(b"origin", origin)] if origin else []
     headers.append((b"content-type", b"application/json; charset=utf-8"))
     scope = {"type": "http", "path": path, "method": "POST", "headers": headers}
-    guard = Guard(app, ["right"], max_bytes=10, body_timeout_s=30 if body else 0.05)
+    guard = Guard(app, ["right"], 10, origins, body_timeout_s=30 if body else 0.05)
     asyncio.run(guard(scope, receive, send))
     return sent[0]["status"], b"".join(read)
 
@@ -92,6 +93,7 @@ def guarded(path, *, key=None, body=(b"",)):
         ("/v1/models", None, 401),
         ("/v1/models", b"Bearer wrong", 401),
         ("/v1/models", b"right", 401),
+        ("/v1/models", b"Basic right", 401),
         ("/v1/models", b"Bearer right", 200),
         ("/v1/models", b"bearer right", 200),
         ("/metrics", None, 401),
@@ -102,6 +104,13 @@ def guarded(path, *, key=None, body=(b"",)):
 )
 def test_who_may_enter(path, key, status):
     assert guarded(path, key=key)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("origins", "status"), [((), 403), (["http://a.example"], 200), (["*"], 200)]
+)
+def test_pages_that_may_send(origins, status):
+    assert guarded("/", origin=b"http://a.example", origins=origins)[0] == status
 
 
 def test_bodies():

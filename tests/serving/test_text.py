@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.sequence import Request
-from dschat.serving.generation import AnswerText, Generation
+from dschat.serving.generation import AnswerText, Event, Generation
+from dschat.serving.responses import ChatFormat
 from dschat.serving.worker import Token
 
 PIECES = ["a", "b", "ab", "ba", "é", "aab", " "]
@@ -108,6 +109,14 @@ def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens(
     ]
     assert count == 4
     assert cancelled[0] == [0]
+
+
+def test_a_chunk_without_text_has_an_empty_delta():
+    model = SimpleNamespace(name="m", tokenizer=Tokenizer())
+    answers = ChatFormat(SimpleNamespace(model=model, num_choices=1), has_logprobs=False)
+    end = Event(0, "", Token(SimpleNamespace(), 0, END, 0.0, [], "stop"), "stop", 3)
+    (choice,) = answers.chunk([end])["choices"]
+    assert (choice["delta"], choice["finish_reason"]) == ({}, "stop")
 
 
 @pytest.mark.parametrize("stops", [[], ["aaab x", "b bz"]])

@@ -79,7 +79,8 @@ def test_ten_steps_against_plain_torch(models_folder, run_here):
     assert losses[-1] < losses[0]
 
 
-def test_evaluations_and_schedule(models_folder, tmp_path):
+def test_evaluations_and_schedule(models_folder, tmp_path, caplog):
+    caplog.set_level("INFO", "dschat")
     result, lines = train(
         models_folder, tmp_path, eval_steps=3, num_warmup_steps=2, num_train_epochs=2
     )
@@ -87,6 +88,8 @@ def test_evaluations_and_schedule(models_folder, tmp_path):
     assert evaluated == [0, 3, 6, 9, 10]
     assert result["eval/loss"] == lines[-1]["eval/loss"] < lines[0]["eval/loss"]
     assert result["eval/perplexity"] == pytest.approx(math.exp(result["eval/loss"]))
+    first, last = (f"{line['eval/loss']:.4g}" for line in (lines[0], lines[-1]))
+    assert caplog.messages[-1] == f"held-out loss: {first} at first, {last} at the end"
     rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
     assert len(rates) == 10
     assert rates[:3] == pytest.approx([0, 1.5e-3, 3e-3])
