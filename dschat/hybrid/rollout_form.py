@@ -325,11 +325,6 @@ class ModuleRollout:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
     def _generator_on(self, module: nn.Module) -> InferenceEngine | HuggingFaceGenerator:
-        sizes, is_checked = self.settings.engine, self._is_checked
-        self._is_checked = True
-        if not self.in_engine:
-            ids = sizes.stop_ids, sizes.num_tokens
-            return HuggingFaceGenerator(module, *ids, self_check=not is_checked)
-        made = module_generator(module, sizes, is_checked)
-        self.in_engine = isinstance(made, InferenceEngine)  # it warns once
+        made = module_generator(module, self.settings.engine, self._is_checked, self.in_engine)
+        self._is_checked, self.in_engine = True, isinstance(made, InferenceEngine)  # it warns once
         return made
