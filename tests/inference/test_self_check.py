@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from families import logprob_gap
 from tiny_models import EOS, VOCAB, causal_lm
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from dschat.config import UserError
-from dschat.inference import self_check
+from dschat.inference import SamplingParams, self_check
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.models.heads import LanguageModel
 
 
-def test_a_cache_that_computes_something_else_is_refused():
-    model = causal_lm("phi")
-    seen = []  # tokens in the cache before each forward
+@pytest.fixture
+def wrong():
+    """A model that computes something else with a cache."""
+    model, seen = causal_lm("phi"), []  # tokens in the cache before each forward
 
     def before(module, args, options):
         caches = [value for value in options.values() if isinstance(value, DynamicCache)]
@@ -25,7 +27,27 @@ def test_a_cache_that_computes_something_else_is_refused():
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)
+    return model
+
+
+def test_a_cache_that_computes_something_else_is_refused(wrong):
     with pytest.raises(UserError, match=r"^PhiForCausalLM cannot generate here: .* another model$"):
+        HuggingFaceGenerator(wrong, (EOS,), self_check=True)
+
+
+def test_log_probs_of_a_rollout_are_those_of_training_whatever_drew_it(wrong):
+    prompts = [[5, 6], [7, 8], [9, 10, 11]]
+    rollout = HuggingFaceGenerator(wrong, ()).generate(prompts, SamplingParams(8, n=2))
+    assert logprob_gap(wrong, prompts, rollout) < 1e-4
+
+
+def test_a_model_that_generate_refuses_is_refused_in_one_line(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("`model_kwargs` are not used\nby the model")
+
+    model = causal_lm("phi")
+    monkeypatch.setattr(model, "generate", refuse)
+    with pytest.raises(UserError, match=r"its cache fails \(`model_kwargs` are not used\); use"):
         HuggingFaceGenerator(model, (EOS,), self_check=True)
 
 
