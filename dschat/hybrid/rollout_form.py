@@ -276,7 +276,7 @@ class ModuleRollout:
 
     def describe(self) -> str:
         weights = "a whole copy" if self.settings.sharded else "training's own weights"
-        how = "inference engine" if self.in_engine else "Hugging Face generate loop"
+        how = "inference engine" if self.in_engine else "transformers' generate"
         return f"{how} with the Hugging Face module on {weights}"
 
     def enter(self, version: int) -> Generator:

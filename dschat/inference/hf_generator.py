@@ -11,11 +11,11 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor
 
 from dschat.config import UserError
 from dschat.inference.engine import InferenceEngine
@@ -32,17 +32,19 @@ from dschat.models.packing.states import run_by_row
 from dschat.models.training_engine import attributes_replaced, evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 logger = logging.getLogger("dschat")
 
-MAX_ROWS, _MAX_TOKENS = 64, 1 << 17  # that decode together
+MAX_ROWS, _MAX_TOKENS = 64, 1 << 17
 _CACHES = {"cache", "past_key_values", "cache_params"}  # arguments that take transformers' caches
 
 
+def max_rows(length: int) -> int:
+    """Answers that decode together, of up to ``length`` tokens with their prompts."""
+    return max(1, min(MAX_ROWS, _MAX_TOKENS // length))
+
+
 class HuggingFaceGenerator:
-    """Generates with ``module``, a causal LM whose weights are whole on this rank.
+    """Generates with ``module``, a causal LM or PEFT's around one, whole on this rank.
 
     Args:
         stop_ids, num_tokens: see `EngineConfig`.
@@ -57,7 +59,7 @@ class HuggingFaceGenerator:
 
     def __init__(
         self,
-        module: "PreTrainedModel | PeftModel",
+        module: nn.Module,
         stop_ids: tuple[int, ...],
         num_tokens: int | None = None,
         self_check: bool = False,
@@ -70,11 +72,9 @@ class HuggingFaceGenerator:
         run_by_row(self._base)  # its layers' steps compute what their scans do
         self.num_tokens = num_tokens or self._base.config.get_text_config().vocab_size
         self.max_positions = num_positions(self._base.config)  # None: unbounded
-        problem = None
-        if not _CACHES & inspect.signature(self._base.forward).parameters.keys():
-            problem = "it has no cache of transformers' kinds"
-        elif self_check:
-            problem = decoding_problem(self, module)
+        problem: str | None = "it has no cache of transformers' kinds"
+        if _CACHES & inspect.signature(self._base.forward).parameters.keys():
+            problem = decoding_problem(self, module) if self_check else None
         if problem is not None:
             name = type(self._base).__name__
             raise UserError(f"{name} cannot generate here: {problem}; use another model")
@@ -93,7 +93,7 @@ class HuggingFaceGenerator:
         requests = self._requests(prompts, sampling, indices)
         for length in dict.fromkeys(map(len, prompts)):
             alike = [s for r in requests if len(r.ids) == length for s in r.sequences]
-            size = max(1, min(MAX_ROWS, _MAX_TOKENS // (length + sampling.max_new_tokens)))
+            size = max_rows(length + sampling.max_new_tokens)
             for rows in (alike[i : i + size] for i in range(0, len(alike), size)):
                 self._decode(rows)
                 if self._plain is not None:
@@ -190,7 +190,7 @@ class _Draws(LogitsProcessor):
 
 
 def module_engine(
-    module: "PreTrainedModel | PeftModel", sizes: EngineConfig, is_checked: bool = False
+    module: nn.Module, sizes: EngineConfig, is_checked: bool = False
 ) -> InferenceEngine:
     """An engine on ``module``, whose weights must be `ModuleWeights.in_use` while the engine runs.
 
@@ -210,10 +210,7 @@ def module_engine(
 
 
 def module_generator(
-    module: "PreTrainedModel | PeftModel",
-    sizes: EngineConfig,
-    is_checked: bool = False,
-    in_engine: bool = True,
+    module: nn.Module, sizes: EngineConfig, is_checked: bool = False, in_engine: bool = True
 ) -> InferenceEngine | HuggingFaceGenerator:
     """`module_engine`; or the fallback, for families that it cannot run or if not ``in_engine``."""
     reason = None
