@@ -21,8 +21,8 @@ load. One JSON line per family; tracebacks go to ``--log``. Exits with 1 if a ce
 | names | tensors that step 1 saves, against those of the checkpoint: full, LoRA, ZeRO-3 |
 | reloads | logits of the saved folder in transformers, against the trained module's |
 
-Rollouts are by the engine with its own blocks (blocks) or transformers' module (module), or by the
-fallback's generate loop.
+Rollouts are by the engine with its own blocks (blocks) or transformers' module (module), or by
+transformers' `generate` with our draws (fallback).
 """
 
 import argparse

@@ -22,7 +22,7 @@ import dschat.distributed as dist
 from dschat.hybrid.rollout_form import ModuleRollout, RolloutSettings, rollout_form
 from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.protocol import Generator, SamplingParams
-from dschat.losses import token_logprobs
+from dschat.losses import linear_logprobs
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
@@ -77,8 +77,8 @@ class Checked:
 def logprobs_alone(module: torch.nn.Module, row: list[int], start: int = 1) -> Tensor:
     """Log-probs of the row's ids from ``start`` on: (len(row) - start,)."""
     ids = torch.tensor([row])
-    logits = module(input_ids=ids, use_cache=False).logits[:, start - 1 : -1]
-    return token_logprobs(logits, ids[:, start:])[0]
+    logits = module(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
+    return linear_logprobs(logits, None, None, ids[0, start:])[0]
 
 
 @torch.no_grad()

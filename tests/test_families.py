@@ -106,3 +106,32 @@ def test_the_table_has_every_family():
 )
 def test_a_cell_fails_beyond_the_tolerance(cell, fails):
     assert benchmark.failed(cell) == fails
+
+
+# What neither decoder of the engine runs: attention that selects keys or lacks the interface, a
+# cache of another kind, no positions.
+FALLBACK = (
+    *("axk2", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "deepseek_v32"),
+    *("deepseek_v4", "doge", "dots3_note", "dots3_note_text", "falcon", "falcon_mamba", "git"),
+    *("glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "hy_v4", "inkling2_loop_text"),
+    *("inkling2_text", "inkling_text", "mamba", "mamba2", "marian", "mbart", "minimax"),
+    *("minimax_m3_vl_text", "mpt", "mvp", "pegasus", "plbart", "qwen4_exp", "qwen4_exp_text"),
+    *("recurrent_gemma", "trocr", "whisper", "xglm", "xlstm"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FALLBACK)
+def test_generate_of_transformers_runs_what_the_engine_does_not(family, tmp_path):
+    """Tokens depend on no batch; log-probs are those of rows alone."""
+    row = cells(family, tmp_path, ("loads", "rollout"))
+    assert faults(row, ("loads", "rollout")) == {}
+    assert row["rollout"].endswith("fallback")
+    checked = family_checks.Checked(tmp_path / family / "checkpoint")
+    prompts, sampled = family_checks.PROMPTS, family_checks.SAMPLED
+    with family_checks.rollouts(checked) as generator:
+        whole = generator.generate(prompts, sampled)
+        parts = [
+            generator.generate(prompts[i:j], sampled, range(i, j)) for i, j in ((3, 5), (0, 3))
+        ]
+    assert parts[1].token_ids + parts[0].token_ids == whole.token_ids

@@ -82,7 +82,7 @@ class RolloutBytes(NamedTuple):
     cache: int  # keys and values
     work: int  # space of a generation step, or of the weight refresh before it
     logits: int  # of the sequences that sample a token
-    in_engine: bool  # not in the Hugging Face generate loop
+    in_engine: bool  # not by `generate` of transformers
     form: str  # a phrase for the report
 
 

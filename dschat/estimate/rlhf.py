@@ -26,6 +26,7 @@ from dschat.estimate.models import Sizes, Use
 from dschat.hybrid import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
+from dschat.inference.hf_generator import max_rows
 from dschat.inference.model.spec import ModelSpec, check_shares
 from dschat.inference.model.states import state_bytes
 
@@ -149,7 +150,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             if not self._device.on_gpu:  # packed copies of linear layers that are not quantized
                 weights += whole - size * base.linear[0] * bool(actor.zero.weight_bits)
             return self._in_engine(actor, spec, held, weights, f"inference engine with {form}")
-        rows, text = c.num_samples_per_prompt, self._models.config(actor.use).get_text_config()
+        rows = min(c.samples_under_way, max_rows(c.longest_row))
+        text = self._models.config(actor.use).get_text_config()
         per_token = 2 * shape.num_layers * shape.kv_width * size if shape else 0
         return RolloutBytes(
             weights=whole * sharded,

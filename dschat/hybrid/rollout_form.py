@@ -279,7 +279,7 @@ class ModuleRollout:
 
     def describe(self) -> str:
         weights = "a whole copy" if self.settings.sharded else "training's own weights"
-        how = "inference engine" if self.in_engine else "Hugging Face generate loop"
+        how = "inference engine" if self.in_engine else "transformers' generate"
         return f"{how} with the Hugging Face module on {weights}"
 
     def enter(self, version: int) -> Generator:
@@ -328,11 +328,6 @@ class ModuleRollout:
         return empty_copy(self.config, self.settings.dtype, dist.device())
 
     def _generator_on(self, module: nn.Module) -> InferenceEngine | HuggingFaceGenerator:
-        sizes, is_checked = self.settings.engine, self._is_checked
-        self._is_checked = True
-        if not self.in_engine:
-            ids = sizes.stop_ids, sizes.num_tokens
-            return HuggingFaceGenerator(module, *ids, self_check=not is_checked)
-        made = module_generator(module, sizes, is_checked)
-        self.in_engine = isinstance(made, InferenceEngine)  # it warns once
+        made = module_generator(module, self.settings.engine, self._is_checked, self.in_engine)
+        self._is_checked, self.in_engine = True, isinstance(made, InferenceEngine)  # it warns once
         return made

@@ -1,56 +1,50 @@
-"""Generates with transformers' own module: in the engine, or with the module alone.
+"""Generates with transformers' own module: in the engine, or by the module's ``generate``.
 
-The engine runs it for families that the architecture table does not have. For those that the engine
-cannot run either, `HuggingFaceGenerator` takes one prompt at a time: its samples are rows of one
-length, each of which computes the prompt, over the cache that the module makes. Rows that have
-ended stay until all have. So nothing is padded, masked or copied, and state of any kind is right,
-also outside the cache. Either is first held against plain forwards of the module, without a cache.
+The engine runs it for families whose parts our decoder does not find. For those that the engine
+cannot run either, ``generate`` decodes prompts of one length together, so that nothing is padded or
+masked. The draws are ours, and log-probs are those of plain forwards.
 """
 
 import inspect
 import logging
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import GenerationConfig, LogitsProcessor
 
 from dschat.config import UserError
-from dschat.config.errors import first_line
 from dschat.inference.engine import InferenceEngine
 from dschat.inference.engine_config import EngineConfig
 from dschat.inference.model.spec import UnsupportedModel
-from dschat.inference.model.states import CACHE
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
 from dschat.inference.sampling import sample, uniforms
+from dschat.inference.self_check import decoding_problem, plain_logprobs
+from dschat.inference.sequence import Request, Sequence
 from dschat.inference.stats import GenerationStats
-from dschat.losses import token_logprobs
+from dschat.models.heads import LanguageModel
 from dschat.models.long_rows import num_positions
 from dschat.models.packing.states import run_by_row
-from dschat.models.training_engine import evaluating, without_adapters
+from dschat.models.training_engine import attributes_replaced, evaluating, without_adapters
 from dschat.startup.performance import avoid_cudnn_attention
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 logger = logging.getLogger("dschat")
 
-MAX_ROWS = 64  # samples that decode together
+MAX_ROWS, _MAX_TOKENS = 64, 1 << 17
+_CACHES = {"cache", "past_key_values", "cache_params"}  # arguments that take transformers' caches
 
-# Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed in
-# fp32: 3e-7 to 6e-6 in tiny models of all families, 0.07 to 30 with wrong results; larger models
-# round more. In 16 bits a MoE router may choose another expert.
-_TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_16_BIT = 0.25
-_NEW, _SHORT, _LONG, _LONGEST = 8, 5, 40, 4096  # tokens of an answer, and of the two prompts
-_FAILURES = (AttributeError, LookupError, RuntimeError, TypeError)
+
+def max_rows(length: int) -> int:
+    """Answers that decode together, of up to ``length`` tokens with their prompts."""
+    return max(1, min(MAX_ROWS, _MAX_TOKENS // length))
 
 
 class HuggingFaceGenerator:
-    """Generates with ``module``, a causal LM whose weights are whole on this rank.
+    """Generates with ``module``, a causal LM or PEFT's around one, whole on this rank.
 
     Args:
         stop_ids, num_tokens: see `EngineConfig`.
@@ -61,41 +55,32 @@ class HuggingFaceGenerator:
         UserError: decoding with a cache fails, or computes other log-probs than a plain forward.
     """
 
+    _plain: LanguageModel | None = None  # None, for the check: log-probs of decoding with a cache
+
     def __init__(
         self,
-        module: "PreTrainedModel | PeftModel",
+        module: nn.Module,
         stop_ids: tuple[int, ...],
         num_tokens: int | None = None,
         self_check: bool = False,
         reason: Exception | None = None,
     ) -> None:
         if reason is not None:
-            logger.warning(
-                "NO FAST GENERATION: %s; transformers' module answers one prompt at a time, "
-                "several times slower",
-                reason,
-            )
+            logger.warning("NO FAST GENERATION: %s; transformers' generate decodes", reason)
         avoid_cudnn_attention()
-        self.module = module
-        self._stop_ids = stop_ids
-        base = without_adapters(module)
-        self._config, self._name = base.config, type(base).__name__
-        run_by_row(base)  # its layers' steps compute what their scans do
-        self.num_tokens = num_tokens or self._config.get_text_config().vocab_size
-        self._parameters = inspect.signature(base.forward).parameters
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
-        if self_check and (problem := decoding_problem(self, module, nullcontext())) is not None:
-            raise self._unable(problem)
+        self.module, self._base, self._stop_ids = module, without_adapters(module), stop_ids
+        run_by_row(self._base)  # its layers' steps compute what their scans do
+        self.num_tokens = num_tokens or self._base.config.get_text_config().vocab_size
+        self.max_positions = num_positions(self._base.config)  # None: unbounded
+        problem: str | None = "it has no cache of transformers' kinds"
+        if _CACHES & inspect.signature(self._base.forward).parameters.keys():
+            problem = decoding_problem(self, module) if self_check else None
+        if problem is not None:
+            name = type(self._base).__name__
+            raise UserError(f"{name} cannot generate here: {problem}; use another model")
+        self._plain = LanguageModel(module, packing="off")
+        self._plain.check(self._base.device)
 
-    @property
-    def max_positions(self) -> int | None:
-        """The model's number of positions; None if unbounded."""
-        return num_positions(self._config)
-
-    def _unable(self, reason: str) -> UserError:
-        return UserError(f"{self._name} cannot generate here: {reason}; use another model")
-
-    @torch.no_grad()
     def generate(
         self,
         prompts: list[list[int]],
@@ -104,44 +89,41 @@ class HuggingFaceGenerator:
         *,
         answered: Answered | None = None,
     ) -> Rollout:
-        """Answer every prompt ``sampling.n`` times; see `Generator`.
+        """Answer every prompt ``sampling.n`` times; see `Generator`. `UserError` if it cannot."""
+        requests = self._requests(prompts, sampling, indices)
+        for length in dict.fromkeys(map(len, prompts)):
+            alike = [s for r in requests if len(r.ids) == length for s in r.sequences]
+            size = max_rows(length + sampling.max_new_tokens)
+            for rows in (alike[i : i + size] for i in range(0, len(alike), size)):
+                self._decode(rows)
+                if self._plain is not None:
+                    rows.sort(key=len)
+                    pairs = [(s.request.ids, s.answer) for s in rows]
+                    plain = plain_logprobs(self._plain, pairs, sampling.temperature)
+                    for s, logprobs in zip(rows, plain, strict=True):
+                        s.logprobs = logprobs.tolist()
+                for i, request in enumerate(requests):
+                    if answered is not None and request.sequences[-1] in rows:
+                        answered(i, request.rollout())
+        return Rollout.joined(request.rollout() for request in requests)
 
-        Raises:
-            UserError: a prompt that cannot be answered.
-        """
-        self._check(prompts, sampling)
-        answers = []
-        with evaluating(self.module):
-            for p, prompt in enumerate(prompts):
-                index = p if indices is None else indices[p]
-                answers.append(self._answers(prompt, index, sampling))
-                if answered is not None:
-                    answered(p, answers[p])
-        return Rollout.joined(answers)
-
-    def _answers(self, prompt: list[int], index: int, sampling: SamplingParams) -> Rollout:
-        rollout, end_ids = Rollout(), sampling.end_ids(self._stop_ids)
-        for first in range(0, sampling.n, MAX_ROWS):
-            samples = range(first, min(first + MAX_ROWS, sampling.n))
-            steps = list(self._decode(prompt, index, samples, sampling))
-            for row in range(len(samples)):
-                tokens = [tokens[row] for tokens, _ in steps]
-                count = next((i for i, t in enumerate(tokens, 1) if t in end_ids), len(tokens))
-                rollout.token_ids.append(tokens[:count])
-                rollout.logprobs.append([logprobs[row] for _, logprobs in steps[:count]])
-                ends = tokens[count - 1] in end_ids
-                rollout.finish_reasons.append("stop" if ends else "length")
-        return rollout
-
-    @torch.no_grad()
     def stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[int, None, None]:
-        """The tokens of one answer as they are decoded."""
-        self._check([prompt], sampling)
-        with evaluating(self.module):
-            for (token,), _ in self._decode(prompt, 0, range(1), sampling):
-                yield token
+        """The tokens of one answer, which a thread decodes."""
+        row = self._requests([prompt], sampling)[0].sequences[0]
+        tokens: SimpleQueue[Any] = SimpleQueue()
+        with ThreadPoolExecutor(1) as thread:
+            decoding = thread.submit(self._decode, [row], tokens.put)
+            decoding.add_done_callback(tokens.put)
+            try:
+                while (token := tokens.get()) is not decoding:
+                    yield token
+                decoding.result()  # raises what it raised
+            finally:
+                row.stopped = True
 
-    def _check(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
+    def _requests(
+        self, prompts: list[list[int]], sampling: SamplingParams, indices: list[int] | None = None
+    ) -> list[Request]:
         for i, prompt in enumerate(prompts):
             if (fault := prompt_problem(i, prompt)) is not None:
                 raise UserError(fault)
@@ -151,63 +133,64 @@ class HuggingFaceGenerator:
                     f"{sampling.max_new_tokens} that exceeds the model's {self.max_positions} "
                     "positions"
                 )
+        numbered = zip(prompts, indices or range(len(prompts)), strict=True)
+        return [Request(list(ids), sampling, number) for ids, number in numbered]
 
-    def _decode(
-        self, prompt: list[int], index: int, samples: range, sampling: SamplingParams
-    ) -> Iterator[tuple[list[int], list[float]]]:
-        """Yields per step the token of each of ``samples`` and its log-prob, until all have ended;
-        of those that have, any.
-        """
-        device = next(self.module.parameters()).device
-        ids = torch.tensor([prompt] * len(samples), device=device)
-        sample_index = torch.arange(samples.start, samples.stop, device=device)
-        prompt_index = torch.full_like(sample_index, index)
-        finished = torch.zeros_like(sample_index, dtype=torch.bool)
-        known = sampling.known_ends(self._stop_ids, self.num_tokens)
-        ends = torch.tensor(known, dtype=torch.int64, device=device)
-        cache: dict[str, Any] = {}
-        for position in range(sampling.max_new_tokens):
-            start = len(prompt) + position - 1 if cache else 0
-            logits, cache = self._forward(ids, start, cache)
-            uniform = forbidden = None
-            if sampling.temperature > 0:
-                here = torch.full_like(prompt_index, position)
-                uniform = uniforms(sampling.seed, prompt_index, sample_index, here)
-            if position < sampling.min_new_tokens:
-                forbidden = (torch.ones_like(finished), ends)
-            tokens, logprobs = sample(logits, sampling, uniform, forbidden, self.num_tokens)
-            yield tokens.tolist(), logprobs.tolist()
-            finished |= torch.isin(tokens, ends)
-            if finished.all():
-                return
-            ids = tokens.unsqueeze(1)
+    def _decode(self, rows: list[Sequence], drawn: Callable[[int], None] | None = None) -> None:
+        """Answer ``rows``, whose prompts are of one length. ``drawn``: see `_Draws`."""
+        sampling, device = rows[0].request.sampling, self._base.device
+        ids = torch.tensor([s.request.ids for s in rows], device=device)
+        keys = torch.tensor([[[s.request.number, s.sample]] for s in rows], device=device)
+        positions = torch.arange(sampling.max_new_tokens, device=device)
+        numbers = uniforms(sampling.seed, keys[..., 0], keys[..., 1], positions)
+        ends = sampling.known_ends(self._stop_ids, self.num_tokens)
+        draws = _Draws(rows, numbers, ends, self.num_tokens, drawn)
+        # NOTE: what a config leaves open, `generate` takes from the model's own.
+        config = GenerationConfig(max_new_tokens=sampling.max_new_tokens)
+        with evaluating(self.module), attributes_replaced(self._base, generation_config=config):
+            self._base.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=[draws],
+                stopping_criteria=[draws.stopped],
+                synced_gpus=False,  # a rank's steps are its own, under ZeRO-3 too
+            )
 
-    def _forward(
-        self, ids: Tensor, start: int, cache: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits after ``ids`` (B, T), which begin at position ``start``; and the cache, under the
-        name of the argument that takes it.
-        """
-        options = {"input_ids": ids, "use_cache": True, **self._options}
-        if "position_ids" in self._parameters:
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-            options["position_ids"] = positions.expand(ids.shape)
-        output = self.module(**options, **cache)
-        if not cache:
-            cache = {name: value for name, value in output.items() if isinstance(value, Cache)}
-        if not cache and CACHE not in self._parameters:
-            raise self._unable("it has no cache of transformers' kinds")
-        if not cache:
-            # RecurrentGemma returns no cache, but fills one that it is given. A forward without
-            # clears the states in its layers.
-            self.module(input_ids=ids[:1, :1], use_cache=False)
-            cache = {CACHE: DynamicCache(config=self._config)}
-            output = self.module(**options, **cache)
-        return output.logits[:, -1], cache
+
+@dataclass
+class _Draws(LogitsProcessor):
+    """Draws a token for each of ``rows``, and leaves `generate` no other."""
+
+    rows: list[Sequence]  # R
+    uniforms: Tensor  # (R, A)
+    ends: list[int]  # see `SamplingParams.known_ends`
+    num_tokens: int
+    drawn: Callable[[int], None] | None  # called with each token of the first row
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        request, forbidden = self.rows[0].request, None
+        sampling, position = request.sampling, input_ids.shape[1] - len(request.ids)
+        if position < sampling.min_new_tokens:
+            ends = torch.tensor(self.ends, dtype=torch.int64, device=scores.device)
+            forbidden = torch.ones_like(scores[:, 0], dtype=torch.bool), ends
+        uniform = self.uniforms[:, position]
+        tokens, logprobs = sample(scores, sampling, uniform, forbidden, self.num_tokens)
+        for s, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not s.stopped:
+                s.answer.append(token)
+                s.logprobs.append(logprob)
+                s.stopped = token in self.ends
+        if self.drawn is not None:
+            self.drawn(self.rows[0].answer[-1])
+        return scores.fill_(-torch.inf).scatter_(1, tokens.unsqueeze(1), 0.0)
+
+    def stopped(self, input_ids: Tensor, scores: object) -> Tensor:
+        return torch.tensor([s.stopped for s in self.rows], device=input_ids.device)
 
 
 def module_engine(
-    module: "PreTrainedModel | PeftModel", sizes: EngineConfig, is_checked: bool = False
+    module: nn.Module, sizes: EngineConfig, is_checked: bool = False
 ) -> InferenceEngine:
     """An engine on ``module``, whose weights must be `ModuleWeights.in_use` while the engine runs.
 
@@ -227,68 +210,13 @@ def module_engine(
 
 
 def module_generator(
-    module: "PreTrainedModel | PeftModel", sizes: EngineConfig, is_checked: bool = False
+    module: nn.Module, sizes: EngineConfig, is_checked: bool = False, in_engine: bool = True
 ) -> InferenceEngine | HuggingFaceGenerator:
-    """`module_engine`; or the fallback, for families that it cannot run.
-
-    Raises:
-        UserError: the fallback cannot run the module either.
-    """
-    try:
-        return module_engine(module, sizes, is_checked)
-    except UnsupportedModel as reason:
-        ids = sizes.stop_ids, sizes.num_tokens
-        return HuggingFaceGenerator(module, *ids, self_check=not is_checked, reason=reason)
-
-
-# -- check -----------------------------------------------------------------------------------------
-
-
-def decoding_problem(
-    generator: InferenceEngine | HuggingFaceGenerator,
-    module: nn.Module,
-    scope: AbstractContextManager[None],
-    windows: Iterable[int | None] = (),
-) -> str | None:
-    """One line that says why ``generator`` does not compute what ``module`` does; None if it does.
-
-    Compares two answers each to a random prompt that is longer than all ``windows`` and a short
-    one. ``scope``: the generator runs in it, and the plain forward does not.
-    """
-    positions = generator.max_positions or 64
-    new = max(1, min(_NEW, positions // 2))
-    longest = max([_LONG, *(2 + window for window in windows if window)])
-    longest = max(1, min(longest, _LONGEST, positions - new))
-    draw = torch.Generator().manual_seed(0)
-    shapes = (longest,), (min(_SHORT, longest),)
-    num_ids = generator.num_tokens
-    prompts = [torch.randint(num_ids, shape, generator=draw).tolist() for shape in shapes]
-    try:
-        with scope:
-            rollout = generator.generate(prompts, SamplingParams(new, n=2, ignore_eos=True))
-    except _FAILURES as error:
-        if isinstance(error, torch.AcceleratorError) or "memory" in str(error):
-            raise
-        return f"its cache fails ({first_line(error)})"
-    gap = _gap_to_plain(module, prompts, rollout, 2)
-    if gap <= _TOLERANCE.get(next(module.parameters()).dtype, _TOLERANCE_16_BIT):
-        return None
-    return f"with its cache log-probs differ by {gap:.2g} nats from those that training computes"
-
-
-@torch.no_grad()
-def _gap_to_plain(module: nn.Module, prompts: list[list[int]], rollout: Rollout, n: int) -> float:
-    """The largest mean, over an answer, of |its log-prob - that of a plain forward|; inf for NaN.
-
-    ``rollout``: ``n`` answers of equal length to each of ``prompts``.
-    """
-    device, gaps = next(module.parameters()).device, []
-    with evaluating(module):
-        for p, prompt in enumerate(prompts):
-            answers = rollout.token_ids[p * n : (p + 1) * n]
-            ids = torch.tensor([prompt + answer for answer in answers], device=device)
-            logits = module(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
-            plain = token_logprobs(logits, ids[:, len(prompt) :]).cpu()
-            drawn = torch.tensor(rollout.logprobs[p * n : (p + 1) * n])
-            gaps.append((drawn - plain).abs().mean(1))
-    return float(torch.cat(gaps).nan_to_num(nan=torch.inf).max())
+    """`module_engine`; or the fallback, for families that it cannot run or if not ``in_engine``."""
+    reason = None
+    if in_engine:
+        try:
+            return module_engine(module, sizes, is_checked)
+        except UnsupportedModel as error:
+            reason = error
+    return HuggingFaceGenerator(module, sizes.stop_ids, sizes.num_tokens, not is_checked, reason)

@@ -29,7 +29,7 @@ from dschat.losses.advantages import (
     top_k_reverse_kl,
     whiten,
 )
-from dschat.losses.logprobs import linear_logprobs, linear_top_ids, token_logprobs
+from dschat.losses.logprobs import linear_logprobs, linear_top_ids
 from dschat.losses.policy import (
     POLICY_LOSSES,
     aggregation_count,

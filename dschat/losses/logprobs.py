@@ -28,15 +28,6 @@ _CHUNK_ROWS = 256
 Product = Callable[..., Tensor]  # (x, weight, bias or None) -> x weight^T + bias
 
 
-def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """`linear_logprobs` of given logits (B, T, V): ``logits[b, t]`` predicts ``target_ids[b, t]``.
-
-    Fp32 in the shape of ``target_ids``, (B, T).
-    """
-    logits, ids = logits.flatten(0, 1), target_ids.flatten()
-    return linear_logprobs(logits, None, None, ids, temperature)[0].view_as(target_ids)
-
-
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor | None,

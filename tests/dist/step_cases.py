@@ -29,7 +29,7 @@ from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.hybrid.weight_stream import fill, weight_stream
 from dschat.inference.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
-from dschat.losses import token_logprobs
+from dschat.losses import linear_logprobs
 from dschat.models.heads import LanguageModel, ScoreModel
 from dschat.models.packing import pack
 from dschat.models.packing.model import PackedModel
@@ -124,8 +124,8 @@ def probe_logprobs(model: torch.nn.Module) -> list[list[float]]:
         values = model(rows)[0]
         return [values[rows.row_of == i].tolist() for i in range(len(PROBES))]
     ids, mask = padded_probes(EOS)
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    values = token_logprobs(logits, ids[:, 1:])
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+    values = linear_logprobs(logits, None, None, ids[:, 1:].flatten())[0].view_as(ids[:, 1:])
     return [row[keep].tolist() for row, keep in zip(values, mask[:, 1:], strict=True)]
 
 

@@ -7,7 +7,7 @@ from quick import slow
 from tiny_models import IDS, LATENT, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dschat.inference import EngineConfig
+from dschat.inference import EngineConfig, hf_generator
 from dschat.inference.hf_generator import module_engine
 from dschat.inference.model.states import RowStates
 
@@ -61,10 +61,17 @@ def test_the_cache_is_that_of_the_engine(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "knobs"), [("phi", {"enable_hybrid_engine": False}), *slow([("gpt_neo", {})])]
 )
-def test_the_fallback_answers_one_prompt_at_a_time(name, knobs, tmp_path):
+def test_the_fallback_caches_the_rows_that_decode_together(name, knobs, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_generator, "MAX_ROWS", 5)
     config, rollout = planned(name, tmp_path, **knobs)
     assert not rollout.in_engine
     assert rollout.form == "transformers' module on training weights"
     if name == "phi":
         keys_and_values = 2 * config.num_hidden_layers * 16 * 2
-        assert rollout.cache == 2 * 40 * keys_and_values  # two samples of 40 tokens in 16 bits
+        assert rollout.cache == 5 * 40 * keys_and_values  # of 40 tokens in 16 bits
+        monkeypatch.setattr(hf_generator, "_MAX_TOKENS", 99)
+        _, rollout = planned(name, tmp_path, **knobs)
+        assert rollout.cache == 2 * 40 * keys_and_values
+        monkeypatch.undo()
+        _, rollout = planned(name, tmp_path, **knobs)
+        assert rollout.cache == 16 * 40 * keys_and_values  # all of a small rollout

@@ -1,13 +1,16 @@
 """The fallback's generator against transformers' own ``generate`` and plain forwards."""
 
+import threading
 from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from families import logprob_gap
 from quick import slow, some
 from tiny_models import CONFIGS, EOS, OTHERS, POSITIONS, VOCAB, causal_lm
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.generation import utils as generation_utils
 
 from dschat.config import UserError
 from dschat.inference import hf_generator
@@ -116,55 +119,12 @@ def test_families_outside_the_table_draw_from_what_training_computes(name):
     stops = (EOS, *range(2, VOCAB, 5))
     generator = HuggingFaceGenerator(model, stops, self_check=True)
     for seed in range(2 if name == "recurrent_gemma" else 1):
-        rollout = generator.generate(PROMPTS, SamplingParams(max_new_tokens=8, n=3, seed=seed))
+        sampling = SamplingParams(max_new_tokens=8, n=3, seed=seed)
+        rollout = generator.generate(PROMPTS, sampling)
         assert logprob_gap(model, PROMPTS, rollout) < 1e-4
+        again = generator.generate(PROMPTS[3:], sampling, [3, 4, 5])
+        assert again.token_ids == rollout.token_ids[9:]
         assert len({len(answer) for answer in rollout.token_ids}) > 3
-
-
-def test_a_cache_that_computes_something_else_is_refused():
-    model = causal_lm("phi")
-    seen = []  # tokens in the cache before each forward
-
-    def before(module, args, options):
-        caches = [value for value in options.values() if isinstance(value, DynamicCache)]
-        seen.append(sum(cache.get_seq_length() for cache in caches))
-
-    def after(module, args, output):
-        if seen.pop():
-            output.logits = output.logits.roll(1, -1)
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after)
-    with pytest.raises(UserError, match=r"^PhiForCausalLM cannot generate here: .* another model$"):
-        HuggingFaceGenerator(model, (EOS,), self_check=True)
-
-
-def test_a_cache_that_fails_is_refused():
-    """xLSTM's has no class of transformers'."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2}
-    config = AutoConfig.for_model("xlstm", **sizes, chunk_size=4)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UserError, match=r"^xLSTMForCausalLM cannot .* its cache fails \(.*\); use"):
-        HuggingFaceGenerator(model, (EOS,), self_check=True)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        torch.AcceleratorError("CUDA error: device-side assert triggered"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ],
-)
-def test_a_device_that_fails_is_not_the_models_fault(error):
-    def fail(*_):
-        raise error
-
-    model = causal_lm("phi")
-    model.model.layers[0].register_forward_pre_hook(fail)
-    with pytest.raises(type(error)) as raised:
-        HuggingFaceGenerator(model, (EOS,), self_check=True)
-    assert raised.value is error
 
 
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=3, top_p=0.9, temperature=1.3)
@@ -221,3 +181,155 @@ def test_a_model_without_a_cache_is_refused():
         UserError, match=r"^RwkvForCausalLM cannot generate here: it has no cache .* another model$"
     ):
         HuggingFaceGenerator(model, (EOS,)).generate([[5]], SamplingParams(max_new_tokens=4))
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def noted_batches(generator, monkeypatch):
+    """The shape of ``generate``'s ids, and the steps that it takes, for each of its calls."""
+    calls, own = [], generator.module.generate
+    count = [0]
+    generator.module.lm_head.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+
+    def generate(ids, **options):
+        count[0] = 0
+        whole = own(ids, **options)
+        calls.append((tuple(ids.shape), count[0]))
+        return whole
+
+    monkeypatch.setattr(generator.module, "generate", generate)
+    return calls
+
+
+def test_prompts_of_one_length_decode_together_without_padding(monkeypatch):
+    generator = HuggingFaceGenerator(causal_lm("phi"), ())
+    calls = noted_batches(generator, monkeypatch)
+    reports = []
+    prompts = [[5, 6], [7, 8, 9], [10, 11], [12, 13]]
+    sampling = SamplingParams(max_new_tokens=4, n=2)
+    whole = generator.generate(prompts, sampling, answered=lambda *report: reports.append(report))
+    assert calls == [((6, 2), 4), ((2, 3), 4)]
+    assert [number for number, _ in reports] == [0, 2, 3, 1]
+    monkeypatch.setattr(hf_generator, "MAX_ROWS", 3)
+    calls.clear()
+    reports.clear()
+    parts = generator.generate(prompts, sampling, answered=lambda *report: reports.append(report))
+    assert [shape for shape, _ in calls] == [(3, 2), (3, 2), (2, 3)]
+    assert parts.token_ids == whole.token_ids
+    assert [number for number, _ in reports] == [0, 2, 3, 1]  # 2 needs both batches
+    assert all(answers == parts.part(2 * i, 2 * i + 2) for i, answers in reports)
+
+
+def test_long_rows_decode_in_smaller_batches(monkeypatch):
+    generator = HuggingFaceGenerator(causal_lm("phi"), ())
+    calls = noted_batches(generator, monkeypatch)
+    monkeypatch.setattr(hf_generator, "_MAX_TOKENS", 21)
+    generator.generate([[5] * 6, [6] * 30, [7]], SamplingParams(max_new_tokens=4, n=3))
+    assert [shape for shape, _ in calls] == [(2, 6), (1, 6), (1, 30), (1, 30), (1, 30), (3, 1)]
+
+
+def test_a_batch_ends_with_its_longest_answer(monkeypatch):
+    generator = HuggingFaceGenerator(causal_lm("phi"), tuple(range(2, VOCAB, 5)))
+    calls = noted_batches(generator, monkeypatch)
+    rollout = generator.generate([[5, 6], [7, 8]], SamplingParams(max_new_tokens=40, n=2))
+    longest = max(map(len, rollout.token_ids))
+    assert calls == [((4, 2), longest)]
+    assert min(map(len, rollout.token_ids)) < longest < 40
+
+
+# -- what `generate` must not add ------------------------------------------------------------------
+
+
+def test_settings_of_the_model_change_nothing(caplog):
+    """Its generation_config.json, and what else `generate` knows."""
+    model = causal_lm("phi")
+    generator = HuggingFaceGenerator(model, (EOS,))
+    expected = [generator.generate(PROMPTS, s) for s in (SAMPLED, replace(SAMPLED, temperature=0))]
+    model.generation_config = own = GenerationConfig(
+        do_sample=True,
+        temperature=0.3,
+        top_k=2,
+        repetition_penalty=9.0,
+        no_repeat_ngram_size=1,
+        suppress_tokens=list(range(2, 60)),
+        bad_words_ids=[[5]],
+        forced_bos_token_id=61,
+        forced_eos_token_id=62,
+        num_beams=3,
+        num_return_sequences=2,
+        max_length=3,
+        min_length=9,
+        max_time=1e-9,
+        eos_token_id=list(range(VOCAB)),
+        pad_token_id=5,
+        use_cache=False,
+        cache_implementation="static",
+        return_dict_in_generate=True,
+        output_scores=True,
+        some_setting=1,
+    )
+    caplog.clear()
+    for sampling, rollout in zip((SAMPLED, replace(SAMPLED, temperature=0)), expected, strict=True):
+        assert generator.generate(PROMPTS, sampling) == rollout
+    assert model.generation_config is own
+    assert caplog.records == []
+
+
+def test_a_rank_takes_steps_of_its_own_under_zero_3(monkeypatch):
+    """`generate` would wait in a collective for ranks with longer answers."""
+    monkeypatch.setattr(generation_utils, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(generation_utils, "_get_torch_distributed_world_size", lambda: 2)
+    generator = HuggingFaceGenerator(causal_lm("phi"), (EOS,))
+    assert len(generator.generate([[5, 6]], SamplingParams(max_new_tokens=3))) == 1
+
+
+def test_adapters_generate_too():
+    plain = HuggingFaceGenerator(causal_lm("phi"), (EOS,)).generate(PROMPTS, SAMPLED)
+    settings = peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    model = peft.get_peft_model(causal_lm("phi"), settings)
+    rollout = HuggingFaceGenerator(model, (EOS,), self_check=True).generate(PROMPTS, SAMPLED)
+    assert logprob_gap(model, PROMPTS, rollout, SAMPLED.temperature) < 1e-4
+    assert rollout.token_ids != plain.token_ids
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_a_stream_yields_while_it_decodes_and_ends_when_it_is_closed():
+    model = causal_lm("phi").train()
+    generator = HuggingFaceGenerator(model, ())
+    (whole,) = generator.generate([[5, 6]], SamplingParams(max_new_tokens=40)).token_ids
+    gate, steps = threading.Semaphore(0), []
+
+    def wait(*_):
+        steps.append(None)
+        assert gate.acquire(timeout=60)
+
+    model.lm_head.register_forward_hook(wait)
+    stream = generator.stream([5, 6], SamplingParams(max_new_tokens=40))
+    for count in range(1, 4):
+        gate.release()
+        assert next(stream) == whole[count - 1]
+        assert len(steps) <= count + 1  # the thread is at most in the next one
+    gate.release(60)
+    stream.close()
+    assert len(steps) < 40
+    assert model.training
+    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
+
+
+def test_an_error_in_a_stream_reaches_its_reader():
+    model = causal_lm("phi")
+    generator, count = HuggingFaceGenerator(model, ()), []
+
+    def fail(*_):
+        count.append(None)
+        if len(count) == 3:
+            raise RuntimeError("no memory")
+
+    model.lm_head.register_forward_hook(fail)
+    stream = generator.stream([5, 6], SamplingParams(max_new_tokens=9))
+    assert [next(stream), next(stream)]
+    with pytest.raises(RuntimeError, match="^no memory$"):
+        next(stream)

@@ -218,9 +218,13 @@ def test_garbage_under_a_mask_does_not_reach_other_rows(
     assert_close(bias.grad, doubles[2].grad, 3e-6)
 
 
-@pytest.mark.parametrize(
-    "function", [entropies, lambda x: losses.token_logprobs(x, torch.ones(2, 3).long())]
-)
+def token_logprobs(logits):
+    """(B, T) of token 1, of logits (B, T, V)."""
+    ids = torch.ones(logits.shape[:-1]).long()
+    return linear_logprobs(logits.flatten(0, 1), None, None, ids.flatten())[0].view_as(ids)
+
+
+@pytest.mark.parametrize("function", [entropies, token_logprobs])
 def test_garbage_logits_under_a_mask_do_not_reach_the_gradient(function):
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     logits[0, 1] = math.nan
@@ -324,11 +328,11 @@ def test_no_tensor_of_positions_times_vocabulary(chunks, with_entropy):
     assert max(x.numel() for x in saved) == weight.numel()
 
 
-def test_token_logprobs_saves_no_fp32_copy_for_backward():
+def test_given_logits_leave_no_fp32_copy_for_backward():
     saved = []
     logits = torch.randn(2, 8, 64).bfloat16().requires_grad_()
     with saved_for_backward(saved):
-        losses.token_logprobs(logits, torch.zeros(2, 8, dtype=torch.long))
+        token_logprobs(logits)
     large = [x for x in saved if x.numel() >= logits.numel()]
     assert [x.data_ptr() for x in large] == [logits.data_ptr()]
 
