@@ -7,12 +7,14 @@ import torch
 from families import CONFIGS
 from quick import some
 from transformers import (
+    BambaConfig,
     DeepseekV3Config,
     Dots1Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
     MixtralConfig,
@@ -218,3 +220,13 @@ def test_rotary_positions_are_tried(name, monkeypatch):
     monkeypatch.setattr(Rotary, "rows", turned)
     with pytest.raises(UnsupportedModel, match="rotary"):
         found(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(Llama4TextConfig(), "Llama4TextExperts has large weights"), (BambaConfig(), "carry states")],
+    ids=["experts of another interface", "states"],
+)
+def test_models_that_would_take_long_to_try_are_not_run(config, reason):
+    with pytest.raises(UnsupportedModel, match=reason):
+        Trial(config)

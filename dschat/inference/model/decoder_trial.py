@@ -13,7 +13,7 @@ from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.findings import Findings, need
 from dschat.inference.model.module_decoder import own_token
 from dschat.inference.model.spec import ModelSpec
-from dschat.inference.model.trial import LINEAR, Trial
+from dschat.inference.model.trial import LINEAR
 from dschat.inference.model.weights import Weights
 from dschat.models.packing.kernels import Scores
 
@@ -28,11 +28,11 @@ class _Product(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def check_decoder(spec: ModelSpec, trial: Trial) -> None:
-    """Raise `NotFound` unless a decoder of ``spec`` computes what ``trial``'s model does."""
-    found = Findings(trial)
+def check_decoder(spec: ModelSpec, found: Findings) -> None:
+    """Raise `NotFound` unless a decoder of ``spec`` computes what the trial's model does."""
+    trial = found.trial
     longest = int(trial.positions[-1]) + 1
-    decoder = Decoder(spec, trial.model.config, _weights(spec, trial), longest)
+    decoder = Decoder(spec, trial.model.config, _weights(spec, found), longest)
 
     def attend(layer: int, heads: Tensor, layout: HeadLayout, how: Scores) -> Tensor:
         expected = found.attended[layer].how
@@ -61,12 +61,12 @@ def _agree(actual: Tensor, expected: Tensor) -> bool:
     return bool(gaps.median() <= _TOLERANCE)
 
 
-def _weights(spec: ModelSpec, trial: Trial) -> Weights:
+def _weights(spec: ModelSpec, found: Findings) -> Weights:
     """The trial's weights, and its linear layers."""
+    trial = found.trial
     weights = Weights(spec, torch.float32, torch.device("cpu"), RankGroup())
-    tensors = trial.model.state_dict(keep_vars=True)
     sources = [source for source in spec.layer_sources() if not source.instead]
-    weights.borrow({source.name: tensors[source.name] for source in sources})
+    weights.borrow({source.name: found.tensors[source.name] for source in sources})
     products: dict[str, list[Any]] = defaultdict(list)
     of_tokens = trial.model.get_input_embeddings(), trial.model.get_output_embeddings()
     for source in sources:

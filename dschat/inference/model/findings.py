@@ -44,6 +44,7 @@ class Findings:
         self.trial, self.config = trial, trial.model.config
         self.names = {module: name for name, module in trial.model.named_modules()}
         self.rms = {norm.module: norm for norm in rms_norms(trial.model)}
+        self.tensors = trial.model.state_dict(keep_vars=True)
         self.attended = [call for call in trial.calls if isinstance(call, Attended)]
         self.sources: list[WeightSource] = []
         self.facts: dict[str, Any] = {}
@@ -73,8 +74,9 @@ class Findings:
 
     def is_norm(self, module: Any) -> bool:
         weight = module._parameters.get("weight")
-        named = isinstance(module, nn.LayerNorm) or "norm" in type(module).__name__.lower()
-        return module in self.rms or (named and weight is not None and weight.dim() == 1)
+        is_named = "norm" in type(module).__name__.lower() and weight is not None
+        is_known = module in self.rms or isinstance(module, nn.LayerNorm)
+        return is_known or (is_named and weight.dim() == 1)
 
     # -- what was found ----------------------------------------------------------------------------
 

@@ -113,10 +113,9 @@ def _router(
 ) -> ExpertSpec:
     """How experts are chosen, of size 0; takes the weights of that."""
     block, count = call.name.rpartition(".")[0], len(layers_of(call.module)[0][0])
-    tensors = found.trial.model.state_dict(keep_vars=True)
     inside = {
         n: t
-        for n, t in tensors.items()
+        for n, t in found.tensors.items()
         if n.startswith(f"{block}.") and not n.startswith(f"{call.name}.") and len(t) == count
     }
     matrices = [n for n, t in inside.items() if t.shape == (count, x.shape[1])]
@@ -132,7 +131,7 @@ def _router(
     ways = itertools.product(_SCORINGS, {groups, None}, (True, False))
     for scoring, of_groups, renormalized in ways:
         spec = ExpertSpec(count, chosen.shape[1], 0, renormalized, scoring, bool(others), of_groups)
-        best, expected = choose(spec, logits, tensors[others[0]] if others else None)
+        best, expected = choose(spec, logits, inside[others[0]] if others else None)
         (best, order), (theirs, places) = best.sort(), chosen.sort()
         if not torch.equal(best, theirs):
             continue

@@ -31,7 +31,7 @@ def published_sources(
     """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    renamings = [r.reverse_transform() for r in rules if not isinstance(r, WeightConverter)][::-1]
     found: list[WeightSource] = []
     for source in sources:
         matches = [rule for rule in converters if _ends_with(source.name, rule)]
@@ -65,6 +65,6 @@ def _of_expert(source: WeightSource, rule: WeightConverter) -> Iterator[WeightSo
 
 
 def _original(name: str, renamings: Iterable[WeightTransform]) -> str:
-    for rule in reversed(list(renamings)):
-        name, _ = rule.reverse_transform().rename_source_key(name)
+    for rule in renamings:
+        name, _ = rule.rename_source_key(name)
     return name

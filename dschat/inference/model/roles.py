@@ -35,8 +35,9 @@ def found_spec(trial: Trial) -> ModelSpec:
         UnsupportedModel: a part of it is not found; the message names it.
     """
     try:
-        spec = _Roles(trial).spec()
-        check_decoder(spec, trial)
+        roles = _Roles(trial)
+        spec = roles.spec()
+        check_decoder(spec, roles)
         return spec
     except NotFound as reason:
         raise UnsupportedModel(f"{type(trial.model).__name__}: {reason}") from None

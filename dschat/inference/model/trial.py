@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from dschat.inference.model.device_module import is_experts
 from dschat.inference.model.module_decoder import calling, own_token, paged, run_forward
 from dschat.inference.model.spec import UnsupportedModel
+from dschat.inference.model.states import holds_states
 from dschat.models.checkpoint_tensors import is_constant
 from dschat.models.long_rows import num_positions
 from dschat.models.packing.kernels import Scores
@@ -28,8 +29,9 @@ LINEAR = (nn.Linear, Conv1D)  # by their very type: a subclass may compute more
 _POSITIONS = (0, 1, 2, 3, 5, 9, 14)  # of the tokens
 _TOKENS = 1 << 10  # of the vocabulary
 _FARTHEST = 1 << 17  # of a further token, beyond the original length of a scaled rotary encoding
-_OVERLAPPING = 1 << 20  # elements from which a weight's rows overlap
-_STEP = 97  # elements between the starts of overlapping rows
+_OVERLAPPING = 1 << 14  # elements from which a weight's rows overlap
+_STEP = 7  # elements between the starts of overlapping rows
+_MOST = 1 << 22  # elements of a weight that is computed with
 _COLUMNS = 16  # of an expert
 _TERMS = 3  # of an output of a linear layer
 
@@ -65,6 +67,8 @@ class Trial:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, config: PretrainedConfig) -> None:
+        if holds_states(config):
+            raise UnsupportedModel(f"{config.model_type}: its layers carry states")
         draw = torch.Generator().manual_seed(0)
         self.model, self.shapes = _model(config, draw)
         self.layers = _layers(self.model)
@@ -139,6 +143,10 @@ def _model(
         for name, p in module._parameters.items():
             if p is not None and id(p) not in weights:
                 part = p[:_TOKENS] if module in of_tokens else p[kept.get(name, ...)]
+                is_table = isinstance(module, nn.Embedding) or module in of_tokens or name in kept
+                if not (is_linear or is_table or part.numel() <= _MOST):
+                    kind = type(module).__name__
+                    raise UnsupportedModel(f"{type(model).__name__}: a {kind} has large weights")
                 if not (is_linear and name == "weight"):
                     fan_in = 1 if isinstance(module, nn.Embedding) else part.shape[-1]
                     part = _weight(part.shape, fan_in, draw)
