@@ -12,6 +12,7 @@ from transformers import (
     Dots1Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GraniteConfig,
     Llama4TextConfig,
@@ -230,3 +231,19 @@ def test_rotary_positions_are_tried(name, monkeypatch):
 def test_models_that_would_take_long_to_try_are_not_run(config, reason):
     with pytest.raises(UnsupportedModel, match=reason):
         Trial(config)
+
+
+def test_what_a_module_raises_is_a_reason(monkeypatch, caplog):
+    """And transformers' warnings about its config are not repeated."""
+
+    def forward(*_, **__):
+        raise AssertionError("of its own")
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=51)
+    caplog.clear()
+    model_spec(config)
+    assert not caplog.records
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", forward)
+    config.vocab_size = 52
+    with pytest.raises(UnsupportedModel, match="gpt2: of its own"):
+        model_spec(config)

@@ -6,13 +6,16 @@ so that nothing can be found in it: its architecture stands here.
 
 import copy
 import json
+import logging
 from functools import lru_cache
 
 from transformers import PretrainedConfig
 
+from dschat.config.errors import first_line
 from dschat.inference.model.roles import found_spec
 from dschat.inference.model.spec import ModelSpec, UnsupportedModel, WeightSource
 from dschat.inference.model.trial import Trial
+from dschat.models.config_files import muted
 
 _BLOOM_LAYER = {
     "norm1": "input_layernorm",
@@ -34,9 +37,10 @@ def model_spec(config: PretrainedConfig) -> ModelSpec:
         return row(config)
     # NOTE: as transformers does when it builds the model: an original_max_position_embeddings
     # beside rope_parameters (Phi-3's way to write LongRoPE) overrides the one inside them.
-    if getattr(config, "rope_parameters", None):
-        config.standardize_rope_params()
-    spec = _found(_Key(config))
+    with muted(logging.WARNING):  # transformers warns of a config each time that it reads one
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()
+        spec = _found(_Key(config))
     if isinstance(spec, str):
         raise UnsupportedModel(spec)
     return spec
@@ -64,6 +68,8 @@ def _found(key: _Key) -> ModelSpec | str:
         return found_spec(Trial(key.config))
     except UnsupportedModel as reason:
         return str(reason)
+    except Exception as error:  # transformers', which have no type in common
+        return f"{key.config.model_type}: {first_line(error)}"
 
 
 def _bloom(c: PretrainedConfig) -> ModelSpec:

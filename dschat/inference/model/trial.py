@@ -61,7 +61,7 @@ class Trial:
     mixes a token's own heads: the calls of its modules in the order of their ends, and logits.
 
     Raises:
-        UnsupportedModel: it cannot be built or run so.
+        UnsupportedModel: it cannot be run so. What transformers raises is passed on.
     """
 
     @torch.inference_mode(False)
@@ -83,10 +83,7 @@ class Trial:
             scope.enter_context(self._noting())
             scope.enter_context(paged(self.model))
             scope.enter_context(calling(self._attend, self.positions))
-            try:
-                self.logits = run_forward(self.model, self.ids[None], self.positions[None])[0]
-            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                raise UnsupportedModel(f"{type(self.model).__name__}: {error}") from error
+            self.logits = run_forward(self.model, self.ids[None], self.positions[None])[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
         out = own_token(q, k, v, how)
@@ -126,12 +123,9 @@ def _model(
     """The model, and the real shapes of what its checkpoints hold."""
     config = copy.deepcopy(config)
     ways: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    try:
-        # NOTE: the fork: initializing on the meta device takes draws of the host's generator.
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **ways)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{config.model_type}: {error}") from error
+    # NOTE: the fork: initializing on the meta device takes draws of the host's generator.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **ways)
     of_tokens = model.get_input_embeddings(), model.get_output_embeddings()
     if None in of_tokens:
         raise UnsupportedModel(f"{type(model).__name__} has no head")
