@@ -19,13 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import saved
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM
 
 from dschat.config.rollout import VARIABLE
 from dschat.distributed.machine import user_cache
-from dschat.inference import EngineConfig, InferenceEngine
+from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
 
 DEVICE = torch.device("cuda:0")
 READ, TO_DEVICE, TO_HOST = "host read", "copy to device", "copy to host"
@@ -204,7 +205,8 @@ def fake_weights(config, dtype, adjacent=False):
     """
     with _disable_current_modes(), torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    parameters = dict(sorted(module.named_parameters(), key=lambda item: item[1].dim() == 1))
+        named = [*module.named_parameters(), *saved(module)]
+    parameters = dict(sorted(named, key=lambda item: item[1].dim() == 1))
     sizes = [p.numel() for p in parameters.values()]
     if adjacent:
         stored = torch.empty(sum(sizes), dtype=dtype, device=DEVICE).split(sizes)
@@ -223,6 +225,8 @@ def fake_engine(watch, config, dtype=torch.bfloat16, borrowed="", in_module=Fals
     """
     knobs = {"max_num_seqs": 8, "max_seq_len": 64, "kv_cache_gib": 1e3} | knobs
     module = None
+    with _disable_current_modes(), contextlib.suppress(UnsupportedModel):
+        model_spec(config)  # found by a trial on the CPU, once
     if in_module:
         with DEVICE:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype)

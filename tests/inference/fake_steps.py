@@ -5,7 +5,7 @@ from collections import Counter
 
 from fake_cuda import WAITS, fake_cuda, fake_engine
 
-from dschat.inference import SamplingParams, model_spec
+from dschat.inference import SamplingParams
 
 PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13], list(range(2, 32)), [20, 21, 22]]
 SAMPLED = SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
@@ -14,7 +14,6 @@ SAMPLED = SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
 def decode_step(config, prompts=PROMPTS, sampling=SAMPLED, **knobs):
     """What one token more costs: the `Counter` of its captured step, and of all around it."""
     counts = []
-    model_spec(config)  # found by a trial on the CPU, once
     with fake_cuda() as watch:
         made = fake_engine(watch, config, **knobs)
         for num_tokens in (2, 2, 3):  # the first one makes decoder and graphs
