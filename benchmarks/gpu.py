@@ -180,7 +180,7 @@ def count(
         floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
     for label, side in sides.items():
         if side.decoder != "blocks" or not runs_blocks(case.rollout.model):
-            note(f"{name}: side {label} skipped, only steps of the table's decoder are counted")
+            note(f"{name}: side {label} skipped, only steps of our decoder are counted")
             continue
         try:
             counted = gpu_dry.count(name, case, side)

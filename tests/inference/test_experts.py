@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 from fake_cuda import READ, fake_cuda, fake_engine
 from fake_steps import SAMPLED
 from families import CONFIGS, PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
@@ -32,6 +33,24 @@ def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, mo
     rollout = made.generate(PROMPTS, SAMPLING)
     assert logprob_gap(module, PROMPTS, rollout) < 5e-5
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
+
+
+@pytest.mark.parametrize("layout", ["copy", "borrowed"])
+def test_a_router_in_fp32_of_a_model_in_16_bits(layout, module_of):
+    """Dots 1's: from weights of 16 bits too, as DeepSpeed keeps them."""
+    module = copy.deepcopy(module_of("dots1")).bfloat16()
+    made = empty_engine(module.config, dtype=torch.bfloat16)
+    if layout == "copy":
+        made.weights.load(stream(module))
+    else:
+        made.weights.borrow(dict(stream(module)))
+    rollout = made.generate(PROMPTS, SAMPLING)
+    router, x = made._decoder._layers[1].mlp, torch.randn(3, 32).bfloat16()
+    weight = module.model.layers[1].mlp.gate.weight
+    logits = torch.nn.functional.linear(x.float(), weight.float())
+    expected = experts.choose(router.spec, logits, router.correction)
+    assert all(map(torch.equal, router.choose(x), expected))
+    assert len(rollout.token_ids) == 2 * len(PROMPTS)
 
 
 @pytest.mark.slow

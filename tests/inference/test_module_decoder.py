@@ -1,5 +1,5 @@
-"""Families without a row in the architecture table: transformers' module runs in the engine, and
-computes what a plain forward of each sequence computes.
+"""Families whose parts are not found: transformers' module runs in the engine, and computes what a
+plain forward of each sequence computes.
 """
 
 import copy

@@ -20,7 +20,7 @@ from dschat.inference.model.device_module import DeviceModule
 from dschat.models.cpu_matmul import VARIABLE
 
 # Operators of a layer in 16 bits, with casts and products that training's module does not fuse;
-# and around the layers, 107 of them for positions, draws and rows as with the table's decoder.
+# and around the layers, 107 of them for positions, draws and rows as with our decoder.
 # gpt-oss's four biases are an operator each where DeepSpeed has replaced torch's linear product.
 BUDGETS = {"gemma3_text": (97, 141), "qwen3_moe": (86, 121), "gpt_oss": (80 + 4, 128)}
 BUDGETS |= {"qwen3_5_text": (82, 140), "lfm2": (42, 141)}

@@ -32,9 +32,11 @@ class BorrowedPart:
         return self.weight.shape[1 if self.transposed else 0]
 
     def product(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias  # a router may compute in fp32
+        bias = None if bias is None else bias.to(x.dtype)
         if not self.transposed:
-            return F.linear(x, self.weight, self.bias)
-        return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+            return F.linear(x, weight, bias)
+        return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
 class BorrowedLinear:

@@ -40,6 +40,8 @@ def ratio(actual: Tensor, expected: Tensor) -> float | None:
 
 
 class Findings:
+    """See above; ``sources`` and ``facts`` grow."""
+
     def __init__(self, trial: Trial) -> None:
         self.trial, self.config = trial, trial.model.config
         self.names = {module: name for name, module in trial.model.named_modules()}

@@ -26,8 +26,8 @@ _PARTS = ("gate", "up")
 def published_sources(
     model: PreTrainedModel, sources: Iterable[WeightSource]
 ) -> list[WeightSource] | None:
-    """In whose place of ``sources`` published checkpoints have others, and those; None: they have
-    tensors that a source cannot describe.
+    """Sources of tensors that published checkpoints have in place of those of ``sources``; None: a
+    source cannot describe them.
     """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
