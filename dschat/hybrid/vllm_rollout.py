@@ -140,6 +140,9 @@ class VLLMRollout:
                     distributed_executor_backend="external_launcher",
                     max_model_len=self.max_positions,
                     max_num_seqs=sizes.max_num_seqs,
+                    # NOTE: of an unfinished chunk of a prompt, vLLM 0.32 sets the draws back by a
+                    # generator's offset, which those of CPUs do not have.
+                    enable_chunked_prefill=on_gpu,
                     kv_cache_memory_bytes=cache_bytes if on_gpu else None,
                     enforce_eager=not sizes.captures(on_gpu),
                     enable_sleep_mode=on_gpu

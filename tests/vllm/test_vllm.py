@@ -89,6 +89,15 @@ def command(folder, flags):
     return [sys.executable, *RUN.split(), "--output_dir", str(folder), *flags.split()]
 
 
+def test_more_prompt_tokens_than_a_step_takes(module):
+    """vLLM would cut a prompt, whose draws it cannot set back on a CPU."""
+    prompts = [[5 + (n + i) % 200 for i in range(90)] for n in range(120)]
+    sizes = {"stop_ids": (EOS,), "num_tokens": VOCAB, "max_seq_len": 100, "kv_cache_gib": 1}
+    form = VLLMRollout(module, module.config, settings_of(**sizes, max_num_seqs=120))
+    rollout = form.enter(0).generate(prompts, SamplingParams(6, seed=3))
+    assert logprob_gap(module, prompts, rollout) < 1e-4
+
+
 @pytest.mark.parametrize(
     "flags",
     [
