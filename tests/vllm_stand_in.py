@@ -119,6 +119,7 @@ class LLM:
         max_num_seqs,
         kv_cache_memory_bytes,
         enforce_eager,
+        enable_chunked_prefill,
         enable_sleep_mode,
         logprobs_mode,
         disable_log_stats,
