@@ -27,13 +27,13 @@ from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.layers import model_positions
 from dschat.inference.model.module_decoder import (
     AnyDecoder,
     ModuleDecoder,
     module_spec,
 )
 from dschat.inference.model.module_weights import ModuleWeights
+from dschat.inference.model.positions import model_positions
 from dschat.inference.model.spec import UnsupportedModel
 from dschat.inference.model.states import StatePool, num_slots, state_bytes
 from dschat.inference.model.weights import Weights

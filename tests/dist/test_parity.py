@@ -20,6 +20,7 @@ FAMILIES += ("qwen3_moe", "gemma3", "gpt_oss")
 # Tied or biased heads, one key-value head, multipliers, experts; norms of every kind.
 OTHERS = ("arcee", "biogpt", "cohere", "ernie4_5", "exaone4", "granitemoe", "helium", "nemotron")
 OTHERS += ("olmoe", "phi", "stablelm", "starcoder2", "dots1", "minimax_m2", "qwen2_moe")
+OTHERS += ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 STAGES, TP_SIZES, LORA = (0, 2, 3), (1, 2), ("off", "merge", "side")
 AXES = (FAMILIES, STAGES, TP_SIZES, LORA)
 

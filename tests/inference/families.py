@@ -12,6 +12,7 @@ import pytest
 import quick
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     ArceeConfig,
     AutoModelForCausalLM,
     BioGptConfig,
@@ -89,6 +90,8 @@ _BLOOM = _IDS | {"n_layer": 2, "initializer_range": 0.3}
 _MOE = _LLAMA | {"num_experts_per_tok": 2, "num_hidden_layers": 3}
 _GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
 _GROUPS |= {"routed_scaling_factor": 1.7}
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "v_head_dim": 8}
+_LATENT |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6}
 _KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _GEMMA = _LLAMA | _KINDS | {"num_hidden_layers": 3, "sliding_window": 6, "head_dim": 12}
 _GEMMA |= {"query_pre_attn_scalar": 10, "final_logit_softcapping": 5.0}
@@ -259,6 +262,22 @@ CONFIGS = {
     "biogpt": lambda: BioGptConfig(**_IDS | _SMALL),
     "cohere": lambda: CohereConfig(**_LLAMA, logit_scale=0.7),
     "dots1": lambda: Dots1Config(**_MOE, **_GROUPS, first_k_dense_replace=1, n_shared_experts=2),
+    # Queries from a latent or from the input; pairs rotated in place, moved, or halves.
+    "deepseek_v2": lambda: CONFIG_MAPPING["deepseek_v2"](
+        **_MOE | _GROUPS | _LATENT | {"q_lora_rank": None}, first_k_dense_replace=1
+    ),
+    "deepseek_v3": lambda: CONFIG_MAPPING["deepseek_v3"](
+        **_MOE | _GROUPS | _LATENT,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        rope_parameters=_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "glm4_moe_lite": lambda: CONFIG_MAPPING["glm4_moe_lite"](
+        **_MOE | _GROUPS | _LATENT | {"v_head_dim": 16}, rms_norm_eps=1e-4
+    ),
+    "minicpm3": lambda: CONFIG_MAPPING["minicpm3"](
+        **_LLAMA | _LATENT, scale_depth=1.4, scale_emb=3.0
+    ),
     "ernie4_5": lambda: Ernie4_5Config(**_LLAMA, head_dim=12, use_bias=True),
     "exaone4": lambda: Exaone4Config(**_LLAMA, head_dim=12, sliding_window=6),
     "glm4_moe": lambda: Glm4MoeConfig(

@@ -18,7 +18,7 @@ from soft_graph import operators_only
 
 from dschat.inference import SamplingParams
 from dschat.inference.kernels import cpu
-from dschat.inference.model.layers import alibi_slopes
+from dschat.inference.model.positions import alibi_slopes
 
 HEAD_SIZES = [4, 12, 20, 32, 64, 80, 128]
 WIDTHS = [1, 5, 16, 20, 33, 128, 344]

@@ -8,7 +8,6 @@ from families import CONFIGS
 from quick import some
 from transformers import (
     BambaConfig,
-    DeepseekV3Config,
     Dots1Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -30,7 +29,7 @@ from transformers.models.llama import modeling_llama
 
 from dschat.inference import UnsupportedModel, model_spec
 from dschat.inference.model.decoder import Decoder
-from dschat.inference.model.layers import Rotary
+from dschat.inference.model.positions import Rotary
 from dschat.inference.model.roles import found_spec
 from dschat.inference.model.spec import WeightSource
 from dschat.inference.model.trial import Trial
@@ -108,6 +107,18 @@ def test_routers():
     assert experts.shared == 5632
 
 
+def test_keys_and_values_from_a_latent():
+    """DeepSeek-V3's; its latents' norms have an eps of their own."""
+    spec = found(CONFIGS["glm4_moe_lite"]())
+    latent = spec.latent
+    assert (latent.rank, latent.query_rank, latent.rotated) == (12, 20, 6)
+    assert (spec.head_size, latent.value_size) == (16, 16)
+    assert (spec.norm_eps, latent.eps) == (1e-4, 1e-6)
+    assert spec.interleaved_rotary
+    assert found(CONFIGS["deepseek_v2"]()).latent.query_rank == 0
+    assert not found(CONFIGS["minicpm3"]()).interleaved_rotary
+
+
 def test_published_names():
     """Mixtral's experts, w1, w3 and w2 of each, in a module of another name."""
     sources = set(found(MixtralConfig(**SMALL, **HEADS, num_local_experts=4)).sources)
@@ -154,11 +165,10 @@ def test_nothing_else_changes():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (DeepseekV3Config(**SMALL), "DeepseekV3ForCausalLM: heads differ in size"),
         (PhimoeConfig(**SMALL, **HEADS), "its experts are chosen in another way"),
         (PersimmonConfig(**SMALL, num_attention_heads=4), "queries and keys are no RMS norms"),
     ],
-    ids=["MLA", "router", "layer norms of heads"],
+    ids=["router", "layer norms of heads"],
 )
 def test_what_the_decoder_does_not_compute(config, reason):
     with pytest.raises(UnsupportedModel, match=reason):

@@ -9,7 +9,7 @@ from triton_tensors import assert_close, assert_written, drawn, exact, poisoned
 
 from dschat.inference.kernels.cuda import workspace
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.layers import alibi_slopes
+from dschat.inference.model.positions import alibi_slopes
 
 EPS = 1e-2
 

@@ -184,7 +184,7 @@ class Kernels:
 
         ``norms``: weights (D,) of the RMS norms of query and of key heads, and eps. ``rotary``:
         positions (T,), cos and sin of every position (P, rotary dim), see
-        `dschat.inference.model.layers.Rotary`.
+        `dschat.inference.model.positions.Rotary`.
         """
         rows, all_heads, head_size = heads_THD.shape
         q_weight = k_weight = positions = cos = sin = None

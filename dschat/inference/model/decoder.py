@@ -7,7 +7,6 @@ as a function, so the decoder is independent of the cache.
 Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value heads, D head size.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -24,7 +23,8 @@ from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import Layer, Mlp, Norm, Rotary, alibi_slopes, query_scales
+from dschat.inference.model.layers import Latent, Layer, Mlp, Norm
+from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
@@ -71,8 +71,7 @@ class Decoder:
         if spec.alibi:
             slopes = alibi_slopes(spec.num_heads).view(self._group.size, weights.num_heads)
             self.slopes = slopes[self._group.rank].to(device)
-        self._root_of_eps = torch.tensor(math.sqrt(spec.norm_eps), device=device)
-        self._inverse_roots: dict[int, Tensor] = {}
+        self._constants: dict[float, Tensor] = {}
         self._layers: list[Layer] = []
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
@@ -93,7 +92,8 @@ class Decoder:
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
             self._look_up()
-            attend = kernels.attention(attention, self._layers, self._query_scales)
+            layers = self._layers if self.spec.latent is None else ()
+            attend = kernels.attention(attention, layers, self._query_scales)
         hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
@@ -172,14 +172,15 @@ class Decoder:
 
     def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
         """What the layers of a step share."""
-        if cuda is not None and cuda.runs("attention"):
+        is_latent = self.spec.latent is not None
+        if cuda is not None and cuda.runs("attention") and not is_latent:
             return _Step(attend, positions, cuda=cuda, attend_rotates=True)
         kernels = self._kernels if cuda is None else None
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
-        rotates = kernels is None or self.spec.interleaved_rotary
+        rotates = kernels is None or self.spec.interleaved_rotary or is_latent
         rows = {r: r.rows(positions) for r in self._rotaries.values()} if rotates else {}
         scales = self._query_scales
         scales = None if scales is None else scales[positions].view(-1, 1, 1)
@@ -208,8 +209,12 @@ class Decoder:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
         x = self._add_norm(w.norm1, h, added, step, w.qkv) if spec.pre_norm else h
-        heads = self._heads(w, step.product(w.qkv, x), step)
-        mixed = step.product(w.out, step.attend(i, heads, w.layout, w.scores))
+        if w.qkv is not None:
+            heads = self._heads(w, step.product(w.qkv, x), step)
+            mixed = step.attend(i, heads, w.layout, w.scores)
+        else:
+            mixed = self._latent(i, w.latent, x, step)
+        mixed = step.product(w.out, mixed)
 
         def add_up(partial_sum: Tensor, norm: Norm | None = None) -> Tensor:
             total = self._group.all_reduce_sum(partial_sum)
@@ -254,6 +259,21 @@ class Decoder:
         if step.query_scales is not None:
             heads[:, w.layout.q].mul_(step.query_scales)
         return heads
+
+    def _latent(self, i: int, latent: Latent | None, x: Tensor, step: "_Step") -> Tensor:
+        """(T, E) -> what attention returns in layer ``i``, (T, H * value size)."""
+        assert latent is not None
+        w, rotate = self._layers[i], None
+        if w.rotary is not None:
+            rotate = partial(w.rotary.rotate_, rows=step.rows[w.rotary])
+
+        def norm(how: Norm, rows: Tensor, following: AnyLinear, eps: float) -> Tensor:
+            return self._add_norm(how, rows, None, step, following, eps)
+
+        heads = latent.heads(x, self.spec.head_size, step.product, norm, rotate)
+        if step.query_scales is not None:
+            heads[:, w.layout.q].mul_(step.query_scales)
+        return latent.values(step.attend(i, heads, w.layout, w.scores), self.spec.head_size)
 
     def _norm_heads(self, norms: tuple[Norm, Norm], parts: list[Tensor]) -> None:
         """Normalize queries and keys, in place: each head, or all of a token together."""
@@ -335,20 +355,22 @@ class Decoder:
         added: Tensor | None,
         step: "_Step",
         following: AnyLinear | None = None,
+        eps: float | None = None,
     ) -> Tensor:
         """``h`` += ``added``, in place; returns its norm, which is multiplied by ``following``, or
-        without ``norm`` itself.
+        without ``norm`` itself. ``eps``: None: that of the model.
         """
+        eps = self.spec.norm_eps if eps is None else eps
         if norm is None:
             return h if added is None else h.add_(added)
         if step.kernels is not None:
-            return step.kernels.add_norm(h, added, norm.scale, norm.bias, self.spec.norm_eps)
+            return step.kernels.add_norm(h, added, norm.scale, norm.bias, eps)
         if step.cuda is not None and step.cuda.runs("norm"):
-            return step.cuda.add_norm(norm, h, added, self.spec.norm_eps, following)
-        return self._norm(norm, h if added is None else h.add_(added))
+            return step.cuda.add_norm(norm, h, added, eps, following)
+        return self._norm(norm, h if added is None else h.add_(added), eps)
 
-    def _norm(self, norm: Norm, x: Tensor) -> Tensor:
-        weight, eps = norm.scale, self.spec.norm_eps
+    def _norm(self, norm: Norm, x: Tensor, eps: float | None = None) -> Tensor:
+        weight, eps = norm.scale, self.spec.norm_eps if eps is None else eps
         if norm.bias is not None:
             return F.layer_norm(x, weight.shape, weight, norm.bias, eps)
         if weight.dtype != x.dtype:
@@ -358,13 +380,13 @@ class Decoder:
         # x / sqrt(mean(x^2) + eps): takes less than half the time of F.rms_norm on a CPU.
         # Constants are tensors: a Python number would be converted in every call.
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        norms.mul_(self._inverse_root(weight.shape[0])).hypot_(self._root_of_eps)
+        norms.mul_(self._constant(weight.shape[0] ** -0.5)).hypot_(self._constant(eps**0.5))
         return x.div(norms).mul_(weight)
 
-    def _inverse_root(self, size: int) -> Tensor:
-        if size not in self._inverse_roots:
-            self._inverse_roots[size] = torch.tensor(1 / math.sqrt(size))
-        return self._inverse_roots[size]
+    def _constant(self, value: float) -> Tensor:
+        if value not in self._constants:
+            self._constants[value] = torch.tensor(value)
+        return self._constants[value]
 
 
 class _Step(NamedTuple):

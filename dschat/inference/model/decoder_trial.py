@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.distributed import RankGroup
@@ -41,7 +42,9 @@ def check_decoder(spec: ModelSpec, found: Findings) -> None:
         queries = heads[:, layout.q] * (how.scale / expected.scale)
         parts = (queries, heads[:, layout.k], heads[:, layout.v])
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        return own_token(q, k, v, how).flatten(1)
+        values = v[..., : found.attended[layer].v.shape[2]]
+        out = own_token(q, k, values, how)
+        return F.pad(out, (0, v.shape[-1] - values.shape[-1])).flatten(1)
 
     layers = [found.called(f"{trial.layers}.{n}") for n in range(spec.num_layers)]
     h = decoder.embed(trial.ids, trial.positions, None)

@@ -232,7 +232,7 @@ def own_token(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
     """A `Step` in which a token reads its own query, key and value."""
     seen = q.mean((1, 3)) + k.mean((1, 3))
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return (values + seen[:, None, :, None])[0].transpose(0, 1)
+    return (values + seen[:, None, :, None])[0].transpose(0, 1).contiguous()
 
 
 def _is_close(actual: Tensor, expected: Tensor, all_rows: bool = True) -> bool:

@@ -9,6 +9,7 @@ Shapes: T tokens, E hidden size, H query and K key-value heads, D head size.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from dschat.inference.model.decoder_trial import check_decoder
 from dschat.inference.model.findings import Findings, NotFound, is_close, need, ratio
-from dschat.inference.model.layers import Rotary
+from dschat.inference.model.latent_roles import in_pairs, latent_roles
 from dschat.inference.model.mlp_roles import mlp_roles
+from dschat.inference.model.positions import Rotary
 from dschat.inference.model.published import published_sources
 from dschat.inference.model.spec import ModelSpec, UnsupportedModel, WeightSource
 from dschat.inference.model.trial import LINEAR, Attended, Call, Trial
@@ -57,7 +59,7 @@ class _Roles(Findings):
         expected = [f"{base}.{n}.{place}" for n in range(len(self.module(base)))]
         need(names == expected, "not every layer has one attention")
         shapes = {(call.q.shape, call.k.shape, call.v.shape) for call in calls}
-        need(len(shapes) == 1 and calls[0].k.shape == calls[0].v.shape, "heads differ in size")
+        need(len(shapes) == 1, "layers have heads of other sizes")
         need(not any(call.how.chunk for call in calls), "its attention is chunked")
         causal = (getattr(self.module(name), "is_causal", True) for name in names)
         need(all(causal), "it attends to later tokens")
@@ -115,11 +117,17 @@ class _Roles(Findings):
         norms = [call for call in before if self.is_norm(call.module)]
         need(linears, "no linear layer precedes attention")
         x = self.read(linears[0])
-        need(all(is_close(self.read(c), x) for c in linears), "q, k and v have several inputs")
-        heads = self._qkv(linears, attended, target)
-        if norms:
-            heads = self._normed_heads(norms, heads, target)
-        rope, scale = self._positions(n, heads, attended)
+        if all(is_close(self.read(call), x) for call in linears):
+            heads = self._qkv(linears, attended, target)
+            if norms:
+                heads = self._normed_heads(norms, heads, target)
+            rope, scale = self._positions(n, heads, attended)
+        else:
+            heads, shown = latent_roles(self, linears, norms, attended, target)
+            try:
+                rope, scale = self._positions(n, heads, shown)
+            except NotFound:
+                rope, scale = self._positions(n, heads, in_pairs(shown))
         outs = [call for call in after if type(call.module) in LINEAR]
         is_one = len(outs) == 1 and is_close(self.read(outs[0]), attended.output)
         need(is_one, "attention is not followed by one linear layer")
@@ -139,6 +147,7 @@ class _Roles(Findings):
     def _qkv(self, calls: list[Call], attended: Attended, target: str) -> list[Tensor]:
         """Query and key heads (T, H or K, D) of linear layers, whose values attention gets."""
         num_heads, num_kv_heads, size = attended.q.shape[1], attended.k.shape[1], self._size
+        need(attended.v.shape == attended.k.shape, "values have another size than keys")
         counts = [num_heads * size, num_kv_heads * size, num_kv_heads * size]
         if len(calls) == 1:
             y = self.result(calls[0])
@@ -197,7 +206,7 @@ class _Roles(Findings):
                 if any(self.facts.get(key, value) != value for key, value in facts.items()):
                     continue
                 rotary = self._rotary(kind, facts)
-                if rotary.dim > self._size or rotary.dim % 2:
+                if rotary.dim > q.shape[2] or rotary.dim % 2:
                     continue
                 turned = q.clone(), k.clone()
                 for x in turned:
@@ -218,7 +227,8 @@ class _Roles(Findings):
     def _rotary(self, kind: str, facts: dict[str, bool]) -> Rotary:
         sizes = dict.fromkeys(("num_layers", "hidden_size", "num_heads", "num_kv_heads"), 0)
         sizes |= {"head_size": self._size, "intermediate_size": 0, "vocab_size": 0}
-        spec = ModelSpec(**sizes, sources=(), prefix="", activation="", **facts)  # type: ignore[arg-type]
+        known: dict[str, Any] = {**sizes, **facts, "latent": self.facts.get("latent")}
+        spec = ModelSpec(**known, sources=(), prefix="", activation="")
         longest = int(self.trial.positions[-1]) + 1
         return Rotary(spec, self.config, kind, longest, torch.float32, torch.device("cpu"))
 

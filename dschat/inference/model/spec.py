@@ -73,6 +73,19 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Keys and values from a latent of few elements (DeepSeek-V2, arXiv 2405.04434): `head_size` is
+    that of queries and keys, whose last elements are rotated; those of keys are of all heads.
+    """
+
+    rank: int  # elements of the latent of keys and values
+    query_rank: int  # of that of queries; 0: they are read from the layer's input
+    rotated: int
+    value_size: int  # of a head
+    eps: float  # of the latents' RMS norms
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model's architecture for the decoder. Sizes are of the whole model, before sharding.
 
@@ -112,6 +125,7 @@ class ModelSpec:
     ropes: tuple[str | None, ...] = ()
     # (b, n): queries grow by 1 + b * log(1 + floor(position / n))
     query_growth: tuple[float, int] | None = None
+    latent: LatentSpec | None = None  # else keys and values come from the layer's input
     whole_qk_norm: bool = False  # query and key norms are of all heads together, not of each
     alibi: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys that a query attends to; (): all
@@ -133,6 +147,11 @@ class ModelSpec:
         if not self.rotary:
             return None
         return self.ropes[layer] if self.ropes else ""
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head, of which all or a part are rotated."""
+        return self.latent.rotated if self.latent else self.head_size
 
     @property
     def embedding_size(self) -> int:
@@ -171,7 +190,7 @@ def check_shares(spec: ModelSpec, size: int) -> None:
 
 _LINEAR = frozenset(
     ("qkv", "out", "up", "down", "router", "head", "project_in", "project_out")
-    + ("shared_up", "shared_down", "shared_gate")
+    + ("shared_up", "shared_down", "shared_gate", "q_a", "q_b", "kv_a", "kv_b")
 )
 
 
@@ -206,6 +225,8 @@ class Share:
         heads, kv_heads = spec.num_heads // num_ranks, spec.num_kv_heads // num_ranks
         normed = (heads, kv_heads) if spec.whole_qk_norm else (1, 1)
         vocab = -(-spec.vocab_size // num_ranks)  # the last rank's may be padding
+        if spec.latent is not None and (shape := _latent_shape(spec, kind_of(base), heads)):
+            return shape
         return {
             "embed": (vocab, spec.embedding_size),
             "positions": (spec.num_positions, size),
@@ -281,6 +302,22 @@ class Share:
         """``matrix`` (rows, in) of a linear layer cut to this rank's inputs."""
         count = self.shape(source.target.rpartition(".")[0])[1]
         return matrix if matrix.shape[1] == count else self._rank_slice(matrix.T, count).T
+
+
+def _latent_shape(spec: ModelSpec, kind: str, heads: int) -> tuple[int, ...] | None:
+    """Of a weight between the hidden states and ``heads`` heads; None: of others."""
+    latent = spec.latent
+    assert latent is not None
+    of_head = spec.head_size - latent.rotated + latent.value_size
+    return {
+        "q_a": (latent.query_rank, spec.hidden_size),
+        "q_a_norm": (latent.query_rank,),
+        "q_b": (heads * spec.head_size, latent.query_rank or spec.hidden_size),
+        "kv_a": (latent.rank + latent.rotated, spec.hidden_size),
+        "kv_a_norm": (latent.rank,),
+        "kv_b": (heads * of_head, latent.rank),
+        "out": (spec.hidden_size, heads * latent.value_size),
+    }.get(kind)
 
 
 def is_expert(base: str) -> bool:
