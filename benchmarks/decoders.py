@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams, UnsupportedModel
-from dschat.inference.hf_generator import module_engine
+from dschat.inference.generators.hf_generator import module_engine
 
 CPU, SLOTS, VOCAB = torch.device("cpu"), 16, 8192
 SIZES = {

@@ -35,7 +35,7 @@ class Side:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A scope in which engines are made, and run, as this side says."""
-        from dschat.inference.captured_core import CapturedCore
+        from dschat.inference.requests.captured_core import CapturedCore
 
         lag = CapturedCore.lag if self.lag is None else self.lag
         with (

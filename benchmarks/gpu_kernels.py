@@ -27,9 +27,9 @@ from report import figures, note, rounded, spread, take_turns
 from torch import Tensor
 
 from dschat.config.errors import first_line
-from dschat.inference.cuda_graphs import Capture, CudaCapture
-from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.stats import DeviceSpan
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.cuda_graphs import Capture, CudaCapture
+from dschat.inference.requests.stats import DeviceSpan
 
 Fields = dict[str, Any]
 SIDES = ("torch", "triton", "inductor")  # torch is first: its results are the reference

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 from dschat.distributed import RankGroup
 from dschat.inference import EngineConfig, SamplingParams
 from dschat.inference.kernels.cuda import MAX_ROWS
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart, HeadLayout
@@ -27,9 +26,10 @@ from dschat.inference.model.decoder import Decoder, _Step
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.layers import Layer, Mlp, Norm
 from dschat.inference.model.spec import ModelSpec
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.model.weights import Weights
-from dschat.inference.sampler import Sampler, SamplingKind, StepSampling
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sampler import Sampler, SamplingKind, StepSampling
+from dschat.inference.requests.sequence import Request
 from dschat.models.packing.kernels import Scores
 
 DTYPE = torch.bfloat16

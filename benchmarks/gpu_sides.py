@@ -22,7 +22,7 @@ from torch import nn
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.inference import Rollout, SamplingParams
-from dschat.inference.stats import DeviceSpan
+from dschat.inference.requests.stats import DeviceSpan
 from dschat.models.heads import LanguageModel
 from dschat.models.long_rows import recompute_activations
 from dschat.models.training_engine import TrainingEngine, evaluating

@@ -24,8 +24,8 @@ from rollout_workloads import MODELS
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Request
+from dschat.inference.requests.scheduler import Scheduler
+from dschat.inference.requests.sequence import Request
 
 LENGTHS, BATCHES, PAGES = (256, 1024, 4096), (8, 64, 256), ("16", "32", "64", "whole")
 

@@ -85,7 +85,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 def best_s(action, device: torch.device, repeats: int = 5) -> float:
     """Seconds of the fastest of ``repeats`` calls, after a warm-up; on CUDA by events."""
-    from dschat.inference.stats import DeviceSpan
+    from dschat.inference.requests.stats import DeviceSpan
 
     action()
     times = []

@@ -53,7 +53,7 @@ IMPORTS = (
     "dschat.runtime.gold_eval",
     "dschat.chat.load",
     "dschat.inference",
-    "dschat.inference.hf_generator",
+    "dschat.inference.generators.hf_generator",
     "dschat.data.tokenize",
     "dschat.data.inspect",
     "dschat.launch.run_plan",

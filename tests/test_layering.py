@@ -27,7 +27,7 @@ WRITES_IN_ITS_OWN_FOLDER = {
     "user_code/processes.py",  # /dev/null
 }
 # One answer for the whole process; a kernel asks about a device that it was given.
-ASKS_FOR_GPUS = {"distributed/env.py", "inference/kernels/cuda/dispatch.py"}
+ASKS_FOR_GPUS = {"distributed/env.py", "inference/model/step_kernels.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 # A file without any of these words breaks no rule: parsing all of them takes seconds.
 WORDS = re.compile(r"triton|open\(|write_|RANK|WORLD_SIZE|model_type|cuda\.is_available")
@@ -89,9 +89,9 @@ def test_house_rules():
         ("report.py", "path.open('ab')", "follows links"),
         ("metrics.py", "import os\nos.environ['RANK']", "reads RANK"),
         ("models/load.py", "if config.model_type == 'opt': pass", "branches on model_type"),
-        ("inference/engine.py", "torch.cuda.is_available()", "asks torch for GPUs"),
-        ("inference/engine.py", "import triton.language as tl", "imports triton"),
-        ("inference/engine.py", "from triton import jit", "imports triton"),
+        ("inference/generators/engine.py", "torch.cuda.is_available()", "asks torch for GPUs"),
+        ("inference/generators/engine.py", "import triton.language as tl", "imports triton"),
+        ("inference/generators/engine.py", "from triton import jit", "imports triton"),
     ],
 )
 def test_rules_catch(module, source, fault):

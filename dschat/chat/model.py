@@ -19,7 +19,7 @@ from dschat.chat.load import FLAG, present
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel
-from dschat.inference.hf_generator import HuggingFaceGenerator, module_engine
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.inference.protocol import SamplingParams
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.continued_text import StreamDecoder

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config.reward import EnvironmentConfig
 from dschat.environments.contract import Environment, Observation, ToolResult
 from dschat.environments.template_text import ObservationTokens
-from dschat.inference.engine import InferenceEngine
+from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason, SamplingParams
-from dschat.inference.sequence import Event, Request
+from dschat.inference.requests.sequence import Event, Request
 from dschat.models.continued_text import continued_texts
 from dschat.user_code.calls import Fault, Pool, within
 

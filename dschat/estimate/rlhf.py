@@ -26,7 +26,7 @@ from dschat.estimate.models import Sizes, Use
 from dschat.hybrid import RolloutChoice, rollout_choice, runs_module
 from dschat.hybrid.weight_stream import bucket_bytes
 from dschat.inference import EngineConfig, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import max_rows
+from dschat.inference.generators.hf_generator import max_rows
 from dschat.inference.model.spec import ModelSpec, check_shares
 from dschat.inference.model.states import state_bytes
 

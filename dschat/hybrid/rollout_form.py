@@ -28,10 +28,10 @@ from dschat.hybrid.weight_stream import (
     weight_stream,
 )
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel, model_spec
-from dschat.inference.hf_generator import HuggingFaceGenerator, module_generator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator, module_generator
 from dschat.inference.model.spec import check_shares
 from dschat.inference.protocol import Generator
-from dschat.inference.stats import DeviceSpan
+from dschat.inference.requests.stats import DeviceSpan
 from dschat.models.checkpoint_tensors import normalized_names
 from dschat.models.lora import adapters, unwrapped_name
 from dschat.models.quantized import is_quantized

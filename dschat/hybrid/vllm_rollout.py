@@ -30,7 +30,7 @@ from dschat.distributed.memory import free_bytes
 from dschat.hybrid.rollout_form import Refresh, RolloutSettings
 from dschat.hybrid.weight_stream import weight_stream
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
-from dschat.inference.stats import DeviceSpan
+from dschat.inference.requests.stats import DeviceSpan
 from dschat.models.long_rows import num_positions
 from dschat.models.training_engine import without_adapters
 

@@ -1,5 +1,7 @@
-"""Text generation without DeepSpeed: inference engine, scheduler, sampling, decoder, KV cache.
+"""Text generation without DeepSpeed.
 
+`generators` are what callers see, `requests` what is scheduled and drawn, `model` what computes it,
+by `kernels` where they apply; `sampling` has the distributions, `protocol` what all of them share.
 The names below load on first use: ``protocol`` alone needs no torch.
 """
 
@@ -7,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "EngineConfig": "dschat.inference.engine_config",
-    "InferenceEngine": "dschat.inference.engine",
+    "EngineConfig": "dschat.inference.generators.engine_config",
+    "InferenceEngine": "dschat.inference.generators.engine",
     "Rollout": "dschat.inference.protocol",
     "SamplingParams": "dschat.inference.protocol",
     "UnsupportedModel": "dschat.inference.model.spec",

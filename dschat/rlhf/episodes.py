@@ -18,7 +18,7 @@ from dschat.environments.contract import Environment
 from dschat.environments.episodes import Episode, EpisodeRunner
 from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.environments.template_text import ObservationTokens
-from dschat.inference.engine import InferenceEngine
+from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
 from dschat.rewards.call import Samples

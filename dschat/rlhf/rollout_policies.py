@@ -17,9 +17,9 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
-from dschat.inference.engine import InferenceEngine
+from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import Answered, FinishReason, Generator, Rollout, SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rlhf.collector import Ask, PromptQueue, RolloutPolicy
 from dschat.rlhf.experience import Experience, joined

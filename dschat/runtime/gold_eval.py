@@ -16,7 +16,7 @@ from dschat.config import SupervisedConfig
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.splits import parse_spec
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
-from dschat.inference.hf_generator import module_generator
+from dschat.inference.generators.hf_generator import module_generator
 from dschat.models.continued_text import continued_texts
 from dschat.models.tokenizer import num_ids
 from dschat.observability.metrics_log import MetricsLog

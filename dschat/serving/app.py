@@ -20,7 +20,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from dschat.config import UserError
 from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.models.tokenizer import text_ids
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.models.continued_text import StreamDecoder
 from dschat.serving.patience import Ended, Stopping, TimedOut
 from dschat.serving.worker import Handle, ServedModel, Token

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.errors import first_line
-from dschat.inference.sequence import Sequence
+from dschat.inference.requests.sequence import Sequence
 from dschat.serving.schema import GenerationRequest
 
 # Room for indentation; a weak model would otherwise write nothing but white space.

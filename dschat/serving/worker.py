@@ -16,10 +16,10 @@ import dschat.distributed as dist
 from dschat.chat.load import PAGE_SIZE
 from dschat.chat.model import MAX_SEQ_LEN, Model
 from dschat.inference import UnsupportedModel
-from dschat.inference.core import Core
-from dschat.inference.engine import InferenceEngine
+from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import FinishReason
-from dschat.inference.sequence import Request
+from dschat.inference.requests.core import Core
+from dschat.inference.requests.sequence import Request
 from dschat.serving.flags import ServeConfig
 from dschat.serving.patience import Overloaded
 

@@ -27,7 +27,7 @@ from transformers import set_seed
 import dschat.distributed as dist
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
 from dschat.hybrid.weight_stream import fill, weight_stream
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.losses import linear_logprobs
 from dschat.models.heads import LanguageModel, ScoreModel

@@ -16,8 +16,8 @@ from dschat.environments.episodes import EpisodeRunner
 from dschat.environments.sources import load_environment
 from dschat.environments.template_text import ObservationTokens
 from dschat.inference import SamplingParams
-from dschat.inference.sequence import Event
-from dschat.inference.stats import GenerationStats
+from dschat.inference.requests.sequence import Event
+from dschat.inference.requests.stats import GenerationStats
 from dschat.user_code.calls import Fault
 
 ASKED = [{"role": "user", "content": "where?"}]

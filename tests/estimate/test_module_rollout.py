@@ -7,8 +7,9 @@ from quick import slow
 from tiny_models import IDS, LATENT, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dschat.inference import EngineConfig, hf_generator
-from dschat.inference.hf_generator import module_engine
+from dschat.inference import EngineConfig
+from dschat.inference.generators import hf_generator
+from dschat.inference.generators.hf_generator import module_engine
 from dschat.inference.model.states import RowStates
 
 _SIZES = IDS | SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}

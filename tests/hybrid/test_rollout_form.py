@@ -18,8 +18,9 @@ from tiny_models import causal_lm
 
 from dschat.config import RLHFConfig, UserError
 from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout, check_tensor_parallel
-from dschat.inference import InferenceEngine, hf_generator
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference import InferenceEngine
+from dschat.inference.generators import hf_generator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.models.checkpoint import Checkpoint
 
 # -- choices ---------------------------------------------------------------------------------------

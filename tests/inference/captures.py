@@ -5,12 +5,12 @@ from functools import partial
 
 from families import empty_engine, on_stacks, stream
 
-from dschat.inference import cuda_graphs, step_runner
-from dschat.inference.captured_core import CapturedCore
-from dschat.inference.cuda_graphs import DecodeGraphs
-from dschat.inference.decode_state import DecodeState
 from dschat.inference.model.states import StatePool
-from dschat.inference.step_runner import StepRunner
+from dschat.inference.requests import cuda_graphs, step_runner
+from dschat.inference.requests.captured_core import CapturedCore
+from dschat.inference.requests.cuda_graphs import DecodeGraphs
+from dschat.inference.requests.decode_state import DecodeState
+from dschat.inference.requests.step_runner import StepRunner
 
 
 def again(step):

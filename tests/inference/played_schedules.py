@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.states import StatePool, StateShape, num_slots
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Request
+from dschat.inference.requests.scheduler import Scheduler
+from dschat.inference.requests.sequence import Request
 
 MAX_SEQ_LEN = 24
 STATE = (StateShape(0, "recurrent_states", 0, (), torch.float32),)

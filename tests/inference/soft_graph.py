@@ -13,7 +13,7 @@ from dschat.inference.kernels import cpu
 
 
 def soft_capture(step):
-    """Stands for `dschat.inference.cuda_graphs.CudaCapture`."""
+    """Stands for `dschat.inference.requests.cuda_graphs.CudaCapture`."""
     step()  # the warm-up run, in which what is made once is made
     return make_fx(step, tracing_mode="real")()
 

@@ -7,7 +7,7 @@ from families import EOS, PROMPTS, cache_gib, empty_engine, engine, stream
 from rank_threads import on_ranks
 
 from dschat.inference import SamplingParams
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 SAMPLING = SamplingParams(max_new_tokens=16, n=2, seed=3)

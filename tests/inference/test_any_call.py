@@ -27,7 +27,7 @@ from soft_graph import operators_only, soft_capture
 
 from dschat.inference import SamplingParams
 from dschat.inference.protocol import Rollout
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 FAMILIES = ["llama", "opt", "bloom", "gpt2", "mistral"]

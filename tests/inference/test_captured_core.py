@@ -15,10 +15,10 @@ from quick import slow, some
 from soft_graph import soft_capture
 
 from dschat.inference import SamplingParams
-from dschat.inference.core import Core
-from dschat.inference.decode_state import DecodeState
 from dschat.inference.protocol import Rollout
-from dschat.inference.sequence import Request
+from dschat.inference.requests.core import Core
+from dschat.inference.requests.decode_state import DecodeState
+from dschat.inference.requests.sequence import Request
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from families import CONFIGS, PROMPTS, VOCAB, engine
 from quick import some
 
 from dschat.inference import SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 
 
 def random_sampling(rng):

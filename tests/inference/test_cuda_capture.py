@@ -14,7 +14,7 @@ from families import empty_engine, engine
 
 from dschat.config import UserError
 from dschat.inference import EngineConfig, SamplingParams
-from dschat.inference.cuda_graphs import CudaCapture, capture_stream
+from dschat.inference.requests.cuda_graphs import CudaCapture, capture_stream
 
 PROMPTS = [[5, 6, 7], [8] * 9]
 SAMPLING = SamplingParams(max_new_tokens=9, seed=4)

@@ -13,8 +13,8 @@ from quick import slow
 
 from dschat.config.errors import UserError
 from dschat.inference import SamplingParams
-from dschat.inference.cuda_graphs import batch_bucket
-from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.cuda_graphs import batch_bucket
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([5, 17, 1, 30, 9, 2, 8])]
 SAMPLING = SamplingParams(max_new_tokens=20, n=2, seed=4)

@@ -14,10 +14,10 @@ from transformers import GPTJConfig, GPTJForCausalLM
 from dschat.config import UserError
 from dschat.distributed import RankGroup
 from dschat.inference import InferenceEngine, SamplingParams, UnsupportedModel
-from dschat.inference.decode_state import DecodeState
-from dschat.inference.engine_config import require_current
-from dschat.inference.sampler import Sampler
-from dschat.inference.sequence import Request
+from dschat.inference.generators.engine_config import require_current
+from dschat.inference.requests.decode_state import DecodeState
+from dschat.inference.requests.sampler import Sampler
+from dschat.inference.requests.sequence import Request
 
 SAMPLING = SamplingParams(max_new_tokens=10)
 

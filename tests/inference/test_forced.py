@@ -7,8 +7,8 @@ from families import PROMPTS, VOCAB, build, engine, reference_logprobs
 from quick import each_once
 
 from dschat.inference import SamplingParams
-from dschat.inference import core as core_module
-from dschat.inference.sequence import Request
+from dschat.inference.requests import core as core_module
+from dschat.inference.requests.sequence import Request
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation import utils as generation_utils
 
 from dschat.config import UserError
-from dschat.inference import hf_generator
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators import hf_generator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 
 # Lengths 1 and 7 side by side; two of one length, not next to each other; EOS inside a prompt.

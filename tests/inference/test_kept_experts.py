@@ -14,8 +14,8 @@ from quick import each_once, some
 from rank_threads import on_ranks
 
 from dschat.inference import EngineConfig, SamplingParams
-from dschat.inference.hf_generator import module_engine
-from dschat.inference.sequence import Request
+from dschat.inference.generators.hf_generator import module_engine
+from dschat.inference.requests.sequence import Request
 from dschat.models.routing import routers_of
 from dschat.rlhf.rollout_policies import OpenPrompt, advance
 

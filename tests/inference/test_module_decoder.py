@@ -21,13 +21,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
-from dschat.inference.hf_generator import HuggingFaceGenerator, module_engine
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.inference.kernels import cpu
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import batches_alike, num_slots
-from dschat.inference.sequence import Request
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.sequence import Request
 from dschat.models.cpu_matmul import VARIABLE
 from dschat.models.packing.states import mixers
 

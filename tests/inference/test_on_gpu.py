@@ -12,7 +12,7 @@ from test_module_decoder import STATES, random_module
 
 from dschat.config.rollout import VARIABLE
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
-from dschat.inference.cuda_graphs import CudaCapture
+from dschat.inference.requests.cuda_graphs import CudaCapture
 
 pytestmark = pytest.mark.gpu
 

@@ -27,7 +27,7 @@ from tiny_models import randomized
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dschat.inference import InferenceEngine, SamplingParams
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.inference.model.architectures import model_spec
 
 GAP = 5e-5  # in fp32, of values that reach 10 and more

@@ -11,8 +11,8 @@ from quick import slow
 from soft_graph import operators_only, soft_capture
 
 from dschat.inference import SamplingParams
-from dschat.inference.sequence import Request, StepSchedule
-from dschat.inference.step_runner import PaddedShape, PromptGraphs, length_bucket
+from dschat.inference.requests.sequence import Request, StepSchedule
+from dschat.inference.requests.step_runner import PaddedShape, PromptGraphs, length_bucket
 
 PROMPTS = [[(5 * i + j) % 50 + 3 for j in range(n)] for i, n in enumerate([15, 9, 30])]
 SAMPLING = SamplingParams(max_new_tokens=3, seed=4)

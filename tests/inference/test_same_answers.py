@@ -12,10 +12,11 @@ import torch
 from families import EOS, PROMPTS, assert_same, engine
 from quick import each_once
 
-from dschat.inference import SamplingParams, core
+from dschat.inference import SamplingParams
 from dschat.inference.protocol import Rollout
+from dschat.inference.requests import core
+from dschat.inference.requests.sequence import Request
 from dschat.inference.sampling import inverse_cdf, uniforms
-from dschat.inference.sequence import Request
 
 SAMPLING = SamplingParams(max_new_tokens=20, n=4, seed=9, top_p=0.98)
 

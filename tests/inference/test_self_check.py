@@ -7,8 +7,9 @@ from tiny_models import EOS, VOCAB, causal_lm
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from dschat.config import UserError
-from dschat.inference import SamplingParams, self_check
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference import SamplingParams
+from dschat.inference.generators import self_check
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.models.heads import LanguageModel
 
 

@@ -16,9 +16,9 @@ from transformers import LlamaConfig, OPTConfig
 from dschat.config.errors import UserError
 from dschat.config.rollout import STEP_PARTS
 from dschat.inference import SamplingParams, model_spec
-from dschat.inference.kernels.cuda import dispatch
-from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model import step_kernels
 from dschat.inference.model.linear import Linear, SideProduct
+from dschat.inference.model.step_kernels import StepKernels
 
 slow = pytest.mark.slow
 
@@ -27,7 +27,7 @@ slow = pytest.mark.slow
 def kernels(monkeypatch):
     """Engines on the fake device use them; the operators' fake versions need no Triton."""
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: name)
+    monkeypatch.setattr(step_kernels, "find_spec", lambda name: name)
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -44,9 +44,9 @@ def test_kernels_are_the_default_where_triton_compiles(kernels, monkeypatch, cap
 
     with fake_cuda():
         monkeypatch.delenv("DSCHAT_CUDA_KERNELS")
-        assert all(map(dispatch.choose(DEVICE).runs, STEP_PARTS))
-        monkeypatch.setattr(dispatch.operators, "add_norm", refuse)
-        assert dispatch.choose(DEVICE) is None
+        assert all(map(step_kernels.choose(DEVICE).runs, STEP_PARTS))
+        monkeypatch.setattr(step_kernels.operators, "add_norm", refuse)
+        assert step_kernels.choose(DEVICE) is None
     problem = "Triton cannot compile a kernel here: fatal error: Python.h; install a C compiler"
     assert f"without Triton kernels, several times slower: {problem}" in caplog.text
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
@@ -56,7 +56,7 @@ def test_kernels_are_the_default_where_triton_compiles(kernels, monkeypatch, cap
 
 
 def test_a_cpu_has_none(kernels):
-    assert dispatch.choose(torch.device("cpu")) is None
+    assert step_kernels.choose(torch.device("cpu")) is None
 
 
 def test_kernels_without_triton_are_an_error(monkeypatch):
@@ -64,7 +64,7 @@ def test_kernels_without_triton_are_an_error(monkeypatch):
         pytest.skip("Triton is here")
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "1")
     with pytest.raises(UserError, match="Triton is not installed"):
-        dispatch.choose(DEVICE)
+        step_kernels.choose(DEVICE)
 
 
 OF_TORCH = {
@@ -121,13 +121,13 @@ def test_modules_attend_by_the_kernel(name, by_kernel, kernels):
 def test_an_unknown_part_is_named(kernels, monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", "norm,sampling")
     with pytest.raises(UserError, match="unknown part 'sampling'; list some of attention, norm,"):
-        dispatch.choose(DEVICE)
+        step_kernels.choose(DEVICE)
 
 
 @pytest.mark.parametrize("value", ["", "0", "liger"])
 def test_what_is_no_part_of_a_step_turns_no_kernel_on(value, kernels, monkeypatch):
     monkeypatch.setenv("DSCHAT_CUDA_KERNELS", value)
-    assert dispatch.choose(DEVICE) is None
+    assert step_kernels.choose(DEVICE) is None
 
 
 # -- operators -------------------------------------------------------------------------------------

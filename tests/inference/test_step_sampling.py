@@ -9,8 +9,8 @@ from quick import each_once
 
 from dschat.distributed import RankGroup
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sampler import Sampler, SamplingKind, StepSampling
-from dschat.inference.sequence import Request, Sequence
+from dschat.inference.requests.sampler import Sampler, SamplingKind, StepSampling
+from dschat.inference.requests.sequence import Request, Sequence
 
 CPU = torch.device("cpu")
 VOCAB, NUM_TOKENS = 5000, 4990  # drawn on two levels; the head has more rows than the tokenizer

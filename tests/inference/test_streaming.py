@@ -10,7 +10,7 @@ from quick import slow, some
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import Rollout
 
 

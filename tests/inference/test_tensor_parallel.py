@@ -26,7 +26,7 @@ from test_weights import factors, with_adapters
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
-from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.protocol import Rollout
 
 SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=3)

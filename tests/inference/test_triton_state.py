@@ -7,9 +7,9 @@ import torch
 from triton_tensors import POISON, assert_written, drawn, exact, poisoned
 
 from dschat.inference import SamplingParams
-from dschat.inference.decode_state import RING, DecodeState
 from dschat.inference.kernels.cuda import Field
-from dschat.inference.sampler import SamplingKind
+from dschat.inference.requests.decode_state import RING, DecodeState
+from dschat.inference.requests.sampler import SamplingKind
 
 CPU = torch.device("cpu")
 PAGE, TRASH = 4, 31

@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_worker import launches_of, module
 
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.kernels.cuda.launch import Launch
-from dschat.inference.sampler import Sampler, SamplingKind
-from dschat.inference.sequence import Request
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.sampler import Sampler, SamplingKind
+from dschat.inference.requests.sequence import Request
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {

@@ -9,7 +9,7 @@ from test_module_decoder import answers, engine_on, random_module
 from test_weights import factors, with_adapters
 
 from dschat.config.rollout import STEP_PARTS
-from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.step_kernels import StepKernels
 
 
 def module_rollouts(name, prompts, sampling):

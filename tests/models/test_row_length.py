@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dschat.chat.model import Model
 from dschat.config import UserError
 from dschat.inference import EngineConfig, InferenceEngine, SamplingParams
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import LanguageModel
 from dschat.models.long_rows import fix_rotary, num_positions, probe_length, restore_rotary

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from dschat.checkpoint.hf_export import export_hf
 from dschat.config import UserError
 from dschat.hybrid.weight_stream import weight_stream
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.inference.protocol import SamplingParams
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.lora import add_lora

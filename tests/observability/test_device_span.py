@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from dschat.inference.sequence import StepSchedule
-from dschat.inference.stats import DeviceSpan, GenerationStats
+from dschat.inference.requests.sequence import StepSchedule
+from dschat.inference.requests.stats import DeviceSpan, GenerationStats
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from step_rows import PROMPTS
 from tiny_models import CONFIGS
 
 from dschat.hybrid.rollout_form import Refresh
-from dschat.inference.stats import GenerationStats
+from dschat.inference.requests.stats import GenerationStats
 from dschat.rlhf.metrics import generation_metrics
 from dschat.runtime.deepspeed_engine import unwrap
 

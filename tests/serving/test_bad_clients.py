@@ -10,7 +10,7 @@ import pytest
 from http_client import FOREVER, answered, ask, begin, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.serving.patience import Overloaded
 from dschat.serving.worker import EngineWorker
 

@@ -7,7 +7,7 @@ from captures import on_graphs, use
 from families import PROMPTS, engine
 
 from dschat.inference import SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.serving.worker import EngineWorker
 
 STOPS = (3, 17, 40)

@@ -10,7 +10,7 @@ import pytest
 from http_client import answered, ask, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 
 pytest.importorskip("fastapi")
 from dschat.serving.generation import Generation  # noqa: E402

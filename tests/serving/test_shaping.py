@@ -10,7 +10,7 @@ import torch
 from http_client import answered, ask
 
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.serving.schema import CompletionRequest
 from dschat.serving.shaping import _why, shape_of
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
-from dschat.inference.sequence import Request
+from dschat.inference.requests.sequence import Request
 from dschat.serving.generation import AnswerText, Event, Generation
 from dschat.serving.responses import ChatFormat
 from dschat.serving.worker import Token

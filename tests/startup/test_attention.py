@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from families import build, empty_engine
 
 from dschat.distributed import process_group
-from dschat.inference.hf_generator import HuggingFaceGenerator
+from dschat.inference.generators.hf_generator import HuggingFaceGenerator
 from dschat.startup.performance import avoid_cudnn_attention
 
 

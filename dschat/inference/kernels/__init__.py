@@ -1,1 +1,4 @@
-"""Kernels of the decoder: C for CPUs, compiled on first use; Triton for CUDA."""
+"""Kernels of the decoder, on tensors and sizes.
+
+`cpu` has those in C, compiled on first use; `cuda` those of Triton.
+"""

@@ -19,13 +19,13 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda import ACTIVATIONS
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
 from dschat.inference.model.layers import Latent, Layer, Mlp, Norm
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
 

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from dschat.inference.kernels.cuda import ACTIVATIONS
 from dschat.inference.model.borrowed import BorrowedLinear, BorrowedPart
 from dschat.inference.model.experts import Stack, all_experts, has_grouped_product
 from dschat.inference.model.layers import Norm
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.models.training_engine import attributes_replaced
-
-if TYPE_CHECKING:
-    from dschat.inference.kernels.cuda.dispatch import StepKernels
 
 
 class DeviceModule:
@@ -44,7 +42,7 @@ class DeviceModule:
         return rms_norms(self._module)
 
     @contextmanager
-    def __call__(self, kernels: "StepKernels | None" = None) -> Iterator[None]:
+    def __call__(self, kernels: StepKernels | None = None) -> Iterator[None]:
         """``kernels``: of a captured step."""
         with ExitStack() as scope:
             for experts in self._experts:
@@ -72,7 +70,7 @@ class DeviceModule:
             yield
 
 
-def _run_linear(linear: BorrowedLinear, kernels: "StepKernels", x: Tensor) -> Tensor:
+def _run_linear(linear: BorrowedLinear, kernels: StepKernels, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return kernels.linear(linear, rows).view(*x.shape[:-1], -1)
 
@@ -151,7 +149,7 @@ def layers_of(experts: Any) -> list[tuple[Tensor, Tensor | None]]:
 def _run_experts(
     experts: Any,
     forward: Callable[..., Any],
-    kernels: "StepKernels | None",
+    kernels: StepKernels | None,
     x: Tensor,
     chosen: Tensor,
     shares: Tensor,

@@ -25,13 +25,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
 from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.spec import ModelSpec, UnsupportedModel
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.models.long_rows import num_positions
 from dschat.models.packing import attention as packing
 from dschat.models.packing.kernels import Scores

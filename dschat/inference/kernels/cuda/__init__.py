@@ -1,8 +1,8 @@
 """Triton kernels of the decoder for CUDA, and what they share with callers: sizes, the fields of a
 row, and scratch memory.
 
-`dispatch` is the only module that the engine imports. No Triton here: callers choose kernels before
-it loads.
+They take tensors and sizes; the decoder calls `operators` by `dschat.inference.model.step_kernels`.
+No Triton here: callers choose kernels before it loads.
 """
 
 from dataclasses import dataclass

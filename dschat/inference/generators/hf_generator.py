@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from dschat.config import UserError
-from dschat.inference.engine import InferenceEngine
-from dschat.inference.engine_config import EngineConfig
+from dschat.inference.generators.engine import InferenceEngine
+from dschat.inference.generators.engine_config import EngineConfig
+from dschat.inference.generators.self_check import decoding_problem, plain_logprobs
 from dschat.inference.model.spec import UnsupportedModel
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
+from dschat.inference.requests.sequence import Request, Sequence
+from dschat.inference.requests.stats import GenerationStats
 from dschat.inference.sampling import sample, uniforms
-from dschat.inference.self_check import decoding_problem, plain_logprobs
-from dschat.inference.sequence import Request, Sequence
-from dschat.inference.stats import GenerationStats
 from dschat.models.heads import LanguageModel
 from dschat.models.long_rows import num_positions
 from dschat.models.packing.states import run_by_row

@@ -20,8 +20,8 @@ from itertools import islice
 
 from dschat.config import UserError
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.sequence import Request, Sequence, StepSchedule, rows_of
-from dschat.inference.stats import GenerationStats
+from dschat.inference.requests.sequence import Request, Sequence, StepSchedule, rows_of
+from dschat.inference.requests.stats import GenerationStats
 
 # With separate prefill, prompts wait until they are this share of the running sequences. On a GPU
 # an eager prefill of one prompt is estimated to take as long as 2.5 decode steps.

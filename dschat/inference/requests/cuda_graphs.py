@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from dschat.config.errors import UserError, first_line
-from dschat.inference.decode_state import DecodeState, DeviceQueue
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
 from dschat.inference.model.states import RowStates
-from dschat.inference.sampler import SamplingKind
-from dschat.inference.sequence import Sequence
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.decode_state import DecodeState, DeviceQueue
+from dschat.inference.requests.sampler import SamplingKind
+from dschat.inference.requests.sequence import Sequence
 
 logger = logging.getLogger("dschat")
 

@@ -6,20 +6,16 @@ refused.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dschat.config.errors import UserError, first_line
-from dschat.inference.protocol import SamplingParams
+from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing.rows import pack
 from dschat.models.training_engine import evaluating
-
-if TYPE_CHECKING:
-    from dschat.inference.engine import InferenceEngine
-    from dschat.inference.hf_generator import HuggingFaceGenerator
 
 # Largest difference of a sequence's mean log-prob, in nats, that counts as rounding. Observed in
 # fp32: 3e-7 to 6e-6 in tiny models of all families, 0.07 to 30 with wrong results; larger models
@@ -30,8 +26,17 @@ _FAILURES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _FORWARD_TOKENS = 2048
 
 
+class Checked(Generator, Protocol):
+    """A generator of ids below ``num_tokens``, of sequences up to ``max_positions``."""
+
+    num_tokens: int
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+
 def decoding_problem(
-    generator: "InferenceEngine | HuggingFaceGenerator",
+    generator: Checked,
     module: nn.Module,
     scope: AbstractContextManager[None] | None = None,
     windows: Iterable[int | None] = (),

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dschat.inference.core import Core
-from dschat.inference.cuda_graphs import DecodeGraphs, Step
-from dschat.inference.decode_state import RING, DecodeState
-from dschat.inference.sampler import SamplingKind
-from dschat.inference.sequence import Event, Request, Sequence
-from dschat.inference.stats import DeviceSpan
+from dschat.inference.requests.core import Core
+from dschat.inference.requests.cuda_graphs import DecodeGraphs, Step
+from dschat.inference.requests.decode_state import RING, DecodeState
+from dschat.inference.requests.sampler import SamplingKind
+from dschat.inference.requests.sequence import Event, Request, Sequence
+from dschat.inference.requests.stats import DeviceSpan
 
 
 class CapturedCore(Core):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dschat.inference.sequence import StepSchedule
+from dschat.inference.requests.sequence import StepSchedule
 
 
 class DeviceSpan:

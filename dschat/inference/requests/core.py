@@ -4,26 +4,46 @@ Every request has its own sampling and end tokens, and its answers are those tha
 alone. `generate`, `stream`, partial rollouts, the server and episodes all call a `Core`.
 """
 
+import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.inference.sampler import Place, Sampler
-from dschat.inference.scheduler import Scheduler
-from dschat.inference.sequence import Event, Request, Sequence, StepSchedule
-from dschat.inference.stats import DeviceSpan
-from dschat.inference.step_runner import StepRunner
-
-if TYPE_CHECKING:
-    from dschat.inference.engine import InferenceEngine
+from dschat.distributed import RankGroup
+from dschat.inference.model.kv_cache import KVCache
+from dschat.inference.requests.sampler import Place, Sampler
+from dschat.inference.requests.scheduler import Scheduler
+from dschat.inference.requests.sequence import Event, Request, Sequence, StepSchedule
+from dschat.inference.requests.stats import DeviceSpan, GenerationStats
+from dschat.inference.requests.step_runner import StepRunner
 
 T = TypeVar("T")
 
 _DRAWN_TOGETHER = 1 << 22  # copied logits, at least
 _FORCED = 1 << 25  # logits of forced tokens in a step
+
+
+class Engine(Protocol):
+    """What a `Core` asks of the engine whose requests it answers."""
+
+    stats: GenerationStats
+    lock: threading.RLock
+    group: RankGroup
+    device: torch.device
+    stop_ids: tuple[int, ...]
+    num_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def cache(self) -> KVCache: ...
+    @property
+    def keeps_apart(self) -> tuple[bool, bool]: ...
+    def problem(self, requests: list[Request]) -> str | None: ...
+    def step_runner(self) -> StepRunner: ...
 
 
 class Core:
@@ -37,7 +57,7 @@ class Core:
         streaming: tokens are wanted as soon as they can be read.
     """
 
-    def __init__(self, engine: "InferenceEngine", streaming: bool = False) -> None:
+    def __init__(self, engine: Engine, streaming: bool = False) -> None:
         self._engine, self._lock, self._streaming = engine, engine.lock, streaming
         cache, sizes = engine.cache, (engine.max_num_seqs, engine.max_num_batched_tokens)
         self._scheduler = Scheduler(cache, *sizes, *engine.keeps_apart)

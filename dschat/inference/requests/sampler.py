@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
-from dschat.inference.kernels.cuda.dispatch import StepKernels
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.protocol import SamplingParams
+from dschat.inference.requests.sequence import Draws, Request, Sequence
 from dschat.inference.sampling import RowNumbers, sample, uniforms
-from dschat.inference.sequence import Draws, Request, Sequence
 
 _AHEAD = 128  # positions per batch of random numbers
 _MAX_DRAWS = 256  # kept for later requests

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from dschat.config.errors import first_line
-from dschat.inference.cuda_graphs import Capture, DecodeGraphs, Step, batch_bucket
-from dschat.inference.kernels.cuda.dispatch import StepKernels
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
 from dschat.inference.model.states import batches_alike, row_table
-from dschat.inference.sequence import Sequence, StepSchedule
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.cuda_graphs import Capture, DecodeGraphs, Step, batch_bucket
+from dschat.inference.requests.sequence import Sequence, StepSchedule
 from dschat.models.packing.states import StatefulRows
 
 logger = logging.getLogger("dschat")

@@ -19,11 +19,9 @@ from transformers import PretrainedConfig
 from dschat.config.errors import UserError
 from dschat.distributed import RankGroup
 from dschat.distributed.memory import free_bytes
-from dschat.inference.captured_core import CapturedCore
-from dschat.inference.core import Core
-from dschat.inference.cuda_graphs import CudaCapture
-from dschat.inference.engine_config import EngineConfig, device_named, require_current
-from dschat.inference.kernels.cuda import MAX_HEAD_SIZE, dispatch
+from dschat.inference.generators.engine_config import EngineConfig, device_named, require_current
+from dschat.inference.kernels.cuda import MAX_HEAD_SIZE
+from dschat.inference.model import step_kernels
 from dschat.inference.model.architectures import model_spec
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
@@ -38,9 +36,12 @@ from dschat.inference.model.spec import UnsupportedModel
 from dschat.inference.model.states import StatePool, num_slots, state_bytes
 from dschat.inference.model.weights import Weights
 from dschat.inference.protocol import Answered, Rollout, SamplingParams, prompt_problem
-from dschat.inference.sequence import Request
-from dschat.inference.stats import GenerationStats
-from dschat.inference.step_runner import StepRunner
+from dschat.inference.requests.captured_core import CapturedCore
+from dschat.inference.requests.core import Core
+from dschat.inference.requests.cuda_graphs import CudaCapture
+from dschat.inference.requests.sequence import Request
+from dschat.inference.requests.stats import GenerationStats
+from dschat.inference.requests.step_runner import StepRunner
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.checkpoint_tensors import names_on_disk, sound_weights
@@ -108,7 +109,7 @@ class InferenceEngine:
         self._cache_pages = None if sizes.kv_cache_gib is None else self._num_pages()
         self.module = module
         self._decoder: AnyDecoder | None = None
-        self._kernels = dispatch.choose(device) if self.captures else None
+        self._kernels = step_kernels.choose(device) if self.captures else None
         if self._kernels is not None and self.spec.head_size > MAX_HEAD_SIZE:
             self._kernels = self._kernels.without("attention")
         self._separate_prefill = on_gpu

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dschat.inference.kernels.cuda import Field
-from dschat.inference.kernels.cuda.dispatch import StepKernels
-from dschat.inference.sampler import SamplingKind, StepSampling
-from dschat.inference.sequence import Sequence
+from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.requests.sampler import SamplingKind, StepSampling
+from dschat.inference.requests.sequence import Sequence
 
 RING = 128  # steps that may run before the host reads the first one
 
