@@ -175,7 +175,7 @@ def test_the_picture_of_the_layers_is_that_of_the_contract():
             row = text
         else:
             rows[text] = int(row)
-    (contract,) = re.findall(
+    contract, _ = re.findall(
         r"\nlayers = \[(.*?)\]", (root / "pyproject.toml").read_text(), re.DOTALL
     )
     layers = [set(layer.split(" | ")) for layer in re.findall(r'"(.*?)"', contract)][1:]
