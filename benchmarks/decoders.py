@@ -1,10 +1,11 @@
 """Measures rollouts of our decoder and transformers' own module on a CPU against
 `generate`, by family.
 
-    python benchmarks/decoders.py                       # llama, gemma3, qwen3-moe, qwen3.5
+    python benchmarks/decoders.py                       # one of each build, every case
     python benchmarks/decoders.py llama --cases even --rounds 5
+    python benchmarks/decoders.py --found --cases even  # families that were found, not listed
 
-Models of 27M to 36M parameters with random weights, T 1, in fp32. `generate` gets batches of 16,
+Models of 20M to 60M parameters with random weights, T 1, in fp32. `generate` gets batches of 16,
 the longest answers first, padded on the left. Cases:
 
     even     8 prompts of 32 tokens, 48 new ones
@@ -60,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 384,
         "hidden_size": 384,
     },
+    "opt": {"ffn_dim": 2048, "word_embed_proj_dim": 512},
+    "gpt2": {"n_positions": 1024},
     "qwen3_5_text": {
         "layer_types": [*LINEAR, *FULL] * 2,
         "linear_num_key_heads": 4,
@@ -70,7 +73,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1216,
     },
 }
-TINY = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 48}
+USUAL = [*FAMILIES]  # what is measured without --found
+MOE = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+MOE |= {"n_routed_experts": 8, "moe_intermediate_size": 256}
+LATENT = {"kv_lora_rank": 128, "q_lora_rank": 192, "v_head_dim": 64, "num_key_value_heads": 8}
+LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
+FOUND: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 64},
+    "deepseek_v3": MOE | LATENT | {"n_group": 2, "topk_group": 1},
+    "dots1": MOE,
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 64},
+    "glm4_moe": MOE,
+    "granitemoe": MOE | {"intermediate_size": 256},
+    "helium": {},
+    "minicpm3": LATENT,
+    "minimax_m2": MOE | {"intermediate_size": 256},
+    "nemotron": {},
+    "olmoe": MOE | {"intermediate_size": 256},
+    "phi": {"tie_word_embeddings": False},
+    "stablelm": {},
+    "starcoder2": {},
+}
+FAMILIES |= FOUND
+TINY = {"hidden_size": 32, "head_dim": 4, "intermediate_size": 48, "word_embed_proj_dim": 32}
 
 
 class Work(NamedTuple):
@@ -152,13 +178,14 @@ class Generate(NamedTuple):
 def measure(family: str, cases: list[str], rounds: int, tiny: bool) -> None:
     torch.manual_seed(0)
     sizes = SIZES | FAMILIES[family] | (TINY if tiny else {})
+    sizes["head_dim"] = sizes.get("qk_rope_head_dim", sizes["head_dim"])  # what is rotated
     module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes), dtype=torch.float32)
     module.eval()
     limits = EngineConfig(max_num_seqs=SLOTS, max_seq_len=512, stop_ids=(0,))
     engines = {"module": module_engine(module, limits)}
     with suppress(UnsupportedModel):
         engines["blocks"] = InferenceEngine(module.config, torch.float32, CPU, limits)
-        engines["blocks"].weights.load((n, p.detach()) for n, p in module.named_parameters())
+        engines["blocks"].weights.load(module.state_dict().items())
     for case in cases:
         work = works(8 if tiny else 1)[case]
         sides: dict[str, Any] = {
@@ -180,13 +207,14 @@ def measure(family: str, cases: list[str], rounds: int, tiny: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("families", nargs="*", help=f"of these; default: {', '.join(USUAL)}")
     parser.add_argument("--cases", nargs="+", default=[*works(1)], choices=[*works(1)])
+    parser.add_argument("--found", action="store_true", help=f"{', '.join(FOUND)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="tiny models and few tokens")
     args = parser.parse_args()
     print(json.dumps(environment(CPU)), flush=True)
-    for family in args.families or FAMILIES:
+    for family in args.families or (FOUND if args.found else USUAL):
         measure(family, args.cases, args.rounds, args.tiny)
 
 
