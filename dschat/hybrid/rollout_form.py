@@ -290,19 +290,23 @@ class ModuleRollout:
         self._version = version
         if self._made is None:
             self._made = self._generator_on(module)
-        elif is_stale and isinstance(self._made, InferenceEngine):
-            self._made.weights.refresh()
-        if isinstance(self._made, InferenceEngine):
-            self._made.forget_prefixes()
-            self._scope.enter_context(self._made.weights.in_use())
+        elif is_stale and self._engine is not None:
+            self._engine.weights.refresh()
+        if self._engine is not None:
+            self._engine.forget_prefixes()
+            self._scope.enter_context(self._engine.weights.in_use())
         return self._made
 
     def leave(self) -> None:
         self._scope.close()
-        if self.settings.release_cache and isinstance(self._made, InferenceEngine):
-            self._made.release_cache()
+        if self.settings.release_cache and self._engine is not None:
+            self._engine.release_cache()
         if self.settings.release_weights and self._copy is not None:
             self._copy = self._version = self._made = None
+
+    @property
+    def _engine(self) -> InferenceEngine | None:
+        return self._made if isinstance(self._made, InferenceEngine) else None
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
         """Collective. A generator on a new copy with these weights."""

@@ -50,6 +50,8 @@ _BREAK_EVEN_TIMES_THREADS = 1 << 21
 class Decoder:
     """``num_positions``: the longest sequence, for the rotary tables."""
 
+    reads_rows = continues_states = True  # as its layers have no states
+
     def __init__(
         self, spec: ModelSpec, config: PretrainedConfig, weights: Weights, num_positions: int
     ) -> None:
@@ -83,6 +85,7 @@ class Decoder:
         attention: Attention,
         ready: Tensor | None = None,
         kernels: StepKernels | None = None,
+        carried: object = None,
     ) -> Tensor:
         """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all.
         Collective in the tensor-parallel group.

@@ -20,7 +20,7 @@ from torch import Tensor
 from dschat.config.errors import UserError, first_line
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
+from dschat.inference.model.module_decoder import AnyDecoder, Carried
 from dschat.inference.model.states import RowStates
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.decode_state import DecodeState, DeviceQueue
@@ -261,7 +261,6 @@ class DecodeGraphs:
         if self._row_states is None:
             logits = decoder.step(*inputs, kernels=kernels)
         else:
-            assert isinstance(decoder, ModuleDecoder)
             with self._row_states.of_step(size) as states:
                 carried = Carried(states, size, num_ready=1)
                 logits = decoder.step(*inputs, kernels=kernels, carried=carried)

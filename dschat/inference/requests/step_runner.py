@@ -22,7 +22,7 @@ from dschat.config.errors import first_line
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.module_decoder import AnyDecoder, Carried, ModuleDecoder
+from dschat.inference.model.module_decoder import AnyDecoder, Carried
 from dschat.inference.model.states import batches_alike, row_table
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.cuda_graphs import Capture, DecodeGraphs, Step, batch_bucket
@@ -183,7 +183,7 @@ class StepRunner:
         if self.prompts is not None and (shape := self.prompts.shape_for(schedule)) is not None:
             return self.prompts.logits(shape, schedule)
         decoder = self._decoder
-        if isinstance(decoder, Decoder) or not decoder.spec.states or decoder.reads_rows:
+        if not decoder.spec.states or decoder.reads_rows:
             return self._logits(schedule)
         return torch.cat([self._logits(part) for part in _parts(schedule)])
 
@@ -223,7 +223,6 @@ class StepRunner:
         if (pool := self._cache.states) is None:
             kernels = None if self.prompts is None else self.prompts.kernels
             return self._decoder.step(*inputs, kernels=kernels)
-        assert isinstance(self._decoder, ModuleDecoder)
         counts, are_new = [count for _, count in spans], [s.computed == 0 for s, _ in spans]
         slots = [s.slot for s, _ in spans if s.slot is not None]
         batches = batches_alike(counts, are_new)
