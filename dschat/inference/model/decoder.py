@@ -95,8 +95,9 @@ class Decoder:
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
             self._look_up()
-            layers = self._layers if self.spec.latent is None else ()
-            attend = kernels.attention(attention, layers, self._query_scales)
+            # Heads of latents are rotated, and their queries scaled, before attention.
+            known = (self._layers, self._query_scales) if self.spec.latent is None else ()
+            attend = kernels.attention(attention, *known)
         hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
