@@ -40,9 +40,10 @@ def test_batch_sizes_of_step_3():
 def test_the_smallest_rollout_is_one_answer_of_one_token():
     lengths = {"max_prompt_seq_len": 1, "max_answer_seq_len": 1}
     sizes = {"per_device_generation_batch_size": 1, "per_device_training_batch_size": 1}
-    args = RLHFConfig(**MODELS, **lengths, **sizes, generation_batches=1, num_samples_per_prompt=1)
-    args.validate()
-    assert args.rollout_samples(1) == args.num_mini_batches == args.samples_under_way == 1
+    for given in ({}, {"generation_batches": 1, "num_samples_per_prompt": 1}):
+        args = RLHFConfig(**MODELS, **lengths, **sizes, **given)
+        args.validate()
+        assert args.rollout_samples(1) == args.num_mini_batches == args.samples_under_way == 1
 
 
 def test_a_partial_rollout_has_more_samples_under_way():
