@@ -21,6 +21,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.inference import EngineConfig, InferenceEngine, UnsupportedModel
 from dschat.inference.generators.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.inference.protocol import SamplingParams
+from dschat.models.chat_template import bare_template, default_template
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.continued_text import StreamDecoder
 from dschat.models.long_rows import num_positions
@@ -78,6 +79,12 @@ class Model:
                 "prompt and answer together; lower it"
             )
         return positions - max_new_tokens
+
+    def warn_without_template(self, what: str, flag: str) -> None:
+        """Warn that ``what`` is done without the chat template, if the model came with one."""
+        own = self.checkpoint.own_tokenizer
+        if own.chat_template or bare_template(self.tokenizer) != default_template(own):
+            logger.warning("%s without its chat template; see %s", what, flag)
 
     def engine(self, max_seq_len: int = MAX_SEQ_LEN, **sizes: Any) -> InferenceEngine:
         """Load the weights into an inference engine; ``max_seq_len`` is cut to its positions.

@@ -161,6 +161,9 @@ def generate(config: GenerateConfig) -> None:
     with closing(AnswerScorer(config, model, rows.columns)) as scorer:
         max_len = model.longest_prompt(config.max_new_tokens, scorer.max_len)
         prompts = Prompts(rows, model.tokenizer, max_len)
+        if prompts.num_plain and config.text_as is None:
+            how_many = f"{prompts.num_plain} of {prompts.total} prompts"
+            model.warn_without_template(f"{config.path} is asked {how_many}", "--text_as")
         settings = settings_of(config, model, scorer.checkpoint)
         file = AnswerFile(config.out, settings, config.overwrite)
         if file.is_complete:

@@ -38,8 +38,6 @@ from dschat.offline.evaluate import Metrics
 from dschat.offline.flags import OWN_TASKS, EvalConfig
 from dschat.offline.rows import Progress
 
-logger = logging.getLogger("dschat")
-
 _TOKENS = 8192  # of one forward
 
 
@@ -75,11 +73,8 @@ class Harness:
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(self._config.seed)
         kinds = {task.OUTPUT_TYPE for task in self._tasks["tasks"].values()}
-        is_raw = model.tokenizer.chat_template and not self._config.apply_chat_template
-        if is_raw and kinds != {"loglikelihood_rolling"}:
-            logger.warning(
-                "%s is asked without its chat template; see --apply_chat_template", label
-            )
+        if not self._config.apply_chat_template and kinds != {"loglikelihood_rolling"}:
+            model.warn_without_template(f"{label} is asked", "--apply_chat_template")
         found = evaluate(
             EngineModel(model, self._config, label),
             self._tasks,

@@ -27,6 +27,7 @@ from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content, Example, normalize
 from dschat.data.sources.splits import BROKEN, check_allowed, open_source
+from dschat.data.sources.turns import is_plain
 from dschat.inference.protocol import Rollout
 from dschat.models.continued_text import whole_texts
 from dschat.observability import console
@@ -94,6 +95,7 @@ class Prompts:
     Attributes:
         total: number of rows.
         longest: tokens of the longest prompt.
+        num_plain: rows whose prompt is text without a chat's marks.
 
     Raises:
         UserError: a row that ``--on_bad_row`` does not allow, or no usable rows.
@@ -102,8 +104,11 @@ class Prompts:
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, max_len: int) -> None:
         self._rows, self._tokenizer, self._max_len = rows, tokenizer, max_len
         self._dropped: Counter[str] = Counter()
-        lengths = [len(row.ids) for row in self]
-        self.total, self.longest = len(lengths), max(lengths, default=0)
+        self.total = self.longest = self.num_plain = 0
+        for row in self:
+            self.total += 1
+            self.longest = max(self.longest, len(row.ids))
+            self.num_plain += is_plain(row.prompt)
         # A chat that the tokenizer's template refuses has a prompt.
         is_refused = any("template" in problem for problem in self._dropped)
         why = ", ".join(f"{count} with {problem}" for problem, count in self._dropped.items())

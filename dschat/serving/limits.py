@@ -118,7 +118,7 @@ class Guard:
         return None
 
     def _may_enter(self, scope: Scope, authorization: bytes) -> bool:
-        if not self._keys or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in _OPEN_PATHS:
             return True
         kind, _, key = authorization.partition(b" ")
         is_known = [secrets.compare_digest(key.strip(), known) for known in self._keys]

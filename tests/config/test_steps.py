@@ -37,6 +37,23 @@ def test_batch_sizes_of_step_3():
     assert args.mini_batches_of(41, 1) == 1
 
 
+def test_the_smallest_rollout_is_one_answer_of_one_token():
+    lengths = {"max_prompt_seq_len": 1, "max_answer_seq_len": 1}
+    sizes = {"per_device_generation_batch_size": 1, "per_device_training_batch_size": 1}
+    for given in ({}, {"generation_batches": 1, "num_samples_per_prompt": 1}):
+        args = RLHFConfig(**MODELS, **lengths, **sizes, **given)
+        args.validate()
+        assert args.rollout_samples(1) == args.num_mini_batches == args.samples_under_way == 1
+
+
+def test_a_partial_rollout_has_more_samples_under_way():
+    sizes = {"per_device_generation_batch_size": 5, "per_device_training_batch_size": 2}
+    args = RLHFConfig(**MODELS, **sizes, num_samples_per_prompt=2, oversample=0.5)
+    assert args.samples_under_way == 5 * 2
+    args.partial_rollout = True
+    assert args.samples_under_way == 8 * 2  # of 7.5 prompts
+
+
 @pytest.mark.parametrize(
     "flags", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_answer_seq_len": 2}]
 )

@@ -5,6 +5,7 @@ from dialogues import REPLY, SYSTEM, USER
 
 from dschat.data.sources.adapters import Example, normalize
 from dschat.data.sources.known_datasets import ColumnAdapter
+from dschat.data.sources.turns import from_cell
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
@@ -131,3 +132,9 @@ def test_tools_that_are_none():
     row = {"messages": [USER("u"), REPLY("r")], "tools": ["search"]}
     got = normalize(row, ColumnAdapter(messages="messages"), "sft")
     assert "tools that are no list of JSON schemas" in got["problem"]
+
+
+@pytest.mark.parametrize("text", ["12", "null", "true", '"a"', "[1", ""])
+def test_a_cell_that_is_no_list_or_object_is_text(text):
+    assert from_cell(text) == text
+    assert from_cell(' [{"role": "user"}]') == [{"role": "user"}]

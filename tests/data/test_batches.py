@@ -4,7 +4,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat.data.batches import Endless, PromptBatches, PromptTable, StepBatches
+from dschat.data.batches import (
+    Endless,
+    PromptBatches,
+    PromptTable,
+    StepBatches,
+    position_of,
+    prompts_of,
+    seek,
+)
 from dschat.data.micro_batches import MicroBatchSize, collate_pairs, collate_sft
 
 ROWS, BUDGET = MicroBatchSize(1), MicroBatchSize(1, tokens=500)
@@ -117,17 +125,32 @@ def test_batches_move_to_a_device():
 
 
 def test_rows_that_stay_together_are_shuffled_as_one():
-    rows = [{"turn": (i, j), "dialogue": i} for i in range(9) for j in range(i % 4)]
-    drawn = set()
+    rows = [{"turn": (i, j), "dialogue": i} for i in range(10) for j in range(i % 4)]
+    drawn, whole = set(), [1, 2, 3, 5, 6, 7, 9]
     for seed in range(5):
         batches = StepBatches(rows, 5, ROWS, 0, 1, seed, together="dialogue")
         turns = [row["turn"] for step in batches.epoch(0) for row in step]
-        assert [len(step) for step in batches.epoch(0)] == [5, 5, 2]
+        assert [len(step) for step in batches.epoch(0)] == [5, 5, 3]
         dialogues = [i for i, j in turns if j == 0]
         assert turns == [(i, j) for i in dialogues for j in range(i % 4)]
-        assert sorted(dialogues) == [1, 2, 3, 5, 6, 7]
+        places = np.random.default_rng([seed, 0]).permutation(7)
+        assert dialogues == [whole[i] for i in places.argsort()]
         drawn.add(tuple(dialogues))
     assert len(drawn) == 5
+
+
+def test_sources_of_prompts_are_those_of_all_rows_or_none():
+    whole, bare = {"prompt": '"a"', "prompt_text": "a", "inputs": "{}"}, {"prompt_ids": [1]}
+    one, some = prompts_of([bare | whole]), prompts_of([bare | whole, bare])
+    assert (one.sources, one.texts, one.inputs) == (["a"], ["a"], [{}])
+    assert (some.sources, some.texts, some.inputs) == (None, None, None)
+
+
+def test_a_plain_iterator_has_no_position():
+    items = iter("abc")
+    seek(items, 2)
+    seek(None, 2)
+    assert (next(items), position_of(items), position_of(None)) == ("a", 0, 0)
 
 
 def test_ranks_by_tokens_take_whole_dialogues():

@@ -34,6 +34,13 @@ def test_rows_that_step_2_compares_are_split(write, row, is_split):
         assert open_source(write([row]), config).is_split(config) == expected
 
 
+@pytest.mark.parametrize("row", [{"prompt": "", "a": 1}, {"messages": [], "a": 1}])
+def test_a_column_that_was_found_need_not_be_named(write, row):
+    with pytest.raises(UserError, match=r"no usable rows: .*\(it has: ") as error:
+        load(write([row]), "rlhf")
+    assert "--columns prompt=COLUMN" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("row", "knobs"),
     [

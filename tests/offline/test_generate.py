@@ -246,6 +246,34 @@ def test_unusable_rows_are_dropped(models, write, tmp_path, caplog):
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "given", "says"),
+    [
+        (True, (), True),
+        (True, ("--text_as", "raw"), False),
+        (True, ("--text_as", "chat"), False),
+        (False, (), False),
+        (False, ("--chat_template", "chat.jinja"), True),
+    ],
+)
+def test_a_chat_model_that_is_asked_without_its_template(
+    template, given, says, models, write, tmp_path, caplog, monkeypatch
+):
+    """A base model is not, until a flag gives it a template."""
+    shutil.copytree(models / "llama", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }} w9 {% endfor %}")
+    if template:
+        shutil.copy("chat.jinja", "model/chat_template.jinja")
+    chat = [{"role": "user", "content": "w3"}]
+    write("asked.jsonl", [{"prompt": "w2"}, {"prompt": "w2\n\nAssistant:"}, {"prompt": chat}])
+    words = "--path model --data_path asked.jsonl --max_new_tokens 2 --out out.jsonl"
+    run(*words.split(), *given)
+    line = "model is asked 1 of 3 prompts without its chat template; see --text_as"
+    assert (line in caplog.messages) == says
+    assert ("without its" in caplog.text) == says
+
+
 def test_another_family_generates_with_its_own_module(models, prompts, tmp_path):
     import tiny_models
 

@@ -5,6 +5,7 @@ import torch
 from others_rewards import scores_of
 
 from dschat.config import UserError
+from dschat.rewards.call import adapted
 
 
 @pytest.mark.parametrize("pool", ["none", pytest.param("process", marks=pytest.mark.slow)])
@@ -67,6 +68,12 @@ def test_queries_of_openrlhf_are_what_the_model_read_and_wrote(rewards, samples)
     made.score(given.pick([0, 1]).joined([given.pick([0, 1]), given.pick([2, 3])])).result()
     pairs = zip(given.prompt_ids, given.answer_ids, "wxyz", strict=True)
     assert sorted(seen) == sorted((given.decode(p + a), given.decode(p), x) for p, a, x in pairs)
+
+
+@pytest.mark.parametrize("more", ["", ", bonus=1.0", ", **kwargs"])
+def test_a_function_of_openrlhf_may_take_more(more):
+    function = eval(f"lambda queries, prompts, labels{more}: 0.0")
+    assert adapted(function)[1] == "OpenRLHF"
 
 
 def test_worker_processes_cannot_log(rewards, others):

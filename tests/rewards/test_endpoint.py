@@ -98,6 +98,12 @@ def test_a_transient_failure_is_retried_after_growing_pauses(server, ask):
     assert third - second >= 0.1
 
 
+@pytest.mark.parametrize("status", [408, 425])
+def test_a_request_that_came_too_late_or_early_is_retried(status, server, ask):
+    server.reply = in_turn((status, b""), None)
+    assert ask(1).scores.tolist() == [0]
+
+
 def test_an_endpoint_that_refuses_connections(server, ask):
     server.url = "http://127.0.0.1:1"
     with pytest.raises(RewardError, match=r"cannot be reached: .*refused \(2 times\)"):

@@ -11,6 +11,7 @@ from http_client import FOREVER, answered, ask, begin, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
+from dschat.serving import app
 from dschat.serving.patience import Overloaded
 from dschat.serving.worker import EngineWorker
 
@@ -262,6 +263,26 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
     wait_until(lambda: is_idle(served))
 
 
+def test_a_client_that_never_reads_is_left(served, monkeypatch):
+    """A while after the time of its request; nothing is sent here, as to a full socket."""
+    monkeypatch.setattr(app, "_SEND_TIMEOUT_S", 0.05 - served.config.request_timeout_s)
+    closed = []
+    answers = SimpleNamespace(generation=SimpleNamespace(close=lambda: closed.append(1)))
+
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    async def follow():
+        stream = await served.server._respond(None, SimpleNamespace(stream=True), answers)
+        sending = asyncio.create_task(stream({"type": "http"}, never, never))
+        await asyncio.wait({sending}, timeout=30)
+        assert sending.done()
+        sending.exception()
+
+    asyncio.run(follow())
+    assert closed
+
+
 def test_a_full_queue(start, before, may_step):
     """Room for one that decodes and one that waits; the third is told to come back later, and of
     a request of several none waits.
@@ -344,6 +365,13 @@ def test_a_request_that_takes_too_long_has_not_lost_its_client(start, before, ma
     may_step.set()
     lines = metrics_of(slow)
     assert (status, float(lines['dschat_cancelled_total{model="tiny"}'])) == (504, 0)
+
+
+def test_the_health_of_a_server_whose_engine_has_ended(start):
+    server = start(max_num_seqs=1)
+    server.model.worker.close()
+    status, _, text = ask(server, "/health", b"", "GET")
+    assert (status, json.loads(text)) == (503, {"status": "failed", "models": ["tiny"]})
 
 
 @pytest.mark.parametrize("name", ["evil.example", "testserver"])

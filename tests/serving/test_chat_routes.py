@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from http_client import answered, ask
+from starlette.testclient import TestClient
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
 from dschat.serving import web_chat
+from dschat.serving.app import create_app
 from dschat.serving.schema import Preference
-from dschat.serving.web_chat import PreferenceFile
+from dschat.serving.web_chat import ChatScorer, PreferenceFile
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
 PREFERENCE = {"messages": MESSAGES, "chosen": "b", "rejected": "c"}
@@ -52,6 +54,18 @@ def test_a_conversation_that_is_far_too_long(num_turns, about, compared):
     status, _, text = ask(compared, "/api/score", body)
     assert (status, f"too long for the reward model by {about}" in text.decode()) == (400, True)
     assert re.search(rf"has {about}\d", text.decode())
+
+
+def test_a_conversation_that_just_fits_is_scored(compared):
+    scorer = ChatScorer(compared.config.reward_model, "fp32")
+    scorer._positions = 8
+    with pytest.raises(UserError) as error:
+        scorer.score(MESSAGES, ["a"])
+    scorer._positions = int(re.search(r"has (\d+)", str(error.value))[1])
+    assert len(scorer.score(MESSAGES, ["a"])) == 1
+    scorer._positions -= 1
+    with pytest.raises(UserError, match=r"by 1 tokens"):
+        scorer.score(MESSAGES, ["a"])
 
 
 def test_a_preference_is_a_row_of_step_2(compared, own_cache):
@@ -213,3 +227,16 @@ def test_pages_that_are_allowed(start):
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, page), text
     status, _, text = ask(served, "/v1/completions", body, Origin="http://other.example")
     assert (status, "--allow_origin" in json.loads(text)["error"]["message"]) == (403, True)
+
+
+def test_a_page_asks_without_its_key_what_it_may_send(start, tmp_path):
+    """As a browser does, which keeps the key for the request itself."""
+    page = "http://page.example"
+    server = start(allow_origin=[page]).server
+    app = create_app(server, ["right"], PreferenceFile(str(tmp_path / "p.jsonl")))
+    client = TestClient(app, base_url="http://127.0.0.1")
+    asks = {"Origin": page, "Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "authorization,content-type"
+    found = client.options("/v1/completions", headers=asks)
+    assert (found.status_code, found.headers["Access-Control-Allow-Origin"]) == (200, page)
+    assert client.get("/v1/models", headers={"Origin": page}).status_code == 401

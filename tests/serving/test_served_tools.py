@@ -55,6 +55,22 @@ def test_a_call(client, says):
     assert call.id
 
 
+def test_a_call_alone_has_no_content(client, says):
+    says(CALL.removeprefix("let me see "))
+    (choice,) = ask(client).choices
+    assert choice.message.content is None
+    assert choice.message.tool_calls
+
+
+def test_a_call_in_an_answer_that_was_cut_is_text(client, served, says):
+    """Who runs it would not know of what follows."""
+    says(CALL + " sun moon")
+    length = len(served.model.tokenizer.encode(CALL + " sun", add_special_tokens=False))
+    (choice,) = ask(client, max_tokens=length).choices
+    assert (choice.message.content, choice.finish_reason) == (CALL + " sun", "length")
+    assert choice.message.tool_calls is None
+
+
 def test_two_calls_streamed(client, says):
     says(CALL + CALL.removeprefix("let me see "))
     chunks = list(ask(client, stream=True))
@@ -171,6 +187,15 @@ def test_a_call_in_an_answer_that_was_begun(client, served, says, begun, count):
     finally:
         for tokenizer in each:
             tokenizer.chat_template = before
+
+
+def test_a_template_that_shows_no_tools(client, served, monkeypatch):
+    """A field of the request is named, not the flag of training."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(served.model.encoder, "chat_template", template)
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client)
+    assert error.value.body["message"].startswith("tools: the chat template does not show tools")
 
 
 def test_no_tools_are_shown_with_choice_none(client, served, says):

@@ -75,6 +75,15 @@ def test_penalties_are_those_of_vllm(served):
     assert logits[3] == 4.0
 
 
+def test_forced_tokens_are_the_prompts():
+    """Of an echo: repetition counts them, presence and frequency do not."""
+    body = CompletionRequest(prompt="a", presence_penalty=0.5, repetition_penalty=2.0)
+    shape = shape_of(body, None, 6)
+    request = Request([5], SamplingParams(), forced=[3])
+    request.sequences[0].answer = [3, 4]
+    assert shape(request.sequences[0], torch.ones(6)).tolist() == [1, 1, 1, 0.5, 0, 0.5]
+
+
 def test_penalties_change_an_answer(served):
     plain = complete(served, ignore_eos=True)
     other = complete(served, ignore_eos=True, frequency_penalty=2, presence_penalty=2)
@@ -187,6 +196,15 @@ def test_a_bad_word_without_tokens_forbids_nothing():
     shape = shape_of(CompletionRequest(prompt="a", bad_words=["b", "a"]), tokenizer, 4)
     request = Request([1], SamplingParams())
     assert shape(request.sequences[0], torch.zeros(4)).tolist() == [0, 0, 0, -math.inf]
+
+
+def test_a_bad_word_is_forbidden_behind_all_of_its_tokens():
+    tokenizer = SimpleNamespace(encode=lambda text, **_: [1, 2, 3])
+    shape = shape_of(CompletionRequest(prompt="a", bad_words=["b"]), tokenizer, 4)
+    sequence = Request([1], SamplingParams()).sequences[0]
+    for answer, last in (([0, 2], 0.0), ([2], 0.0), ([0, 1, 2], -math.inf)):
+        sequence.answer = answer
+        assert shape(sequence, torch.zeros(4)).tolist() == [0, 0, 0, last]
 
 
 @pytest.mark.parametrize(("told", "why"), [("", "tokens are forbidden"), ("no:\nmore", "(no)")])

@@ -111,6 +111,15 @@ def test_an_answer_that_met_a_stop_string_is_cancelled_and_takes_no_more_tokens(
     assert cancelled[0] == [0]
 
 
+def test_an_echo_that_ends_within_its_prompt_has_drawn_no_tokens():
+    """Not less than none, which no counter takes."""
+    engine = SimpleNamespace(problem=lambda entries: None, stop_ids=())
+    worker = SimpleNamespace(engine=engine, submit=lambda *_: object())
+    model = SimpleNamespace(worker=worker, tokenizer=Tokenizer())
+    request = Request([1], SamplingParams(), forced=[2, 3])
+    assert Generation(model, [request], [], 0.0, echoes=True).completion_tokens == 0
+
+
 def test_a_chunk_without_text_has_an_empty_delta():
     model = SimpleNamespace(name="m", tokenizer=Tokenizer())
     answers = ChatFormat(SimpleNamespace(model=model, num_choices=1), has_logprobs=False)
