@@ -112,6 +112,7 @@ def test_answers_that_run_when_the_server_is_stopped(drain_s, signum, tmp_path):
     argv += ["--max_num_seqs", "4", "--drain_s", str(drain_s)]
     command = forked.Command(argv, signum, after_file="asked")
     printed = tmp_path / "runs/0/stdout"
+    forked.run("-c", "")  # NOTE: the forks' server dies with the thread that starts it
     with ThreadPoolExecutor(7) as pool:
         stopped = pool.submit(forked.run_all, tmp_path, None, [command])
         wait_until(lambda: printed.exists() and printed.read_text().endswith("\n"))
