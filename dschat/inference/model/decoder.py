@@ -22,7 +22,7 @@ from dschat.inference.kernels.cuda import ACTIVATIONS
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import Latent, Layer, Mlp, Norm
+from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
 from dschat.inference.model.step_kernels import StepKernels
@@ -73,7 +73,7 @@ class Decoder:
         if spec.alibi:
             slopes = alibi_slopes(spec.num_heads).view(self._group.size, weights.num_heads)
             self.slopes = slopes[self._group.rank].to(device)
-        self._constants: dict[float, Tensor] = {}
+        self._norm = Norms(spec.norm_eps)
         self._layers: list[Layer] = []
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
@@ -90,7 +90,8 @@ class Decoder:
         """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all.
         Collective in the tensor-parallel group.
 
-        ``kernels``: of a captured step; those for the attention run it.
+        ``kernels``: of a captured step; those for the attention run it. ``carried``: None, see
+        `ModuleDecoder.step`.
         """
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
@@ -213,11 +214,12 @@ class Decoder:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
         x = self._add_norm(w.norm1, h, added, step, w.qkv) if spec.pre_norm else h
-        if w.qkv is not None:
+        if w.latent is not None:
+            mixed = self._latent(i, w.latent, x, step)
+        else:
+            assert w.qkv is not None
             heads = self._heads(w, step.product(w.qkv, x), step)
             mixed = step.attend(i, heads, w.layout, w.scores)
-        else:
-            mixed = self._latent(i, w.latent, x, step)
         mixed = step.product(w.out, mixed)
 
         def add_up(partial_sum: Tensor, norm: Norm | None = None) -> Tensor:
@@ -264,9 +266,8 @@ class Decoder:
             heads[:, w.layout.q].mul_(step.query_scales)
         return heads
 
-    def _latent(self, i: int, latent: Latent | None, x: Tensor, step: "_Step") -> Tensor:
+    def _latent(self, i: int, latent: Latent, x: Tensor, step: "_Step") -> Tensor:
         """(T, E) -> what attention returns in layer ``i``, (T, H * value size)."""
-        assert latent is not None
         w, rotate = self._layers[i], None
         if w.rotary is not None:
             rotate = partial(w.rotary.rotate_, rows=step.rows[w.rotary])
@@ -372,25 +373,6 @@ class Decoder:
         if step.cuda is not None and step.cuda.runs("norm"):
             return step.cuda.add_norm(norm, h, added, eps, following)
         return self._norm(norm, h if added is None else h.add_(added), eps)
-
-    def _norm(self, norm: Norm, x: Tensor, eps: float | None = None) -> Tensor:
-        weight, eps = norm.scale, self.spec.norm_eps if eps is None else eps
-        if norm.bias is not None:
-            return F.layer_norm(x, weight.shape, weight, norm.bias, eps)
-        if weight.dtype != x.dtype:
-            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-        if x.is_cuda or x.dtype != torch.float32:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        # x / sqrt(mean(x^2) + eps): takes less than half the time of F.rms_norm on a CPU.
-        # Constants are tensors: a Python number would be converted in every call.
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        norms.mul_(self._constant(weight.shape[0] ** -0.5)).hypot_(self._constant(eps**0.5))
-        return x.div(norms).mul_(weight)
-
-    def _constant(self, value: float) -> Tensor:
-        if value not in self._constants:
-            self._constants[value] = torch.tensor(value)
-        return self._constants[value]
 
 
 class _Step(NamedTuple):
