@@ -121,6 +121,11 @@ class StepEstimate:
 
 Estimator = Callable[[CommonConfig, int], StepEstimate]  # of a step on a number of processes
 
+# On a CPU, of the activations: what a micro-batch of other lengths leaves unused between the blocks
+# that malloc keeps. Measured on SmolLM2 with chats: 0.6 (PPO) to 0.8 (reward model); 0 where all
+# rows are equally long.
+HOLES = 0.8
+
 
 class StepEstimator(Generic[Config]):
     """Estimates one step on one device: memory of its models and of their passes."""
@@ -269,6 +274,7 @@ class StepEstimator(Generic[Config]):
 
         On a CPU host memory is device memory, and saving the learners, one file at a time, is a
         mode of its own: a file holds copies, and the small ones reuse blocks that malloc retains.
+        What it keeps between blocks of other sizes, `HOLES`, counts in all modes.
         """
         uses = [model.use.frozen for model in present if isinstance(model, Learner)]
         sizes = max((self._models.sizes(use) for use in uses), key=lambda s: s.total)
@@ -280,6 +286,8 @@ class StepEstimator(Generic[Config]):
             host["file being written"] = written // self._device.processes_here
         else:
             persistent, host = persistent + host, Items()
+            most = max(mode.items["activations"] for mode in modes)
+            persistent["kept by malloc"] = round(HOLES * most)
             retained = self._retained(leftover) or 0
             reused = min(retained, written * sizes.in_small // sizes.total)
             saving = {"file being written": written - reused, "activations": retained}

@@ -186,7 +186,7 @@ _ORDER = (
     *("model weights", "actor weights", "critic weights", "reference weights", "reward weights"),
     "teacher weights",
     *("gradients", "optimizer states", "moving average", "rollout copy", "KV cache"),
-    *("activations", "logits", "buffers", "file being written", "libraries"),
+    *("activations", "kept by malloc", "logits", "buffers", "file being written", "libraries"),
 )
 
 
