@@ -31,11 +31,15 @@ Work = Literal["sft", "policy", "value"]
 
 
 class Batch(NamedTuple):
-    """Rows of equal length that share no prompt, and how many columns of each a pass reads."""
+    """Rows of equal length, and how many columns of each a pass reads. ``num_prompts``: prompts of
+    ``prompt_len`` tokens that the rows share; 0: none is shared.
+    """
 
     num_rows: int
     seq_len: int
     num_read: int
+    num_prompts: int = 0
+    prompt_len: int = 0
 
 
 class Interval(NamedTuple):
@@ -105,8 +109,12 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
         The live memory without parameters, buffers, rows and complete gradients.
     """
     ids = np.zeros((batch.num_rows, batch.seq_len), np.int64)
+    shared = None
+    if batch.num_prompts:
+        ids[:, 0] = np.arange(batch.num_rows) * batch.num_prompts // batch.num_rows
+        shared = [batch.prompt_len] * batch.num_rows
     # Rows read their first columns: memory does not depend on which.
-    rows = pack(list(ids), [range(batch.num_read)] * batch.num_rows).to("meta")
+    rows = pack(list(ids), [range(batch.num_read)] * batch.num_rows, shared).to("meta")
     ledger = _Ledger(module, rows, vocab_size if work != "value" else 0)
     trained = [p for p in module.parameters() if p.requires_grad] if train else []
     handles = [p.register_post_accumulate_grad_hook(ledger.gradient_done) for p in trained]

@@ -204,8 +204,8 @@ class StepEstimator(Generic[Config]):
             num_rows = max(1, math.ceil(share * tokens * ranks / rows.seq_len))
             rows = rows._replace(num_rows=min(num_rows, step_rows))
         count = math.ceil(step_rows / rows.num_rows) * ranks  # those of each rank in turn
-        lengths = (-(-length // ranks) for length in (rows.seq_len, rows.num_read))
-        return Batch(rows.num_rows, *lengths), count
+        lengths = {n: -(-getattr(rows, n) // ranks) for n in ("seq_len", "num_read", "prompt_len")}
+        return rows._replace(**lengths), count
 
     def _retained(self, small: int) -> int | None:
         """Bytes that malloc retains of ``small`` bytes in freed small blocks; None on a GPU."""

@@ -21,6 +21,7 @@ from dschat.estimate.memory import (
     count,
     fullest,
     held_by,
+    token_budget,
 )
 from dschat.estimate.models import Sizes, Use
 from dschat.hybrid import RolloutChoice, rollout_choice, runs_module
@@ -55,8 +56,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         columns = c.longest_row, c.max_answer_seq_len
         rows = Batch(c.per_device_training_batch_size, *columns)
         batch, num_micro_batches = self._micro_batch(rows, c.mini_batch_size(1))
+        batch = self._with_shared_prompts(batch)
         held[1]["activations"] = self._kept_on_host(learners, batch)
-        scored, _ = self._micro_batch(rows, c.rollout_samples(1))
+        scored = self._with_shared_prompts(self._micro_batch(rows, c.rollout_samples(1))[0])
         evaluated, _ = self._micro_batch(Batch(c.eval_batch_size, *columns), c.eval_batch_size)
         leftover = self._leftover(learners, batch)
 
@@ -243,6 +245,17 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         return Items({"rollout copy": max(rollout.weights, whole // tp_size)})
 
     # -- modes -------------------------------------------------------------------------------------
+
+    def _with_shared_prompts(self, batch: Batch) -> Batch:
+        """``batch`` where a step has all answers to its prompts, and rows, not tokens, fill it."""
+        c, rows = self._config, batch.num_rows
+        samples = c.num_samples_per_prompt
+        if samples == 1 or token_budget(c) or c.mini_batch_size(1) % samples:
+            return batch
+        # A micro-batch may have the last answers to one prompt and the first ones to another.
+        straddles = bool(rows % samples and samples % rows)
+        prompts = min(rows, -(-rows // samples) + straddles)
+        return batch._replace(num_prompts=prompts, prompt_len=c.max_prompt_seq_len)
 
     def _without_states(self, generation: Items, learners: Sequence[Learner]) -> Items:
         """``generation``, less the optimizer states that are moved away meanwhile."""

@@ -106,6 +106,19 @@ def test_columns_that_are_not_read_have_no_logits(opt):
     assert 0 < few.logits <= 4 * 4 * 2 * 64 * 50272 < all_but_one.logits
 
 
+@pytest.mark.parametrize("work", ["policy", "value"])
+def test_a_shared_prompt_counts_once(opt, work):
+    """Eight answers of 32 tokens to two prompts of 64: the tokens of 384, not of 768."""
+    use = Use(opt("350m"), "--x", "lm" if work == "policy" else "score", BF16)
+    shared, equal, whole = (
+        Models().run(use, work, batch, train=True).intervals[0]
+        for batch in (Batch(8, 96, 32, 2, 64), Batch(4, 96, 64), Batch(8, 96, 32))
+    )
+    assert shared.live == pytest.approx(equal.live, rel=0.02)
+    layers = (run.live - run.logits for run in (shared, whole))
+    assert next(layers) < 0.6 * next(layers)
+
+
 def test_a_family_that_cannot_be_packed(tiny):
     """Padded by default; ``--packing on`` is the error of the run itself."""
     use = Use(tiny("bloom"), "--x", "lm", FP32)

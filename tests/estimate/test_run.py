@@ -32,6 +32,25 @@ def test_step_3_is_estimated_from_the_base_models(opt):
     assert "reward model: 1.316B parameters" in done.models[2]
 
 
+def test_what_a_cpu_keeps_and_which_prompts_share(tiny):
+    fields = {"actor_model_name_or_path": tiny("llama"), "per_device_generation_batch_size": 8}
+    fields |= {"advantage_estimator": "grpo", "reward_fn": ["length"], "max_prompt_seq_len": 96}
+    fields |= {"max_answer_seq_len": 32, "per_device_training_batch_size": 8}
+    training = []
+    for samples, size in ((1, 8), (8, 8), (8, 4)):
+        given = {"num_samples_per_prompt": samples, "per_device_training_batch_size": size}
+        request = PlanRequest({3: fields | given}, 1, 1)
+        modes = make_estimator(request)(request.config(3), 1).modes
+        training += [mode.items for mode in modes if mode.name == "training"]
+    several, one, half = (items["activations"] for items in training)
+    assert one < 0.6 * several  # a prompt once for its eight answers: 352 tokens of 1,024
+    assert half > 0.4 * several  # four answers a step are of four prompts
+    for items in training:
+        assert items["kept by malloc"] >= 0.7 * items["activations"]
+    on_gpu, _ = estimated(fields | {"num_samples_per_prompt": 8}, gib=40)
+    assert "kept by malloc" not in on_gpu.peak.items
+
+
 @pytest.mark.slow
 def test_66b_on_64_devices(opt):
     fields = {
