@@ -236,16 +236,14 @@ def test_recipes_exist(name):
     assert [r for r in found if not (ROOT / f"training/recipes/{r}.yaml").is_file()] == []
 
 
-def test_metrics_exist():
-    """The names in tuning.md are those that the code writes."""
-    named = {
-        code
-        for code in inline(PAGES["tuning.md"])
-        if re.fullmatch(r"(time|throughput|memory|rollout|policy|train)/\w+", code)
-    }
+@pytest.mark.parametrize("name", ["tuning.md", "troubleshooting.md"])
+def test_metrics_exist(name):
+    """The metrics that a page names are those that the code writes."""
+    kinds = r"(time|throughput|memory|rollout|policy|train|objective|completions|val|eval)/[\w/]+"
+    named = {code for code in inline(PAGES[name]) if re.fullmatch(kinds, code)}
     code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
     assert len(named) > 10
-    assert {metric for metric in named if f'"{metric}"' not in code} == set()
+    assert {m for m in named if f'"{m.removesuffix("/NAME")}' not in code} == set()
 
 
 OTHERS = {"DSCHAT_LAUNCHED_BY", "DSCHAT_API_KEYS"}  # of the launcher, and of `dschat serve`
