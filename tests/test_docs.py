@@ -5,7 +5,6 @@ Commands are taken from the ``sh`` blocks and carried out in a folder of placeho
 that has no line in ``PROGRAMS`` fails.
 """
 
-import ast
 import csv
 import json
 import os
@@ -40,12 +39,13 @@ from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, parser
 from dschat.data.sources.known_datasets import _LABEL_COLUMNS, ADAPTERS, GENERIC
-from dschat.distributed import stop_signals
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
 from dschat.offline.rows import AnswerLines, Rows
 
+AT_ROOT = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md"]
 each_page = pytest.mark.parametrize("name", [*PAGES, "README.md"])
+with_links = pytest.mark.parametrize("name", [*PAGES, *AT_ROOT])
 
 
 def commands() -> list[list[str]]:
@@ -206,7 +206,7 @@ def test_flags_exist(name):
     assert {flag for flag in named - theirs if not known_flag(flag)} == set()
 
 
-@each_page
+@with_links
 def test_links_and_paths_resolve(name):
     page, here = text_of(name), (ROOT / "docs" / name).parent if name in PAGES else ROOT
     links = [link for link in re.findall(r"\]\(([^)#]+)", page) if "://" not in link]
@@ -222,7 +222,7 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@each_page
+@with_links
 def test_links_to_headings_resolve(name):
     here = (ROOT / "docs" / name).parent if name in PAGES else ROOT
     links = re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", text_of(name))
@@ -273,40 +273,6 @@ def test_families_are_counted():
     kinds = ["refused" if "refused" in c else c.partition(" ")[2] or "not loaded" for c in cells]
     listed = tables(PAGES["families.md"], "families", "who generates", "such as")
     assert {row[0]: int(row[1]) for row in listed} == Counter(kinds)
-
-
-# -- architecture.md
-
-
-def contract(name: str, key: str) -> list[str]:
-    """A list of the import contract ``name`` in pyproject.toml."""
-    found = text_of("pyproject.toml").partition(f'name = "{name}"')[2].partition("[[")[0]
-    return ast.literal_eval(re.search(rf"\n{key} = (\[.*?\])", found, re.DOTALL)[1])
-
-
-def test_packages_are_in_the_layers_of_the_contract():
-    order = contract("Packages import lower layers only", "layers")[:0:-1]  # without __main__
-    packages = {name: n for n, layer in enumerate(order) for name in layer.split(" | ")}
-    rows = tables(PAGES["architecture.md"], "layer", "package", "content")
-    listed = {row[1].strip("`"): int(row[0]) for row in rows}
-    assert listed.keys() == packages.keys()
-    ranks = [(listed[name], packages[name]) for name in listed]
-    assert all((a[0] < b[0]) <= (a[1] < b[1]) for a in ranks for b in ranks)
-
-
-@pytest.mark.parametrize("page", [PAGES["architecture.md"], text_of("CONTRIBUTING.md")])
-def test_packages_that_import_deepspeed(page):
-    (named,) = re.findall(r"Only (.*) import deepspeed", page)
-    forbidden = contract("Only runtime and checkpoint import DeepSpeed", "source_modules")
-    packages = {row[1].strip("`") for row in tables(PAGES["architecture.md"], "content")}
-    assert packages - {m.removeprefix("dschat.") for m in forbidden} == set(inline(named))
-
-
-@pytest.mark.parametrize("name", ["architecture.md", "multi-node.md", "resuming.md"])
-def test_signals_are_those_that_stop_a_run(name):
-    page = PAGES[name].replace("Ctrl-C", "SIGINT")
-    named = set(re.findall(r"\bSIG[A-Z]+[12]?\b", page)) - {"SIGKILL"}
-    assert named == {signal.name for signal in stop_signals.SIGNALS}
 
 
 # -- README
