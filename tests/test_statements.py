@@ -1,14 +1,19 @@
-"""What docs/architecture.md and the files at the root say of the code is true."""
+"""What pages and the files at the root say of the code: layers, signals, flags, families."""
 
 import ast
+import csv
 import re
+from collections import Counter
+from dataclasses import fields
 
 import pytest
 import yaml
-from documentation import PAGES, ROOT, inline, tables, text_of
+from documentation import COMMANDS, CONFIGS, PAGES, ROOT, inline, tables, text_of
 
 import dschat
+from dschat.chat.load import ChatConfig
 from dschat.distributed import stop_signals
+from dschat.launch import recipe
 
 
 def contract(name: str, key: str) -> list[str]:
@@ -56,3 +61,20 @@ def test_files_for_others_can_be_read():
     questions = [item for form in forms for item in form.get("body", [])]
     assert len(questions) > 4
     assert all({"type", "attributes"} <= item.keys() for item in questions)
+
+
+def test_every_flag_is_on_a_page():
+    pages = "".join([*PAGES.values(), text_of("README.md")])
+    named = {name.replace("-", "_") for name in re.findall(r"--(?:step\d\.)?([\w-]*\w)", pages)}
+    named |= {name.removeprefix("no_") for name in named}
+    configs = [*CONFIGS.values(), *COMMANDS.values(), recipe.TrainConfig, ChatConfig]
+    flags = {field.name for config in configs for field in fields(config)}
+    assert flags - named == {"runs"}  # of dschat report, without a name
+
+
+def test_families_are_counted():
+    with (ROOT / "docs" / "families.csv").open(newline="") as file:
+        cells = [row["rollout"] for row in csv.DictReader(file)]
+    kinds = ["refused" if "refused" in c else c.partition(" ")[2] or "not loaded" for c in cells]
+    listed = tables(PAGES["families.md"], "families", "who generates", "such as")
+    assert {row[0]: int(row[1]) for row in listed} == Counter(kinds)
