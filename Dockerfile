@@ -1,7 +1,7 @@
 # dschat in a container.
 #   docker build -t dschat .                              torch for CUDA
 #   docker build -t dschat --build-arg DEVICE=cpu .       torch for CPUs, much smaller
-#   docker run --gpus all --ipc host -v "$PWD/output:/work/output" dschat train --recipe demo
+#   docker run --gpus all --ipc host -v "$PWD/output:/workspace/output" dschat train --recipe demo
 # torch's CUDA build brings its own CUDA libraries; of the host only the driver is needed.
 FROM python:3.11-slim-bookworm
 
@@ -20,9 +20,9 @@ RUN if [ "$DEVICE" = cpu ]; then export PIP_EXTRA_INDEX_URL=https://download.pyt
 COPY . .
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
-RUN useradd --create-home --uid 1000 dschat && install --directory --owner dschat /work
+RUN useradd --create-home --uid 1000 dschat && install --directory --owner dschat /workspace
 USER 1000
-WORKDIR /work
+WORKDIR /workspace
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENTRYPOINT ["dschat"]
 CMD ["--help"]

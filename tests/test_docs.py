@@ -243,7 +243,8 @@ def test_metrics_exist(name):
     named = {code for code in inline(PAGES[name]) if re.fullmatch(kinds, code)}
     code = "".join(path.read_text() for path in (ROOT / "dschat").rglob("*.py"))
     assert len(named) > 10
-    assert {m for m in named if f'"{m.removesuffix("/NAME")}' not in code} == set()
+    written = {m: f'"{m}"'.replace('/NAME"', "") for m in named}
+    assert {m for m in named if written[m] not in code} == set()
 
 
 OTHERS = {"DSCHAT_LAUNCHED_BY", "DSCHAT_API_KEYS"}  # of the launcher, and of `dschat serve`
