@@ -3,11 +3,13 @@
     python benchmarks/families.py
     python benchmarks/families.py llama gemma3 qwen3_5 --log families.log
     python benchmarks/families.py --columns rollout speed
-    python benchmarks/families.py --markdown docs/families.md
+    python benchmarks/families.py --csv docs/families.csv
+    python benchmarks/families.py qwen3_5 --columns rollout speed --csv docs/families.csv
 
 Random weights in fp32, rows longer than every window, chunk, top-k and original length. A cell is a
 gap, a speed, ``ok``, or what went wrong; ``refused`` is one line that a user reads before weights
-load. One JSON line per family; tracebacks go to ``--log``. Exits with 1 if a cell failed.
+load. One JSON line per family; tracebacks go to ``--log``. Exits with 1 if a cell failed. ``--csv``
+replaces the cells of these families and columns in a file; its other cells stay.
 
 | column | what |
 |---|---|
@@ -26,6 +28,7 @@ transformers' `generate` with our draws (fallback).
 """
 
 import argparse
+import csv
 import gc
 import json
 import logging
@@ -35,7 +38,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -212,7 +215,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--log", default="/dev/null", help="file for tracebacks")
-    parser.add_argument("--markdown", help="file for the table")
+    parser.add_argument("--csv", type=Path, help="file for the table")
     args = parser.parse_args()
     if unknown := set(args.families) - set(family_configs.FAMILIES):
         parser.error(f"unknown: {' '.join(sorted(unknown))}")
@@ -231,40 +234,25 @@ def main() -> None:
     for family, name, cell in faults:
         note(f"{family}, {name}: {cell[:150]}")
     note(f"{len(rows)} families, {len(faults)} failed cells in {len({f for f, *_ in faults})}")
-    if args.markdown:
-        Path(args.markdown).write_text(markdown(rows))
+    if args.csv:
+        write_table(args.csv, rows, args.columns)
     sys.exit(bool(faults))
 
 
-def markdown(rows: dict[str, dict[str, str]]) -> str:
-    """The table, and under it each distinct line that a cell had no room for."""
-    reasons: list[str] = []
+def write_table(path: Path, rows: dict[str, dict[str, str]], columns: Sequence[str]) -> None:
+    """Put ``columns`` of ``rows`` into the table at ``path``, which may hold other cells."""
+    table: dict[str, dict[str, str]] = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            table = {row.pop("family"): row for row in csv.DictReader(file)}
+    for family, cells in rows.items():
+        fresh = {column: cells.get(column, "") for column in {"loads", *columns}}
+        table[family] = table.get(family, {}) | fresh
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ("family", *COLUMNS), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"family": family, **table[family]} for family in sorted(table))
 
-    def brief(cell: str) -> str:
-        if _gap(cell) is not None or _is_ratio(cell) or cell in ("", "ok"):
-            return cell
-        reason = cell.removeprefix(REFUSED)
-        if reason not in reasons:
-            reasons.append(reason)
-        return (
-            f"{'refused' if cell.startswith(REFUSED) else 'FAILED'} ({reasons.index(reason) + 1})"
-        )
-
-    lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for family, row in rows.items():
-        lines.append(f"| {family} | {' | '.join(brief(row.get(c, '')) for c in COLUMNS)} |")
-    listed = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([*_HEADER, *lines, "", *listed]) + "\n"
-
-
-_HEADER = (
-    "# Families",
-    "",
-    "Written by `python benchmarks/families.py --markdown`, with tiny random checkpoints of every",
-    "causal-LM family of transformers. Figures are the largest gaps, in nats or logits; `--help`",
-    "says what each column compares. What a cell has no room for stands below the table.",
-    "",
-)
 
 if __name__ == "__main__":
     main()

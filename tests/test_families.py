@@ -1,5 +1,6 @@
 """`benchmarks/families.py`: what people post-train loads, samples, trains, saves and reloads."""
 
+import csv
 import importlib.util
 from pathlib import Path
 
@@ -135,3 +136,18 @@ def test_generate_of_transformers_runs_what_the_engine_does_not(family, tmp_path
             generator.generate(prompts[i:j], sampled, range(i, j)) for i, j in ((3, 5), (0, 3))
         ]
     assert parts[1].token_ids + parts[0].token_ids == whole.token_ids
+
+
+def test_the_table_keeps_cells_that_were_not_tried_again(tmp_path):
+    path = tmp_path / "families.csv"
+    both = {"loads": "0", "rollout": "1e-06 blocks", "speed": "4.0x"}
+    benchmark.write_table(
+        path, {"llama": both, "bert": {"loads": "refused: no, not this"}}, benchmark.COLUMNS
+    )
+    benchmark.write_table(path, {"llama": {"loads": "0", "speed": "5.0x"}}, ("speed",))
+    benchmark.write_table(path, {"afmoe": {"loads": "0", "speed": "1.0x"}}, ("speed",))
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [row["family"] for row in rows] == ["afmoe", "bert", "llama"]
+    assert [row["speed"] for row in rows] == ["1.0x", "", "5.0x"]
+    assert [row["rollout"] for row in rows] == ["", "", "1e-06 blocks"]
+    assert rows[1]["loads"] == "refused: no, not this"

@@ -79,7 +79,7 @@ class Episode:
 
 
 class EpisodeRunner:
-    """Answers prompts in episodes with ``engine``. Not for captured steps.
+    """Answers prompts in episodes with ``engine``.
 
     Args:
         make: a new environment.
