@@ -109,14 +109,8 @@ class StepEstimate:
     @property
     def fits(self) -> bool:
         """Whether it fits into device and host memory."""
-        return self.excess == 0
-
-    @property
-    def excess(self) -> int:
-        """Bytes that do not fit, of device and host memory together."""
-        on_device = max(0, self.peak.total - self.device.memory)
-        host_memory = self.device.host_memory
-        return on_device + (0 if host_memory is None else max(0, self.host.total() - host_memory))
+        on_host = self.device.host_memory is None or self.host.total() <= self.device.host_memory
+        return on_host and self.peak.total <= self.device.memory
 
 
 Estimator = Callable[[CommonConfig, int], StepEstimate]  # of a step on a number of processes

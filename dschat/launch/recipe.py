@@ -89,8 +89,8 @@ class TrainConfig(ClusterConfig):
     dry_run: bool = flag(False, "Print the commands, run nothing.", short=True)
     plan: bool = flag(
         False,
-        "Print the estimated memory of each step, on a GPU its time and cost too, whether it fits, "
-        "and what to change if not; run nothing. Exit code 0 in both cases.",
+        "Print the estimated memory of each step, on a GPU its time and cost too, and whether it "
+        "fits; run nothing. Exit code 0 in both cases.",
         short=True,
     )
     report: bool = flag(True, "Write OUT/report.html at the end.", short=True)

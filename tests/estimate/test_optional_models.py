@@ -1,4 +1,4 @@
-"""The optional models of a step: critic, reference, reward model."""
+"""The optional models of a step: critic, reference, reward model, teacher."""
 
 import pytest
 import torch
@@ -99,3 +99,16 @@ def test_the_policy_on_pairs_by_hand(tiny):
     ]
     assert title_of(live) == "DPO"
     assert live.number == 2
+
+
+def test_a_teacher_can_be_offloaded(tiny):
+    """Its weights are counted at its own size, and go to the host."""
+    llama, gpt2 = tiny("llama"), tiny("gpt2")
+    fields = {"actor_model_name_or_path": llama, "critic_model_name_or_path": llama}
+    before, _ = estimated(fields | {"teacher_model_name_or_path": gpt2})
+    size = Models().sizes(Use(gpt2, "--x", "lm", torch.bfloat16)).total
+    scoring = next(mode for mode in before.modes if mode.name == "scoring")
+    assert scoring.items["teacher weights"] == pytest.approx(2 * size, rel=0.01)
+    away, _ = estimated(fields | {"teacher_model_name_or_path": gpt2, "offload": ["teacher"]})
+    assert all("teacher weights" not in mode.items for mode in away.modes)
+    assert any(line.startswith("teacher: ") for line in away.models)
