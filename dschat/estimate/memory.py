@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -111,9 +111,6 @@ class StepEstimate:
         """Whether it fits into device and host memory."""
         on_host = self.device.host_memory is None or self.host.total() <= self.device.host_memory
         return on_host and self.peak.total <= self.device.memory
-
-
-Estimator = Callable[[CommonConfig, int], StepEstimate]  # of a step on a number of processes
 
 
 class StepEstimator(Generic[Config]):

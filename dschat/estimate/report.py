@@ -1,13 +1,13 @@
 """Estimates every step of a request: the tables of ``--plan`` and the lines of the log."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.errors import first_line
 from dschat.estimate import PlanRequest
 from dschat.estimate.devices import GIB, find_device
 from dschat.estimate.hours import time_lines
-from dschat.estimate.memory import Estimator, StepEstimate, SupervisedEstimator
+from dschat.estimate.memory import StepEstimate, SupervisedEstimator
 from dschat.estimate.models import MODEL_ERRORS, Models
 from dschat.estimate.rlhf import RLHFEstimator
 
@@ -27,11 +27,9 @@ def tables(request: PlanRequest) -> str:
     Raises:
         UserError: a model without a readable configuration, or settings that DeepSpeed rejects.
     """
-    estimator, texts = make_estimator(request), []
-    for number in sorted(request.steps):
-        estimate = estimator(request.config(number), request.num_processes)
-        texts.append("\n".join([table(estimate), *time_lines(estimate, request, estimator)]))
-    return "\n\n".join(texts)
+    estimator = make_estimator(request)
+    estimates = map(estimator, sorted(request.steps))
+    return "\n\n".join("\n".join([table(e), *time_lines(e, request)]) for e in estimates)
 
 
 def log_lines(request: PlanRequest) -> Iterator[str]:
@@ -39,24 +37,22 @@ def log_lines(request: PlanRequest) -> Iterator[str]:
     estimator = make_estimator(request)
     for number in sorted(request.steps):
         try:
-            estimate = estimator(request.config(number), request.num_processes)
-            yield line(estimate)
+            yield line(estimator(number))
         except UserError as error:
             yield f"no plan: step {number}: {error}"
 
 
-def make_estimator(request: PlanRequest) -> Estimator:
-    """A function from a step's configuration, and a number of processes, to its estimate on the
-    request's device.
-    """
+def make_estimator(request: PlanRequest) -> Callable[[int], StepEstimate]:
+    """A function from the number of a step to its estimate on the request's device."""
     device, models = find_device(request), Models(request.made_from)
 
-    def estimate(config: CommonConfig, num_processes: int) -> StepEstimate:
+    def estimate(number: int) -> StepEstimate:
+        config = request.config(number)
         try:
             if isinstance(config, RLHFConfig):
-                return RLHFEstimator(models, device, num_processes, config).estimate()
+                return RLHFEstimator(models, device, request.num_processes, config).estimate()
             assert isinstance(config, SupervisedConfig)
-            return SupervisedEstimator(models, device, num_processes, config).estimate()
+            return SupervisedEstimator(models, device, request.num_processes, config).estimate()
         except UserError:
             raise
         except MODEL_ERRORS as error:

@@ -112,9 +112,6 @@ class TrainConfig(ClusterConfig):
     plan_price: Optional[float] = flag(
         None, "Dollars of a device hour for --plan; default: hours only.", short=True, ge=0
     )
-    plan_nodes: Optional[list[int]] = flag(
-        None, "Numbers of nodes to compare in --plan, with this batch and with the fastest.", ge=1
-    )
     plan_tokens: Optional[list[int]] = flag(
         None,
         "Mean tokens of a prompt and of an answer for --plan's times; default: the maxima.",

@@ -27,7 +27,7 @@ def test_step_3_is_estimated_from_the_base_models(opt):
     request = PlanRequest(steps, 1, 1, 80.0)
     assert PlanRequest.from_json(request.to_json()) == request
     assert request.base_models == {opt("1.3b")}
-    done = make_estimator(request)(request.config(3), 1)
+    done = make_estimator(request)(3)
     assert isinstance(done.config, RLHFConfig)
     assert done.models[0].startswith("actor: 1.316B parameters")
     assert "reward model: 1.316B parameters" in done.models[2]
@@ -47,7 +47,7 @@ def test_66b_on_64_devices(opt):
         "per_device_training_batch_size": 4,
         "eval_batch_size": 4,
     }
-    done, _ = estimated(fields, num_processes=64)
+    done = estimated(fields, num_processes=64)
     items = done.peak.items
     total = 65_719_701_504  # parameters of transformers' OPT-66B
     share = -(-total // 64)
@@ -60,7 +60,7 @@ def test_66b_on_64_devices(opt):
 
 def test_a_step_fits_that_device_and_host_have_room_for(tiny):
     fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32, "offload": ["auto"]}
-    done, _ = estimated(fields, number=1)
+    done = estimated(fields, number=1)
     device, host = done.peak.total, done.host.total()
     assert done.host["optimizer states"] > 0
     for there, here, says in (

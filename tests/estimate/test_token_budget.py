@@ -19,7 +19,7 @@ def peaks(tiny, number: int, rows: int, times: int, **more) -> dict[str, int]:
         fields |= {"reward_fn": ["exact_match"], "num_samples_per_prompt": 2}
     else:
         fields |= {"per_device_eval_batch_size": 1}
-    done, _ = estimated(fields | more, number)
+    done = estimated(fields | more, number)
     return {mode.name: mode.total for mode in done.modes}
 
 

@@ -88,5 +88,5 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch, gpus_here):
     request = dataclasses.replace(request, steps=steps)
     estimator = make_estimator(request)
     for number in request.steps:
-        estimate = estimator(request.config(number), request.num_processes)
+        estimate = estimator(number)
         assert estimate.fits, (number, estimate)
