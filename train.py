@@ -140,7 +140,6 @@ def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequ
         config.device_memory_gib,
         config.plan_device,
         config.plan_price,
-        config.plan_nodes,
         config.plan_tokens,
         config.plan_examples,
     )

@@ -1,7 +1,7 @@
 """Measures what it saves to score complete prompts while others are still generated.
 
     python benchmarks/early_rewards.py
-    python benchmarks/early_rewards.py --sample_s 0.01 --batch_size 64
+    python benchmarks/early_rewards.py --sample_s 0.01
 
 Times whole GRPO iterations with an endpoint that takes ``--sample_s`` for each sample of a request,
 on answers of geometric lengths: 64 tokens on average and 320 at most. Side ``after`` asks it when
@@ -59,7 +59,6 @@ def endpoint(sample_s: float) -> ThreadingHTTPServer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample_s", type=float, default=0.05, help="seconds of a sample")
-    parser.add_argument("--batch_size", type=int, default=4, help="samples of a request, at most")
     parser.add_argument("--prompts", type=int, default=16, help="with four answers each")
     parser.add_argument("--hidden", type=int, default=384, help="width of the model")
     parser.add_argument("--layers", type=int, default=6)
@@ -79,8 +78,9 @@ def main() -> None:
         max_answer_seq_len=LONGEST,
         kl_coef=0.0,
         actor_learning_rate=0.0,
-        reward_url=f"http://127.0.0.1:{server.server_port}/",
-        reward_url_batch_size=args.batch_size,
+        reward_fn=["http"],
+        reward_args=[f"http.url=http://127.0.0.1:{server.server_port}/"],
+        reward_pool="thread",
     )
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden}

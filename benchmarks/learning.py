@@ -141,7 +141,7 @@ def settings(recipe: str, flags: list[str], one_step: bool) -> RLHFConfig:
     given = load_recipe(recipe, ROOT / "training" / "recipes").values[3]
     given |= parser.given(RLHFConfig, flags)
     # Both sides use the reward function of the task.
-    given |= {"reward_fn": ["exact_match"], "reward_args": None, "reward_url": None}
+    given |= {"reward_fn": ["exact_match"], "reward_args": None}
     given |= {"actor_model_name_or_path": "the SFT model", "reward_model_name_or_path": ""}
     config = RLHFConfig(**given)
     if one_step:

@@ -155,7 +155,7 @@ def estimated_peak(work: Path, size: str, step: int) -> tuple[int, str]:
     from dschat.estimate.report import make_estimator
 
     request = PlanRequest({step: fields(work, size, step)}, num_processes=1, processes_here=1)
-    estimate = make_estimator(request)(request.config(step), 1)
+    estimate = make_estimator(request)(step)
     peak = estimate.peak
     # All rows are equally long: malloc keeps nothing between blocks.
     others = estimate.device.libraries + peak.items["kept by malloc"]

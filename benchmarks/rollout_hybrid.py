@@ -240,7 +240,7 @@ def tp2(case: Case, dtype: torch.dtype, rounds: int) -> dict:
 
 class Collectives(TorchDispatchMode):
     """Context that counts calls of torch.distributed's collectives, and the bytes of every bucket
-    of gathered weights (all ranks' shards, also through shared memory).
+    of gathered weights (all ranks' shards).
     """
 
     def __init__(self) -> None:
@@ -313,7 +313,6 @@ def refresh_memory(side: Side) -> dict:
         "refresh_peak_extra_bytes": peak,
         "stream_peak_extra_bytes": stream_peak,
         "largest_bucket_bytes": largest_bucket,
-        "host_shared_bytes": 0 if on_gpu else dist.shared_bytes(),  # by all ranks, throughout
         "largest_tensor_bytes": max(s.numel * s.tensor.element_size() for s in shards),
         "refresh_peak_per_bucket": rounded(peak / largest_bucket),
         "stream_peak_per_bucket": rounded(stream_peak / largest_bucket),

@@ -91,7 +91,11 @@ def workplace(tmp_path, monkeypatch):
         Path("models", name).symlink_to(resolve_model("builtin/tiny"))
     Path("output/demo/step3_rlhf").mkdir(parents=True)  # what other commands have trained
     Path("output/demo/step3_rlhf/actor").symlink_to(resolve_model("builtin/tiny"))
-    Path("training").symlink_to(ROOT / "training")
+    for name in ("guess_game", "calculator"):  # what examples/ have written
+        Path("output/data", name).mkdir(parents=True)
+        Path("output/data", name, "train.jsonl").write_text(json.dumps(pairs[0]))
+    for name in ("training", "examples"):
+        Path(name).symlink_to(ROOT / name)
     return tmp_path
 
 
@@ -133,8 +137,8 @@ def python(words: list[str]) -> None:
     elif words[0] == "benchmarks/real_models.py":
         models = (ROOT / words[0]).read_text().partition("MODELS = {")[2]
         assert all(f'"{name}": ' in models for name in words[1:])
-    elif words[0] == "examples/reasoning_gym_tasks.py":
-        assert (ROOT / words[0]).is_file()  # tests/test_examples.py runs it
+    elif words[0].startswith("examples/"):
+        assert (ROOT / words[0]).is_file()  # tests/test_*example*.py run them
     elif words[0] == "chat.py":
         end = words.index("<") if "<" in words else len(words)
         parser.parse(ChatConfig, words[1:end], takes_file=False)

@@ -6,6 +6,4 @@ chat_rows    builtin/chat: preference rows about that world
 gold_scorer  scores any answer to a question of that world by rule
 arithmetic   builtin/arithmetic: sums and differences with verifiable answers, and an environment
              that allows another attempt after a wrong one
-calculator   builtin/calculator: products, and the tool that works them out
-guess_game   builtin/guess: games of guessing a number, and their environment
 """

@@ -124,7 +124,7 @@ class DataConfig(ReadConfig):
     data_path: list[str] = flag(
         ["builtin/chat"],
         "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat (or "
-        "/arithmetic, /calculator, /guess), or hub names (`NAME:CONFIG` for one configuration); "
+        "/arithmetic, /addition), or hub names (`NAME:CONFIG` for one configuration); "
         "`PATH:WEIGHT` blends several.",
         short=True,
         reads="files",

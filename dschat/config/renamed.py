@@ -57,6 +57,8 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
         new["packing"] = "on" if old("packing") else "off"
     if old("add_eot_token") is not None:
         new["eot_token"] = (old("eot_token") or "<|endoftext|>") if old("add_eot_token") else None
+    if old("reward_url") is None:  # of recorded settings: the endpoint was none
+        new = {n: v for n, v in new.items() if n not in ("reward_url", "reward_url_weight")}
     if old("unsupervised_dataset_name") and old("unsupervised_dataset_config_name"):
         names = old("unsupervised_dataset_name"), old("unsupervised_dataset_config_name")
         new["unsupervised_dataset_name"] = ":".join(names)

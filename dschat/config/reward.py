@@ -1,5 +1,4 @@
-"""Flags of the reward sources: reward model, Python functions, HTTP endpoint, and environments,
-whose episodes have several turns; and of their weights.
+"""Flags of the reward sources, and of their weights: reward model, Python functions, environments.
 
 Part of `dschat.config.RLHFConfig`; ``dschat generate`` and ``dschat eval`` have the sources too.
 The score of an answer is the weighted sum of its sources.
@@ -23,8 +22,8 @@ class RewardSourcesConfig:
     reward_model_name_or_path: str = flag(
         "",
         "Reward model (step 2's folder); default: --critic_model_name_or_path, or none with "
-        "--reward_fn or --reward_url. If its tokenizer is not the actor's, answers are "
-        "retokenized and the critic starts from the actor.",
+        "--reward_fn. If its tokenizer is not the actor's, answers are retokenized and the critic "
+        "starts from the actor.",
         short=True,
     )
     reward_model_weight: float = flag(
@@ -33,7 +32,7 @@ class RewardSourcesConfig:
     reward_fn: Optional[list[str]] = flag(
         None,
         "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
-        "math_equal, regex_match, length, json_schema, format_tags, judge, judge_group, "
+        "math_equal, regex_match, length, json_schema, format_tags, http, judge, judge_group, "
         "judge_reference); append :WEIGHT if not 1 (0: only log).",
         short=True,
         reads="files",
@@ -44,21 +43,11 @@ class RewardSourcesConfig:
         "NAME.KEY=@COLUMN for a column of the data.",
         needs="reward_fn",
     )
-    reward_url: Optional[str] = flag(
-        None, "HTTP endpoint that scores prompts and answers, POST of JSON; see docs/rewards.md."
-    )
-    reward_url_weight: float = flag(1.0, "Weight of the endpoint's score.", needs="reward_url")
-    reward_url_batch_size: int = speed_flag(64, "Samples per request to --reward_url.", ge=1)
-    reward_retries: int = log_flag(
-        3, "Retries of a failed request, with exponential backoff.", ge=0
-    )
-    reward_timeout_s: float = log_flag(
-        60.0, "Timeout of one function call or request, in seconds.", gt=0
-    )
+    reward_timeout_s: float = log_flag(60.0, "Timeout of one function call, in seconds.", gt=0)
     reward_pool: Literal["none", "thread", "process"] = speed_flag(
         "none",
         "Run functions in the training process (none), or concurrently with generation in threads "
-        "(I/O bound) or processes (CPU bound). Coroutines and requests are always concurrent.",
+        "(I/O bound) or processes (CPU bound). Coroutines are always concurrent.",
     )
     reward_workers: int = speed_flag(4, "Workers of --reward_pool per process.", ge=1)
     on_reward_error: Literal["error", "skip"] = flag(
@@ -69,15 +58,8 @@ class RewardSourcesConfig:
 
     @property
     def has_reward_functions(self) -> bool:
-        """Whether functions or an endpoint score."""
-        return bool(self.reward_fn or self.reward_url)
-
-    def validate_rewards(self) -> None:
-        url = self.reward_url
-        require(
-            url is None or url.startswith(("http://", "https://")),
-            f"--reward_url {url} must begin with http:// or https://",
-        )
+        """Whether functions score."""
+        return bool(self.reward_fn)
 
 
 @dataclass
@@ -101,7 +83,7 @@ class RewardTrainingConfig(RewardSourcesConfig):
     )
     eval_pass_source: Optional[str] = flag(
         None,
-        "Source whose score decides passing: a function's name, http or reward_model; default: the "
+        "Source whose score decides passing: a function's name or reward_model; default: the "
         "weighted sum.",
     )
 
@@ -175,12 +157,11 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
 
     @property
     def has_reward_functions(self) -> bool:
-        """Whether functions, an endpoint or an environment score."""
+        """Whether functions or an environment score."""
         by_flag = self.environment is not None or super().has_reward_functions
         return by_flag or self.scores_with_objects
 
     def validate_rewards(self) -> None:
-        super().validate_rewards()
         for flag_name, excludes in (
             ("--partial_rollout", self.partial_rollout),
             ("--no_enable_hybrid_engine", not self.enable_hybrid_engine),

@@ -367,7 +367,7 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         if not (self.reward_model_name_or_path or self.has_reward_functions):
             require(
                 self.has_teacher,
-                "nothing scores; name --reward_model_name_or_path, --reward_fn or --reward_url",
+                "nothing scores; name --reward_model_name_or_path or --reward_fn",
             )
             self.validate_teacher_alone(self.advantage_estimator, self.dynamic_sampling)
 

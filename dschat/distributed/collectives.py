@@ -1,14 +1,7 @@
-"""Collectives with one code path for one process and for many, and memory that the processes of one
-host share.
-"""
+"""Collectives with one code path for one process and for many."""
 
-import functools
-import logging
-import mmap
-import os
 import pickle
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,90 +10,6 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from dschat.distributed.env import is_main_process, rank, world_size
-
-logger = logging.getLogger("dschat")
-
-
-class AlternatingBuffers:
-    """Two buffers that all processes have mapped, used in turn.
-
-    With two buffers one collective per use is enough: before a process writes into a buffer again,
-    it has been in a collective with all others, which had finished reading that buffer by then.
-    """
-
-    def __init__(
-        self, is_first: bool, gather: Callable[[Any], list[Any]], folder: str = "/dev/shm"
-    ) -> None:
-        """``is_first``: whether this is rank 0. ``gather``: `gather_objects`. ``folder``: in
-        memory.
-        """
-        self._is_first, self._gather, self._folder = is_first, gather, folder
-        self._buffer_bytes = 0  # of one
-        self._turn = 0
-        self._region: Tensor | None = None
-        self._works = True
-
-    def next(self, num_bytes: int) -> Tensor | None:
-        """The next buffer, (num_bytes,) uint8; None on all ranks without shared memory.
-
-        Collective where the buffers must grow. The other buffer stays readable.
-        """
-        if self._works and num_bytes > self._buffer_bytes:
-            self._grow(num_bytes)
-        if self._region is None:
-            return None
-        self._turn ^= 1
-        return self._region[self._turn * self._buffer_bytes :][:num_bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of both buffers; all processes share them."""
-        return 0 if self._region is None else self._region.numel()
-
-    def _grow(self, num_bytes: int) -> None:
-        self._region = None  # unmap before more is allocated
-        self._buffer_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = 2 * self._buffer_bytes
-        path = self._gather(_created(size, self._folder) if self._is_first else None)[0]
-        region = _attached(path, size)
-        self._works = all(self._gather(region is not None))
-        if self._is_first and path is not None:
-            os.unlink(path)  # the memory stays as long as it is mapped
-        if self._works:
-            self._region = region
-        else:
-            logger.debug("no shared memory of %d bytes for all processes", size)
-
-
-def _created(size: int, folder: str) -> str | None:
-    """Path of a new file in ``folder`` with ``size`` allocated bytes; None where they are not
-    available.
-
-    Writing to bytes that a container does not have would kill the process.
-    """
-    try:
-        handle, path = tempfile.mkstemp(prefix="dschat-", dir=folder)
-    except OSError:
-        return None
-    try:
-        os.posix_fallocate(handle, 0, size)
-        return path
-    except (OSError, AttributeError):  # no such call on this system
-        os.unlink(path)
-        return None
-    finally:
-        os.close(handle)
-
-
-def _attached(path: str | None, size: int) -> Tensor | None:
-    if path is None:
-        return None
-    try:
-        with open(path, "r+b") as file:
-            mapped = mmap.mmap(file.fileno(), size)
-    except (OSError, ValueError):  # a file of another host, perhaps of the same name
-        return None
-    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def barrier() -> None:
@@ -148,9 +57,7 @@ def all_gather_shards(
 
     ``parts[i]`` (sizes[i],) is this process's shard of tensor i, on any device, all of one dtype;
     item i of the result (world_size * sizes[i],), on ``device``, holds all ranks' shards of it in
-    rank order. Extra memory on CUDA: all tensors once, and one of them again; on a CPU host: all
-    tensors twice, shared by its processes. The result is valid until the second call after this
-    one.
+    rank order. Extra memory: all tensors once, on CUDA one of them again.
     """
     world, total = world_size(), sum(sizes)
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -161,51 +68,14 @@ def all_gather_shards(
             local[offset : offset + size].copy_(part)
         _all_gather(joined.view(-1), local)
         return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
-    dtype = parts[0].dtype
-    shared = _buffers("shards").next(world * total * dtype.itemsize)
-    # Without shared memory: a sum with zeros. gloo's all-gather makes a flat copy of its output and
-    # takes 1.5 times as long.
-    joined = torch.zeros(world * total, dtype=dtype) if shared is None else shared.view(dtype)
+    # A sum with zeros: gloo's all-gather makes a flat copy of its output and takes 1.5 times as
+    # long.
+    joined = torch.zeros(world * total, dtype=parts[0].dtype)
     for part, offset, size in zip(parts, offsets, sizes, strict=True):
         first = world * offset + rank() * size
         joined[first : first + size].copy_(part)
-    torch_dist.all_reduce(joined if shared is None else torch.zeros(1))
+    torch_dist.all_reduce(joined)
     return (joined[world * o : world * (o + n)] for o, n in zip(offsets, sizes, strict=True))
-
-
-_PIECE_BYTES = 16 * 2**20  # of all ranks; two buffers fit into the 64 MiB that a container may have
-
-
-def gather_on_host(output: Tensor, shard: Tensor, group: Any = None) -> bool:
-    """Collective. Flat ``shard`` (n,) of every rank into ``output`` (ranks * n,), both on the CPU,
-    through memory that all processes share; False, and nothing done, where they have none or
-    ``group`` has only some of them.
-    """
-    if world_size() == 1 or torch_dist.get_world_size(group) < world_size():
-        return False
-    world, size = world_size(), shard.element_size()
-    by_rank, step = output.view(world, -1), _PIECE_BYTES // (world * size)
-    for start in range(0, shard.numel(), step):
-        piece = shard[start : start + step]
-        shared = _buffers("pieces").next(_PIECE_BYTES)
-        if shared is None:
-            return False
-        all_pieces = shared[: world * piece.numel() * size].view(shard.dtype).view(world, -1)
-        all_pieces[rank()].copy_(piece)
-        torch_dist.all_reduce(torch.zeros(1))
-        by_rank[:, start : start + step].copy_(all_pieces)
-    return True
-
-
-def shared_bytes() -> int:
-    """Shared memory of a CPU host's processes for `all_gather_shards`; freed by `shutdown`."""
-    return _buffers("shards").num_bytes
-
-
-@functools.cache
-def _buffers(use: str) -> AlternatingBuffers:
-    """The pair of buffers for ``use``: shards or pieces."""
-    return AlternatingBuffers(is_main_process(), gather_objects)
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -323,6 +193,5 @@ class RankGroup:
 
 
 def forget_group() -> None:
-    """Drop the groups and buffers of the process group that is being destroyed."""
+    """Drop the groups of the process group that is being destroyed."""
     _handles.clear()
-    _buffers.cache_clear()

@@ -25,7 +25,6 @@ class PlanRequest:
         device_name: a name in `dschat.estimate.devices`; None: this machine's device, or any GPU of
             ``device_memory_gib``.
         price: dollars of a device hour.
-        nodes: numbers of nodes to compare.
         tokens: mean tokens of a prompt and of an answer; None: the longest.
         examples: of an epoch.
     """
@@ -36,7 +35,6 @@ class PlanRequest:
     device_memory_gib: Optional[float] = None
     device_name: Optional[str] = None
     price: Optional[float] = None
-    nodes: Optional[Sequence[int]] = None
     tokens: Optional[Sequence[int]] = None
     examples: Optional[int] = None
 

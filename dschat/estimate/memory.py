@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -109,17 +109,8 @@ class StepEstimate:
     @property
     def fits(self) -> bool:
         """Whether it fits into device and host memory."""
-        return self.excess == 0
-
-    @property
-    def excess(self) -> int:
-        """Bytes that do not fit, of device and host memory together."""
-        on_device = max(0, self.peak.total - self.device.memory)
-        host_memory = self.device.host_memory
-        return on_device + (0 if host_memory is None else max(0, self.host.total() - host_memory))
-
-
-Estimator = Callable[[CommonConfig, int], StepEstimate]  # of a step on a number of processes
+        on_host = self.device.host_memory is None or self.host.total() <= self.device.host_memory
+        return on_host and self.peak.total <= self.device.memory
 
 # On a CPU, of the activations: what a micro-batch of other lengths leaves unused between the blocks
 # that malloc keeps. Measured on SmolLM2 with chats: 0.6 (PPO) to 0.8 (reward model); 0 where all

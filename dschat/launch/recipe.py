@@ -89,8 +89,8 @@ class TrainConfig(ClusterConfig):
     dry_run: bool = flag(False, "Print the commands, run nothing.", short=True)
     plan: bool = flag(
         False,
-        "Print the estimated memory of each step, on a GPU its time and cost too, whether it fits, "
-        "and what to change if not; run nothing. Exit code 0 in both cases.",
+        "Print the estimated memory of each step, on a GPU its time and cost too, and whether it "
+        "fits; run nothing. Exit code 0 in both cases.",
         short=True,
     )
     report: bool = flag(True, "Write OUT/report.html at the end.", short=True)
@@ -111,9 +111,6 @@ class TrainConfig(ClusterConfig):
     )
     plan_price: Optional[float] = flag(
         None, "Dollars of a device hour for --plan; default: hours only.", short=True, ge=0
-    )
-    plan_nodes: Optional[list[int]] = flag(
-        None, "Numbers of nodes to compare in --plan, with this batch and with the fastest.", ge=1
     )
     plan_tokens: Optional[list[int]] = flag(
         None,

@@ -1,7 +1,7 @@
 """Decides which steps of a run are trained, from which models, and why.
 
 All three steps; steps 1 and 2 if step 2 trains the policy on pairs (DPO, IPO, KTO); steps 1 and 3
-if functions or an endpoint score, or a teacher is all that step 3 learns from. A finished step on
+if functions score, or a teacher is all that step 3 learns from. A finished step on
 disk is reused or refused; an interrupted one resumes, starts over, or is refused.
 
 A step's training_config.yaml has its settings. Its COMPLETE file has their context: the working
@@ -99,7 +99,7 @@ def select_steps(config: TrainConfig, values: Values) -> tuple[dict[int, Trainin
         return dict(STEPS), [
             "step 3 also scores with the reward model of step 2; --step 1 3 leaves it out"
         ]
-    scores = "--reward_fn or --reward_url scores"
+    scores = "--reward_fn scores"
     if not rlhf.has_reward_functions:
         scores = "--teacher_model_name_or_path alone is learned from"
     return {1: STEPS[1], 3: STEPS[3]}, [f"{scores}: no reward model, so no step 2"]

@@ -1,13 +1,13 @@
 """Validates config.json and generation_config.json; an invalid field is a one-line error naming it.
 
-transformers checks some fields when it reads a configuration, others when it builds the model, and
-many never. It raises any exception: AttributeError, ZeroDivisionError, IndexError. So every
-exception here is blamed on the file. No weights are read.
+transformers checks the types of fields when it reads a configuration, and some values when it
+builds the model. It raises any exception: AttributeError, ZeroDivisionError, IndexError. So every
+exception here is blamed on the file. Other wrong sizes do not fit the weights, see
+`dschat.models.load`. No weights are read.
 """
 
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,20 +22,9 @@ from dschat.models.checkpoint_tensors import text_part
 
 Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
 
-# transformers' common field names; `attribute_map` translates those of a model family.
-_SIZES = {  # upper bounds, far above any model, against damaged files
-    "vocab_size": 100_000_000,
-    "hidden_size": 1_000_000,
-    "intermediate_size": 10_000_000,
-    "num_hidden_layers": 2_000,  # building a million layers takes hours
-    "num_attention_heads": 100_000,
-    "num_key_value_heads": 100_000,
-    "head_dim": 100_000,
-    "max_position_embeddings": 10_000_000_000,
-}
 _BOOLEANS = ("is_causal", "is_decoder", "output_hidden_states", "output_attentions", "return_dict")
-_ROPE = {"rope_theta": math.inf, "factor": math.inf, "partial_rotary_factor": 1}
-_MAX_LABELS = 10_000  # transformers builds a table of their names
+# Upper bounds, far above any model: building a million layers takes hours.
+_SIZES = {"num_hidden_layers": 2_000, "num_attention_heads": 100_000, "num_labels": 10_000}
 
 
 def read_config(files: CheckpointFiles, raw: dict[str, Any]) -> PretrainedConfig:
@@ -54,7 +43,8 @@ def read_config(files: CheckpointFiles, raw: dict[str, Any]) -> PretrainedConfig
     if not isinstance(text, PretrainedConfig):
         reason = f"not of a {type(config).__name__}"
         raise _wrong_field(files, CONFIG, "text_config", text, reason)
-    for fault in _config_faults(text):
+    own_names = getattr(text, "attribute_map", {})
+    for fault in _wrong_sizes({n: vars(text).get(own_names.get(n, n)) for n in _SIZES}):
         raise _wrong_field(files, CONFIG, *fault)
     with blamed_on(files, CONFIG):
         return text_part(config, raw)
@@ -114,67 +104,26 @@ def muted(level: int) -> Iterator[None]:
 
 
 def _raw_faults(raw: Mapping[str, Any]) -> Iterator[Fault]:
-    """Invalid fields that transformers does not check, or spends hours on."""
-    names, code, kind = raw.get("architectures"), raw.get("auto_map"), raw.get("model_type")
+    """Invalid fields that transformers does not check."""
+    names, kind = raw.get("architectures"), raw.get("model_type")
     if names is not None and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)
     ):
         yield "architectures", names, "not a list of class names"
-    if "auto_map" in raw and not isinstance(code, dict):
-        yield "auto_map", code, "not an object"
     # Without model_type, transformers guesses it from the path.
-    if not (isinstance(kind, str) and kind) and not code:
+    if not (isinstance(kind, str) and kind) and not raw.get("auto_map"):
         yield "model_type", kind, "not the name of an architecture"
     for field in _BOOLEANS:
         if not isinstance(raw.get(field), bool | None):
             yield field, raw[field], "neither true nor false"
-    for size, most in _SIZES.items():  # some classes divide by them
-        value = raw.get(size)
-        if isinstance(value, (str, float, bool)) or (isinstance(value, int) and value < 1):
-            yield size, value, f"not a whole number from 1 to {most:,}"
-    labels = raw.get("num_labels")
-    if isinstance(labels, (int, float)) and labels > _MAX_LABELS:
-        yield "num_labels", labels, f"more than {_MAX_LABELS:,}"
+    yield from _wrong_sizes(raw)
 
 
-def _config_faults(config: PretrainedConfig) -> Iterator[Fault]:
-    """Fields with values that no model supports."""
-    names = getattr(config, "attribute_map", {})
+def _wrong_sizes(values: Mapping[str, Any]) -> Iterator[Fault]:
     for size, most in _SIZES.items():
-        values = _of_all_layers(config, size)  # in some families a list, one per layer
-        for value in values if values and isinstance(values, (list, tuple)) else [values]:
-            if value is not None and not (type(value) is int and 1 <= value <= most):
-                yield names.get(size, size), values, f"not a whole number from 1 to {most:,}"
-    heads = _of_all_layers(config, "num_attention_heads")
-    groups = _of_all_layers(config, "num_key_value_heads")
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        yield "num_key_value_heads", groups, f"not a divisor of the {heads} attention heads"
-    for name, value in vars(config).items():
-        is_epsilon = name.endswith(("_eps", "_epsilon")) and value is not None
-        if is_epsilon and not (_is_number(value) and 0 <= value < 1):
-            yield name, value, "not a number from 0 to 1"
-    rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # one for all layers, or one per layer type
-        for name, limit in _ROPE.items():
-            value = settings.get(name, 1.0) if isinstance(settings, dict) else 1.0
-            if not (_is_number(value) and 0 < value <= limit):
-                yield f"rope_parameters.{name}", value, f"not a number above 0 and up to {limit}"
-
-
-def _of_all_layers(config: PretrainedConfig, name: str) -> Any:
-    """The value of a field; None if it is absent, computed by the class (XLNet's length of -1), or
-    differs between layers.
-    """
-    if isinstance(getattr(type(config), name, None), property):
-        return None
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
-        return None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        value = values.get(size)
+        if isinstance(value, (int, float)) and not 1 <= value <= most:
+            yield size, value, f"not from 1 to {most:,}"
 
 
 def _reason(error: BaseException) -> str:

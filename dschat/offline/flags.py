@@ -81,7 +81,6 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig, AnswersConfig):
         self.validate_answers()
         columns_by_role(self.columns, ("prompt", "messages"))
         require_encoding(self.encoding)
-        self.validate_rewards()
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Scores answers with Python functions and an HTTP endpoint.
+"""Scores answers with Python functions.
 
     loader            makes --reward_fn and callables into named, weighted functions
     call              a function's samples, and its call: one value per sample, or a one-line fault
-    endpoint          the source that posts samples to --reward_url, with retries
+    endpoint          the ready-made function http: posts samples to an endpoint, with retries
     library           the ready-made functions: exact_match, math_equal, ...
     judge             those that ask a language model, whose verdicts are cached
     math_answers      compares two answers as mathematics

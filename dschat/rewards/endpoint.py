@@ -1,8 +1,9 @@
-"""Scores samples with an HTTP endpoint; posts JSON, retried on transient failures.
+"""The ready-made function ``http``, and what it shares with the judges: an HTTP endpoint that is
+asked by POST of JSON, retried on transient failures.
 
-The request is ``{"prompts": [...], "prompt_messages": [...], "answers": [...], "finish_reasons":
-[...], COLUMN: [...]}``, each list with one entry per sample. The reply is ``{"rewards": [...]}``,
-one entry per sample: a number, a list of one number per token of the answer, or null.
+The request of ``http`` is ``{"prompts": [...], "prompt_messages": [...], "answers": [...],
+"finish_reasons": [...], COLUMN: [...]}``, each list with one entry per sample. The reply is
+``{"rewards": [...]}``, one entry per sample: a number, a list of one number per token, or null.
 """
 
 import http.client
@@ -10,16 +11,17 @@ import json
 import time
 import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Samples, Values, values_of
-from dschat.user_code.calls import Fault, Pool, shortened, within
+from dschat.config.errors import require
+from dschat.config.fields import require_valid
+from dschat.rewards.call import GIVEN
+from dschat.user_code.calls import Fault, shortened, within
 
-ENDPOINT = "http"  # the name of the source
+_LONGEST_REQUEST_S = 900.0  # with its retries
 _FIRST_PAUSE_S = 0.5  # doubles with every retry
-LONGEST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 30.0
 _TRANSIENT = {408, 425, 429}  # and 5xx: the same request may work later
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 _CHUNK_BYTES = 1 << 16
@@ -27,55 +29,72 @@ _LARGEST_BYTES = 1 << 28  # of a reply
 _DETAIL_BYTES = 1000  # of the body of an error
 
 
+@dataclass
 class Endpoint:
-    """A reward source: posts samples to ``reward_url``."""
+    """An HTTP endpoint that scores answers."""
 
-    overlaps = takes_parts = True
+    url: str = ""
+    timeout_s: float = 60.0  # of a request
+    retries: int = 3
 
-    def __init__(self, config: RewardSourcesConfig) -> None:
-        assert config.reward_url
-        self.name = ENDPOINT
-        self.label = f"--reward_url {config.reward_url}"
-        self.weight = config.reward_url_weight
-        self._config, self._url = config, config.reward_url
-        self._threads = Pool(config.reward_workers)
-        self.close = self._threads.close
+    name: ClassVar[str]
+    example: ClassVar[str]  # of a URL
 
-    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
-        """One request per batch; no attempt at it takes longer than the timeout."""
-        size = self._config.reward_url_batch_size
-        parts = [samples.part(start, start + size) for start in range(0, len(samples), size)]
-        return [self._threads.submit(self._batch, part) for part in parts]
+    def __post_init__(self) -> None:
+        flag = f"--reward_args {self.name}."
+        require_valid(self, flag)
+        require(bool(self.url), f"is missing its endpoint: {flag}url={self.example}")
+        require(
+            self.url.startswith(("http://", "https://")),
+            f"{flag}url={self.url} must begin with http:// or https://",
+        )
+        require(self.retries >= 0, f"{flag}retries must be at least 0")
+        require(self.timeout_s > 0, f"{flag}timeout_s={self.timeout_s} must be above 0")
+        attempts_s, pauses_s = (self.retries + 1) * self.timeout_s, self.retries * _LONGEST_PAUSE_S
+        self.limit_per_answer_s = attempts_s + pauses_s
+        require(
+            self.limit_per_answer_s <= _LONGEST_REQUEST_S,
+            f"{flag}timeout_s={self.timeout_s:g} takes {self.limit_per_answer_s:g} s with "
+            f"{self.retries} retries and their pauses; lower it or {self.name}.retries: "
+            f"at most {_LONGEST_REQUEST_S:g} s",
+        )
 
-    def _batch(self, samples: Samples) -> Values:
-        """The values of one request; the fault of all its samples if no attempt worked."""
-        lengths = [len(ids) for ids in samples.answer_ids]
-        limits = self._config.reward_timeout_s, self._config.reward_retries
+    def reply(self, url: str, body: bytes, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON that ``url`` replies to ``body``. Raises ``Fault``."""
         try:
-            reply = post(self._url, body_of(samples), *limits)
-            return values_of(rewards_of(reply), lengths)
+            return post(url, body, self.timeout_s, self.retries, headers)
         except Fault as fault:
-            return [fault] * len(samples)
+            longer = f"; raise {self.name}.timeout_s" if fault.timed_out else ""
+            raise Fault(f"got no reply: {url} {fault.problem}{longer}") from None
 
 
-def body_of(samples: Samples) -> bytes:
-    """The request for ``samples``."""
-    content = samples.columns | {
-        "prompts": samples.prompts,
-        "prompt_messages": samples.chats,
-        "answers": samples.answers,
-        "finish_reasons": samples.finish_reasons,
-    }
-    return json.dumps(content, default=str).encode()
+@dataclass
+class Http(Endpoint):
+    """The rewards that an endpoint of the user's gives, in one request per call."""
 
+    name = "http"
+    example = "http://host:8000/score"
 
-def rewards_of(content: Any) -> list[Any]:
-    """The list of a reply: at the top level, or under ``rewards`` or ``scores``."""
-    if isinstance(content, dict):
-        content = content.get("rewards", content.get("scores"))
-    if not isinstance(content, list):
-        raise Fault('answered JSON without a list "rewards"')
-    return content
+    def __call__(
+        self,
+        prompts: list[str],
+        prompt_messages: list[Any],
+        answers: list[str],
+        finish_reasons: list[str],
+        **columns: list[Any],
+    ) -> list[Any]:
+        request = {name: of for name, of in columns.items() if name not in GIVEN} | {
+            "prompts": prompts,
+            "prompt_messages": prompt_messages,
+            "answers": answers,
+            "finish_reasons": finish_reasons,
+        }
+        content = self.reply(self.url, json.dumps(request, default=str).encode())
+        if isinstance(content, dict):
+            content = content.get("rewards", content.get("scores"))
+        if not isinstance(content, list):
+            raise Fault(f'got a reply without a list "rewards" from {self.url}')
+        return content
 
 
 # -- one request -------------------------------------------------------------------------------
@@ -115,7 +134,7 @@ def post(
             fault = Fault(f"{failure.problem} ({times})", failure.timed_out)
             pause_s = max(_FIRST_PAUSE_S * 2**attempt, failure.wait_s)
         if attempt < retries:
-            time.sleep(min(pause_s, LONGEST_PAUSE_S))
+            time.sleep(min(pause_s, _LONGEST_PAUSE_S))
     raise fault
 
 

@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from dschat.config.errors import require
-from dschat.config.fields import read_named, require_valid
+from dschat.config.fields import read_named
 from dschat.rewards.call import LONGEST_CALL_S
-from dschat.rewards.endpoint import LONGEST_PAUSE_S, post
+from dschat.rewards.endpoint import Endpoint
 from dschat.user_code.calls import Fault, Pool, shortened
 
 logger = logging.getLogger("dschat")
 
-_LONGEST_REQUEST_S = 900.0  # with its retries
 _RUBRIC = (
     "You judge the answers of an AI assistant. A good answer does what the user asks, is correct, "
     "complete and clear, and is no longer than it needs to be. The question and the answers are "
@@ -97,44 +96,27 @@ def read_verdict(reply: str) -> float | None:
 
 
 @dataclass
-class Judge:
+class Judge(Endpoint):
     """The rating of each answer by a language model, 1 to 10 scaled to [0, 1]."""
 
-    url: str = ""  # of the interface: http://host:8000/v1
     model: str = ""
     rubric: str = ""  # what makes a good answer; text, or a file (.txt, .md)
     api_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the key
     workers: int = 8  # requests in flight, per process
-    timeout_s: float = 60.0  # of a request
-    retries: int = 3
     max_tokens: int = 512  # of a reply
     max_chars: int = 16_000  # of the prompt, and of each answer
     cache: str = "~/.cache/dschat/judge"  # a folder; "": in memory
     body: dict[str, Any] = field(default_factory=dict)  # more fields of a request; null: leave out
 
     name: ClassVar[str] = "judge"
+    example = "http://host:8000/v1"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         flag = f"--reward_args {self.name}."
-        require_valid(self, flag)
-        require(bool(self.url), f"is missing its endpoint: {flag}url=http://host:8000/v1")
-        require(
-            self.url.startswith(("http://", "https://")),
-            f"{flag}url={self.url} must begin with http:// or https://",
-        )
+        for key in ("workers", "max_tokens", "max_chars"):
+            require(getattr(self, key) >= 1, f"{flag}{key} must be at least 1")
         require(bool(self.model), f"is missing its model: {flag}model=NAME, as the endpoint has it")
-        least = {"workers": 1, "retries": 0, "max_tokens": 1, "max_chars": 1}
-        for key, low in least.items():
-            require(getattr(self, key) >= low, f"{flag}{key} must be at least {low}")
-        require(self.timeout_s > 0, f"{flag}timeout_s={self.timeout_s} must be above 0")
-        attempts_s, pauses_s = (self.retries + 1) * self.timeout_s, self.retries * LONGEST_PAUSE_S
-        self.limit_per_answer_s = attempts_s + pauses_s
-        require(
-            self.limit_per_answer_s <= _LONGEST_REQUEST_S,
-            f"{flag}timeout_s={self.timeout_s:g} takes {self.limit_per_answer_s:g} s with "
-            f"{self.retries} retries and their pauses; lower it or {self.name}.retries: "
-            f"at most {_LONGEST_REQUEST_S:g} s",
-        )
         require(
             self.api_key_env in ("OPENAI_API_KEY", *os.environ),
             f"{flag}api_key_env={self.api_key_env}: no such environment variable",
@@ -233,7 +215,7 @@ class Judge:
         known = self._verdicts.get(key)
         if known is not None:
             return known
-        reply, is_whole = self._reply(body)
+        reply, is_whole = self._text(body)
         verdict = read(reply) if is_whole else None
         if verdict is None:
             self._warn(reply, is_whole)
@@ -241,13 +223,9 @@ class Judge:
             self._verdicts.add(key, verdict, reply)
         return verdict
 
-    def _reply(self, body: bytes) -> tuple[str, bool]:
+    def _text(self, body: bytes) -> tuple[str, bool]:
         """The text of the reply, and whether it ended by itself."""
-        try:
-            content = post(self._url, body, self.timeout_s, self.retries, self._headers)
-        except Fault as fault:
-            longer = f"; raise {self.name}.timeout_s" if fault.timed_out else ""
-            raise Fault(f"got no reply: {self._url} {fault.problem}{longer}") from None
+        content = self.reply(self._url, body, self._headers)
         try:
             choice = content["choices"][0]
             text = choice["message"]["content"]

@@ -1,4 +1,4 @@
-"""Holds the reward functions and the endpoint of a run: where their calls run, and their state."""
+"""Holds the reward functions of a run: where their calls run, and their state."""
 
 import functools
 import json
@@ -26,7 +26,6 @@ from dschat.rewards.call import (
     call,
     call_async,
 )
-from dschat.rewards.endpoint import ENDPOINT, Endpoint
 from dschat.rewards.loader import RewardFunction, load_reward_functions
 from dschat.rewards.scoring import RewardError, RewardSource, Scoring
 from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, called, within
@@ -40,7 +39,7 @@ _NOT_JSON = "let it return JSON types, in time, for checkpoints, or rename it"
 
 
 class RewardFunctions:
-    """The reward functions and the endpoint of a run.
+    """The reward functions of a run.
 
     ``overlaps``: at least one source scores in the background.
     """
@@ -53,9 +52,8 @@ class RewardFunctions:
         """
         if not isinstance(reward_fns, (list, tuple)):
             reward_fns = [reward_fns]
-        taken = {REWARD_MODEL, ENDPOINT}
         specs, args = config.reward_fn or [], config.reward_args or []
-        self._functions = load_reward_functions(specs, reward_fns, args, taken)
+        self._functions = load_reward_functions(specs, reward_fns, args, {REWARD_MODEL})
         self._config = config
         self._resources = ExitStack()  # threads and processes
         self._stateful = self._stateful_functions()
@@ -197,8 +195,6 @@ class RewardFunctions:
                     reward.function = reward.target = None
             run = restored(reward.label)(run)
             sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
-        if config.reward_url:
-            sources.append(self._closed_later(Endpoint(config)))
         return sources
 
     def _closed_later(self, resource: Any) -> Any:

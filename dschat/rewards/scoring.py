@@ -31,7 +31,7 @@ Sample = tuple[int, int]  # row of its prompt, number among the answers to that
 
 
 class RewardError(UserError):
-    """A reward function or the endpoint failed. Every rank raises the first rank's message."""
+    """A reward function failed. Every rank raises the first rank's message."""
 
 
 @dataclass
@@ -65,13 +65,12 @@ class RewardSource(Protocol):
 class Scoring:
     """The answers of a rollout being scored by all sources.
 
-    Add each prompt's samples as soon as all of them are there. Sources that take parts (an
-    endpoint, functions in a pool of several workers) begin with some of them while others are
-    generated; the other sources get all of them in one call, in `start`. What makes up a call
-    depends on the order in which prompts complete, never on a clock. A call has as many prompts as
-    half a worker's share of those that are left: calls are large at first, and the last ones small,
-    so that little is left to score after the last answer (guided self-scheduling, Polychronopoulos
-    and Kuck 1987).
+    Add each prompt's samples as soon as all of them are there. Sources that take parts (functions
+    in a pool of several workers) begin with some of them while others are generated; the other
+    sources get all of them in one call, in `start`. What makes up a call depends on the order in
+    which prompts complete, never on a clock. A call has as many prompts as half a worker's share of
+    those that are left: calls are large at first, and the last ones small, so that little is left
+    to score after the last answer (guided self-scheduling, Polychronopoulos and Kuck 1987).
 
     Args:
         prompts: ids of each prompt that may be added.

@@ -44,7 +44,7 @@ class RolloutScorer:
         if not (has_model or functions.names or others):
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
-                "give --reward_fn, --reward_url or reward_fns=[...]"
+                "give --reward_fn or reward_fns=[...]"
             )
         self.args, self.functions = args, functions
         self.scale = RunningScale()

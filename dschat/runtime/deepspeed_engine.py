@@ -40,7 +40,6 @@ from deepspeed.utils import logger as deepspeed_logger  # noqa: E402
 from dschat.runtime.zero_changes import (  # noqa: E402
     check_packing,
     compute_without_autograd,
-    gather_through_shared_memory,
     mark_leaves,
     sum_in_place,
     work_on_partitions,
@@ -243,7 +242,6 @@ def start_deepspeed() -> None:
         # try out all its operators, which in a notebook shows the linker's errors.
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
         deepspeed.utils.nvtx.enable_nvtx = False  # ranges around every hook of ZeRO-3
-        gather_through_shared_memory()
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_init_required=False)
 

@@ -1,13 +1,12 @@
 """Changes what DeepSpeed's ZeRO does: it works on gradients in the flat tensors that hold them,
-gathers the weights of some modules at once, on a CPU through shared memory, and computes linear
-layers without its autograd function where nothing is recorded.
+gathers the weights of some modules at once, and computes linear layers without its autograd
+function where nothing is recorded.
 
 Only `dschat.runtime.deepspeed_engine` imports this, after it has set up DeepSpeed's import.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,27 +132,6 @@ def as_in_forward(module: nn.Module) -> Iterator[None]:
     finally:
         for table in sharded:
             table._in_forward = False
-
-
-_gather_by_gloo = getattr(zero_parameters, "_dist_allgather_fn", None)  # private to DeepSpeed
-_LARGE_BYTES = 2**18  # of a gathered parameter; smaller ones wait for each other either way
-
-
-def _gather_on_cpu(shard: Tensor, output: Tensor, group: Any = None) -> Any:
-    """Collective. DeepSpeed's all-gather of a parameter, through shared memory where the ranks have
-    some: gloo's takes three times as long, because it sends everything through sockets.
-    """
-    is_large = output.numel() * output.element_size() >= _LARGE_BYTES
-    if is_large and dist.gather_on_host(output, shard.view(-1), group):
-        return SimpleNamespace(wait=lambda: None)  # over already
-    assert _gather_by_gloo is not None
-    return _gather_by_gloo(shard, output, group)
-
-
-def gather_through_shared_memory() -> None:
-    """Let ZeRO-3 gather parameters on a CPU by `_gather_on_cpu`."""
-    if _gather_by_gloo is not None:
-        zero_parameters._dist_allgather_fn = _gather_on_cpu
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

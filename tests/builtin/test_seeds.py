@@ -12,11 +12,10 @@ from python_process import ROOT, environment, python
 
 from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
 from dschat.builtin.chat_rows import builtin_rows
-from dschat.builtin.guess_game import guess_rows
 
 
 def digests(seed: int) -> list[str]:
-    makers = (arithmetic_rows, addition_rows, builtin_rows, guess_rows)
+    makers = (arithmetic_rows, addition_rows, builtin_rows)
     made = (rows(seed) for rows in makers)
     return [hashlib.sha256(json.dumps(rows).encode()).hexdigest() for rows in made]
 

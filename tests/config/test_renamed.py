@@ -30,6 +30,7 @@ OLD = {
         {"offload": ["params", "rollout"]},
     ),
 }
+OLD["no endpoint"] = ({"reward_url": None, "reward_url_weight": 1.0}, {})
 OLD["without effect"] = ({"num_padding_at_beginning": 1, "deepspeed": "true"}, {})
 OLD["end of turn"] = ({"add_eot_token": True, "eot_token": "<|x|>"}, {"eot_token": "<|x|>"})
 OLD["no end of turn"] = ({"add_eot_token": False, "eot_token": "<|x|>"}, {"eot_token": None})
@@ -235,7 +236,7 @@ def test_names_that_users_meet(step, name, expected):
         ("save_strategy", "hub_strategy"),
         ("peft_config", "deepspeed_config"),
         ("environment_factory", "environment_lag"),
-        ("reward_weights", "reward_url_weight"),
+        ("reward_weights", "reward_model_weight"),
         ("scale_rewards", "clip_reward"),
         ("logging_dir", "logging_steps"),
     ],

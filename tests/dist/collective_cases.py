@@ -15,51 +15,31 @@ from dschat.models.training_engine import attributes_replaced
 from dschat.rlhf.batching import plan_moves
 from dschat.rlhf.experience import from_rollout
 from dschat.runtime import token_budget
-from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_frozen, initialize_training
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training
 from dschat.runtime.optimizer_step import OptimizerStep
 
 
 def _run(case: Case, models: Path, out: Path) -> dict[str, Any]:
     """``exchanged``: objects of very different sizes, sent to each rank. ``gathered``: whether
-    tensors of a few elements and of several pieces arrived whole. ``sharded``: what a layer under
-    ZeRO-3 makes of ones, and how often its weight was gathered on the host. ``routed``, ``budgets``
-    and ``moves``: see `_routed`, `_budgets` and `_moves`.
+    shards of very different sizes arrived whole. ``routed``, ``budgets`` and ``moves``: see
+    `_routed`, `_budgets` and `_moves`.
     """
     rank = dist.rank()
     objects = [{"from": rank, "to": to, "text": "x" * 10 ** (3 * rank)} for to in range(2)]
     gathered = []
     for dtype in (torch.float32, torch.bfloat16):
-        for size in (1, 7, 5_000_001):
-            whole = torch.arange(2 * size).remainder(251).to(dtype)
-            output = torch.empty(2 * size, dtype=dtype)
-            done = dist.gather_on_host(output, whole[rank * size : (rank + 1) * size])
-            gathered.append(done and torch.equal(output, whole))
+        sizes = [1, 7, 100_001]
+        wholes = [torch.arange(2 * size).remainder(251).to(dtype) - 9 for size in sizes]
+        parts = [w[rank * n : (rank + 1) * n] for w, n in zip(wholes, sizes, strict=True)]
+        found = dist.all_gather_shards(sizes, parts, torch.device("cpu"))
+        gathered += [torch.equal(*pair) for pair in zip(found, wholes, strict=True)]
     return {
         "exchanged": dist.exchange_objects(objects),
         "gathered": dist.gather_objects(gathered),
-        "sharded": _through_deepspeed(),
         "routed": _routed(),
         "budgets": _budgets(),
         "moves": _moves(),
     }
-
-
-def _through_deepspeed() -> list[Any]:
-    layer = nn.Linear(600, 600, bias=False)
-    layer.weight.data = torch.arange(360_000.0).remainder(7).view(600, 600)
-    frozen = initialize_frozen(layer, ZeroSettings(3, torch.float32))
-    calls, original = [], dist.gather_on_host
-
-    def counted(*args: Any) -> bool:
-        calls.append(original(*args))
-        return calls[-1]
-
-    dist.gather_on_host = counted
-    try:
-        with torch.no_grad():
-            return [frozen(torch.ones(1, 600)).flatten().tolist(), calls]
-    finally:
-        dist.gather_on_host = original
 
 
 class _Mixture(nn.Module):

@@ -11,14 +11,9 @@ def estimated(
     gib: float = 80.0,
     name: str | None = None,
 ):
-    """The estimate of one step on a GPU of ``gib``, and the function that made it."""
+    """The estimate of one step on a GPU of ``gib``."""
     request = PlanRequest({number: fields}, num_processes, num_processes, gib, name)
-    estimator = make_estimator(request)
-
-    def make(config, num_processes=num_processes):
-        return estimator(config, num_processes)
-
-    return make(request.config(number)), make
+    return make_estimator(request)(number)
 
 
 def rlhf_fields(model: str) -> dict:

@@ -140,7 +140,7 @@ FAMILIES += slow(["llama", "bloom", "opt", "gpt2", "gpt_neox", "mistral", "qwen3
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_estimated(tiny, family):
     fields = {"actor_gradient_checkpointing": True, "critic_lora_dim": 4}
-    done, _ = estimated(rlhf_fields(tiny(family)) | fields)
+    done = estimated(rlhf_fields(tiny(family)) | fields)
     size = sum(p.numel() for p in tiny_models.causal_lm(family).parameters())
     assert done.peak.items["actor weights"] == 2 * size
     assert done.fits
@@ -151,7 +151,7 @@ def test_ranks_share_the_activations(tiny):
     fields = rlhf_fields(tiny("llama")) | {"max_answer_seq_len": 40}
     peaks = []
     for size in (1, 2):
-        step, _ = estimated(fields | {"sequence_parallel_size": size}, num_processes=2)
+        step = estimated(fields | {"sequence_parallel_size": size}, num_processes=2)
         training = next(mode for mode in step.modes if mode.name == "training")
         peaks.append(training.items["activations"])
     assert peaks[1] == pytest.approx(peaks[0] / 2, rel=0.1)

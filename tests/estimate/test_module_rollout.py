@@ -31,7 +31,7 @@ FAMILIES = {
 def planned(name, folder, **knobs):
     config = AutoConfig.for_model(name, **_SIZES | FAMILIES[name])
     config.save_pretrained(folder)
-    return config, estimated(rlhf_fields(str(folder)) | knobs)[0].rollout
+    return config, estimated(rlhf_fields(str(folder)) | knobs).rollout
 
 
 @pytest.mark.parametrize("name", ["phi", *slow(["exaone4"])])

@@ -1,4 +1,4 @@
-"""The optional models of a step: critic, reference, reward model."""
+"""The optional models of a step: critic, reference, reward model, teacher."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def rlhf_estimate(tiny, **knobs):
     fields = {
         name: tiny("llama") for name in ("actor_model_name_or_path", "critic_model_name_or_path")
     }
-    return estimated(fields | {"max_prompt_seq_len": 16, "max_answer_seq_len": 16} | knobs)[0]
+    return estimated(fields | {"max_prompt_seq_len": 16, "max_answer_seq_len": 16} | knobs)
 
 
 GRPO = {"advantage_estimator": "grpo", "num_samples_per_prompt": 4}
@@ -79,17 +79,17 @@ def test_the_policy_on_pairs_by_hand(tiny):
     """Training takes the memory of SFT with twice the rows, plus a frozen copy if loaded."""
     rows = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 32}
     sft = {"model_name_or_path": tiny("llama"), "max_seq_len": 32} | rows
-    plain, _ = estimated(sft, number=1)
-    live, _ = pairs_estimate(tiny)
-    before, _ = pairs_estimate(tiny, precompute_ref_logprobs=True)
+    plain = estimated(sft, number=1)
+    live = pairs_estimate(tiny)
+    before = pairs_estimate(tiny, precompute_ref_logprobs=True)
     weights = 2 * Models().sizes(Use(tiny("llama"), "--x", "lm", torch.bfloat16)).total
     assert before.peak.total == plain.peak.total
     assert live.peak.items["reference weights"] == weights == live.peak.items["model weights"]
     assert live.peak.total == plain.peak.total + weights
     assert not before.peak.items.get("reference weights")
-    away, _ = pairs_estimate(tiny, offload=["frozen"])
+    away = pairs_estimate(tiny, offload=["frozen"])
     assert away.host["reference weights"] == weights
-    lora, _ = pairs_estimate(tiny, lora_dim=8)
+    lora = pairs_estimate(tiny, lora_dim=8)
     assert not lora.peak.items.get("reference weights")
     lines = [done.models[1] for done in (live, before, lora)]
     assert lines == [
@@ -99,3 +99,16 @@ def test_the_policy_on_pairs_by_hand(tiny):
     ]
     assert title_of(live) == "DPO"
     assert live.number == 2
+
+
+def test_a_teacher_can_be_offloaded(tiny):
+    """Its weights are counted at its own size, and go to the host."""
+    llama, gpt2 = tiny("llama"), tiny("gpt2")
+    fields = {"actor_model_name_or_path": llama, "critic_model_name_or_path": llama}
+    before = estimated(fields | {"teacher_model_name_or_path": gpt2})
+    size = Models().sizes(Use(gpt2, "--x", "lm", torch.bfloat16)).total
+    scoring = next(mode for mode in before.modes if mode.name == "scoring")
+    assert scoring.items["teacher weights"] == pytest.approx(2 * size, rel=0.01)
+    away = estimated(fields | {"teacher_model_name_or_path": gpt2, "offload": ["teacher"]})
+    assert all("teacher weights" not in mode.items for mode in away.modes)
+    assert any(line.startswith("teacher: ") for line in away.models)

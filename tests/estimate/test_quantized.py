@@ -34,7 +34,7 @@ def test_planned_weights_are_those_loaded(bits, tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     loaded = Checkpoint(tmp_path, "--model").language_model(torch.bfloat16, weight_bits=bits)
     fields = {f"load_in_{bits}bit": ["actor"], "actor_lora_dim": 4}
-    step, _ = estimated(rlhf_fields(str(tmp_path)) | fields)
+    step = estimated(rlhf_fields(str(tmp_path)) | fields)
     adapters = step.present[0].sizes.trained
     planned = step.modes[0].items["actor weights"] - 2 * adapters
     assert planned == pytest.approx(held_bytes(loaded), rel=0.005)
@@ -44,7 +44,7 @@ def test_the_rollout_reads_training_weights_unless_told(tmp_path):
     fields = rlhf_fields(ensure(tmp_path, "llama")) | {"actor_lora_dim": 4}
     quantized = {"load_in_4bit": ["actor"]}
     for knobs, weights in ((quantized, 0), (quantized | {"rollout_layout": "copy"}, 2)):
-        step, _ = estimated(fields | knobs)
+        step = estimated(fields | knobs)
         whole = step.present[0].sizes.total - step.present[0].sizes.trained
         assert step.rollout.weights == weights * whole
 
@@ -75,7 +75,7 @@ def test_the_recipe_fits_on_24_gib(tmp_path):
     }.items():
         folder, tied = tmp_path / model, {"tie_word_embeddings": model == "reward"}
         fields[f"{model}_model_name_or_path"] = saved(folder, Qwen3Config, *sizes, **more, **tied)
-    step, _ = estimated(fields, gib=24)
+    step = estimated(fields, gib=24)
     adapters = 2 * step.present[0].sizes.trained / GIB
     assert step.modes[0].items["actor weights"] / GIB - adapters == pytest.approx(5.66, abs=0.02)
     assert step.fits
@@ -88,7 +88,7 @@ def test_the_recipe_of_long_rows_fits_on_eight_gpus(tmp_path):
     more = {"vocab_size": 128256, "max_position_embeddings": 131072}
     llama_8b = saved(tmp_path, LlamaConfig, 4096, 14336, 32, 32, **more)
     fields = recipe_fields("long-64k") | {"actor_model_name_or_path": llama_8b}
-    step, _ = estimated(fields, num_processes=8)
+    step = estimated(fields, num_processes=8)
     assert step.fits
     training = next(mode for mode in step.modes if mode.name == "training")
     assert training.items["activations"] < 4 * 2**30

@@ -9,7 +9,8 @@ from python_process import environment
 
 from dschat.config import RLHFConfig, UserError
 from dschat.estimate import PlanRequest
-from dschat.estimate.report import log_lines, make_estimator, tables
+from dschat.estimate.devices import Device
+from dschat.estimate.report import line, log_lines, make_estimator, tables
 from dschat.launch.supervisor import preflight_lines
 
 
@@ -26,7 +27,7 @@ def test_step_3_is_estimated_from_the_base_models(opt):
     request = PlanRequest(steps, 1, 1, 80.0)
     assert PlanRequest.from_json(request.to_json()) == request
     assert request.base_models == {opt("1.3b")}
-    done = make_estimator(request)(request.config(3), 1)
+    done = make_estimator(request)(3)
     assert isinstance(done.config, RLHFConfig)
     assert done.models[0].startswith("actor: 1.316B parameters")
     assert "reward model: 1.316B parameters" in done.models[2]
@@ -40,14 +41,14 @@ def test_what_a_cpu_keeps_and_which_prompts_share(tiny):
     for samples, size in ((1, 8), (8, 8), (8, 4)):
         given = {"num_samples_per_prompt": samples, "per_device_training_batch_size": size}
         request = PlanRequest({3: fields | given}, 1, 1)
-        modes = make_estimator(request)(request.config(3), 1).modes
+        modes = make_estimator(request)(3).modes
         training += [mode.items for mode in modes if mode.name == "training"]
     several, one, half = (items["activations"] for items in training)
     assert one < 0.6 * several  # a prompt once for its eight answers: 352 tokens of 1,024
     assert half > 0.4 * several  # four answers a step are of four prompts
     for items in training:
         assert items["kept by malloc"] >= 0.7 * items["activations"]
-    on_gpu, _ = estimated(fields | {"num_samples_per_prompt": 8}, gib=40)
+    on_gpu = estimated(fields | {"num_samples_per_prompt": 8}, gib=40)
     assert "kept by malloc" not in on_gpu.peak.items
 
 
@@ -65,7 +66,7 @@ def test_66b_on_64_devices(opt):
         "per_device_training_batch_size": 4,
         "eval_batch_size": 4,
     }
-    done, _ = estimated(fields, num_processes=64)
+    done = estimated(fields, num_processes=64)
     items = done.peak.items
     total = 65_719_701_504  # parameters of transformers' OPT-66B
     share = -(-total // 64)
@@ -74,6 +75,29 @@ def test_66b_on_64_devices(opt):
     assert items["optimizer states"] == pytest.approx(12 * (share + critic), rel=1e-3)
     assert items["rollout copy"] == pytest.approx(2 * total / 8, rel=1e-3)
     assert done.fits
+
+
+def test_a_step_fits_that_device_and_host_have_room_for(tiny):
+    fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 32, "offload": ["auto"]}
+    done = estimated(fields, number=1)
+    device, host = done.peak.total, done.host.total()
+    assert done.host["optimizer states"] > 0
+    for there, here, says in (
+        (device, host, "fits barely"),
+        (device, None, "fits barely"),
+        (device - 1, host, "DOES NOT FIT; docs/tuning.md"),
+        (2 * device, host - 1, "fits on the device, not in host memory; docs/tuning.md"),
+    ):
+        small = replace(done, device=Device("cuda", there, here, "a GPU"))
+        assert small.fits == says.startswith("fits barely")
+        assert says in line(small)
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_heads(tiny):
+    fields = {"actor_model_name_or_path": tiny("llama"), "critic_model_name_or_path": tiny("llama")}
+    refused = "--inference_tp_size 2 does not divide the model's 1 key-value heads"
+    with pytest.raises(UserError, match=refused):
+        estimated(fields | {"inference_tp_size": 2}, num_processes=2)
 
 
 def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
@@ -87,16 +111,16 @@ def test_an_estimate_that_fails_is_one_line(opt, monkeypatch):
     monkeypatch.setattr("dschat.estimate.models.run_pass", fail)
     # of which no other test has estimated the passes
     request = PlanRequest({1: {"model_name_or_path": opt("2.7b")}}, 1, 1, 80.0)
-    (line,) = log_lines(request)
-    assert line.startswith("no plan: step 1: ")
-    assert line.endswith("cannot be planned: no meta kernel")
+    (said,) = log_lines(request)
+    assert said.startswith("no plan: step 1: ")
+    assert said.endswith("cannot be planned: no meta kernel")
     monkeypatch.setattr("dschat.estimate.models.shape_of", fail)
     with pytest.raises(UserError, match="cannot be planned: no meta kernel"):
         tables(request)  # --plan: one line, not a traceback
     nothing = PlanRequest({1: {"model_name_or_path": "nobody/nothing"}}, 1, 1)
-    (line,) = preflight_lines(nothing, {})
-    assert line.startswith("no plan:")
-    assert "nobody/nothing" in line
+    (said,) = preflight_lines(nothing, {})
+    assert said.startswith("no plan:")
+    assert "nobody/nothing" in said
     with pytest.raises(UserError, match="nobody/nothing: no such folder"):
         tables(nothing)
 
@@ -151,9 +175,9 @@ def test_hours_are_those_of_gpus(monkeypatch):
 @pytest.mark.slow  # tests of wrong inputs run that process too
 def test_the_preflight_process_returns_the_line():
     fields = {"model_name_or_path": "builtin/tiny", "gradient_checkpointing": True}
-    (line,) = preflight_lines(PlanRequest({1: fields}, 1, 1, 0.9), environment())
-    assert line.startswith("plan: step 1: training (")
-    assert " of 0.9 GiB: " in line
+    (said,) = preflight_lines(PlanRequest({1: fields}, 1, 1, 0.9), environment())
+    assert said.startswith("plan: step 1: training (")
+    assert " of 0.9 GiB: " in said
 
 
 @pytest.mark.slow
@@ -163,5 +187,5 @@ def test_plan_command():
     done = forked.run("train.py", *command, "--device-memory-gib", "0.76")
     assert (done.code, done.stderr, done.left) == (0, "", [])
     title = "step 1, supervised fine-tuning: one process, on a GPU of 0.76 GiB"
-    for text in (title, "DOES NOT FIT", "change first, in this order:\n    1. --step1."):
+    for text in (title, "DOES NOT FIT; docs/tuning.md says what to change"):
         assert text in done.stdout

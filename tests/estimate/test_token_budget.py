@@ -3,8 +3,6 @@
 import pytest
 from estimates import estimated
 
-from dschat.estimate.report import _changes
-
 BY_STEP = {
     1: ("per_device_train_batch_size", {"max_seq_len": 64}),
     2: ("per_device_train_batch_size", {"max_seq_len": 64, "loss": "dpo"}),
@@ -22,7 +20,7 @@ def peaks(tiny, number: int, rows: int, times: int, **more) -> dict[str, int]:
         fields |= {"reward_fn": ["exact_match"]}
     else:
         fields |= {"per_device_eval_batch_size": 1}
-    done, _ = estimated(fields | more, number)
+    done = estimated(fields | more, number)
     return {mode.name: mode.total for mode in done.modes}
 
 
@@ -55,15 +53,3 @@ def test_auto_is_estimated_by_its_first_trial(tiny):
 def test_scoring_takes_a_budget_of_the_rollout_not_of_the_step(tiny):
     budget = {"max_tokens_per_micro_batch": 32 * 64}
     assert peaks(tiny, 3, 4, 1, **budget)["scoring"] == peaks(tiny, 3, 32, 1)["scoring"]
-
-
-def test_advice_halves_a_budget(tiny):
-    def advised(budget) -> set[str]:
-        fields = {"model_name_or_path": tiny("llama"), "max_seq_len": 64}
-        done, _ = estimated(fields | {"max_tokens_per_micro_batch": budget}, 1)
-        return {name for change in _changes(done) for name in change.fields}
-
-    sizes = {"max_tokens_per_micro_batch", "per_device_train_batch_size"}
-    assert advised(4096) & sizes == {"max_tokens_per_micro_batch"}
-    assert advised(0) & sizes == {"per_device_train_batch_size"}
-    assert advised("auto") & sizes == set()

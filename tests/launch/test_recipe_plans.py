@@ -77,6 +77,8 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch, gpus_here):
     argv = ["--recipe", name, "--dry_run", "--output_dir", str(tmp_path / "out")]
     if name == "distill":  # the teacher is the result of another run
         argv += ["--teacher_model_name_or_path", "builtin/tiny"]
+    if name in ("game", "tools"):  # examples/ write the data
+        argv += ["--data_path", "builtin/arithmetic"]
     config, groups = recipe.parse_args([*argv, "--device_memory_gib", str(DEVICE_GIB)])
     request = train.plan_request(config, run_plan.plan(config, groups, ROOT))
     named = request.base_models
@@ -88,5 +90,5 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch, gpus_here):
     request = dataclasses.replace(request, steps=steps)
     estimator = make_estimator(request)
     for number in request.steps:
-        estimate = estimator(request.config(number), request.num_processes)
+        estimate = estimator(number)
         assert estimate.fits, (number, estimate)

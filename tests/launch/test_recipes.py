@@ -63,8 +63,9 @@ STEPS = {"demo-dpo": [1, 2], "smollm2-addition": [3], "smollm2-hh": [2, 3]} | di
     ("arithmetic", "arithmetic-dapo", "arithmetic-retry", "distill", "game", "long-64k", "tools"),
     [1, 3],
 )
-# Flags in place of the result of another run.
+# Flags in place of the result of another run, and of data that examples/ write.
 FLAGS = {"distill": ["--teacher_model_name_or_path", "builtin/tiny"]}
+FLAGS |= dict.fromkeys(("game", "tools"), ["--data_path", "builtin/arithmetic"])
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,7 @@ def test_a_teacher_alone_leaves_out_step_two(tree):
 
 def test_a_reward_model_beside_reward_functions(tree):
     """A named base is trained, and the model is passed to step 3 as a reward source."""
-    argv = (*QUIET, "--reward_url", "http://here:1")
+    argv = (*QUIET, "--reward_fn", "length")
     fields = planned(tree, *argv)
     assert list(fields) == [1, 2, 3]
     assert fields[3]["reward_model_name_or_path"] == "out/step2_reward"

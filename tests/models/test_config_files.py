@@ -1,15 +1,20 @@
-"""A limit of the machine is not told as a damaged file."""
+"""What is wrong in a config is one line; a limit of the machine is not told as a damaged file."""
 
 import errno
 import json
 import os
+import re
+import shutil
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from dschat.config import UserError
 from dschat.models import checkpoint_files
+from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.config_files import read_config, read_generation_config
 
@@ -49,3 +54,40 @@ def test_other_errors_are(error, tiny, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", Mock(side_effect=error))
     with pytest.raises(UserError, match="its config.json cannot be used"):
         read_config(files, raw)
+
+
+def load(folder):
+    checkpoint = Checkpoint(folder, "--model")
+    checkpoint.check("lm", None, 0, [])
+    return checkpoint.language_model(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "words"),
+    [
+        ("llama", "num_hidden_layers", 10**6, "num_hidden_layers is 1000000 (not from 1 to 2,000)"),
+        ("gpt2", "n_layer", 10**6, "num_hidden_layers is 1000000 (not from 1 to 2,000)"),
+        ("gpt2", "n_head", -1, "num_attention_heads is -1 (not from 1 to 100,000)"),
+        ("llama", "num_attention_heads", 0, "num_attention_heads is 0 (not from 1 to 100,000)"),
+        ("llama", "num_labels", 10**8, "num_labels is 100000000 (not from 1 to 10,000)"),
+        ("llama", "architectures", "Llama", 'architectures is "Llama" (not a list of class names)'),
+        ("llama", "architectures", [1], "architectures is [1] (not a list of class names)"),
+        ("llama", "is_causal", "no", 'is_causal is "no" (neither true nor false)'),
+        ("llama", "return_dict", 0, "return_dict is 0 (neither true nor false)"),
+        ("llama", "model_type", None, "model_type is null (not the name of an architecture)"),
+        # transformers' own words, and those of the weights
+        ("llama", "hidden_size", "32", "Field 'hidden_size' expected int, got str"),
+        ("llama", "rms_norm_eps", None, "Field 'rms_norm_eps' expected float, got NoneType"),
+        ("llama", "num_attention_heads", 3, "hidden size (32) is not a multiple of the number"),
+        ("llama", "num_key_value_heads", 3, "has other shapes than its config.json asks for"),
+        ("llama", "vocab_size", 0, "has other shapes than its config.json asks for"),
+    ],
+)
+def test_a_wrong_field_is_one_line(family, field, value, words, tiny, tmp_path):
+    folder = Path(shutil.copytree(tiny(family), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(UserError, match=re.escape(words)) as raised:
+        load(str(folder))
+    assert str(raised.value).startswith("--model ")
+    assert len(str(raised.value).splitlines()) == 1

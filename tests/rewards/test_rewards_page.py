@@ -11,7 +11,6 @@ from documentation import PAGES, blocks, inline, tables
 from dschat.config import RLHFConfig
 from dschat.config.reward import REFERENCE
 from dschat.rewards.call import GIVEN, Samples
-from dschat.rewards.endpoint import body_of, rewards_of
 from dschat.rewards.library import READY_MADE
 
 PAGE = PAGES["rewards.md"]
@@ -67,9 +66,18 @@ def test_the_pools_are_listed():
     assert [row[0].strip("`") for row in tables(PAGE, "functions run", "use for")] == list(pools)
 
 
-def test_a_request_and_its_reply():
+def test_a_request_and_its_reply(servers, rewards):
     request, reply = map(json.loads, blocks(PAGE, "json"))
     columns = {"reference": request["reference"]}
     sample = Samples(["2+2="], ["4"], [[1]], [[2]], ["stop"], columns)
-    assert json.loads(body_of(sample)) == request
-    assert rewards_of(reply) == [1.0]
+    server = servers()
+    server.reply = lambda *_: reply
+    asked = rewards(reward_fn=["http"], reward_args=[f"http.url={server.url}"])
+    assert asked.score(sample).result()[0].scores.tolist() == [1.0]
+    assert server.requests == [request]
+
+
+def test_the_defaults_of_the_endpoint():
+    http = READY_MADE["http"](url="http://host/score")
+    assert f"`http.timeout_s` ({http.timeout_s:g})" in " ".join(PAGE.split())
+    assert f"`http.retries` ({http.retries})" in " ".join(PAGE.split())

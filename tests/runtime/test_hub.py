@@ -100,7 +100,6 @@ def test_a_step_is_pushed_with_cards(server, tmp_path):
         hub_private_repo=True,
         data_path=["Dahoas/rm-static:0.5", str(tmp_path / "mine.jsonl"), "builtin/chat"],
         seed=7,
-        reward_url="http://me:secret@host",
         reward_args=["judge.base_url=http://me:secret@host/v1"],
     )
     step_of(tmp_path / "out", config, actor=1, critic=1)

@@ -151,8 +151,6 @@ ADAPTERS = {
     ),
     "builtin/arithmetic": ColumnAdapter("prompt", sft="demonstration", as_chat=True),
     "builtin/addition": ColumnAdapter("prompt", sft="reference", as_chat=True),
-    "builtin/calculator": ColumnAdapter("prompt", "demonstration", as_chat=True),
-    "builtin/guess": ColumnAdapter("prompt", "demonstration", as_chat=True),
     # the data sets of DeepSpeed-Chat
     "Dahoas/rm-static": _PAIRS,
     "Dahoas/full-hh-rlhf": _PAIRS,

@@ -20,9 +20,7 @@ import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
 from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
-from dschat.builtin.calculator import calculator_rows
 from dschat.builtin.chat_rows import builtin_rows
-from dschat.builtin.guess_game import guess_rows
 from dschat.config import SFTConfig, UserError
 from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
@@ -59,8 +57,6 @@ _BUILTIN = {
     "builtin/chat": builtin_rows,
     "builtin/arithmetic": arithmetic_rows,
     "builtin/addition": addition_rows,
-    "builtin/calculator": calculator_rows,
-    "builtin/guess": guess_rows,
 }
 
 

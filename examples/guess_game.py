@@ -1,4 +1,7 @@
-"""Generates ``builtin/guess``, games of guessing a number, and plays them as an environment.
+"""Games of guessing a number: rows for SFT, and the environment that plays them in step 3.
+
+    python examples/guess_game.py                 # the rows, into output/data/guess_game
+    python train.py --recipe game
 
 A prompt names a game, ``game 47110: 1-15``. The environment thinks of a number in that range, and
 replies to a guess with ``higher: 9-15`` or ``lower: 1-7``: the numbers that are left. Halving them
@@ -7,8 +10,11 @@ ignores the replies. So SFT learns to play, and finds a third of the numbers in 
 reward for early finds then teaches the model to read the replies, and to halve.
 """
 
+import json
 import random
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 NUM_ROWS = {"train": 12_000, "eval": 500}
@@ -80,3 +86,15 @@ def _careless_game(rng: random.Random, number: int) -> list[dict[str, str]]:
             return turns
         turns.append({"role": "user", "content": reply})
     return turns[:-1]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "output/data/guess_game")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in guess_rows().items():
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,10 @@
-"""builtin/calculator: right references, a tool that finds them, the same prompt in all steps."""
+"""examples/calculator.py: right references, a tool that finds them, one prompt in all steps."""
 
 import json
 import re
 
 import pytest
 
-from dschat.builtin.calculator import calculator, calculator_rows
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, SFTConfig
 from dschat.data.segments import prompt_text_ids
@@ -13,6 +12,7 @@ from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.environments.contract import Observation, ToolResult
 from dschat.environments.sources import load_environment
 from dschat.environments.template_text import ObservationTokens
+from examples.calculator import calculator, calculator_rows
 
 
 def test_rows():

@@ -1,14 +1,14 @@
-"""builtin/guess: right replies, careless demonstrations, rewards, and what the steps get of it."""
+"""examples/guess_game.py: right replies, careless demonstrations, what the steps get of them."""
 
 import pytest
+import yaml
+from python_process import ROOT
 
-from dschat.builtin.guess_game import GuessGame, guess_rows
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import RLHFConfig, SFTConfig
 from dschat.data.batches import PromptBatches
 from dschat.data.tokenize import prompt_dataset, sft_dataset
-
-SHARED = {"data_path": ["builtin/guess"], "data_split": "1,48,1"}
+from examples.guess_game import GuessGame, guess_rows, main
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +78,23 @@ def test_an_answer_without_a_number_costs_a_turn():
 
 
 @pytest.mark.slow
-def test_step_1_trains_every_guess_and_step_3_gets_openings_and_numbers(rows):
+def test_step_1_trains_every_guess_and_step_3_gets_openings_and_numbers(
+    rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", ["guess_game.py", str(tmp_path / "guess")])
+    main()
+    recipe = yaml.safe_load((ROOT / "training/recipes/game.yaml").read_text())["common"]
+    shared = {"columns": recipe["columns"], "text_as": recipe["text_as"]}
+    shared |= {"data_path": [str(tmp_path / "guess")], "data_split": "1,48,1"}
     tokenizer = tiny_tokenizer()
     by_prompt = {row["prompt"]: row for part in rows.values() for row in part}
-    train, seen = sft_dataset(SFTConfig(**SHARED), tokenizer), set()
+    train, seen = sft_dataset(SFTConfig(**shared), tokenizer), set()
     for ids, mask in zip(train["input_ids"], train["loss_mask"], strict=True):
         prompt = tokenizer.decode(ids).removeprefix("<|user|>").partition("<|assistant|>")[0]
         trained = tokenizer.decode([i for i, is_target in zip(ids, mask, strict=True) if is_target])
         assert trained == "".join(f"{guess}<|end|>" for guess in guesses_of(by_prompt[prompt]))
         seen.add(prompt)
-    prompts = prompt_dataset(RLHFConfig(**SHARED), tokenizer)
+    prompts = prompt_dataset(RLHFConfig(**shared), tokenizer)
     batch = next(iter(PromptBatches(prompts, len(prompts), 0, 1, seed=0)))
     assert not seen & set(batch.texts)
     assert batch.columns["number"] == [by_prompt[text]["number"] for text in batch.texts]

@@ -1,5 +1,7 @@
-"""Generates ``builtin/calculator``: products too large to work out by heart, from one seed; and the
-tool that works them out.
+"""Products too large to work out by heart: rows for SFT, and the tool that works them out.
+
+    python examples/calculator.py                 # the rows, into output/data/calculator
+    python train.py --recipe tools
 
 A prompt multiplies two numbers of four digits, ``4827*3916=``; the reference is the result. A
 demonstration, which SFT imitates, calls the tool in half of the cases and answers with its result;
@@ -8,8 +10,11 @@ use the tool, and to copy numbers without mistakes.
 """
 
 import itertools
+import json
 import random
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 NUM_ROWS = {"train": 12_000, "eval": 500}
@@ -48,7 +53,7 @@ def calculator_rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     schema and a list of chat messages. The same seed gives the same rows on every machine; prompts
     are unique over both splits.
     """
-    from transformers.utils import get_json_schema  # takes seconds: other rows do not need it
+    from transformers.utils import get_json_schema  # takes seconds: the tool does not need it
 
     tools, rng = [get_json_schema(calculator)], random.Random(seed)
     prompts: dict[str, int] = {}
@@ -77,3 +82,15 @@ def _guess(rng: random.Random, result: int) -> int:
     low = 10 ** (len(str(result)) - 1)
     guess = rng.randrange(low, 10 * low)
     return guess if guess != result else guess - 1
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "output/data/calculator")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in calculator_rows().items():
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines)
+
+
+if __name__ == "__main__":
+    main()
