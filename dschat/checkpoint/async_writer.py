@@ -119,7 +119,7 @@ def seed_generators(seed: int, rank: int, step: int) -> None:
     first, second, third = sequence.generate_state(3, np.uint32).tolist()
     random.seed(first)
     np.random.seed(second)
-    torch.manual_seed(third)  # those of all devices too
+    torch.manual_seed(third)  # the generators of all devices too
 
 
 SHOWS_UP_S = 90.0  # for a written file to become visible on another machine
@@ -240,7 +240,7 @@ class Writing:
         return checkpoint
 
     def _prune(self) -> None:
-        """Remove checkpoints beyond the limit, and those of later steps (damaged ones)."""
+        """Remove checkpoints beyond the limit, and checkpoints of later steps (damaged ones)."""
         try:
             folders = manifest.step_folders(self.target.parent)
         except UserError:  # the disk has gone: the next checkpoint fails, and says so

@@ -21,7 +21,7 @@ from dschat.checkpoint.manifest import COMPLETE, CheckpointInfo, Damaged
 from dschat.config import CommonConfig, RLHFConfig, SupervisedConfig, UserError
 from dschat.config.fields import of_result, read_text
 
-# Files of a data folder: its own, those of its train splits, and those of a hub clone.
+# Files of a data folder: its own, its train splits', and a hub clone's.
 _IN_FOLDER = ("*", "train*/*", "data/*", "data/train*/*")
 _OF_DATA = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow", ".gz")
 OF_MODEL = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")

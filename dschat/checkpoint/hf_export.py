@@ -192,7 +192,7 @@ def _write_weights(
             if not is_full(error):
                 raise
             full = error
-        tensors.clear()  # before those of the next file are collected
+        tensors.clear()  # before the tensors of the next file are collected
     if full is not None:
         raise full
     return dtype
@@ -248,7 +248,7 @@ def _write_hub_files(
     ends = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
     if tokenizer.eos_token_id not in ends:  # --eot_token, or another --tokenizer_name_or_path
         saved.eos_token_id = tokenizer.eos_token_id
-    saved.dtype = dtype  # from_pretrained loads in it; that of the base may differ
+    saved.dtype = dtype  # from_pretrained loads in it; the base's dtype may differ
     if getattr(model, "_auto_class", None) is not None:  # the checkpoint's own Python code
         custom_object_save(model, staging, config=saved)
     saved.save_pretrained(staging)
@@ -269,7 +269,7 @@ def _write_hub_files(
 
 
 def _restore_whole(staging: Path, model: PreTrainedModel, saved: PretrainedConfig) -> None:
-    """Put the saved text model's configuration into that of the whole model it is a part of."""
+    """Put the saved text model's configuration into the whole model's."""
     rest: Rest = getattr(model, "rest", None) or Rest()
     raw = CheckpointFiles(rest.source, "the base model").json(CONFIG) if rest.source else None
     if raw is None or FIELD not in raw or hasattr(saved, FIELD):

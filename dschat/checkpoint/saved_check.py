@@ -80,7 +80,7 @@ def check_saved(folder: Path, model: PreTrainedModel, expected: Tensor | None) -
     gap = float((values - expected).abs().mean())
     if not gap <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT):
         raise SavedModelError(
-            f"{folder}: the saved model's values differ by {gap:.2g} from those of the trained one"
+            f"{folder}: the saved model's values differ by {gap:.2g} from the trained model's"
         )
 
 

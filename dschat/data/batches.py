@@ -293,7 +293,7 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> PromptTabl
     """Rows of ``prompt_dataset`` as prompts; ``sources``, ``texts`` and ``inputs`` if all rows have
     one.
 
-    ``columns``: see ``prompt_columns``; default: those of these rows.
+    ``columns``: see ``prompt_columns``; default: the columns of these rows.
     """
     others = [json.loads(row.get("columns", "null")) or {} for row in rows]
     if columns is None:

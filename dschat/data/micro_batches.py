@@ -57,7 +57,7 @@ class MicroBatchSize:
     in turn; ``tokens`` are what each computes.
 
     ``padded``: whether rows are padded to the longest of their micro-batch, which counts as tokens;
-    those of like length are together then. A row of more than ``tokens`` is a micro-batch of its
+    rows of like length are together then. A row of more than ``tokens`` is a micro-batch of its
     own. ``by_row``: whether some layers read each row with its prompt, which counts as tokens.
     """
 
@@ -134,7 +134,7 @@ def _packed(rows: Sequence[RowTokens], budget: int) -> list[list[int]]:
 
 
 def _blocks(rows: Sequence[RowTokens], budget: int) -> tuple[list[list[int]], list[int]]:
-    """Indices of rows that stay together, and what they take: those of one prompt, if it fits."""
+    """Indices of rows that stay together, and what they take: rows of one prompt, if they fit."""
     groups: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(i if row.prompt is None else (row.prompt,), []).append(i)
@@ -216,7 +216,7 @@ class PreferenceBatch(PackedBatch):
 def collate_sft(rows: Sequence[dict[str, Any]]) -> WeightedBatch:
     """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target.
 
-    Rows of one dialogue share the tokens that are those of its last row.
+    Rows of one dialogue share the tokens that its last row has, too.
     """
     masks = [np.asarray(row["loss_mask"], dtype=bool) for row in rows]
     reads = [np.flatnonzero(mask[1:]) for mask in masks]

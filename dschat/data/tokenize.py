@@ -131,7 +131,7 @@ def prompt_dataset(
     before any is dropped. Prompts that are too long are dropped, not cut. ``columns`` are the row's
     others for reward functions, as JSON: `prompt_columns` names them, `prompts_of` unpacks them;
     ``inputs`` are what the chat template gets beside ``prompt``, as JSON.
-    Prompts show ``tools`` in place of those of their rows, and a text is a user's turn.
+    Prompts show ``tools`` in place of their rows' tools, and a text is a user's turn.
 
     Returns and raises like ``sft_dataset``.
     """

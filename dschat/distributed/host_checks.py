@@ -22,7 +22,7 @@ NUM_FILES = 64  # open files that a process needs
 _ACCELERATORS = ("cpu", "cuda")
 _NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
-closed: list[str] = []  # those of "stdin", "stdout", "stderr" that were closed at the start
+closed: list[str] = []  # which of "stdin", "stdout", "stderr" were closed at the start
 
 
 def check() -> None:

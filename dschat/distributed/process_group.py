@@ -63,7 +63,7 @@ def init(timeout_minutes: float = 60.0) -> None:
 
 
 def meet() -> torch_dist.Store:
-    """Wait for all processes at MASTER_ADDR; the timeout is shorter than that of collectives."""
+    """Wait for all processes at MASTER_ADDR; the timeout is shorter than a collective's."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(minutes=JOIN_MINUTES)
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's

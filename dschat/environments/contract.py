@@ -172,7 +172,7 @@ class Environment:
 
 
 def _observation(result: Any) -> Observation:
-    """Of (text, reward, done), or of a mapping with these names or those of OpenRLHF's agents."""
+    """Of (text, reward, done), or of a mapping with these names or OpenRLHF's."""
     is_raw = False
     if isinstance(result, Mapping):
         is_raw = "environment_feedback" in result

@@ -112,6 +112,7 @@ class StepEstimate:
         on_host = self.device.host_memory is None or self.host.total() <= self.device.host_memory
         return on_host and self.peak.total <= self.device.memory
 
+
 # On a CPU, of the activations: what a micro-batch of other lengths leaves unused between the blocks
 # that malloc keeps. Measured on SmolLM2 with chats: 0.6 (PPO) to 0.8 (reward model); 0 where all
 # rows are equally long.

@@ -84,7 +84,7 @@ class RolloutForm(Protocol):
         ...
 
     def filled_from(self, stream: Iterable[tuple[str, Tensor]]) -> Generator:
-        """Collective. A separate generator with other weights (those of the moving average)."""
+        """Collective. A separate generator with other weights (the moving average's)."""
         ...
 
     def describe(self) -> str:

@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the whole tensor."""
+        """The shape of the whole tensor."""
         return whole_dtype(self.tensor)
 
     @property

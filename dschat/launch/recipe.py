@@ -99,7 +99,7 @@ class TrainConfig(ClusterConfig):
     )
     device_memory_gib: Optional[float] = flag(
         None,
-        "Device memory for --plan, in GiB; default: that of --plan_device, or this machine's.",
+        "Device memory for --plan, in GiB; default: of --plan_device, or of this machine.",
         short=True,
         gt=0,
     )

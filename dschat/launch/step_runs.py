@@ -325,7 +325,7 @@ def resume(
 ) -> tuple[list[StepRun], list[str]]:
     """``runs``, of which those with a checkpoint resume or start over; and lines for the user.
 
-    A step resumes if its settings are those of the checkpoint; with changed ones the user decides:
+    A step resumes if its settings equal the checkpoint's; with changed ones the user decides:
     ``--resume latest`` or ``--restart``. The step itself resumes.
 
     Raises:

@@ -111,7 +111,7 @@ def exit_code(returncode: int, caught: Sequence[int], was_asked: bool, has_saved
     """train.py's exit code after a command; see `ProcessSupervisor.run`.
 
     Args:
-        returncode: that of `subprocess.Popen`, negative for a signal.
+        returncode: as `subprocess.Popen` has it, negative for a signal.
         caught: the signals to train.py, in order.
         was_asked: a process in its loop was asked to stop.
         has_saved: the loop has stopped and saved (`process_registry.mark_stopped`).

@@ -272,7 +272,7 @@ def top_k_reverse_kl(
     """KL(student || teacher) at each position over candidate ids and one rest: (S, A) fp32.
 
     Both distributions are merged outside the candidates into one probability, so that this is a KL
-    itself: at most that of the whole vocabulary, and equal to it where the candidates are all ids.
+    itself: at most the whole vocabulary's KL, and equal to it where the candidates are all ids.
     GKD (arXiv 2306.13649) with the reverse KL, over the candidates.
 
     Args:

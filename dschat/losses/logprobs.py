@@ -50,7 +50,7 @@ def linear_logprobs(
         weight: (V, D) and bias: (V,), the head. None: ``hidden`` are the logits, (M, V).
         target_ids: (M,) or, for several a position, (M, K) int64, all in [0, V), masked ones too.
         temperature: T; 0 (greedy) counts as 1.
-        product: computes all products with the head, those of the gradients too.
+        product: computes all products with the head, the gradients' too.
 
     Returns:
         fp32 log-probs in the shape of ``target_ids``, and (M,) fp32 entropies in nats or None.

@@ -99,7 +99,7 @@ def policy_loss(
         loss_sum: 0-d fp32; it or its gradient is non-finite if a ratio leaves fp32's range (e^88):
             a step to skip.
         metrics: unweighted sums over actions of ``clipped`` (1 where a clipped term is the loss, so
-            that the action has no gradient), ``clipped_low`` (those of a ratio below 1),
+            that the action has no gradient), ``clipped_low`` (the actions of a ratio below 1),
             ``approxkl`` (half the squared log-ratio), ``ratio``, ``ratio_abs_dev`` (|ratio - 1|);
             and ``tokens``, the number of actions.
     """
@@ -126,7 +126,7 @@ def gspo_loss(
     """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' ratios.
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071) in its token-level form (eq. 13-14): with weights
-    1/|o_i|, value and gradient are those of eq. 5. Arguments and metrics as in `policy_loss`.
+    1/|o_i|, value and gradient are eq. 5's. Arguments and metrics as in `policy_loss`.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     num_actions = answer_mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -39,7 +39,7 @@ def load_adapter(model: nn.Module, folder: Path) -> PeftModel:
             setattr(config, field, {_moved(name, places) for name in names})
     config.inference_mode = False
     config.task_type = config.modules_to_save = None  # PEFT would wrap the score head
-    config.base_model_name_or_path = None  # it becomes that of ``model``
+    config.base_model_name_or_path = None  # it becomes the name of ``model``
     wrapped = wrap(model, config)
     own = {
         name.replace(".default.", "."): parameter

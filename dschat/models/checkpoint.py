@@ -59,7 +59,7 @@ class Checkpoint(CheckpointFiles):
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Its configuration; of a vision-language model that of its text model. Copy it to change
+        """Its configuration; of a vision-language model its text model's. Copy it to change
         it.
 
         Raises:

@@ -181,7 +181,7 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Whether its weights are those of several experts, one behind the other."""
+    """Whether its weights are several experts', one behind the other."""
     return any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False))
 
 

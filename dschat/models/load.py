@@ -240,7 +240,7 @@ def _local_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _unused_keys(model: PreTrainedModel, keys: set[str]) -> set[str]:
-    """Those of ``keys`` that the model does not load."""
+    """The ``keys`` that the model does not load."""
     prefix = model.base_model_prefix + "."
     tied = getattr(model, "all_tied_weights_keys", None) or ()
     expected = {k.removeprefix(prefix) for k in (*model.state_dict(), *tied)}

@@ -119,7 +119,7 @@ def runs_in_pieces(module: nn.Module) -> bool:
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Whether all weights below ``module`` are those of linear layers: tokens are independent."""
+    """Whether all weights below ``module`` belong to linear layers: tokens are independent."""
     owners = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     return len(owners) > 1 and all(isinstance(m, nn.Linear) for m in owners)
 

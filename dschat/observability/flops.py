@@ -29,7 +29,7 @@ _WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that determine its matrix products; those of layers are means."""
+    """The sizes of a decoder that determine its matrix products; layers' sizes are means."""
 
     num_layers: int
     hidden: int

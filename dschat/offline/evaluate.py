@@ -6,7 +6,7 @@ Tasks of lm-evaluation-harness are in `harness`. Those here compare files of ``d
 
 Metrics, and differences between models, have confidence intervals. A mean has the standard error of
 its sample, as in lm-evaluation-harness, and a share Wilson's score interval (Wilson 1927, JASA 22,
-209-212). A difference is that of paired rows.
+209-212). A difference is of paired rows.
 """
 
 import json
@@ -173,7 +173,7 @@ def _bounds(row: dict[str, Any], sign: str = "") -> str:
 
 
 FLAG = "--answers"
-_PREFIX = "dschat_eval_"  # of the columns of a model's answers, beside those of the data
+_PREFIX = "dschat_eval_"  # of the columns of a model's answers, beside the data's
 Answers = list[dict[str, Any]]  # lines with prompt, answer and score
 
 

@@ -1,6 +1,6 @@
 """Runs tasks of lm-evaluation-harness on dschat's generator and training forward.
 
-Answers are those of lm-evaluation-harness's own ``hf`` model on the same weights. Imported only
+Answers are as from lm-evaluation-harness's own ``hf`` model on the same weights. Imported only
 when such tasks run: the library takes seconds to load.
 """
 

@@ -93,7 +93,7 @@ class Moves:
     """Where the answers of a rollout go, all ranks together."""
 
     sent: list[list[int]]  # by receiving rank: rows of this rank, as they were generated
-    order: list[int]  # of the received rows, those of rank 0 first: into ascending numbers
+    order: list[int]  # of the received rows, rank 0's first: into ascending numbers
 
     def experience(self, e: Experience) -> Experience:
         """Collective. The rows of ``e`` that this rank receives, in the order of their numbers."""

@@ -60,7 +60,7 @@ def _table(batch: PromptBatch) -> PromptTable:
 class PromptQueue:
     """Prompts for rollouts that take more than a batch of them, for the whole run.
 
-    Those of ``batches``. Without it, or once it is exhausted on any rank, the prompts that the
+    From ``batches``. Without it, or once it is exhausted on any rank, the prompts that the
     caller falls back on.
     """
 
@@ -213,7 +213,7 @@ class Collector:
         """Collective. Answer ``prompts`` in ``calls`` calls of ``generator``, and start the reward
         functions on the answers.
 
-        ``first``: the number of this rank's first prompt among those of all ranks. ``wanted``:
+        ``first``: the number of this rank's first prompt among all ranks' prompts. ``wanted``:
         groups to keep, the first ones; default: all.
         """
         num_asked, groups, metrics = len(prompts.ids), list[Group](), dict[str, float]()

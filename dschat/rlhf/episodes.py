@@ -153,7 +153,7 @@ class EpisodeCollector(Collector):
 def environment_of(
     args: RLHFConfig, environment: Any = None, tools: Sequence[Any] = ()
 ) -> EnvironmentSource | None:
-    """The environment and tools given in Python, or those of ``args``; None for single answers.
+    """The environment and tools given in Python, or named by ``args``; None for single answers.
 
     Raises:
         UserError: one does not exist.
@@ -184,7 +184,7 @@ def collector_of(
 
 
 def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:
-    """The prompt of each episode: environments may have added to those of ``prompts``."""
+    """The prompt of each episode: environments may have added to what ``prompts`` has."""
     table = prompts.pick([episode.row for episode in episodes])
     sources, texts = table.sources, table.texts
     if sources is not None:

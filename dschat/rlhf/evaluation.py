@@ -42,7 +42,7 @@ class HeldOutPrompts:
     """This rank's share of the held-out prompts."""
 
     prompts: PromptTable
-    first_index: int  # number of the first prompt among those of all ranks
+    first_index: int  # number of the first prompt among all ranks' prompts
     total: int  # prompts of all ranks
     gold: bool  # whether the gold scorer knows these prompts: the built-in ones
 

@@ -40,7 +40,7 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
 
     Returns:
         Whether the actor's log-probs are the generator's, by ``old_logprobs``: then the training
-        form computed none, or those of a few answers to compare (``recomputed``).
+        form computed none, or log-probs of a few answers to compare (``recomputed``).
     """
     e.logprobs = e.rollout_logprobs.clone()
     with evaluating(engine.actor, engine.critic):
@@ -104,7 +104,7 @@ def update_kl(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> d
     with evaluating(engine.actor):
         for _, batch in pieces(engine, e, size, _checked(e, args)):
             logprobs, _ = action_logprobs(engine.actor, batch, args.temperature)
-            if logprobs.dim() == 3:  # with those of the teacher's candidates
+            if logprobs.dim() == 3:  # and log-probs of the teacher's candidates
                 logprobs = logprobs[:, :, 0]
             log_ratio = torch.where(batch.loss_mask, logprobs - batch.logprobs, 0.0)
             total += log_ratio.double().square().sum() / 2

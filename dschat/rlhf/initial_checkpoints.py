@@ -124,7 +124,7 @@ def find_checkpoints(
     with a new score head. It also does where neither is named.
 
     Args:
-        tokenizer: the actor's; None: that of its checkpoint, completed by the flags.
+        tokenizer: the actor's; None: its checkpoint's, completed by the flags.
 
     Raises:
         UserError: a checkpoint (its flag named) that is missing, of the wrong kind, or unusable
@@ -208,7 +208,7 @@ def check_reward(
 
 
 def check_vllm_head(args: RLHFConfig, actor: Checkpoint, num_tokens: int) -> None:
-    """Raise ``UserError`` where vLLM's log-probs would be those of a narrower head."""
+    """Raise ``UserError`` where vLLM's log-probs would come from a narrower head."""
     rows = embedding_rows(actor.config)
     if args.temperature not in (0, 1) and rows > num_tokens:
         raise UserError(

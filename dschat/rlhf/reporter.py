@@ -90,7 +90,7 @@ class Reporter:
         else:
             self._resume(values)
         self._bar.n = self._bar.initial = self._trainer.iteration
-        self._bar.unpause()  # its pace is that of iterations from now on
+        self._bar.unpause()  # its pace is the iterations' from now on
 
     def _resume(self, values: dict[str, Any]) -> None:
         self._best.restore(values)

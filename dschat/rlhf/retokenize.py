@@ -112,7 +112,7 @@ class Retokenizer:
     def _chat(
         self, chat: list[Turn], answer: str, finished: bool, inputs: dict[str, Any]
     ) -> list[Segment]:
-        """Those of ``chat`` and its answer, without the end of a turn unless ``finished``."""
+        """The ids of ``chat`` and its answer, without the end of a turn unless ``finished``."""
         try:
             return _segments(self._reward_tokenizer, chat, answer, finished, **inputs)
         except UserError as error:

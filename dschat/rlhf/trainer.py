@@ -52,11 +52,11 @@ class DeepSpeedPPOTrainer:
             are refused in the next rollout: `kl`, learning rates and their schedule are read once.
         unsupervised: yields for every optimizer step this rank's rows (with ``input_ids``) of the
             pretraining loss.
-        reward_fns: reward functions in addition to those of ``args`` and any reward model: a
+        reward_fns: reward functions beside what ``args`` name and any reward model: a
             callable, a pair (callable, weight), or text as ``--reward_fn`` takes it.
         more_prompts: prompt batches that ``dynamic_sampling`` draws from where a rollout is not
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
-        reward_functions: those of ``args``, already loaded; excludes ``reward_fns``.
+        reward_functions: what ``args`` name, already loaded; excludes ``reward_fns``.
         environment, tools: a class or function, and functions; see `dschat.environments`. Default:
             those of ``args``. Prompts must show the tools, as `prompt_dataset` does.
 
@@ -320,7 +320,7 @@ class DeepSpeedPPOTrainer:
             self.engine.actor, batch, args.temperature, args.entropy_coef > 0
         )
         of_candidates = batch.teacher_candidates
-        if logprobs.dim() == 3:  # with those of the teacher's candidates
+        if logprobs.dim() == 3:  # and log-probs of the teacher's candidates
             logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
         # The only step of an experience starts from the policy that the ratio divides by.
         is_on_policy = args.old_logprobs == "auto" and args.ppo_epochs * batch.num_mini_batches == 1

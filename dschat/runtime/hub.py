@@ -35,7 +35,7 @@ logger = logging.getLogger("dschat")
 CARD = "README.md"
 _MARK = "<!-- Written by dschat, with every save; without this line it is yours, and stays. -->"
 _OF_A_SCORE = (
-    " The score of a text is that of its last token. Where transformers has no class for the family"
+    " The score of a text is its last token's. Where transformers has no class for the family"
     ": `AutoModel` loads the backbone, `score.weight` of `model.safetensors` is the linear head."
 )
 _FILES = [f"*{end}" for end in (*OF_MODEL, CARD, CHECKSUMS)]
@@ -102,7 +102,7 @@ def _flags(config: CommonConfig) -> str:
 
 
 def _on_hub(name: str) -> Any:
-    """The hub's name of a model or data set, for a local folder that of its card; None without."""
+    """The hub's name of a model or data set, of a local folder the name in its card; or None."""
     if os.path.isfile(card := os.path.join(name, CARD)):
         with suppress(Exception):  # a user's card may be anything
             return ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")

@@ -21,7 +21,7 @@ from dschat.startup.files import discard
 class LoadedModel:
     """A ``model`` for a run with ``config``, which reads it in ``folder``.
 
-    ``tokenizer``: None: that of the folder or hub name that the model was loaded from. Raises
+    ``tokenizer``: None: the one of the folder or hub name that the model was loaded from. Raises
     ``UserError`` for a model that cannot be saved and filled here, or no tokenizer.
     """
 

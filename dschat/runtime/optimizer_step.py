@@ -1,6 +1,6 @@
 """Accumulates micro-batches into one optimizer step; skips non-finite steps on all ranks.
 
-The gradient is that of "sum over tokens / tokens of the whole step" under every ZeRO stage and any
+The gradient is of "sum over tokens / tokens of the whole step" under every ZeRO stage and any
 division into micro-batches.
 """
 

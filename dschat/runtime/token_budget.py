@@ -172,7 +172,7 @@ def _any(condition: bool) -> bool:
 
 
 def _sharing_ranks(device: torch.device) -> int:
-    """Collective. Ranks that share the memory of ``device``: those of this host, for a CPU."""
+    """Collective. Ranks that share the memory of ``device``: for a CPU this host's."""
     host = socket.gethostname()
     hosts = dist.gather_objects(host)
     return 1 if device.type == "cuda" else hosts.count(host)

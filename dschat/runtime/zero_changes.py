@@ -82,7 +82,7 @@ def sum_in_place(zero: DeepSpeedZeroOptimizer) -> None:
 
 
 def _row_norms(flat: Tensor) -> Tensor:
-    """Norms whose norm in fp64 is that of ``flat``, which need not be copied to fp64 for it."""
+    """Norms whose norm in fp64 is the norm of ``flat``, which need not be copied to fp64 for it."""
     whole = flat.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)

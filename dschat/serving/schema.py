@@ -48,7 +48,7 @@ class StreamOptions(BaseModel):
 
 
 class Known(BaseModel):
-    """Refuses fields that may change the answer and are not declared; leaves out those of null."""
+    """Refuses fields that may change the answer and are not declared; leaves out nulls."""
 
     @model_validator(mode="before")
     @classmethod

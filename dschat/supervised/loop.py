@@ -169,7 +169,7 @@ def evaluate(model: ModelOrEngine, task: Task, batches: StepBatches) -> dict[str
 
 
 def num_total_steps(config: SupervisedConfig, batches: StepBatches) -> int:
-    """Optimizer steps of the whole run: ``max_steps``, or those of all epochs."""
+    """Optimizer steps of the whole run: ``max_steps``, or the steps of all epochs."""
     return config.max_steps or config.num_train_epochs * len(batches)
 
 

@@ -66,7 +66,7 @@ class Worker:
     Args:
         spec: of the class that it serves, as ``pkg.mod:name``. The process constructs it with
             ``settings``, and each call calls the instance.
-        variables: environment of the process; None: that of this one.
+        variables: environment of the process; None: this one's.
 
     Attributes:
         num_starts: of the process. What it held is lost when this grows.

@@ -127,7 +127,7 @@ def per_query_head(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _take(x: Tensor, places: slice | Tensor) -> Tensor:
-    """Tokens of a stream (1, H, N, ...): those of a slice, or (B, Q) places as (B, H, Q, ...)."""
+    """Tokens of a stream (1, H, N, ...): of a slice, or of (B, Q) places as (B, H, Q, ...)."""
     if isinstance(places, slice):
         return x[:, :, places]
     taken = x[0].transpose(0, 1).index_select(0, places.flatten())

@@ -64,7 +64,7 @@ class RowTable:
 
     batches: tuple[Tensor, ...]  # (B, T) int64 each, places in what was fetched; of padding, any
     places: Tensor  # (n,) int64, of the rows' own tokens in all batches, flattened
-    # Values (N, ...) of the stream's tokens to those of the tokens that the rows read, ascending.
+    # Values (N, ...) of the stream's tokens to values of the tokens that rows read, ascending.
     fetch: Callable[[Tensor], Tensor] = _as_they_are
     give_back: Callable[[Tensor], Tensor] = _as_they_are  # values at ``places`` to (N, ...)
 

@@ -42,7 +42,7 @@ class Spread:
         return slice(start, start + self.tokens[self.group.rank])
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """Those of ``values`` (H,) that belong to the heads of this rank."""
+        """The part of ``values`` (H,) that belongs to the heads of this rank."""
         return values.view(self.group.size, -1)[self.group.rank]
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +213,7 @@ class Share:
 
     rows: PackedRows  # its tokens and their columns; the segments are the whole stream's
     spread: Spread
-    columns: Tensor  # (m,) int64, places of its columns among those of all ranks
+    columns: Tensor  # (m,) int64, places of its columns among all ranks' columns
     num_columns: int  # of all ranks
     own_columns: slice  # of this rank's rows
     own_tokens: slice

@@ -83,7 +83,7 @@ def reading(rows: StatefulRows) -> AbstractContextManager[None]:
 
 def mixers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """The modules of ``base`` that carry states, each with the layer that calls it: they have a
-    convolution over tokens. Not those of an encoder of sounds beside its decoder.
+    convolution over tokens. Not the layers of an encoder of sounds beside its decoder.
     """
     return [
         (layer, module)
