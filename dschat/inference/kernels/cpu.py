@@ -34,7 +34,7 @@ logger = logging.getLogger("dschat")
 _FOLDER = Path(__file__).parent
 _HEADER = _FOLDER / "cpu_kernels.h"
 _SOURCES = [_FOLDER / "cpu_kernels.c", _FOLDER / "cpu_products.c"]
-_COMPILERS = ("cc", "gcc", "clang")
+COMPILERS = ("cc", "gcc", "clang")
 # No -ffast-math: it reorders sums, so that answers would depend on the compiler.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -301,7 +301,7 @@ def load() -> Kernels | None:
     """
     if os.environ.get("DSCHAT_CPU_KERNELS") == "0":
         return None
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         logger.info("no C compiler (gcc or clang): decoding on the CPU is slower without")
         return None
