@@ -153,7 +153,7 @@ def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
         rows = Rows(sequences, 256, 256)
         batches = math.ceil(sequences / row.count / row.rows)
         steps = sequences / STEP_SEQUENCES
-        return fleet.train(model, rows, batches).total_s + fleet.update(model, steps).total_s
+        return fleet.train(model, rows, batches) + fleet.update(model, steps)
     rows = Rows(STEP_SEQUENCES, 256, 256)
     batches = math.ceil(STEP_SEQUENCES / row.count / row.rows)
     phases = [
@@ -164,7 +164,7 @@ def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
         *(fleet.train(m, rows, batches) for m in (actor, critic)),
         *(fleet.update(m, 1) for m in (actor, critic)),
     ]
-    return row.sequences / STEP_SEQUENCES * sum(phase.total_s for phase in phases)
+    return row.sequences / STEP_SEQUENCES * sum(phases)
 
 
 A40, A80 = "A100-40", "A100-80"
@@ -243,16 +243,15 @@ def openrlhf_s(row: Compared, engine: Shares, loop: Shares, chat: Shares) -> tup
     scored, trained = [], []
     for name, count in zip(("reference", "reward", "actor", "critic"), sizes, strict=False):
         batches, m = 1024 / count / gen_rows, model(name, count)
-        scored.append(fleet(count, passes).score(m, rows, batches).total_s)
+        scored.append(fleet(count, passes).score(m, rows, batches))
         if name in ("actor", "critic"):
             batches = 1024 / count / train_rows
-            seconds = fleet(count, passes).train(m, rows, batches).total_s
-            trained.append(seconds + fleet(count, passes).update(m, 8).total_s)
+            seconds = fleet(count, passes).train(m, rows, batches)
+            trained.append(seconds + fleet(count, passes).update(m, 8))
     writers = fleet(row.groups[4], engine) if "vLLM" in row.system else fleet(sizes[2], writes)
     actor = model("actor", writers.count)
-    generation_s = (
-        writers.prefill(actor, rows, row.tp_size).total_s
-        + writers.decode(actor, rows, gen_rows, row.tp_size).total_s
+    generation_s = writers.prefill(actor, rows, row.tp_size) + writers.decode(
+        actor, rows, gen_rows, row.tp_size
     )
     if apart:
         return max(generation_s, *scored), max(trained)

@@ -4,14 +4,14 @@ Every row counts at its mean lengths: those of ``--plan_tokens``, else the longe
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig
 from dschat.estimate import PlanRequest
 from dschat.estimate.memory import Learner, StepEstimate, token_budget
 from dschat.estimate.models import MODEL_ERRORS
-from dschat.estimate.seconds import HF_LOOP, Fleet, Phase, Rows, cached_bytes
+from dschat.estimate.seconds import HF_LOOP, Fleet, Rows, cached_bytes
 
 _CHECKED_SHARE = 1 / 8  # of the answers, that --old_logprobs auto recomputes (`rlhf.forwards`)
 _UNKNOWN = 1000  # steps, where the length of an epoch is not known
@@ -19,19 +19,21 @@ _UNKNOWN = 1000  # steps, where the length of an epoch is not known
 
 @dataclass(frozen=True)
 class StepTime:
-    """The phases of one optimizer step (step 3: one iteration), of ``rows`` over all devices.
+    """One optimizer step (step 3: one iteration), of ``rows`` over all devices.
 
-    ``num_steps``: of the run; None: the length of an epoch is not known.
+    Attributes:
+        num_steps: of the run; None: the length of an epoch is not known.
+        seconds: of each phase, by name.
     """
 
     fleet: Fleet
     rows: Rows
     num_steps: int | None
-    phases: Sequence[Phase]
+    seconds: Mapping[str, float]
 
     @property
     def total_s(self) -> float:
-        return sum(phase.total_s for phase in self.phases)
+        return sum(self.seconds.values())
 
 
 def step_time(estimate: StepEstimate, request: PlanRequest) -> StepTime:
@@ -59,25 +61,26 @@ def step_time(estimate: StepEstimate, request: PlanRequest) -> StepTime:
     num_steps = c.max_steps or None
     if num_steps is None and request.examples is not None:
         num_steps = max(1, math.ceil(c.num_train_epochs * request.examples / examples))
-    phases: dict[str, Phase] = {}
-    for part in parts:  # of one name for each model
-        phases[part.name] = part + phases.get(part.name, Phase(part.name))
-    done = [phase for phase in phases.values() if phase.total_s]
-    return StepTime(fleet, rows, num_steps, done)
+    seconds: dict[str, float] = {}
+    for name, part_s in parts:  # of one name for each model
+        seconds[name] = seconds.get(name, 0.0) + part_s
+    return StepTime(fleet, rows, num_steps, {name: s for name, s in seconds.items() if s})
 
 
 def _supervised(
     fleet: Fleet, estimate: StepEstimate, c: SupervisedConfig, rows: Rows
-) -> Iterator[Phase]:
+) -> Iterator[tuple[str, float]]:
     model = estimate.present[0]
     batches = _batches(c, rows, fleet.count, c.gradient_accumulation_steps)
     if isinstance(c, RewardConfig) and c.trains_policy and not c.precompute_ref_logprobs:
-        yield fleet.score(estimate.present[-1], rows, batches, "reference")
-    yield fleet.train(model, rows, batches)
-    yield fleet.update(model, 1)
+        yield "reference", fleet.score(estimate.present[-1], rows, batches)
+    yield "train", fleet.train(model, rows, batches)
+    yield "update", fleet.update(model, 1)
 
 
-def _rlhf(fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows) -> Iterator[Phase]:
+def _rlhf(
+    fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows
+) -> Iterator[tuple[str, float]]:
     """Generation; a scoring pass of every model, the actor's as ``--old_logprobs`` says; the
     optimizer steps of actor and critic over all epochs.
     """
@@ -85,12 +88,12 @@ def _rlhf(fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows) -> It
     rollout, tp_size = estimate.rollout, c.inference_tp_size
     assert rollout is not None
     if rollout.weights:
-        yield fleet.refresh(actor, tp_size)
-    yield fleet.prefill(actor, rows, tp_size)
+        yield "refresh", fleet.refresh(actor, tp_size)
+    yield "prefill", fleet.prefill(actor, rows, tp_size)
     # As many sequences at once as the flags and the cache take.
     room = cached_bytes(actor, rows)
     cached = rollout.cache * tp_size / room if room else math.inf
-    yield fleet.decode(actor, rows, min(c.max_num_seqs, cached), tp_size)
+    yield "decode", fleet.decode(actor, rows, min(c.max_num_seqs, cached), tp_size)
 
     checked = {"recompute": 1.0, "rollout": 0.0, "auto": _CHECKED_SHARE}[c.old_logprobs]
     passes = [(actor, checked), *((model, 1.0) for model in others)]
@@ -99,7 +102,7 @@ def _rlhf(fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows) -> It
     for model, share in passes:
         read = replace(rows, count=share * rows.count)
         by_rows = math.ceil(read.count / fleet.count / c.per_device_training_batch_size)
-        yield fleet.score(model, read, _batches(c, read, fleet.count, by_rows))
+        yield "score", fleet.score(model, read, _batches(c, read, fleet.count, by_rows))
 
     steps = c.ppo_epochs * c.num_mini_batches
     mini_batch = replace(rows, count=c.mini_batch_size(fleet.count))
@@ -107,8 +110,8 @@ def _rlhf(fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows) -> It
     for model in [model for model in estimate.present if isinstance(model, Learner)]:
         several = 2 if model is actor and c.unsupervised_dataset_name else 1  # pretraining text
         trained = replace(rows, count=several * c.ppo_epochs * rows.count)
-        yield fleet.train(model, trained, several * batches)
-        yield fleet.update(model, steps)
+        yield "train", fleet.train(model, trained, several * batches)
+        yield "update", fleet.update(model, steps)
 
 
 def _batches(c: RLHFConfig | SupervisedConfig, rows: Rows, count: int, by_rows: int) -> int:
@@ -139,16 +142,11 @@ def _step_lines(time: StepTime, what: str, price: float | None) -> Iterator[str]
         where += f" on {math.ceil(fleet.count / fleet.per_node)} nodes"
     lengths = f"{rows.count:,.0f} sequences of {rows.seq_len:,} tokens"
     yield f"  seconds of {what} ({lengths}) on {where}:"
-    for phase in time.phases:
-        yield f"    {phase.name:<10}{_seconds(phase.total_s):>10}  {phase.bound}"
-    yield f"    {'total':<10}{_seconds(time.total_s):>10}"
+    for name, seconds in {**time.seconds, "total": time.total_s}.items():
+        yield f"    {name:<10}{seconds:>10{'.3g' if seconds < 1000 else '.0f'}}"
     steps = time.num_steps or _UNKNOWN
     hours = steps * time.total_s / 3600
     device_hours = hours * fleet.count
     text = f"  {steps:,} step{'s' * (steps > 1)}: {hours:.3g} h, {device_hours:.3g} device hours"
     text += "" if price is None else f", ${device_hours * price:,.2f}"
     yield text if time.num_steps else f"{text} (--plan_examples N: of an epoch of N examples)"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g}" if seconds < 1000 else f"{seconds:.0f}"

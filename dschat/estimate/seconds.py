@@ -7,7 +7,7 @@ matrix products. The shares are few and fitted: ``benchmarks/plan_against_publis
 repeats the fit, docs/lab/cost.md has its table, and what dschat took on GPUs.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from dschat.estimate.devices import DeviceSpeed
 from dschat.estimate.memory import Model
@@ -72,51 +72,22 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Seconds of a phase by cause, and how many of them run behind other causes."""
-
-    name: str
-    products_s: float = 0.0
-    memory_s: float = 0.0
-    links_s: float = 0.0
-    waits_s: float = 0.0  # for launches, and for all-reduces that hide behind nothing
-    hidden_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.products_s + self.memory_s + self.links_s + self.waits_s - self.hidden_s
-
-    def __add__(self, other: "Phase") -> "Phase":
-        mine, its = astuple(self)[1:], astuple(other)[1:]
-        return Phase(self.name, *(a + b for a, b in zip(mine, its, strict=True)))
-
-    @property
-    def bound(self) -> str:
-        """What takes most of it."""
-        causes = {
-            "matrix products": self.products_s,
-            "memory bandwidth": self.memory_s,
-            "communication": self.links_s,
-            "launches and all-reduces": self.waits_s,
-        }
-        return max(causes, key=lambda cause: causes[cause])
-
-
-@dataclass(frozen=True)
 class Fleet:
-    """Equal devices that hold one model together, ``per_node`` of them on a machine."""
+    """Equal devices that hold one model together, ``per_node`` of them on a machine. Its methods
+    give the seconds of a phase.
+    """
 
     device: DeviceSpeed
     count: int
     per_node: int
     shares: Shares = ENGINE
 
-    def score(self, model: Model, rows: Rows, micro_batches: float, name: str = "score") -> Phase:
+    def score(self, model: Model, rows: Rows, micro_batches: float) -> float:
         """Passes without gradients over ``rows``, in ``micro_batches`` on every device."""
         flops = rows.count * transformer_flops(model.shape, rows.seq_len, model.use.kind)
-        return self._phase(name, flops, links_s=micro_batches * self._weights_s(model))
+        return self._passes_s(flops, micro_batches * self._weights_s(model))
 
-    def train(self, model: Model, rows: Rows, micro_batches: float) -> Phase:
+    def train(self, model: Model, rows: Rows, micro_batches: float) -> float:
         """Forward and backward passes. ZeRO-3 gathers weights for either pass; stages 2 and 3
         reduce gradients after every micro-batch.
         """
@@ -124,9 +95,9 @@ class Fleet:
         how = use.gradient_checkpointing, use.kind, use.only_adapters
         flops = rows.count * training_flops(model.shape, rows.seq_len, *how)
         gather_s = 2 * self._weights_s(model) + reduced * self._trained_s(model)
-        return self._phase("train", flops, links_s=micro_batches * gather_s)
+        return self._passes_s(flops, micro_batches * gather_s)
 
-    def update(self, model: Model, num_steps: float) -> Phase:
+    def update(self, model: Model, num_steps: float) -> float:
         """Optimizer steps: Adam on this device's shard, on the device or in host memory; below
         stage 3 the new weights, and below stage 2 the gradients, go to the other devices.
         """
@@ -137,27 +108,26 @@ class Fleet:
             bandwidth = self.device.host_bandwidth
             moved_s = shard * _MOVED_BYTES / self.device.pcie
         memory_s = shard * _UPDATE_BYTES / (UPDATE_SHARE * bandwidth)
-        links_s = (2, 2, 1, 0)[stage] * self._trained_s(model) + moved_s
-        return self._phase("update", memory_s=num_steps * memory_s, links_s=num_steps * links_s)
+        return num_steps * (memory_s + (2, 2, 1, 0)[stage] * self._trained_s(model) + moved_s)
 
-    def refresh(self, model: Model, tp_size: int) -> Phase:
+    def refresh(self, model: Model, tp_size: int) -> float:
         """Gathers the weights (ZeRO-3) and writes the rollout's copy of them."""
         memory_s = 2 * model.num_bytes / tp_size / (self.shares.decode * self.device.bandwidth)
-        return self._phase("refresh", memory_s=memory_s, links_s=self._weights_s(model))
+        return memory_s + self._weights_s(model)
 
-    def prefill(self, model: Model, rows: Rows, tp_size: int = 1) -> Phase:
+    def prefill(self, model: Model, rows: Rows, tp_size: int = 1) -> float:
         """Prompts through the rollout's weights, once for all samples of a prompt."""
         prompts = rows.count / rows.samples
         tokens = prompts * rows.prompt / (self.count / tp_size)
-        waits_s = self._reduces_s(model, tokens, tp_size)
         flops = prompts * prefill_flops(model.shape, rows.prompt)
-        return self._phase("prefill", flops, waits_s=waits_s)
+        return self._products_s(flops) + self._reduces_s(model, tokens, tp_size)
 
-    def decode(self, model: Model, rows: Rows, concurrent: float, tp_size: int = 1) -> Phase:
+    def decode(self, model: Model, rows: Rows, concurrent: float, tp_size: int = 1) -> float:
         """Decode steps of all answers; ``concurrent`` sequences in each tensor-parallel group.
 
         A step reads the weights and the keys and values of its sequences, on average half way
-        through their answers. `Shares.cache_passes` is more than 1 where it also copies the cache.
+        through their answers, while it computes. `Shares.cache_passes` is more than 1 where it also
+        copies the cache.
         """
         shares, per_group = self.shares, rows.count / (self.count / tp_size)
         concurrent = min(max(1.0, concurrent), per_group)
@@ -166,15 +136,18 @@ class Fleet:
         memory_s = num_bytes / tp_size / (shares.decode * self.device.bandwidth)
         waits_s = model.shape.num_layers * shares.step_launches * LAUNCH_S
         waits_s += self._reduces_s(model, concurrent, tp_size)
-        flops = rows.count * decode_flops(model.shape, rows.prompt, rows.answer)
-        return self._phase("decode", flops, memory_s=steps * memory_s, waits_s=steps * waits_s)
+        products_s = self._products_s(
+            rows.count * decode_flops(model.shape, rows.prompt, rows.answer)
+        )
+        return max(products_s, steps * memory_s) + steps * waits_s
 
-    def _phase(self, name: str, flops: float = 0.0, **other_s: float) -> Phase:
-        """Matrix products run while memory is read, and hide a share of the communication."""
-        products_s = flops / (self.shares.products * self.count * self.device.flops)
-        exposed = Phase(name, products_s, **other_s)
-        hidden_s = min(products_s, exposed.memory_s) + min(OVERLAP * exposed.links_s, products_s)
-        return replace(exposed, hidden_s=hidden_s)
+    def _products_s(self, flops: float) -> float:
+        return flops / (self.shares.products * self.count * self.device.flops)
+
+    def _passes_s(self, flops: float, links_s: float) -> float:
+        """Matrix products, which hide a share of the communication."""
+        products_s = self._products_s(flops)
+        return products_s + links_s - min(OVERLAP * links_s, products_s)
 
     def _gather_s(self, num_bytes: float) -> float:
         """An all-gather, or reduce-scatter, of ``num_bytes`` in all.

@@ -24,7 +24,12 @@ Fault = tuple[str, Any, str]  # a field, its value, the reason why it is invalid
 
 _BOOLEANS = ("is_causal", "is_decoder", "output_hidden_states", "output_attentions", "return_dict")
 # Upper bounds, far above any model: building a million layers takes hours.
-_SIZES = {"num_hidden_layers": 2_000, "num_attention_heads": 100_000, "num_labels": 10_000}
+_SIZES = {
+    "num_hidden_layers": 2_000,
+    "num_attention_heads": 100_000,
+    "max_position_embeddings": 10_000_000_000,
+    "num_labels": 10_000,
+}
 
 
 def read_config(files: CheckpointFiles, raw: dict[str, Any]) -> PretrainedConfig:
@@ -44,7 +49,8 @@ def read_config(files: CheckpointFiles, raw: dict[str, Any]) -> PretrainedConfig
         reason = f"not of a {type(config).__name__}"
         raise _wrong_field(files, CONFIG, "text_config", text, reason)
     own_names = getattr(text, "attribute_map", {})
-    for fault in _wrong_sizes({n: vars(text).get(own_names.get(n, n)) for n in _SIZES}):
+    sizes = {n: vars(text).get(own_names.get(n, n)) for n in _SIZES}
+    for fault in (*_wrong_sizes(sizes), *_wrong_numbers(text)):
         raise _wrong_field(files, CONFIG, *fault)
     with blamed_on(files, CONFIG):
         return text_part(config, raw)
@@ -124,6 +130,19 @@ def _wrong_sizes(values: Mapping[str, Any]) -> Iterator[Fault]:
         value = values.get(size)
         if isinstance(value, (int, float)) and not 1 <= value <= most:
             yield size, value, f"not from 1 to {most:,}"
+
+
+def _wrong_numbers(config: PretrainedConfig) -> Iterator[Fault]:
+    """Numbers from which a model computes NaN."""
+    for name, value in vars(config).items():
+        is_epsilon = name.endswith(("_eps", "_epsilon")) and isinstance(value, (int, float))
+        if is_epsilon and not 0 <= value < 1:
+            yield name, value, "not from 0 to 1"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *rope.values()):  # one for all layers, or one per layer type
+        theta = settings.get("rope_theta", 1) if isinstance(settings, dict) else 1
+        if isinstance(theta, (int, float)) and theta <= 0:
+            yield "rope_parameters.rope_theta", theta, "not above 0"
 
 
 def _reason(error: BaseException) -> str:
