@@ -25,7 +25,7 @@ from dschat.inference.kernels.cuda import (
 from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Stack
-from dschat.inference.model.layers import Layer, Norm
+from dschat.inference.model.layers import Layer
 from dschat.inference.model.weights import AnyLinear
 from dschat.inference.protocol import SamplingParams
 from dschat.models.packing.kernels import Scores
@@ -147,15 +147,16 @@ class StepKernels:
 
     def add_norm(
         self,
-        norm: Norm,
         h: Tensor,
         added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
         eps: float,
+        offset: float = 0.0,
         following: AnyLinear | None = None,
     ) -> Tensor:
         """See `operators.add_norm`. ``following``: multiplies the result."""
-        how = norm.weight, norm.bias, eps, norm.offset
-        return operators.add_norm(h, added, *how, _read_by(following))
+        return operators.add_norm(h, added, weight, bias, eps, offset, _read_by(following))
 
     def attention(
         self,

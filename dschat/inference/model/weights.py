@@ -71,11 +71,6 @@ class Weights:
         self.loads = 0  # changes with every value that is loaded
         self.names = frozenset(self._by_name)
 
-    @property
-    def norm_offset(self) -> float:
-        """What norms add to their weights; copies have it added."""
-        return self.spec.norm_offset if self._borrowed else 0.0
-
     def _create(self) -> None:
         """Create all tensors and linears, without their values."""
         if self.tensors:
@@ -83,16 +78,11 @@ class Weights:
         self.version += 1
         for source in self._sources:
             base = source.target.rpartition(".")[0]
-            shape, dtype = self._share.linear_shape(base), self.dtype
+            shape = self._share.linear_shape(base)
             if shape is not None and base not in self.linears:
                 self.linears[base] = self._new_linear(base, shape)
             elif shape is None and source.target not in self.tensors:
-                if self.spec.norm_offset and "norm" in kind_of(base):
-                    dtype = (
-                        torch.float32
-                    )  # in 16 bits 1 + weight would be rounded to steps of 1/128
-                if kind_of(base) == "correction":
-                    dtype = torch.float32
+                dtype = torch.float32 if kind_of(base) == "correction" else self.dtype
                 zeros = torch.zeros(self._share.shape(base), dtype=dtype, device=self.device)
                 self.tensors[source.target] = zeros
 
@@ -147,8 +137,6 @@ class Weights:
         linear = self._owned(base)
         if linear is None:
             target = self.tensors[source.target]
-            if self.spec.norm_offset and "norm" in kind and suffix == "weight":
-                full = full.to(target) + self.spec.norm_offset
         elif suffix == "bias":
             assert linear.bias is not None
             target = linear.bias
