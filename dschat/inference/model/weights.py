@@ -142,8 +142,6 @@ class Weights:
             target = linear.bias
         else:
             target = linear.open()
-        if source.transposed and suffix == "weight":
-            full = full.T
         if suffix == "weight" and linear is not None:
             full = self._share.local_columns(source, full)
         if suffix == "bias" and kind in ("out", "down", "shared_down") and self.group.rank > 0:
@@ -176,14 +174,14 @@ class Weights:
                 continue
             self._check_tensor(name, tuple(tensor.shape))
             for source in self._by_name[name]:
-                part = tensor if source.index is None else tensor[source.index]
+                part = _own_part(source, tensor)
                 waiting[source.target].discard(source.part)
                 base, _, suffix = source.target.rpartition(".")
                 linear = self._owned(base) if suffix == "weight" else None
                 if linear is not None and self._head_is_shared(base):
                     linear.seal()
                 elif linear is not None and linear.packs and self._is_whole(source):
-                    linear.pack(part.T if source.transposed else part)
+                    linear.pack(part)
                 else:
                     self._write(source, part)
                     if linear is not None and not (source.part and waiting[source.target]):
@@ -250,16 +248,14 @@ class Weights:
                 stack = base.rpartition(".")[0]
                 whole = tensor.transpose(1, 2) if source.transposed else tensor
                 self.tensors[f"{stack}.{suffix}"] = whole
-            if source.index is not None:
-                tensor = tensor[source.index]
+            tensor = _own_part(source, tensor)
             if self._share.linear_shape(base) is None:
                 self.tensors[source.target] = tensor
             elif suffix == "bias":
                 biases[base, source.part] = tensor
             else:
                 bias = biases.get((base, source.part))
-                part = BorrowedPart(tensor, bias, source.transposed, source.interleaved)
-                parts[base][source.part] = part
+                parts[base][source.part] = BorrowedPart(tensor, bias, source.interleaved)
         self.linears.update({base: BorrowedLinear(named) for base, named in parts.items()})
 
     def fused_names(self) -> list[list[str]]:
@@ -350,3 +346,9 @@ class Weights:
         tensors = {} if self._borrowed else self.tensors
         own = (t for name, t in tensors.items() if ".lora_" not in name)  # the linears count those
         return sum(t.nbytes for t in own) + sum(w.nbytes for w in self.linears.values())
+
+
+def _own_part(source: WeightSource, tensor: Tensor) -> Tensor:
+    """What ``source`` takes of a checkpoint's tensor: a matrix (out, in), or a vector."""
+    part = tensor if source.index is None else tensor[source.index]
+    return part.T if source.transposed and part.dim() == 2 else part
