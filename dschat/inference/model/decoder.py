@@ -25,7 +25,7 @@ from dschat.inference.model.experts import Experts
 from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
-from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.model.step_kernels import StepKernels, read_by
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
 
@@ -373,7 +373,7 @@ class Decoder:
         if step.kernels is not None:
             return step.kernels.add_norm(h, added, *how)
         if step.cuda is not None and step.cuda.runs("norm"):
-            return step.cuda.add_norm(h, added, *how, following)
+            return step.cuda.add_norm(h, added, *how, read_by(following))
         return self._norm(norm, h if added is None else h.add_(added), eps)
 
 
