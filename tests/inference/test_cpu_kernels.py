@@ -75,14 +75,15 @@ def assert_close(got, expected, tolerance=1e-6):
 
 @pytest.mark.parametrize("size", WIDTHS)
 @pytest.mark.parametrize("with_added", [False, True])
-@pytest.mark.parametrize("layer_norm", [False, True])
-def test_norms(kernels, size, with_added, layer_norm):
+@pytest.mark.parametrize(("layer_norm", "offset"), [(False, 0.0), (False, 1.0), (True, 1.0)])
+def test_norms(kernels, size, with_added, layer_norm, offset):
     x, added = drawn(5, size) + 0.5, drawn(5, size, seed=1) if with_added else None
     weight, bias = drawn(size, seed=2) + 1, drawn(size, seed=3) + 2 if layer_norm else None
     total = exact(x) + (exact(added) if with_added else 0)
     centred = total - total.mean(-1, keepdims=True) if layer_norm else total
-    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * exact(weight)
-    got = kernels.add_norm(x, added, weight, bias, 1e-2)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2)
+    expected *= exact(weight) + offset
+    got = kernels.add_norm(x, added, weight, bias, 1e-2, offset)
     assert_close(got, expected + (exact(bias) if layer_norm else 0), 2e-6)
     assert_close(x, total, 1e-7)
 
@@ -127,7 +128,7 @@ def test_turned_heads(kernels, head_size, part, with_norms):
         for part_of, weight in ((slice(0, 4), weights[0]), (slice(4, 6), weights[1])):
             x = expected[:, part_of]
             norm = np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
-            expected[:, part_of] = x / norm * exact(weight)
+            expected[:, part_of] = x / norm * (exact(weight) + 1)
     if dim:  # as complex numbers: the first half of the rotated part is real, the second imaginary
         x = expected[:, :6]
         turned = x[..., : dim // 2] + 1j * x[..., dim // 2 : dim]
@@ -137,7 +138,7 @@ def test_turned_heads(kernels, head_size, part, with_norms):
         heads,
         num_heads,
         num_kv_heads,
-        (*weights, 1e-3) if with_norms else None,
+        (*weights, 1e-3, 1.0) if with_norms else None,
         (positions, *tables) if dim else None,
     )
     assert_close(heads, expected)

@@ -13,6 +13,7 @@ from quick import slow
 
 from dschat.config.errors import UserError
 from dschat.inference import SamplingParams
+from dschat.inference.kernels.cuda import operators
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.cuda_graphs import batch_bucket
 
@@ -125,7 +126,9 @@ class CompilationError(Exception):
 
 
 @pytest.mark.parametrize("graphs_fail_too", [*slow([False]), True])
-def test_where_kernels_fail_decoding_goes_on_without(graphs_fail_too, caplog, module_of):
+def test_where_kernels_fail_decoding_goes_on_without(
+    graphs_fail_too, caplog, module_of, monkeypatch
+):
     def refuse(*args, **options):
         raise CompilationError("at 34:42: no attribute\nmore")
 
@@ -136,7 +139,7 @@ def test_where_kernels_fail_decoding_goes_on_without(graphs_fail_too, caplog, mo
         return step
 
     kernels = StepKernels(torch.device("cpu"))
-    kernels.read_rows = refuse
+    monkeypatch.setattr(operators, "read_rows", refuse)
     made = captured_by(engine(module_of("llama"), page_size=4), capture, kernels)
     expected = engine(module_of("llama"), page_size=4).generate(PROMPTS, SAMPLING)
     with caplog.at_level(logging.WARNING, logger="dschat"):

@@ -23,7 +23,6 @@ from dschat.chat.model import Model
 from dschat.inference import EngineConfig, SamplingParams, UnsupportedModel
 from dschat.inference.generators.hf_generator import HuggingFaceGenerator, module_engine
 from dschat.inference.kernels import cpu
-from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.states import batches_alike, num_slots
 from dschat.inference.model.step_kernels import StepKernels
@@ -236,7 +235,7 @@ def test_norms_are_a_kernel_where_it_computes_the_same(name, module_of):
 @pytest.mark.parametrize("part", ["norm", "product", "attention"])
 def test_a_captured_step_runs_a_modules_parts_by_kernels(part, module_of):
     module = module_of("qwen3_moe")
-    on_device = DeviceModule(module)
+    weights = engine_on(module).weights
 
     def replaced():
         kinds = {"norm": Qwen3MoeRMSNorm, "product": nn.Linear, "experts": Qwen3MoeExperts}
@@ -245,7 +244,7 @@ def test_a_captured_step_runs_a_modules_parts_by_kernels(part, module_of):
             for kind, cls in kinds.items()
         }
 
-    with on_device(StepKernels(torch.device("cpu"), frozenset([part]))):
+    with weights.without_waits(StepKernels(torch.device("cpu"), frozenset([part]))):
         assert replaced() == {"norm": part == "norm", "product": part == "product", "experts": True}
     assert not any(replaced().values())
 

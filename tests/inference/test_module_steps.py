@@ -15,8 +15,10 @@ from soft_graph import operators_only, soft_capture
 from test_module_decoder import MOE, SIZES, answers, config_of, engine_on, random_module
 from transformers import AutoConfig
 
+from dschat.distributed import RankGroup
 from dschat.inference import SamplingParams, UnsupportedModel
-from dschat.inference.model.device_module import DeviceModule
+from dschat.inference.model.module_decoder import module_spec
+from dschat.inference.model.module_weights import ModuleWeights
 from dschat.models.cpu_matmul import VARIABLE
 
 # Operators of a layer in 16 bits, with casts and products that training's module does not fuse;
@@ -83,11 +85,11 @@ def test_code_that_would_wait_does_not(name, dtype, gpu, monkeypatch):
 @pytest.mark.parametrize("name", some(WAITING, ["gpt_oss", "mixtral"]))
 def test_code_that_does_not_wait_computes_the_same(name):
     module, ids = random_module(waiting(name, torch.float32)), torch.arange(2, 22).view(2, -1)
-    in_scope = DeviceModule(module)
+    weights = ModuleWeights(module, module_spec(module), RankGroup())
     with torch.no_grad():
         expected = module(ids).logits
         for _ in range(2):
-            with in_scope():
+            with weights.without_waits():
                 torch.testing.assert_close(module(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -41,11 +41,11 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
-    "dschat_add_norm": (*[_POINTER] * 5, _INT, _INT, _FLOAT),
+    "dschat_add_norm": (*[_POINTER] * 5, _INT, _INT, _FLOAT, _FLOAT),
     "dschat_silu_mul": (_POINTER, _POINTER, _INT, _INT),
     "dschat_norm_and_rotate": (
         *(_POINTER, *[_INT] * 5),
-        *(_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
+        *(_POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "dschat_decode_attention": (*[_POINTER] * 4, _INT, _FLOAT, _INT),
     "dschat_use_openmp": (_POINTER, _POINTER, _POINTER),
@@ -86,10 +86,16 @@ class Kernels:
         self._holding, self.releasing = holding, releasing
 
     def add_norm(
-        self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+        self,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        offset: float = 0.0,
     ) -> Tensor:
-        """``x`` (rows, n) += ``added``, in place. Returns its layer norm, or its RMS norm if
-        ``bias`` is None (Zhang and Sennrich 2019, equation 4).
+        """``x`` (rows, n) += ``added``, in place. Returns its layer norm by ``weight`` +
+        ``offset``, or its RMS norm if ``bias`` is None (Zhang and Sennrich 2019, equation 4).
         """
         out = torch.empty_like(x)
         self._holding.dschat_add_norm(
@@ -100,6 +106,7 @@ class Kernels:
             out.data_ptr(),
             *x.shape,
             eps,
+            offset,
         )
         return out
 
@@ -177,20 +184,21 @@ class Kernels:
         heads_THD: Tensor,
         num_heads: int,
         num_kv_heads: int,
-        norms: tuple[Tensor, Tensor, float] | None,
+        norms: tuple[Tensor, Tensor, float, float] | None,
         rotary: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
         """Normalize and rotate the query and key heads of (T, H + 2 K, D), in place.
 
-        ``norms``: weights (D,) of the RMS norms of query and of key heads, and eps. ``rotary``:
-        positions (T,), cos and sin of every position (P, rotary dim), see
-        `dschat.inference.model.positions.Rotary`.
+        ``norms``: weights (D,) of the RMS norms of query and of key heads, eps, and what is added
+        to the weights. ``rotary``: positions (T,), cos and sin of every position (P, rotary dim),
+        see `dschat.inference.model.positions.Rotary`.
         """
         rows, all_heads, head_size = heads_THD.shape
         q_weight = k_weight = positions = cos = sin = None
-        eps, rotary_dim = 0.0, 0
+        eps, offset, rotary_dim = 0.0, 0.0, 0
         if norms is not None:
-            q_weight, k_weight, eps = norms[0].data_ptr(), norms[1].data_ptr(), norms[2]
+            q_weight, k_weight = norms[0].data_ptr(), norms[1].data_ptr()
+            eps, offset = norms[2:]
         if rotary is not None:
             positions, cos, sin = rotary[0].data_ptr(), rotary[1].data_ptr(), rotary[2].data_ptr()
             rotary_dim = rotary[1].shape[1]
@@ -204,6 +212,7 @@ class Kernels:
             q_weight,
             k_weight,
             eps,
+            offset,
             positions,
             cos,
             sin,

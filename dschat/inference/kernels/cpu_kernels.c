@@ -34,28 +34,31 @@ INLINE float mean_of(const float *x, int64_t size)
     return (sum(total) + rest) / size;
 }
 
-/* One row; may be in place. Layer norm with a bias, RMS norm without. */
+/* One row, by weight + offset; may be in place. Layer norm with a bias, RMS norm without. */
 INLINE void norm_row(
-    const float *x, const float *weight, const float *bias, float *out, int64_t size, float eps)
+    const float *x, const float *weight, const float *bias, float *out, int64_t size, float eps,
+    float offset)
 {
     float mean = bias ? mean_of(x, size) : 0.0f;
     float scale = 1.0f / sqrtf(squares(x, size, mean) / size + eps);
     int64_t i = 0;
     if (bias) {
         for (; i + LANES <= size; i += LANES)
-            store(out + i, (load(x + i) - mean) * scale * load(weight + i) + load(bias + i));
-        for (; i < size; i++) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+            store(
+                out + i,
+                (load(x + i) - mean) * scale * (load(weight + i) + offset) + load(bias + i));
+        for (; i < size; i++) out[i] = (x[i] - mean) * scale * (weight[i] + offset) + bias[i];
     } else {
         for (; i + LANES <= size; i += LANES)
-            store(out + i, load(x + i) * scale * load(weight + i));
-        for (; i < size; i++) out[i] = x[i] * scale * weight[i];
+            store(out + i, load(x + i) * scale * (load(weight + i) + offset));
+        for (; i < size; i++) out[i] = x[i] * scale * (weight[i] + offset);
     }
 }
 
 /* x (rows, size) += added, unless added is NULL; out (rows, size) = norm(x). */
 void dschat_add_norm(
     float *x, const float *added, const float *weight, const float *bias, float *out,
-    int64_t rows, int64_t size, float eps)
+    int64_t rows, int64_t size, float eps, float offset)
 {
     for (int64_t row = 0; row < rows; row++, x += size, out += size) {
         if (added) {
@@ -64,7 +67,7 @@ void dschat_add_norm(
             for (; i < size; i++) x[i] += added[i];
             added += size;
         }
-        norm_row(x, weight, bias, out, size, eps);
+        norm_row(x, weight, bias, out, size, eps, offset);
     }
 }
 
@@ -92,7 +95,7 @@ void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t siz
  * heads: rows of `stride`. cos, sin (positions, dim): see Rotary in rotary.py; dim 0: none. */
 void dschat_norm_and_rotate(
     float *heads, int64_t rows, int64_t stride, int64_t num_q, int64_t num_k, int64_t head_size,
-    const float *q_weight, const float *k_weight, float eps,
+    const float *q_weight, const float *k_weight, float eps, float offset,
     const int64_t *positions, const float *cos, const float *sin, int64_t dim)
 {
     int64_t half_dim = dim / 2;
@@ -103,7 +106,7 @@ void dschat_norm_and_rotate(
             float *restrict low = heads + row * stride + head * head_size;
             float *restrict high = low + half_dim;
             const float *weight = head < num_q ? q_weight : k_weight;
-            if (weight) norm_row(low, weight, 0, low, head_size, eps);
+            if (weight) norm_row(low, weight, 0, low, head_size, eps, offset);
             for (int64_t i = 0; i < half_dim; i++) {
                 float a = low[i], b = high[i];
                 low[i] = a * c[i] + b * s[i];

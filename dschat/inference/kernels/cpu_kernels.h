@@ -105,11 +105,11 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 void dschat_add_norm(
     float *x, const float *added, const float *weight, const float *bias, float *out,
-    int64_t rows, int64_t size, float eps);
+    int64_t rows, int64_t size, float eps, float offset);
 void dschat_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t size);
 void dschat_norm_and_rotate(
     float *heads, int64_t rows, int64_t stride, int64_t num_q, int64_t num_k, int64_t head_size,
-    const float *q_weight, const float *k_weight, float eps,
+    const float *q_weight, const float *k_weight, float eps, float offset,
     const int64_t *positions, const float *cos, const float *sin, int64_t dim);
 void dschat_decode_attention(
     const struct step *s, const float *heads, float *cache, float *out, int64_t window,

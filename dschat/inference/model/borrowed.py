@@ -20,23 +20,15 @@ from dschat.inference.model.linear import SideProduct
 
 @dataclass(frozen=True)
 class BorrowedPart:
-    """A weight and bias owned by another module, in the layout of the checkpoint."""
+    """A weight and bias owned by another module."""
 
-    weight: Tensor  # (out, in), or (in, out) where `transposed`
+    weight: Tensor  # (out, in), of any strides
     bias: Tensor | None
-    transposed: bool = False
     interleaved: bool = False  # q, k and v of a head are adjacent rows, and so in the product
 
-    @property
-    def num_rows(self) -> int:
-        return self.weight.shape[1 if self.transposed else 0]
-
     def product(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias  # a router may compute in fp32
-        bias = None if bias is None else bias.to(x.dtype)
-        if not self.transposed:
-            return F.linear(x, weight, bias)
-        return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)  # a router may compute in fp32
 
 
 class BorrowedLinear:
@@ -51,7 +43,7 @@ class BorrowedLinear:
         self.products = list(parts.values()) if joined is None else [joined[1]]
         self.order = order if len(order) > 1 else ()
         self.interleaved = any(part.interleaved for part in parts.values())
-        firsts = accumulate((parts[name].num_rows for name in order), initial=0)
+        firsts = accumulate((len(parts[name].weight) for name in order), initial=0)
         self.first_row = dict(zip(order, firsts, strict=False))  # of each part in `y`
         self.side: SideProduct | None = None
 
@@ -66,10 +58,9 @@ class BorrowedLinear:
         """Weight (out, in), contiguous or the transpose of what is, and bias, if these and `side`
         make up the product.
         """
-        part = self.products[0]
-        if len(self.products) > 1 or not part.weight.is_contiguous():
-            return None
-        return (part.weight.T if part.transposed else part.weight), part.bias
+        weight = self.products[0].weight
+        is_dense = weight.is_contiguous() or weight.T.is_contiguous()
+        return (weight, self.products[0].bias) if len(self.products) == 1 and is_dense else None
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ from dschat.inference.model.experts import Experts
 from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import ModelSpec
-from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.model.step_kernels import StepKernels, read_by
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
 
@@ -257,7 +257,8 @@ class Decoder:
         if rotary is not None and rows is None and step.positions is not None:
             by_kernel = step.positions, rotary.cos, rotary.sin
         if kernels is not None and (norms is not None or by_kernel is not None):
-            scales = None if norms is None else (norms[0].scale, norms[1].scale, self.spec.norm_eps)
+            how = self.spec.norm_eps, self.spec.norm_offset
+            scales = None if norms is None else (norms[0].weight, norms[1].weight, *how)
             kernels.norm_and_rotate(heads, num_heads, num_kv_heads, scales, by_kernel)
         if rotary is not None and rows is not None:
             for part in w.layout.rotated:
@@ -368,10 +369,11 @@ class Decoder:
         eps = self.spec.norm_eps if eps is None else eps
         if norm is None:
             return h if added is None else h.add_(added)
+        how = norm.weight, norm.bias, eps, norm.offset
         if step.kernels is not None:
-            return step.kernels.add_norm(h, added, norm.scale, norm.bias, eps)
+            return step.kernels.add_norm(h, added, *how)
         if step.cuda is not None and step.cuda.runs("norm"):
-            return step.cuda.add_norm(norm, h, added, eps, following)
+            return step.cuda.add_norm(h, added, *how, read_by(following))
         return self._norm(norm, h if added is None else h.add_(added), eps)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from dschat.inference.model.device_module import rms_norms
+from dschat.inference.model.module_parts import rms_norms
 from dschat.inference.model.spec import WeightSource
 from dschat.inference.model.trial import Attended, Call, Trial
 

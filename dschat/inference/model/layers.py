@@ -32,7 +32,7 @@ class Norm(NamedTuple):
         bias = weights.tensors.get(f"{name}.bias")
         if bias is None and weights.spec.norm == "layernorm":
             bias = torch.zeros_like(weight)
-        return cls(weight, bias, weights.norm_offset)
+        return cls(weight, bias, weights.spec.norm_offset)
 
     @property
     def scale(self) -> Tensor:

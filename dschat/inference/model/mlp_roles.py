@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from dschat.inference.model.device_module import is_experts, is_plain, layers_of
 from dschat.inference.model.experts import choose
 from dschat.inference.model.findings import Findings, NotFound, is_close, need, ratio
+from dschat.inference.model.module_parts import is_experts, is_plain, layers_of
 from dschat.inference.model.spec import ExpertSpec, Scoring, WeightSource
 from dschat.inference.model.trial import LINEAR, Call
 

@@ -28,7 +28,6 @@ from dschat.config.errors import first_line
 from dschat.inference.model.attention import Attention, KeepExperts
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.decoder import Attend, Decoder
-from dschat.inference.model.device_module import DeviceModule
 from dschat.inference.model.spec import ModelSpec, UnsupportedModel
 from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
 from dschat.inference.model.step_kernels import StepKernels
@@ -108,7 +107,6 @@ class ModuleDecoder:
         self.module, self.spec, self.weights = module, spec, weights
         self._keeps_logits = "logits_to_keep" in _parameters(module)
         self._routers = routers_of(without_adapters(module))
-        self._on_device = DeviceModule(module)
         if spec.states:
             run_by_row(without_adapters(module))
 
@@ -150,7 +148,7 @@ class ModuleDecoder:
                 scope.enter_context(reading(carried))
             scope.enter_context(calling(one, positions))
             if not attention.chunks and (tokens.is_cuda or kernels is not None):
-                scope.enter_context(self._on_device(kernels))
+                scope.enter_context(self.weights.without_waits(kernels))
             if (write := attention.keep_experts) is not None:
                 for router in self._routers:
                     scope.enter_context(router.register_forward_hook(partial(_keep, write)))

@@ -1,34 +1,37 @@
 """Holds the weights of transformers' own module for the engine, on a CPU in packed copies.
 
-The module's linear layers then run as the engine's packed products, and those that read the same
-input (queries, keys and values; gate and up) as one. So do experts, on the rows that chose them.
-RMS norms, half a dozen operators there, are a call of our kernel.
+In captured steps its code must not wait for the device. Some of it reads numbers on the host, or
+copies one to the device: experts, rotary scalings that depend on the longest row, constants.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import chain
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
-from dschat.inference.model.device_module import (
+from dschat.inference.model.linear import fastest_backends
+from dschat.inference.model.module_decoder import nothing, paged, probe
+from dschat.inference.model.module_parts import (
+    PackedExperts,
+    PackedProduct,
     RmsNorm,
+    experts_by,
     is_experts,
     is_plain,
     layers_of,
+    product_by,
+    replaced,
     rms_norms,
 )
-from dschat.inference.model.experts import by_expert, chosen_experts
-from dschat.inference.model.linear import Linear, fastest_backends
-from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.inference.model.spec import ModelSpec
-from dschat.models.cpu_matmul import Backend
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.models.linear import OneDnnLinear
 from dschat.models.training_engine import attributes_replaced
 
@@ -37,9 +40,7 @@ if TYPE_CHECKING:
 
 
 class ModuleWeights:
-    """What an engine asks of weights, for those of ``module``; on a CPU with packed copies of its
-    linear layers, as the products of our decoder are.
-    """
+    """What an engine asks of weights, for those of ``module``."""
 
     def __init__(
         self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, group: RankGroup
@@ -51,28 +52,39 @@ class ModuleWeights:
         self._use = ExitStack()
         weight = next(module.parameters())
         self.device = weight.device
-        self._products: list[_Product | _Experts | _Norm] = []
+        self._experts = [m for m in module.modules() if is_experts(m) and is_plain(m)]
+        self._packed: list[PackedProduct | PackedExperts] = []
         if self.device.type == "cpu":
-            self._products = [*_products(module, weight), *_norms(module)]
+            self._packed = [*_products(module, weight), *_packed_experts(module, self._experts)]
+        self._linears = [m for m in module.modules() if type(m) is nn.Linear]
+        self._rotary = [m for m in module.modules() if hasattr(m, "rope_type")]
+        self._constants = _Constants()
         self.refresh()
+
+    @cached_property
+    def _norms(self) -> list[RmsNorm]:
+        return rms_norms(self.module)
 
     def refresh(self) -> None:
         """Take over the module's present values."""
-        for product in self._products:
-            product.pack()
+        for part in self._packed:
+            part.pack()
         self.loads += 1
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Runs the module in eval mode, with the attention of steps and these products."""
+        """Runs the module in eval mode, with the attention of steps; on a CPU by packed products
+        and kernels.
+        """
         addresses = [parameter.data_ptr() for parameter in self.module.parameters()]
         self.version += addresses != self._addresses
         self._addresses = addresses
-        with paged(self.module), ExitStack() as scope:
-            for product in self._products:
-                for module, run in product.runs:
-                    forward = partial(run, module.forward)
-                    scope.enter_context(attributes_replaced(module, forward=forward))
+        runs = [run for part in self._packed for run in part.runs]
+        kernels = cpu.load() if self.device.type == "cpu" else None
+        if kernels is not None:
+            norms = (norm for norm in self._norms if norm.module.weight.dtype == torch.float32)
+            runs += [norm.by(kernels) for norm in norms]
+        with paged(self.module), replaced(runs):
             yield
 
     def use(self) -> None:
@@ -82,146 +94,52 @@ class ModuleWeights:
     def drop(self) -> None:
         pass
 
-
-# Modules, and what runs for their forward, which is its first argument.
-_Runs = Sequence[tuple[Any, Callable[..., Any]]]
-
-
-class _Product:
-    """One packed product for linear ``layers`` that read the same input."""
-
-    def __init__(self, layers: list[nn.Linear], backend: Backend) -> None:
-        self._layers, self._sizes = layers, [layer.out_features for layer in layers]
-        shape = sum(self._sizes), layers[0].in_features
-        weight = layers[0].weight
-        self._linear = Linear(shape, False, weight.dtype, weight.device, backend)
-        self._input_version = 0  # another one after a change in place
-        self._forget()
-
-    @property
-    def runs(self) -> _Runs:
-        return [(layer, partial(self._run, n)) for n, layer in enumerate(self._layers)]
-
-    def pack(self) -> None:
-        self._forget()
-        weights = [layer.weight.detach() for layer in self._layers]
-        self._linear.pack(torch.cat(weights) if len(weights) > 1 else weights[0])
-        self._linear.bias = None
-        if any(layer.bias is not None for layer in self._layers):
-            self._linear.bias = torch.cat(
-                [
-                    weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()
-                    for layer, weight in zip(self._layers, weights, strict=True)
-                ]
-            )
-
-    def _forget(self) -> None:
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
-
-    def _run(self, number: int, forward: Callable[..., Any], x: Tensor, *others: Any) -> Any:
-        """A layer's output; ``forward`` where training calls a head for more than its product."""
-        if others or torch.is_grad_enabled() or not x.numel():
-            return forward(x, *others)
-        if x is not self._input or x._version != self._input_version:
-            y = self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-            self._input, self._input_version = x, x._version
-            self._outputs = y.split(self._sizes, -1) if len(self._sizes) > 1 else (y,)
-        output = self._outputs[number]
-        if number == len(self._sizes) - 1:
-            self._forget()
-        return output
+    @contextmanager
+    def without_waits(self, kernels: StepKernels | None = None) -> Iterator[None]:
+        """Runs the module without a wait for the device. ``kernels``: of a captured step."""
+        runs = [experts_by(kernels, experts) for experts in self._experts]
+        if kernels is not None and kernels.runs("norm"):
+            runs += [norm.by(kernels) for norm in self._norms]
+        if kernels is not None and kernels.runs("product"):
+            plain = (m for m in self._linears if "forward" not in m.__dict__)  # not replaced yet
+            runs += [product_by(kernels, linear) for linear in plain]
+        with replaced(runs), ExitStack() as scope:
+            # NOTE: up to `num_positions`, where the engine ends, no row changes the frequencies.
+            for rotary in self._rotary:
+                kinds = rotary.rope_type
+                fixed = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
+                scope.enter_context(attributes_replaced(rotary, rope_type=fixed))
+            scope.enter_context(self._constants)
+            yield
 
 
-class _Experts:
-    """Packed products for a module of transformers' experts interface, which holds the weights of
-    all its experts in two tensors.
-    """
-
-    def __init__(self, experts: nn.Module, backends: list[Backend]) -> None:
-        self._module: Any = experts
-        self._layers = [
-            [Linear((w.shape[0], w.shape[1]), False, w.dtype, w.device, backend) for w in weights]
-            for (weights, _), backend in zip(layers_of(experts), backends, strict=True)
-        ]
-
-    @property
-    def runs(self) -> _Runs:
-        return [(self._module, self._run)]
-
-    def pack(self) -> None:
-        pairs = layers_of(self._module)
-        for layers, (weights, biases) in zip(self._layers, pairs, strict=True):
-            of_each = [None] * len(layers) if biases is None else biases
-            for layer, weight, bias in zip(layers, weights, of_each, strict=True):
-                layer.pack(weight)
-                layer.bias = bias
-
-    def _run(self, forward: Callable[..., Any], x: Tensor, chosen: Tensor, shares: Tensor) -> Any:
-        """(T, E), experts and their shares (T, k) -> (T, E)."""
-        experts = self._module
-        if torch.is_grad_enabled() or not is_plain(experts):
-            return forward(x, chosen, shares)
-        gated = experts._apply_gate if experts.has_gate else experts.act_fn
-        ups, downs = self._layers
-        return chosen_experts(partial(by_expert, ups, downs, gated), x, chosen, shares.to(x.dtype))
-
-
-class _Norm:
-    """An RMS norm of ``dschat.inference.kernels.cpu``."""
-
-    def __init__(self, norm: RmsNorm, kernels: cpu.Kernels) -> None:
-        self._norm, self._kernels = norm, kernels
-
-    @property
-    def runs(self) -> _Runs:
-        return [(self._norm.module, partial(self._norm.run, self._kernel))]
-
-    def pack(self) -> None:
-        weight = self._norm.module.weight.detach()
-        self._weight = weight + self._norm.offset if self._norm.offset else weight
-
-    def _kernel(self, rows: Tensor) -> Tensor:
-        return self._kernels.add_norm(rows, None, self._weight, None, self._norm.eps)
-
-
-def _norms(module: nn.Module) -> list[_Norm]:
-    """For those norms of ``module`` that the kernel computes."""
-    kernels = cpu.load()
-    if kernels is None:
-        return []
-    found = (norm for norm in rms_norms(module) if norm.module.weight.dtype == torch.float32)
-    return [_Norm(norm, kernels) for norm in found]
-
-
-def _products(module: "PreTrainedModel | PeftModel", weight: Tensor) -> list[_Product | _Experts]:
-    """Products for all linear layers and experts like ``weight``, where packing is the fastest."""
+def _products(module: "PreTrainedModel | PeftModel", weight: Tensor) -> list[PackedProduct]:
+    """Products for all linear layers like ``weight``, where packing is the fastest."""
     kinds = nn.Linear, OneDnnLinear
     layers = [m for m in module.modules() if type(m) in kinds and m.weight.dtype == weight.dtype]
     groups = _readers_of_one_input(module, layers)
     shapes = [(sum(m.out_features for m in group), group[0].in_features) for group in groups]
     backends = fastest_backends(set(shapes), weight.dtype, weight.device)
-    products = [
-        _Product(group, backends[shape])
+    return [
+        PackedProduct(group, backends[shape])
         for group, shape in zip(groups, shapes, strict=True)
         if backends[shape] != "plain"
     ]
-    return [*products, *_packed_experts(module, weight)]
 
 
-def _packed_experts(module: "PreTrainedModel | PeftModel", weight: Tensor) -> list[_Experts]:
+def _packed_experts(module: nn.Module, experts: list[nn.Module]) -> list[PackedExperts]:
+    """For those of ``experts`` whose products are the fastest packed."""
     # NOTE: adapters of experts' weights (PEFT's target_parameters) act inside of their forward.
     adapted = {getattr(m, "base_layer", None) for m in module.modules()}
-    found = [m for m in module.modules() if is_experts(m) and m not in adapted]
-    pairs = {m: [w for w, _ in layers_of(m)] for m in found}
-    shapes = {
-        m: [(w.shape[1], w.shape[2]) for w in pair]
-        for m, pair in pairs.items()
-        if pair[0].dtype == weight.dtype
-    }
-    backends = fastest_backends(chain(*shapes.values()), weight.dtype, weight.device)
-    ways = {m: [backends[shape] for shape in pair] for m, pair in shapes.items()}
-    return [_Experts(m, chosen) for m, chosen in ways.items() if "plain" not in chosen]
+    pairs = {m: [w for w, _ in layers_of(m)] for m in experts if m not in adapted}
+    found = []
+    for m, pair in pairs.items():
+        shapes = [(w.shape[1], w.shape[2]) for w in pair]
+        backends = fastest_backends(shapes, pair[0].dtype, pair[0].device)
+        chosen = [backends[shape] for shape in shapes]
+        if "plain" not in chosen:
+            found.append(PackedExperts(m, chosen))
+    return found
 
 
 def _readers_of_one_input(
@@ -245,3 +163,25 @@ def _readers_of_one_input(
         for hook in hooks:
             hook.remove()
     return [*readers.values(), *([layer] for layer in layers if layer not in grouped)]
+
+
+class _Constants(TorchFunctionMode):
+    """Copies a tensor that is made on the host to a device once: in the run before a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[Any, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            func, args, kwargs = Tensor.to, (torch.tensor(*args, **kwargs), device), {}
+        if func is not Tensor.to or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        key = args[0].dtype, repr(args[0].tolist()), args[1:], tuple(kwargs.items())
+        if key not in self._kept:
+            self._kept[key] = func(*args, **kwargs)
+        return self._kept[key].clone()  # its reader may write to it

@@ -7,7 +7,6 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -25,9 +24,8 @@ from dschat.inference.kernels.cuda import (
 from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Stack
-from dschat.inference.model.layers import Layer, Norm
+from dschat.inference.model.layers import Layer
 from dschat.inference.model.weights import AnyLinear
-from dschat.inference.protocol import SamplingParams
 from dschat.models.packing.kernels import Scores
 
 logger = logging.getLogger("dschat")
@@ -78,7 +76,7 @@ class StepKernels:
         self._space = workspace(device)
         self._parts = parts
         self.embed, self.choose_experts = operators.embed, operators.choose_experts
-        self.read_rows, self.advance_rows = operators.read_rows, operators.advance_rows
+        self.add_norm = operators.add_norm
 
     def runs(self, part: str) -> bool:
         """Whether ``part`` is one of these kernels; `takes` says it for "product"."""
@@ -145,89 +143,41 @@ class StepKernels:
         rows = x.contiguous(), chosen.contiguous(), shares.contiguous()
         return operators.experts(*rows, up, up_bias, down, down_bias, *how)
 
-    def add_norm(
-        self,
-        norm: Norm,
-        h: Tensor,
-        added: Tensor | None,
-        eps: float,
-        following: AnyLinear | None = None,
-    ) -> Tensor:
-        """See `operators.add_norm`. ``following``: multiplies the result."""
-        how = norm.weight, norm.bias, eps, norm.offset
-        return operators.add_norm(h, added, *how, _read_by(following))
-
     def attention(
         self,
         step: Attention,
         layers: Sequence[Layer] = (),
         growth: Tensor | None = None,
-    ) -> Callable[..., Tensor]:
-        """``step``'s attention, see `_attend`; ``layers``: without them, heads are normalized and
-        rotated. ``growth``: (positions,), what queries are multiplied by.
-        """
-        return partial(self._attend, step, layers, growth)
-
-    def _attend(
-        self,
-        step: Attention,
-        layers: Sequence[Layer],
-        growth: Tensor | None,
-        layer: int,
-        heads_BHD: Tensor,
-        layout: HeadLayout,
-        how: Scores,
-    ) -> Tensor:
-        """Query, key and value heads (B, H + 2 K, D), in the order of ``layout`` -> (B, H * D): by
-        one kernel, which normalizes and rotates heads and writes keys and values to the cache.
+    ) -> Callable[[int, Tensor, HeadLayout, Scores], Tensor]:
+        """``step``'s attention, by one kernel: query, key and value heads (B, H + 2 K, D), in the
+        order of a layout -> (B, H * D). It normalizes and rotates heads, unless there are no
+        ``layers``, and writes keys and values to the cache. ``growth``: (positions,), what queries
+        are multiplied by.
         """
         decodes, spec = step.decodes, step.spec
-        rotary = norms = following = None
-        if layers:
-            rotary, following = layers[layer].rotary, layers[layer].out
-            norms = None if spec.whole_qk_norm else layers[layer].qk_norms
         assert decodes is not None
         assert decodes.block_table is not None
         assert not step.chunks
-        weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
-        return operators.paged_decode(
-            *(heads_BHD, list(layout.origins), step.cache.layers[layer][0]),
-            *(decodes.lengths, step.slot_mapping, decodes.block_table, step.cache.page_size),
-            *(step.slopes, how.window, how.chunk, how.scale, how.softcap, how.sinks),
-            *(*weights, 0.0 if norms is None else norms[0].offset, spec.norm_eps),
-            *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
-            *(spec.interleaved_rotary, growth),
-            *(self._space.partials, self._space.counters),
-            _read_by(following),
-        )
+        where = decodes.lengths, step.slot_mapping, decodes.block_table, step.cache.page_size
+        space = self._space.partials, self._space.counters
 
-    def draw(
-        self,
-        logits: Tensor,
-        params: SamplingParams,
-        has_greedy: bool,
-        numbers: Tensor,
-        integers: Tensor,
-        key: Tensor | Sequence[Tensor],
-        forbidden: tuple[Tensor, Tensor] | None,
-        num_tokens: int,
-    ) -> tuple[Tensor, Tensor]:
-        """See `operators.draw`. ``params`` says what applies to any row, and ``has_greedy`` whether
-        some are greedy in a step that draws. ``key``: prompt, sample and position, (R,) int64 each,
-        or one tensor (3, R). ``forbidden``: rows (R,) bool and the ids (R, S) that they may not
-        draw; -1 is none.
-        """
-        short, stops = forbidden or (None, None)
-        draws = params.temperature > 0
-        truncates = params.top_k > 0, params.top_p < 1, params.min_p > 0
-        applies = has_greedy or not draws, draws, *truncates
-        counters = key if isinstance(key, Tensor) else torch.stack(list(key))
-        return operators.draw(
-            *(logits.contiguous(), numbers, integers, counters, *applies),
-            *(short, stops, num_tokens),
-        )
+        def attend(layer: int, heads_BHD: Tensor, layout: HeadLayout, how: Scores) -> Tensor:
+            rotary = norms = following = None
+            if layers:
+                rotary, following = layers[layer].rotary, layers[layer].out
+                norms = None if spec.whole_qk_norm else layers[layer].qk_norms
+            weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
+            return operators.paged_decode(
+                *(heads_BHD, list(layout.origins), step.cache.layers[layer][0], *where),
+                *(step.slopes, how.window, how.chunk, how.scale, how.softcap, how.sinks),
+                *(*weights, 0.0 if norms is None else norms[0].offset, spec.norm_eps),
+                *((None, None) if rotary is None else (rotary.cos, rotary.sin)),
+                *(spec.interleaved_rotary, growth, *space, read_by(following)),
+            )
+
+        return attend
 
 
-def _read_by(linear: AnyLinear | None) -> Tensor | None:
+def read_by(linear: AnyLinear | None) -> Tensor | None:
     """The weight that a product reads; None: it is not in one piece, or not known."""
     return None if linear is None or linear.plain is None else linear.plain[0]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dschat.inference.model.device_module import is_experts
 from dschat.inference.model.module_decoder import calling, own_token, paged, run_forward
+from dschat.inference.model.module_parts import is_experts
 from dschat.inference.model.spec import UnsupportedModel
 from dschat.inference.model.states import holds_states
 from dschat.models.checkpoint_tensors import is_constant

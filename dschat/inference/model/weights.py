@@ -71,11 +71,6 @@ class Weights:
         self.loads = 0  # changes with every value that is loaded
         self.names = frozenset(self._by_name)
 
-    @property
-    def norm_offset(self) -> float:
-        """What norms add to their weights; copies have it added."""
-        return self.spec.norm_offset if self._borrowed else 0.0
-
     def _create(self) -> None:
         """Create all tensors and linears, without their values."""
         if self.tensors:
@@ -83,16 +78,11 @@ class Weights:
         self.version += 1
         for source in self._sources:
             base = source.target.rpartition(".")[0]
-            shape, dtype = self._share.linear_shape(base), self.dtype
+            shape = self._share.linear_shape(base)
             if shape is not None and base not in self.linears:
                 self.linears[base] = self._new_linear(base, shape)
             elif shape is None and source.target not in self.tensors:
-                if self.spec.norm_offset and "norm" in kind_of(base):
-                    dtype = (
-                        torch.float32
-                    )  # in 16 bits 1 + weight would be rounded to steps of 1/128
-                if kind_of(base) == "correction":
-                    dtype = torch.float32
+                dtype = torch.float32 if kind_of(base) == "correction" else self.dtype
                 zeros = torch.zeros(self._share.shape(base), dtype=dtype, device=self.device)
                 self.tensors[source.target] = zeros
 
@@ -147,15 +137,11 @@ class Weights:
         linear = self._owned(base)
         if linear is None:
             target = self.tensors[source.target]
-            if self.spec.norm_offset and "norm" in kind and suffix == "weight":
-                full = full.to(target) + self.spec.norm_offset
         elif suffix == "bias":
             assert linear.bias is not None
             target = linear.bias
         else:
             target = linear.open()
-        if source.transposed and suffix == "weight":
-            full = full.T
         if suffix == "weight" and linear is not None:
             full = self._share.local_columns(source, full)
         if suffix == "bias" and kind in ("out", "down", "shared_down") and self.group.rank > 0:
@@ -188,14 +174,14 @@ class Weights:
                 continue
             self._check_tensor(name, tuple(tensor.shape))
             for source in self._by_name[name]:
-                part = tensor if source.index is None else tensor[source.index]
+                part = _own_part(source, tensor)
                 waiting[source.target].discard(source.part)
                 base, _, suffix = source.target.rpartition(".")
                 linear = self._owned(base) if suffix == "weight" else None
                 if linear is not None and self._head_is_shared(base):
                     linear.seal()
                 elif linear is not None and linear.packs and self._is_whole(source):
-                    linear.pack(part.T if source.transposed else part)
+                    linear.pack(part)
                 else:
                     self._write(source, part)
                     if linear is not None and not (source.part and waiting[source.target]):
@@ -262,16 +248,14 @@ class Weights:
                 stack = base.rpartition(".")[0]
                 whole = tensor.transpose(1, 2) if source.transposed else tensor
                 self.tensors[f"{stack}.{suffix}"] = whole
-            if source.index is not None:
-                tensor = tensor[source.index]
+            tensor = _own_part(source, tensor)
             if self._share.linear_shape(base) is None:
                 self.tensors[source.target] = tensor
             elif suffix == "bias":
                 biases[base, source.part] = tensor
             else:
                 bias = biases.get((base, source.part))
-                part = BorrowedPart(tensor, bias, source.transposed, source.interleaved)
-                parts[base][source.part] = part
+                parts[base][source.part] = BorrowedPart(tensor, bias, source.interleaved)
         self.linears.update({base: BorrowedLinear(named) for base, named in parts.items()})
 
     def fused_names(self) -> list[list[str]]:
@@ -362,3 +346,9 @@ class Weights:
         tensors = {} if self._borrowed else self.tensors
         own = (t for name, t in tensors.items() if ".lora_" not in name)  # the linears count those
         return sum(t.nbytes for t in own) + sum(w.nbytes for w in self.linears.values())
+
+
+def _own_part(source: WeightSource, tensor: Tensor) -> Tensor:
+    """What ``source`` takes of a checkpoint's tensor: a matrix (out, in), or a vector."""
+    part = tensor if source.index is None else tensor[source.index]
+    return part.T if source.transposed and part.dim() == 2 else part

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dschat.inference.kernels.cuda import Field
+from dschat.inference.kernels.cuda import Field, operators
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.sampler import SamplingKind, StepSampling
 from dschat.inference.requests.sequence import Sequence
@@ -204,7 +204,7 @@ class DecodeState:
         f = self.fields[:, :size]
         if kernels is not None and kernels.runs("state"):
             where = self._page_size, self._trash_page
-            numbers, too_short = kernels.read_rows(self.fields, self.table, size, *where)
+            numbers, too_short = operators.read_rows(self.fields, self.table, size, *where)
             table = self.table[:size, :pages]
             position, length, slot = numbers[:3].unbind()
             return StepRows(f[Field.TOKEN], position, length, slot, table, numbers[3:], too_short)
@@ -234,7 +234,7 @@ class DecodeState:
         """
         if kernels is not None and kernels.runs("state"):
             memory = self.fields, self.ring, self.step
-            kernels.advance_rows(tokens, logprobs, *memory, self.sampling.stops(kind))
+            operators.advance_rows(tokens, logprobs, *memory, self.sampling.stops(kind))
             return
         drawn = torch.stack([tokens.double(), logprobs.double()])
         ring = self.ring[:, :, : len(tokens)]

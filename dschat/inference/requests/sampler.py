@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dschat.distributed import RankGroup
 from dschat.inference.kernels import cpu
+from dschat.inference.kernels.cuda import operators
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Draws, Request, Sequence
@@ -269,8 +270,14 @@ class StepSampling:
             forbidden = too_short, stops[:size]
         integers, numbers = self._integers[:, :size], self._numbers[:, :size]
         if kernels is not None and kernels.runs("draw"):
-            return kernels.draw(
-                logits, params, kind.has_greedy, numbers, integers, key, forbidden, num_tokens
+            counters = key if isinstance(key, Tensor) else torch.stack(list(key))
+            is_greedy = kind.has_greedy or params.temperature == 0
+            truncates = params.top_k > 0, params.top_p < 1, params.min_p > 0
+            return operators.draw(
+                *(logits.contiguous(), numbers, integers, counters),
+                *(is_greedy, params.temperature > 0, *truncates),
+                *(forbidden or (None, None)),
+                num_tokens,
             )
         seed, is_greedy, top_k = integers
         uniform = None if params.temperature == 0 else uniforms(seed, *key)

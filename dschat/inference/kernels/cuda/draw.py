@@ -18,24 +18,21 @@ from torch import Tensor
 from dschat.inference.kernels.cuda import DRAW_BLOCK
 from dschat.inference.kernels.cuda.launch import Launch, follow, release, uniform
 
+_BLOCK = tl.constexpr(DRAW_BLOCK)
+
 # Low bits of an fp32 number that no number of the dtype has.
 _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
-def _logits(
-    row_ptr,
-    block,
-    row,
-    short_ptr,
-    stops_ptr,
-    NUM_STOPS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    NUM_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A block of logits in fp32: all of them, and those that may be drawn; others are -inf."""
-    token = block * BLOCK + tl.arange(0, BLOCK)
+def _logits(of_row, block, NUM_STOPS: tl.constexpr, NUM_TOKENS: tl.constexpr):
+    """A block of logits in fp32: all of them, and those that may be drawn; others are -inf.
+
+    ``of_row``: its number, where its logits are and how many, whether it may draw its stops, and
+    these.
+    """
+    row, row_ptr, VOCAB, short_ptr, stops_ptr = of_row
+    token = block * _BLOCK + tl.arange(0, _BLOCK)
     x = tl.load(row_ptr + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     allowed = token < NUM_TOKENS
     if NUM_STOPS > 0:
@@ -63,22 +60,19 @@ def _mass(
     NUM_STOPS: tl.constexpr,
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
     row, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(numbers_ptr + row).to(tl.float32)
-    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
-    x, allowed = _logits(
-        row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
-    )
+    of_row = (row, logits_ptr + row.to(tl.int64) * VOCAB, VOCAB, short_ptr, stops_ptr)
+    x, allowed = _logits(of_row, block, NUM_STOPS, NUM_TOKENS)
     out = blocks_ptr + row * 4 * num_blocks + block
     largest, mass = _largest_and_mass(allowed, temperature)
     tl.store(out, largest)
     tl.store(out + num_blocks, mass)
     ALLOWED: tl.constexpr = 0 if NUM_STOPS > 0 else NUM_TOKENS
-    if (block + 1) * BLOCK > ALLOWED:  # else the same
+    if (block + 1) * _BLOCK > ALLOWED:  # else the same
         largest, mass = _largest_and_mass(x, temperature)
     release(DEPENDENT)
     tl.store(out + 2 * num_blocks, largest)
@@ -97,28 +91,21 @@ def _reached(
     bound,
     best,
     temperature,
-    row_ptr,
-    row,
-    short_ptr,
-    stops_ptr,
+    of_row,
     NUM_BLOCKS: tl.constexpr,
     SPARE_BITS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
-    VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """How many tokens have a rank of at least ``bound``, and how many a higher one; then the mass
     of both, relative to ``best``, in float64.
     """
     # Sums of each place in the block, so that threads meet once.
-    ranks = tl.zeros((BLOCK,), tl.int64)
+    ranks = tl.zeros((_BLOCK,), tl.int64)
     count, above = ranks.to(tl.int32), ranks.to(tl.int32)
     mass, mass_above = ranks.to(tl.float32), ranks.to(tl.float32)
     for block in range(NUM_BLOCKS):
-        _, x = _logits(
-            row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
-        )
+        _, x = _logits(of_row, block, NUM_STOPS, NUM_TOKENS)
         ranks = _rank(x, SPARE_BITS)
         weights = tl.exp((x - best) / temperature)
         count += (ranks >= bound).to(tl.int32)
@@ -141,24 +128,18 @@ def _highest(
     BY_MASS: tl.constexpr,
     best,
     temperature,
-    row_ptr,
-    row,
-    short_ptr,
-    stops_ptr,
+    of_row,
     NUM_BLOCKS: tl.constexpr,
     SPARE_BITS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
-    VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """The highest rank from ``bound`` to ``high`` that the ``wanted`` tokens, or mass, reach."""
     while bound < high:
         middle = (bound + high + 1) >> 1
         count, _, mass, _ = _reached(
-            middle, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
-            SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
-        )  # fmt: skip
+            middle, best, temperature, of_row, NUM_BLOCKS, SPARE_BITS, NUM_STOPS, NUM_TOKENS
+        )
         suffices = (mass if BY_MASS else count) >= wanted
         bound = tl.where(suffices, middle, bound)
         high = tl.where(suffices, high, middle - 1)
@@ -184,12 +165,12 @@ def _threshold(
     NUM_STOPS: tl.constexpr,
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
     row, temperature = tl.program_id(0), tl.load(numbers_ptr + tl.program_id(0)).to(tl.float32)
-    row_ptr, block_ptr = logits_ptr + row.to(tl.int64) * VOCAB, blocks_ptr + row * 4 * NUM_BLOCKS
+    of_row = (row, logits_ptr + row.to(tl.int64) * VOCAB, VOCAB, short_ptr, stops_ptr)
+    block_ptr = blocks_ptr + row * 4 * NUM_BLOCKS
     columns = tl.arange(0, ALL_BLOCKS)
     largest_of_blocks = tl.load(block_ptr + columns, mask=columns < NUM_BLOCKS, other=float("-inf"))
     best = tl.max(largest_of_blocks, axis=0)
@@ -199,13 +180,12 @@ def _threshold(
     if HAS_TOP_K:
         top_k = tl.minimum(tl.load(integers_ptr + 2 * stride + row), VOCAB)
         bound = _highest(
-            bound, top, top_k, False, best, temperature, row_ptr, row, short_ptr, stops_ptr,
-            NUM_BLOCKS, SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+            bound, top, top_k, False, best, temperature, of_row,
+            NUM_BLOCKS, SPARE_BITS, NUM_STOPS, NUM_TOKENS,
         )  # fmt: skip
     count, above, mass, mass_above = _reached(
-        bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
-        SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
-    )  # fmt: skip
+        bound, best, temperature, of_row, NUM_BLOCKS, SPARE_BITS, NUM_STOPS, NUM_TOKENS
+    )
     if HAS_TOP_K:
         ties = (top_k - above).to(tl.int64)
     if HAS_TOP_P:
@@ -214,14 +194,13 @@ def _threshold(
         target = tl.load(numbers_ptr + stride + row) * (mass_above + (mass - mass_above) * share)
         lowest = bound
         bound = _highest(
-            bound, top, target, True, best, temperature, row_ptr, row, short_ptr, stops_ptr,
-            NUM_BLOCKS, SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
+            bound, top, target, True, best, temperature, of_row,
+            NUM_BLOCKS, SPARE_BITS, NUM_STOPS, NUM_TOKENS,
         )  # fmt: skip
         ties = tl.where(bound > lowest, VOCAB, ties)
         count, above, mass, mass_above = _reached(
-            bound, best, temperature, row_ptr, row, short_ptr, stops_ptr, NUM_BLOCKS,
-            SPARE_BITS, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK,
-        )  # fmt: skip
+            bound, best, temperature, of_row, NUM_BLOCKS, SPARE_BITS, NUM_STOPS, NUM_TOKENS
+        )
         each = (mass - mass_above) / tl.maximum(count - above, 1).to(tl.float64)
         wanted = tl.minimum((target - mass_above) / tl.maximum(each, 1e-300), VOCAB)
         ties = tl.minimum(ties, tl.maximum(tl.ceil(wanted).to(tl.int64), 1))
@@ -229,9 +208,7 @@ def _threshold(
         least = tl.load(numbers_ptr + 2 * stride + row)
         likely = top
         for block in range(NUM_BLOCKS):
-            _, x = _logits(
-                row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
-            )
+            _, x = _logits(of_row, block, NUM_STOPS, NUM_TOKENS)
             is_likely = tl.exp((x - best) / temperature) >= least
             likely = tl.minimum(likely, tl.min(tl.where(is_likely, _rank(x, SPARE_BITS), top)))
         ties = tl.where(likely > bound, VOCAB, ties)
@@ -240,13 +217,11 @@ def _threshold(
     seen = bound * 0  # tokens at the bound
     last = seen - 1
     for block in range(NUM_BLOCKS):
-        _, x = _logits(
-            row_ptr, block, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
-        )
+        _, x = _logits(of_row, block, NUM_STOPS, NUM_TOKENS)
         rank = _rank(x, SPARE_BITS)
         is_tie = rank == bound
         is_kept_tie = is_tie & (seen + tl.cumsum(is_tie.to(tl.int64), axis=0) <= ties)
-        token = block * BLOCK + tl.arange(0, BLOCK)
+        token = block * _BLOCK + tl.arange(0, _BLOCK)
         last = tl.maximum(last, tl.max(tl.where(is_kept_tie, token, -1), axis=0).to(tl.int64))
         seen += tl.sum(is_tie.to(tl.int64), axis=0)
         kept = tl.where((rank > bound) | is_kept_tie, x, float("-inf"))
@@ -278,7 +253,6 @@ def _choose(
     NUM_STOPS: tl.constexpr,
     VOCAB: tl.constexpr,
     NUM_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
@@ -315,17 +289,16 @@ def _choose(
 
     # Inside the block, relative to its own largest logit: its weights do not underflow.
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
-    _, allowed = _logits(
-        row_ptr, chosen, row, short_ptr, stops_ptr, NUM_STOPS, VOCAB, NUM_TOKENS, BLOCK
-    )
-    place = tl.arange(0, BLOCK)
+    of_row = (row, row_ptr, VOCAB, short_ptr, stops_ptr)
+    _, allowed = _logits(of_row, chosen, NUM_STOPS, NUM_TOKENS)
+    place = tl.arange(0, _BLOCK)
     if bounds_ptr is not None:
         rank, bound = _rank(allowed, SPARE_BITS), tl.load(bounds_ptr + 2 * row)
         last_tie = tl.load(bounds_ptr + 2 * row + 1)
-        is_kept_tie = (rank == bound) & (chosen * BLOCK + place <= last_tie)
+        is_kept_tie = (rank == bound) & (chosen * _BLOCK + place <= last_tie)
         allowed = tl.where((rank > bound) | is_kept_tie, allowed, float("-inf"))
     origin = tl.max(allowed, axis=0)
-    likeliest = tl.min(tl.where(allowed == origin, place, BLOCK - 1), axis=0)
+    likeliest = tl.min(tl.where(allowed == origin, place, _BLOCK - 1), axis=0)
     offset = likeliest
     if DRAWS:
         weights = tl.exp((allowed - origin) / temperature).to(tl.float64)
@@ -335,7 +308,7 @@ def _choose(
         offset = tl.minimum(tl.sum((inside <= target).to(tl.int32), axis=0), last)
         if GREEDY:
             offset = tl.where(tl.load(integers_ptr + stride + row) != 0, likeliest, offset)
-    token = tl.minimum(chosen * BLOCK + offset, NUM_TOKENS - 1)
+    token = tl.minimum(chosen * _BLOCK + offset, NUM_TOKENS - 1)
     tl.store(ids_ptr + row, token.to(tl.int64))
 
     # The log-prob is of all logits, whether they may be drawn or not.
@@ -378,7 +351,6 @@ def plan(
         "NUM_STOPS": 0 if stops is None or short is None else stops.shape[1],
         "VOCAB": vocab,
         "NUM_TOKENS": num_tokens,
-        "BLOCK": DRAW_BLOCK,
     }
     of_row = shared | {
         "NUM_BLOCKS": num_blocks,

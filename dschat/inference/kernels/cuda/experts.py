@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dschat.inference.kernels.cuda import ACTIVATIONS, MAX_ROWS
 from dschat.inference.kernels.cuda.launch import Launch, follow, operand_type, release
-from dschat.inference.kernels.cuda.skinny_linear import activated, shared_bytes_of
+from dschat.inference.kernels.cuda.skinny_linear import activated, shared_bytes_of, tile_of
 
 _COLUMNS = 1024  # of a program of `_combine`
 
@@ -128,19 +128,12 @@ def _expert_product(
         for start in tl.range(0, NUM_INPUTS, INPUTS, num_stages=STAGES):
             k = start + tl.arange(0, INPUTS)
             w_ptrs = weight_ptrs + k[None, :] * INPUT_STRIDE
-            if WHOLE:
-                x = tl.load(x_ptrs + k[:, None]).to(TYPE)
-                w = tl.load(w_ptrs).to(TYPE)
-            else:
-                x = tl.load(x_ptrs + k[:, None], mask=k[:, None] < NUM_INPUTS, other=0.0).to(TYPE)
-                w = tl.load(w_ptrs, mask=k[None, :] < NUM_INPUTS, other=0.0).to(TYPE)
+            x = tile_of(x_ptrs + k[:, None], k[:, None] < NUM_INPUTS, WHOLE, TYPE)
+            w = tile_of(w_ptrs, k[None, :] < NUM_INPUTS, WHOLE, TYPE)
             acc = tl.dot(w, x, acc, input_precision="ieee")
             if UPS > 0:
                 w_ptrs += UPS * OUTPUT_STRIDE
-                if WHOLE:
-                    w = tl.load(w_ptrs).to(TYPE)
-                else:
-                    w = tl.load(w_ptrs, mask=k[None, :] < NUM_INPUTS, other=0.0).to(TYPE)
+                w = tile_of(w_ptrs, k[None, :] < NUM_INPUTS, WHOLE, TYPE)
                 second = tl.dot(w, x, second, input_precision="ieee")
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + expert * ALL + wide

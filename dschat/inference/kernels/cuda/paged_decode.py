@@ -77,8 +77,11 @@ def _scores(products, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _store(out_ptrs, acc, m, total, sinks_ptr, q_head, is_head, inside):
-    """A sink is a further score of a head, whose value is zero."""
+def _store(out_ptrs, acc, m, total, sinks_ptr, heads):
+    """A sink is a further score of a head, whose value is zero. ``heads``: their rows and numbers,
+    and what of these is not padding.
+    """
+    _, q_head, is_head, inside = heads
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + q_head, mask=is_head, other=0.0).to(tl.float32)
         largest = tl.maximum(m, sink)
@@ -210,6 +213,7 @@ def _paged_decode(
 
     release(DEPENDENT)
     out_ptrs = out_ptr + (b.to(tl.int64) * H + q_head) * D + d
+    heads = (row, q_head, row < GROUP, inside_q)
     if SPLITS > 1:
         WIDTH: tl.constexpr = D_BLOCK + 2
         pair = b * K + kv
@@ -218,53 +222,40 @@ def _paged_decode(
         tl.store(own + D_BLOCK, m, mask=row < GROUP)
         tl.store(own + D_BLOCK + 1, total, mask=row < GROUP)
         if arrives_last(counters_ptr + pair, SPLITS):
-            _combine(
-                partials_ptr + pair * SPLITS * ROWS * WIDTH,
-                out_ptrs,
-                sinks_ptr,
-                q_head,
-                inside_q,
-                d,
-                row,
-                GROUP,
-                ROWS,
-                D_BLOCK,
-                SPLITS,
-            )
+            own_ptr = partials_ptr + pair * SPLITS * ROWS * WIDTH
+            _combine(own_ptr, d, out_ptrs, sinks_ptr, heads, ROWS, D_BLOCK, SPLITS)
     else:
-        _store(out_ptrs, acc, m, total, sinks_ptr, q_head, row < GROUP, inside_q)
+        _store(out_ptrs, acc, m, total, sinks_ptr, heads)
     fetch(next_ptr, (b * K + kv) * SPLITS + split, PARTS, THREADS)
 
 
 @triton.jit
 def _combine(
     partials_ptr,
+    d,
     out_ptrs,
     sinks_ptr,
-    q_head,
-    inside,
-    d,
-    row,
-    GROUP: tl.constexpr,
+    heads,
     ROWS: tl.constexpr,
     D_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Merge the splits' sums, in order. Split 0 is never empty, the others may be."""
     WIDTH: tl.constexpr = D_BLOCK + 2
+    row, _, is_head, inside = heads
     m = tl.full((ROWS, 1), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     acc = tl.zeros((ROWS, D_BLOCK), tl.float32)
     for split in range(SPLITS):
         other = partials_ptr + split * ROWS * WIDTH + row * WIDTH
-        other_m = tl.load(other + D_BLOCK, mask=row < GROUP, other=0.0)
+        other_m = tl.load(other + D_BLOCK, mask=is_head, other=0.0)
         largest = tl.maximum(m, other_m)
         kept, added = tl.exp(m - largest), tl.exp(other_m - largest)
-        other_total = tl.load(other + D_BLOCK + 1, mask=row < GROUP, other=0.0)
+        other_total = tl.load(other + D_BLOCK + 1, mask=is_head, other=0.0)
         total = total * kept + other_total * added
         acc = acc * kept + tl.load(other + d, mask=inside, other=0.0) * added
         m = largest
-    _store(out_ptrs, acc, m, total, sinks_ptr, q_head, row < GROUP, inside)
+    _store(out_ptrs, acc, m, total, sinks_ptr, heads)
 
 
 def num_splits(num_pairs: int, room: int) -> int:

@@ -122,7 +122,7 @@ def plan_gate(inner: Tensor, out: Tensor, activation: str, gate_first: bool) -> 
 
 
 @triton.jit
-def _tile(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
+def tile_of(pointers, inside, WHOLE: tl.constexpr, TYPE: tl.constexpr):
     if WHOLE:
         return tl.load(pointers).to(TYPE)
     return tl.load(pointers, mask=inside, other=0.0).to(TYPE)
@@ -212,11 +212,11 @@ def _skinny(
         k = start + tl.arange(0, INPUTS)
         column = k[None, :]
         w_ptrs = weight_ptrs + column * INPUT_STRIDE
-        x = _tile(x_ptrs + k[:, None], k[:, None] < end, WHOLE, TYPE)
-        w = _tile(w_ptrs, column < end, WHOLE, TYPE)
+        x = tile_of(x_ptrs + k[:, None], k[:, None] < end, WHOLE, TYPE)
+        w = tile_of(w_ptrs, column < end, WHOLE, TYPE)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
-            w = _tile(w_ptrs + NUM_OUTPUTS * OUTPUT_STRIDE, column < end, WHOLE, TYPE)
+            w = tile_of(w_ptrs + NUM_OUTPUTS * OUTPUT_STRIDE, column < end, WHOLE, TYPE)
             second = tl.dot(w, x, second, input_precision="ieee")
     if side_ptr is not None and split == 0:
         side_ptrs = side_ptr + (row % num_rows)[None, :] * LORA_RANK
