@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import dschat.distributed as dist
 from dschat.config import parser
 from dschat.config.rollout import cuda_kernels
 from dschat.distributed.machine import processor
@@ -49,7 +50,7 @@ def facts() -> dict[str, str]:
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         found[f"GPU {number}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB"
-    if not torch.cuda.is_available():
+    if not dist.has_gpu():
         found["GPU"] = "none" if torch.version.cuda else "none: this torch is built without CUDA"
     compiler = next(filter(None, map(shutil.which, cpu.COMPILERS)), None)
     found["C compiler"] = compiler or "none"
@@ -57,7 +58,7 @@ def facts() -> dict[str, str]:
     found["C kernels"] = (
         "on" if cpu.load() else f"off{why or ('' if compiler else ': no compiler')}"
     )
-    if torch.cuda.is_available():
+    if dist.has_gpu():
         found["CUDA kernels"] = ", ".join(sorted(cuda_kernels())) or "off"
     for name, use in _OPTIONAL.items():
         found[name] = f"{'installed' if find_spec(name) else 'not installed'} ({use})"
