@@ -7,39 +7,34 @@ as a function, so the decoder is independent of the cache.
 Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value heads, D head size.
 """
 
-from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
-from dschat.inference.kernels.cuda import ACTIVATIONS
-from dschat.inference.model.attention import Attention, KeepExperts
-from dschat.inference.model.borrowed import HeadLayout
+from dschat.inference.model.attention import Attend, Attention, KeepExperts, own_heads
+from dschat.inference.model.device_module import Constants
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms
+from dschat.inference.model.layers import (
+    Latent,
+    Layer,
+    Mlp,
+    Norm,
+    Norms,
+    activation,
+    gated,
+    split_gates,
+)
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
-from dschat.inference.model.spec import ModelSpec
-from dschat.inference.model.step_kernels import StepKernels
+from dschat.inference.model.spec import GATES, ModelSpec
+from dschat.inference.model.states import Carried, StateTrial, StepCache
+from dschat.inference.model.step_kernels import Step, StepKernels
 from dschat.inference.model.weights import AnyLinear, Weights
-from dschat.models.packing.kernels import Scores
-
-# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used
-# -> (T, H * D)
-Attend = Callable[[int, Tensor, HeadLayout, Scores], Tensor]
-
-# torch's fused versions of activations that transformers composes of small operations.
-_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu_,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "tanh_gelu": partial(F.gelu, approximate="tanh"),
-}
+from dschat.models.packing.states import StatefulRows, reading
 
 # The CPU kernels run on one thread and read their operands once; torch's operations run on all
 # threads and read them two to four times. Measured on two AVX-512 cores: equal at about a million
@@ -47,18 +42,15 @@ _FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 _BREAK_EVEN_TIMES_THREADS = 1 << 21
 
 
-class Decoder:
+class Decoder(StateTrial):
     """``num_positions``: the longest sequence, for the rotary tables."""
-
-    reads_rows = continues_states = True  # as its layers have no states
 
     def __init__(
         self, spec: ModelSpec, config: PretrainedConfig, weights: Weights, num_positions: int
     ) -> None:
-        self.spec, self.weights = spec, weights
+        self.spec, self.weights, self.config = spec, weights, config
         self._group = weights.group
-        fused = _FUSED.get(ACTIVATIONS.get(spec.activation, ""))
-        self._activation = fused or ACT2FN[spec.activation]
+        self._activation = activation(spec.activation)
         device, dtype = weights.device, weights.dtype
         self._rotaries = {
             rope: Rotary(spec, config, rope, num_positions, dtype, device)
@@ -74,6 +66,7 @@ class Decoder:
             slopes = alibi_slopes(spec.num_heads).view(self._group.size, weights.num_heads)
             self.slopes = slopes[self._group.rank].to(device)
         self._norm = Norms(spec.norm_eps)
+        self._constants = Constants()
         self._layers: list[Layer] = []
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
@@ -85,21 +78,27 @@ class Decoder:
         attention: Attention,
         ready: Tensor | None = None,
         kernels: StepKernels | None = None,
-        carried: object = None,
+        carried: Carried | StatefulRows | None = None,
     ) -> Tensor:
         """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all.
         Collective in the tensor-parallel group.
 
-        ``kernels``: of a captured step; those for the attention run it. ``carried``: None, see
-        `ModuleDecoder.step`.
+        ``kernels``: of a captured step; those for the attention run it. ``carried``: the states of
+        the rows, where layers have any.
         """
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
             self._look_up()
-            # Heads of latents are rotated, and their queries scaled, before attention.
-            known = (self._layers, self._query_scales) if self.spec.latent is None else ()
+            attending = [w for w in self._layers if w.out is not None]
+            known = () if self.spec.heads_apart else (attending, self._query_scales)
             attend = kernels.attention(attention, *known)
-        hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
+        with ExitStack() as scope:
+            if isinstance(carried, StatefulRows):
+                scope.enter_context(reading(carried))
+            if carried is not None and tokens.is_cuda:
+                scope.enter_context(self._constants)
+            more = kernels, attention.keep_experts, carried
+            hidden = self.hidden(tokens, positions, attend, *more)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
     @torch.inference_mode()
@@ -110,6 +109,7 @@ class Decoder:
         attend: Attend,
         kernels: StepKernels | None = None,
         keep_experts: KeepExperts | None = None,
+        carried: Carried | StatefulRows | None = None,
     ) -> Tensor:
         """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
         Collective in the tensor-parallel group.
@@ -118,12 +118,19 @@ class Decoder:
         rotation. ``keep_experts``: see `Experts`.
         """
         h, added = self.embed(tokens, positions, kernels), None
-        step = self.begin(positions, attend, kernels)._replace(keep_experts=keep_experts)
+        step = self.begin(positions, attend, kernels)
+        step = step._replace(keep_experts=keep_experts, carried=carried)
         for i in range(self.spec.num_layers):
             h, added = self.layer(i, h, added, step)
         return self.finish(h, added, step)
 
-    def finish(self, h: Tensor, added: Tensor | None, step: "_Step") -> Tensor:
+    @torch.inference_mode()
+    def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
+        places = torch.tensor([token for row in rows for token in row], device=self.weights.device)
+        carried = Carried(cache, 1, 0)
+        return self.logits(self.hidden(places, places, own_heads, carried=carried))
+
+    def finish(self, h: Tensor, added: Tensor | None, step: Step) -> Tensor:
         """What the head reads, after the last layer."""
         if self._final_norm is not None:
             h = self._add_norm(self._final_norm, h, added, step, self.weights.linears["head"])
@@ -175,21 +182,21 @@ class Decoder:
             h = h + F.embedding(positions + spec.position_offset, table)
         return h if self._embed_norm is None else self._norm(self._embed_norm, h)
 
-    def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
+    def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> Step:
         """What the layers of a step share."""
-        is_latent = self.spec.latent is not None
-        if cuda is not None and cuda.runs("attention") and not is_latent:
-            return _Step(attend, positions, cuda=cuda, attend_rotates=True)
+        apart = self.spec.heads_apart
+        if cuda is not None and cuda.runs("attention") and not apart:
+            return Step(attend, positions, cuda=cuda, attend_rotates=True)
         kernels = self._kernels if cuda is None else None
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
-        rotates = kernels is None or self.spec.interleaved_rotary or is_latent
+        rotates = kernels is None or self.spec.interleaved_rotary or apart
         rows = {r: r.rows(positions) for r in self._rotaries.values()} if rotates else {}
         scales = self._query_scales
         scales = None if scales is None else scales[positions].view(-1, 1, 1)
-        return _Step(attend, positions, kernels, rows, scales, cuda)
+        return Step(attend, positions, kernels, rows, scales, cuda)
 
     def _look_up(self) -> None:
         """Collect each layer's weights, so that a step does not look them up by name."""
@@ -209,18 +216,12 @@ class Decoder:
             self._kernels = cpu.load() if all(w.is_in_order for w in self._layers) else None
 
     def layer(
-        self, i: int, h: Tensor, added: Tensor | None, step: "_Step"
+        self, i: int, h: Tensor, added: Tensor | None, step: Step
     ) -> tuple[Tensor, Tensor | None]:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
         x = self._add_norm(w.norm1, h, added, step, w.qkv) if spec.pre_norm else h
-        if w.latent is not None:
-            mixed = self._latent(i, w.latent, x, step)
-        else:
-            assert w.qkv is not None
-            heads = self._heads(w, step.product(w.qkv, x), step)
-            mixed = step.attend(i, heads, w.layout, w.scores)
-        mixed = step.product(w.out, mixed)
+        mixed = self._mixed(w, x, step)
 
         def add_up(partial_sum: Tensor, norm: Norm | None = None) -> Tensor:
             total = self._group.all_reduce_sum(partial_sum)
@@ -239,16 +240,41 @@ class Decoder:
         mixed = add_up(self._mlp(w, x, step), w.down_norm)
         return (x if spec.residual_after_norm else h), mixed
 
-    def _heads(self, w: Layer, qkv: Tensor, step: "_Step") -> Tensor:
+    def _mixed(self, w: Layer, x: Tensor, step: Step) -> Tensor:
+        """This rank's partial sum of what attention, or what carries states in its place, adds."""
+        if w.mixer is not None:
+            assert step.carried is not None
+            mixed = w.mixer(x, step.carried, step.product)
+            return mixed.zero_() if self._group.rank else mixed  # all ranks have it whole
+        assert w.out is not None
+        gate = None if w.gate is None else step.product(w.gate, x)
+        if w.latent is not None:
+            attended = self._latent(w, w.latent, x, step)
+        else:
+            assert w.qkv is not None
+            qkv = step.product(w.qkv, x)
+            if w.gated is not None:
+                qkv, gate = split_gates(qkv.unflatten(1, (-1, self.spec.head_size)), w.gated)
+            attended = step.attend(w.place, self._heads(w, qkv, step), w.layout, w.scores)
+        if gate is not None and self.spec.gate is not None:
+            gate = GATES[self.spec.gate.activation](gate.float()).to(x.dtype)
+            each = (self.weights.num_heads, -1)
+            attended = (attended.unflatten(1, each) * gate.unflatten(1, each)).flatten(1)
+        return step.product(w.out, attended)
+
+    def _heads(self, w: Layer, qkv: Tensor, step: Step) -> Tensor:
         """Query, key and value heads (T, H + 2 K, D), in the order of ``w.layout``; rotated where
         positions are rotary, unless `_Step.attend` does that.
         """
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
-        kernels, norms, rotary = step.kernels, w.qk_norms, w.rotary
+        norms, rotary = w.qk_norms, w.rotary
+        kernels = None if self.spec.heads_apart else step.kernels
         by_torch = kernels is None and not step.attend_rotates
-        if norms is not None and (by_torch or self.spec.whole_qk_norm):
-            self._norm_heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]])
+        rotates_first = self.spec.rotates_first
+        together = self._group if self.spec.whole_qk_norm else None
+        if norms is not None and not rotates_first and (by_torch or together):
+            self._norm.heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]], together)
             norms = None
         if step.attend_rotates:
             return heads
@@ -262,13 +288,15 @@ class Decoder:
         if rotary is not None and rows is not None:
             for part in w.layout.rotated:
                 rotary.rotate_(heads[:, part], rows)
+        if norms is not None and rotates_first:
+            self._norm.heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]], together)
         if step.query_scales is not None:
             heads[:, w.layout.q].mul_(step.query_scales)
         return heads
 
-    def _latent(self, i: int, latent: Latent, x: Tensor, step: "_Step") -> Tensor:
-        """(T, E) -> what attention returns in layer ``i``, (T, H * value size)."""
-        w, rotate = self._layers[i], None
+    def _latent(self, w: Layer, latent: Latent, x: Tensor, step: Step) -> Tensor:
+        """(T, E) -> what attention returns, (T, H * value size)."""
+        rotate = None
         if w.rotary is not None:
             rotate = partial(w.rotary.rotate_, rows=step.rows[w.rotary])
 
@@ -278,22 +306,9 @@ class Decoder:
         heads = latent.heads(x, self.spec.head_size, step.product, norm, rotate)
         if step.query_scales is not None:
             heads[:, w.layout.q].mul_(step.query_scales)
-        return latent.values(step.attend(i, heads, w.layout, w.scores), self.spec.head_size)
+        return latent.values(step.attend(w.place, heads, w.layout, w.scores), self.spec.head_size)
 
-    def _norm_heads(self, norms: tuple[Norm, Norm], parts: list[Tensor]) -> None:
-        """Normalize queries and keys, in place: each head, or all of a token together."""
-        if not self.spec.whole_qk_norm:
-            for norm, part in zip(norms, parts, strict=True):
-                part.copy_(self._norm(norm, part))
-            return
-        squares = torch.stack([part.float().square().sum((1, 2)) for part in parts])  # (2, T)
-        squares = self._group.all_reduce_sum(squares)
-        for norm, part, total in zip(norms, parts, squares, strict=True):
-            count = part.shape[1] * part.shape[2] * self._group.size
-            scale = total.div_(count).add_(self.spec.norm_eps).rsqrt_().view(-1, 1, 1)
-            part.copy_((part.float() * scale).mul_(norm.scale.view(part.shape[1:])))
-
-    def _mlp(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
+    def _mlp(self, w: Layer, x: Tensor, step: Step) -> Tensor:
         """This rank's partial sum of the MLP."""
         if not isinstance(w.mlp, Experts):
             return self._dense(w.mlp, x, step)
@@ -305,7 +320,7 @@ class Decoder:
             beside = beside.mul_(step.product(w.shared_gate, x).sigmoid_())
         return total.add_(beside)
 
-    def _experts(self, experts: Experts, x: Tensor, step: "_Step") -> Tensor:
+    def _experts(self, experts: Experts, x: Tensor, step: Step) -> Tensor:
         cuda, spec, stacks = step.cuda, experts.spec, experts.stacks
         activation, is_interleaved = self.spec.activation, experts.ups[0].interleaved
         num_choices = len(x) * spec.per_token
@@ -323,7 +338,7 @@ class Decoder:
             step.keep_experts(experts.layer, chosen, spec.count)
         return cuda.experts(stacks, x, chosen, shares, activation, spec.clamped, is_interleaved)
 
-    def _dense(self, mlp: Mlp, x: Tensor, step: "_Step") -> Tensor:
+    def _dense(self, mlp: Mlp, x: Tensor, step: Step) -> Tensor:
         spec, cuda = self.spec, step.cuda
         if cuda is not None and cuda.takes(mlp.up, x, spec.activation):
             inner = cuda.product(mlp.up, x, spec.activation, spec.gated, mlp.is_gate_first)
@@ -334,7 +349,7 @@ class Decoder:
         return step.product(mlp.down, self._activation(inner))
 
     def _gated(
-        self, inner: Tensor, is_gate_first: bool, step: "_Step", is_interleaved: bool = False
+        self, inner: Tensor, is_gate_first: bool, step: Step, is_interleaved: bool = False
     ) -> Tensor:
         """(..., 2 I), gate and up one after the other or ``is_interleaved``, -> (..., I)."""
         clamped = self.spec.experts.clamped if self.spec.experts is not None else None
@@ -342,23 +357,17 @@ class Decoder:
         if step.kernels is not None and is_usual:
             return step.kernels.silu_mul(inner)
         if step.cuda is not None and clamped is None and not is_interleaved:
-            gated = step.cuda.gate(inner, self.spec.activation, is_gate_first)
-            if gated is not None:
-                return gated
-        halves = inner.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else inner.chunk(2, -1)
-        gate, up = halves if is_gate_first else halves[::-1]
-        if clamped is None:
-            return self._activation(gate).mul_(up)
-        factor, limit = clamped
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate.mul(factor).sigmoid_().mul_(gate).mul_(up.add_(1))
+            by_kernel = step.cuda.gate(inner, self.spec.activation, is_gate_first)
+            if by_kernel is not None:
+                return by_kernel
+        return gated(self._activation, inner, is_gate_first, is_interleaved, clamped)
 
     def _add_norm(
         self,
         norm: Norm | None,
         h: Tensor,
         added: Tensor | None,
-        step: "_Step",
+        step: Step,
         following: AnyLinear | None = None,
         eps: float | None = None,
     ) -> Tensor:
@@ -373,19 +382,3 @@ class Decoder:
         if step.cuda is not None and step.cuda.runs("norm"):
             return step.cuda.add_norm(norm, h, added, eps, following)
         return self._norm(norm, h if added is None else h.add_(added), eps)
-
-
-class _Step(NamedTuple):
-    """State that the layers of one step share."""
-
-    attend: Attend
-    positions: Tensor | None = None  # (T,)
-    kernels: cpu.Kernels | None = None  # None: torch's operations (GPUs, large steps)
-    rows: Mapping[Rotary, tuple[Tensor, Tensor]] = {}  # cos and sin, unless kernels rotate
-    query_scales: Tensor | None = None  # (T, 1, 1)
-    cuda: StepKernels | None = None
-    attend_rotates: bool = False  # and applies the norms of each head
-    keep_experts: KeepExperts | None = None
-
-    def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
-        return linear(x) if self.cuda is None else self.cuda.linear(linear, x)

@@ -35,7 +35,7 @@ class DeviceModule:
         self._experts = [m for m in module.modules() if is_experts(m)]
         self._linears = [m for m in module.modules() if type(m) is nn.Linear]
         self._rotary = [m for m in module.modules() if hasattr(m, "rope_type")]
-        self._constants = _Constants()
+        self._constants = Constants()
 
     @cached_property
     def _norms(self) -> list["RmsNorm"]:
@@ -177,7 +177,7 @@ def _activation(experts: Any) -> str:
     return next((name for name in ACTIVATIONS if name and type(ACT2FN[name]) is kind), "")
 
 
-class _Constants(TorchFunctionMode):
+class Constants(TorchFunctionMode):
     """Copies a tensor that is made on the host to a device once: in the run before a capture."""
 
     def __init__(self) -> None:
