@@ -268,6 +268,6 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(case, two_processes)
     assert said["family"].startswith(
         "--inference_tp_size 2: GPTJForCausalLM: queries and keys are not"
     )
-    assert "qwen3_5_text: its layers carry states" in said["states"]
+    assert "NemotronHForCausalLM: not every layer has one attention" in said["states"]
     assert "NaN or infinite (in float32) in 1 weights, such as model.layers.1.mlp" in said["nan"]
     assert not any("\n" in message for message in said.values())

@@ -123,7 +123,7 @@ def test_layers_that_carry_states():
     transformers keeps them so.
     """
     spec = found(CONFIGS["jamba"]())
-    assert [mixer is None for mixer in spec.mixers] == [False, True, False]
+    assert set(spec.mixers) == {0, 2}
     assert (spec.num_attending, [spec.place(n) for n in range(3)]) == (1, [0, 0, 1])
     mixer, sources = spec.mixers[0], {s.name: s.target for s in spec.sources}
     assert mixer.linears == {"in_proj", "x_proj", "out_proj"}

@@ -34,17 +34,13 @@ def attention_roles(
         [call for call in part if isinstance(call, Call) and call.name.startswith(inside)]
         for part in (calls[:place], calls[place + 1 :])
     )
-    linears = [call for call in before if type(call.module) in LINEAR]
     norms = [call for call in before if found.is_norm(call.module)]
-    behind = [call for call in after if type(call.module) in LINEAR]
-    need(linears and behind, "attention does not stand between linear layers")
-    *late, out = behind
-    gates = [c for c in (*linears, *late) if _letter(c, attended) == "g"]
-    linears = [call for call in linears if call not in gates]
-    x, gate = found.read(linears[0]), None
-    if gates:
-        need(is_close(found.read(gates[0]), x), "a gate reads something else")
-        gate = found.result(gates[0])
+    every = [call for call in (*before, *after) if type(call.module) in LINEAR]
+    linears = [call for call in every[:-1] if _letter(call, attended) != "g"]
+    gates, out = [call for call in every[:-1] if call not in linears], every[-1]
+    need(linears and out in after, "attention does not stand between linear layers")
+    x, gate = found.read(linears[0]), found.result(gates[0]) if gates else None
+    need(all(is_close(found.read(call), x) for call in gates[:1]), "a gate reads something else")
     if all(is_close(found.read(call), x) for call in linears):
         heads, in_queries = _qkv(found, linears, attended, target)
         gate = in_queries if gate is None else gate
@@ -58,10 +54,11 @@ def attention_roles(
             rope, scale = _positions(found, n, heads, shown)
         except NotFound:
             rope, scale = _positions(found, n, heads, in_pairs(shown))
-    need(len(gates) < 2 and late in ([], gates), "gates that are not known")
     _gate(found, gate, attended, found.read(out), not gates)
-    for call, name in ((out, "out"), *((gate, "gate") for gate in gates)):
-        found.take(call.module, f"{target}.{name}")
+    found.take(out.module, f"{target}.out")
+    need(len(gates) < 2, "several gates")
+    for call in gates:
+        found.take(call.module, f"{target}.gate")
     if attended.how.sinks is not None:
         parameters = found.module(attended.name).named_parameters(recurse=False)
         sinks = [key for key, p in parameters if p.shape == attended.how.sinks.shape]
@@ -83,10 +80,9 @@ def _gate(
         need(is_close(out, attended.output), "attention is not followed by one linear layer")
         found.fact(gate=None)
         return
-    count = attended.q.shape[1]
-    heads = attended.output.unflatten(1, (count, -1))
-    need(gate.shape[1] in (count, heads.shape[1] * heads.shape[2]), "a gate of another size")
-    gates = gate.unflatten(1, (count, -1))
+    heads = attended.output.unflatten(1, (attended.q.shape[1], -1))
+    need(gate.shape[1] in (heads.shape[1], heads[0].numel()), "a gate of another size")
+    gates = gate.unflatten(1, (heads.shape[1], -1))
     for name, activation in GATES.items():
         if is_close((heads * activation(gates)).flatten(1), out):
             found.fact(gate=GateSpec(name, gates.shape[2], in_queries))
@@ -148,7 +144,8 @@ def _normed_heads(
         y = call.module(read)
         found.take_norm(call, f"{target}.{part}_norm", read, y)
         outputs.append(y.view(x.shape))
-    found.fact(normed_heads=True, rotates_first=not is_first)
+    is_plain = is_first and all(call.module in found.rms for call in calls)
+    found.fact(rotates_first=not is_first, heads_apart=not is_plain)
     if is_first:
         return outputs, attended
     need(is_close(outputs[1], attended.k), "keys are changed behind their norm")
@@ -207,7 +204,7 @@ def _rotary(found: Findings, kind: str, facts: dict[str, bool]) -> Rotary:
     return Rotary(spec, found.config, kind, longest, torch.float32, torch.device("cpu"))
 
 
-def stateful_calls(found: Findings) -> dict[int, Call]:
+def mixers(found: Findings) -> dict[int, Call]:
     """By the layer that has it as a child."""
     trial, calls = found.trial, {}
     for name in trial.mixers:
@@ -225,20 +222,17 @@ def take_mixer(found: Findings, call: Call, n: int) -> tuple[Tensor, Tensor]:
     linears = (path for path, child in module.named_modules() if type(child) is nn.Linear)
     spec = MixerSpec(module, frozenset(path for path in linears if f"{name}.{path}" in called))
     for path, _ in module.named_parameters():
-        target = f"layers.{n}.{spec.target(path)}"
-        found.sources.append(WeightSource(f"{name}.{path}", target))
+        names = f"{name}.{path}", f"layers.{n}.{spec.target(path)}"
+        found.sources.append(WeightSource(*names))
     found.mixers[n] = spec
     return found.read(call), found.result(call)
 
 
-def mixer_specs(found: Findings) -> tuple[tuple[MixerSpec | None, ...], tuple[StateShape, ...]]:
-    """Of each layer, and the states that they leave in a model of 16 bits; (): there are none."""
-    if not found.mixers:
-        return (), ()
-    layers = found.trial.layers
-    cache, width = StepCache(config=found.config), found.called(f"{layers}.0").inputs[0].shape[-1]
+def states_of(found: Findings, width: int) -> tuple[StateShape, ...]:
+    """What `Findings.mixers` leave of hidden states of ``width`` in a model of 16 bits."""
+    cache = StepCache(config=found.config)
     x = torch.empty(1, 2, width, device="meta", dtype=torch.bfloat16)
     for spec in found.mixers.values():
         with by_torch(), torch.device("meta"):
             spec(x, cache, spec.module.bfloat16())
-    return tuple(found.mixers.get(n) for n in range(len(found.module(layers)))), cache.shapes()
+    return cache.shapes()

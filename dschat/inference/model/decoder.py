@@ -7,34 +7,37 @@ as a function, so the decoder is independent of the cache.
 Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value heads, D head size.
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
+from dschat.inference.kernels.cuda import ACTIVATIONS
 from dschat.inference.model.attention import Attend, Attention, KeepExperts, own_heads
 from dschat.inference.model.device_module import Constants
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import (
-    Latent,
-    Layer,
-    Mlp,
-    Norm,
-    Norms,
-    activation,
-    gated,
-    split_gates,
-)
+from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms, split_gates
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
 from dschat.inference.model.spec import GATES, ModelSpec
 from dschat.inference.model.states import Carried, StateTrial, StepCache
-from dschat.inference.model.step_kernels import Step, StepKernels
+from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.states import StatefulRows, reading
+
+# torch's fused versions of activations that transformers composes of small operations.
+_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu_,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "tanh_gelu": partial(F.gelu, approximate="tanh"),
+}
 
 # The CPU kernels run on one thread and read their operands once; torch's operations run on all
 # threads and read them two to four times. Measured on two AVX-512 cores: equal at about a million
@@ -50,7 +53,8 @@ class Decoder(StateTrial):
     ) -> None:
         self.spec, self.weights, self.config = spec, weights, config
         self._group = weights.group
-        self._activation = activation(spec.activation)
+        fused = _FUSED.get(ACTIVATIONS.get(spec.activation, ""))
+        self._activation = fused or ACT2FN[spec.activation]
         device, dtype = weights.device, weights.dtype
         self._rotaries = {
             rope: Rotary(spec, config, rope, num_positions, dtype, device)
@@ -92,45 +96,30 @@ class Decoder(StateTrial):
             attending = [w for w in self._layers if w.out is not None]
             known = () if self.spec.heads_apart else (attending, self._query_scales)
             attend = kernels.attention(attention, *known)
+        step = self.begin(positions, attend, kernels)
+        step = step._replace(keep_experts=attention.keep_experts, carried=carried)
         with ExitStack() as scope:
             if isinstance(carried, StatefulRows):
                 scope.enter_context(reading(carried))
             if carried is not None and tokens.is_cuda:
                 scope.enter_context(self._constants)
-            more = kernels, attention.keep_experts, carried
-            hidden = self.hidden(tokens, positions, attend, *more)
+            hidden = self._hidden(tokens, step)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
     @torch.inference_mode()
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        kernels: StepKernels | None = None,
-        keep_experts: KeepExperts | None = None,
-        carried: Carried | StatefulRows | None = None,
-    ) -> Tensor:
-        """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
-        Collective in the tensor-parallel group.
-
-        If ``kernels`` run the attention, ``attend`` is theirs: it gets heads before their norms and
-        rotation. ``keep_experts``: see `Experts`.
-        """
-        h, added = self.embed(tokens, positions, kernels), None
-        step = self.begin(positions, attend, kernels)
-        step = step._replace(keep_experts=keep_experts, carried=carried)
+    def _hidden(self, tokens: Tensor, step: "_Step") -> Tensor:
+        """What the head reads, (T, embedding size). Collective in the tensor-parallel group."""
+        h, added = self.embed(tokens, step.positions, step.cuda), None
         for i in range(self.spec.num_layers):
             h, added = self.layer(i, h, added, step)
         return self.finish(h, added, step)
 
-    @torch.inference_mode()
     def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
         places = torch.tensor([token for row in rows for token in row], device=self.weights.device)
-        carried = Carried(cache, 1, 0)
-        return self.logits(self.hidden(places, places, own_heads, carried=carried))
+        step = self.begin(places, own_heads, None)._replace(carried=Carried(cache, 1, 0))
+        return self.logits(self._hidden(places, step))
 
-    def finish(self, h: Tensor, added: Tensor | None, step: Step) -> Tensor:
+    def finish(self, h: Tensor, added: Tensor | None, step: "_Step") -> Tensor:
         """What the head reads, after the last layer."""
         if self._final_norm is not None:
             h = self._add_norm(self._final_norm, h, added, step, self.weights.linears["head"])
@@ -156,7 +145,6 @@ class Decoder(StateTrial):
 
     def embed(self, tokens: Tensor, positions: Tensor, kernels: StepKernels | None) -> Tensor:
         """The first layer's input (T, E)."""
-        self._look_up()
         weights, spec = self.weights, self.spec
         table = weights.tensors["embed.weight"]
         is_plain = self._group.size == 1 and "project_in" not in weights.linears
@@ -182,11 +170,14 @@ class Decoder(StateTrial):
             h = h + F.embedding(positions + spec.position_offset, table)
         return h if self._embed_norm is None else self._norm(self._embed_norm, h)
 
-    def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> Step:
-        """What the layers of a step share."""
+    def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
+        """What the layers of a step share. If kernels of ``cuda`` run the attention, ``attend`` is
+        theirs: it gets heads before their norms and rotation.
+        """
+        self._look_up()
         apart = self.spec.heads_apart
         if cuda is not None and cuda.runs("attention") and not apart:
-            return Step(attend, positions, cuda=cuda, attend_rotates=True)
+            return _Step(attend, positions, cuda=cuda, attend_rotates=True)
         kernels = self._kernels if cuda is None else None
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
@@ -196,7 +187,7 @@ class Decoder(StateTrial):
         rows = {r: r.rows(positions) for r in self._rotaries.values()} if rotates else {}
         scales = self._query_scales
         scales = None if scales is None else scales[positions].view(-1, 1, 1)
-        return Step(attend, positions, kernels, rows, scales, cuda)
+        return _Step(attend, positions, kernels, rows, scales, cuda)
 
     def _look_up(self) -> None:
         """Collect each layer's weights, so that a step does not look them up by name."""
@@ -216,7 +207,7 @@ class Decoder(StateTrial):
             self._kernels = cpu.load() if all(w.is_in_order for w in self._layers) else None
 
     def layer(
-        self, i: int, h: Tensor, added: Tensor | None, step: Step
+        self, i: int, h: Tensor, added: Tensor | None, step: "_Step"
     ) -> tuple[Tensor, Tensor | None]:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
@@ -240,7 +231,7 @@ class Decoder(StateTrial):
         mixed = add_up(self._mlp(w, x, step), w.down_norm)
         return (x if spec.residual_after_norm else h), mixed
 
-    def _mixed(self, w: Layer, x: Tensor, step: Step) -> Tensor:
+    def _mixed(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
         """This rank's partial sum of what attention, or what carries states in its place, adds."""
         if w.mixer is not None:
             assert step.carried is not None
@@ -262,7 +253,7 @@ class Decoder(StateTrial):
             attended = (attended.unflatten(1, each) * gate.unflatten(1, each)).flatten(1)
         return step.product(w.out, attended)
 
-    def _heads(self, w: Layer, qkv: Tensor, step: Step) -> Tensor:
+    def _heads(self, w: Layer, qkv: Tensor, step: "_Step") -> Tensor:
         """Query, key and value heads (T, H + 2 K, D), in the order of ``w.layout``; rotated where
         positions are rotary, unless `_Step.attend` does that.
         """
@@ -280,7 +271,7 @@ class Decoder(StateTrial):
             return heads
         rows = None if rotary is None else step.rows.get(rotary)
         by_kernel = None
-        if rotary is not None and rows is None and step.positions is not None:
+        if rotary is not None and rows is None:
             by_kernel = step.positions, rotary.cos, rotary.sin
         if kernels is not None and (norms is not None or by_kernel is not None):
             scales = None if norms is None else (norms[0].scale, norms[1].scale, self.spec.norm_eps)
@@ -294,7 +285,7 @@ class Decoder(StateTrial):
             heads[:, w.layout.q].mul_(step.query_scales)
         return heads
 
-    def _latent(self, w: Layer, latent: Latent, x: Tensor, step: Step) -> Tensor:
+    def _latent(self, w: Layer, latent: Latent, x: Tensor, step: "_Step") -> Tensor:
         """(T, E) -> what attention returns, (T, H * value size)."""
         rotate = None
         if w.rotary is not None:
@@ -308,7 +299,7 @@ class Decoder(StateTrial):
             heads[:, w.layout.q].mul_(step.query_scales)
         return latent.values(step.attend(w.place, heads, w.layout, w.scores), self.spec.head_size)
 
-    def _mlp(self, w: Layer, x: Tensor, step: Step) -> Tensor:
+    def _mlp(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
         """This rank's partial sum of the MLP."""
         if not isinstance(w.mlp, Experts):
             return self._dense(w.mlp, x, step)
@@ -320,7 +311,7 @@ class Decoder(StateTrial):
             beside = beside.mul_(step.product(w.shared_gate, x).sigmoid_())
         return total.add_(beside)
 
-    def _experts(self, experts: Experts, x: Tensor, step: Step) -> Tensor:
+    def _experts(self, experts: Experts, x: Tensor, step: "_Step") -> Tensor:
         cuda, spec, stacks = step.cuda, experts.spec, experts.stacks
         activation, is_interleaved = self.spec.activation, experts.ups[0].interleaved
         num_choices = len(x) * spec.per_token
@@ -338,7 +329,7 @@ class Decoder(StateTrial):
             step.keep_experts(experts.layer, chosen, spec.count)
         return cuda.experts(stacks, x, chosen, shares, activation, spec.clamped, is_interleaved)
 
-    def _dense(self, mlp: Mlp, x: Tensor, step: Step) -> Tensor:
+    def _dense(self, mlp: Mlp, x: Tensor, step: "_Step") -> Tensor:
         spec, cuda = self.spec, step.cuda
         if cuda is not None and cuda.takes(mlp.up, x, spec.activation):
             inner = cuda.product(mlp.up, x, spec.activation, spec.gated, mlp.is_gate_first)
@@ -349,7 +340,7 @@ class Decoder(StateTrial):
         return step.product(mlp.down, self._activation(inner))
 
     def _gated(
-        self, inner: Tensor, is_gate_first: bool, step: Step, is_interleaved: bool = False
+        self, inner: Tensor, is_gate_first: bool, step: "_Step", is_interleaved: bool = False
     ) -> Tensor:
         """(..., 2 I), gate and up one after the other or ``is_interleaved``, -> (..., I)."""
         clamped = self.spec.experts.clamped if self.spec.experts is not None else None
@@ -357,17 +348,23 @@ class Decoder(StateTrial):
         if step.kernels is not None and is_usual:
             return step.kernels.silu_mul(inner)
         if step.cuda is not None and clamped is None and not is_interleaved:
-            by_kernel = step.cuda.gate(inner, self.spec.activation, is_gate_first)
-            if by_kernel is not None:
-                return by_kernel
-        return gated(self._activation, inner, is_gate_first, is_interleaved, clamped)
+            gated = step.cuda.gate(inner, self.spec.activation, is_gate_first)
+            if gated is not None:
+                return gated
+        halves = inner.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else inner.chunk(2, -1)
+        gate, up = halves if is_gate_first else halves[::-1]
+        if clamped is None:
+            return self._activation(gate).mul_(up)
+        factor, limit = clamped
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate.mul(factor).sigmoid_().mul_(gate).mul_(up.add_(1))
 
     def _add_norm(
         self,
         norm: Norm | None,
         h: Tensor,
         added: Tensor | None,
-        step: Step,
+        step: "_Step",
         following: AnyLinear | None = None,
         eps: float | None = None,
     ) -> Tensor:
@@ -382,3 +379,20 @@ class Decoder(StateTrial):
         if step.cuda is not None and step.cuda.runs("norm"):
             return step.cuda.add_norm(norm, h, added, eps, following)
         return self._norm(norm, h if added is None else h.add_(added), eps)
+
+
+class _Step(NamedTuple):
+    """State that the layers of one step share."""
+
+    attend: Attend
+    positions: Tensor  # (T,)
+    kernels: cpu.Kernels | None = None  # None: torch's operations (GPUs, large steps)
+    rows: Mapping[Rotary, tuple[Tensor, Tensor]] = {}  # cos and sin, unless kernels rotate
+    query_scales: Tensor | None = None  # (T, 1, 1)
+    cuda: StepKernels | None = None
+    attend_rotates: bool = False  # and applies the norms of each head
+    keep_experts: KeepExperts | None = None
+    carried: Carried | StatefulRows | None = None
+
+    def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
+        return linear(x) if self.cuda is None else self.cuda.linear(linear, x)

@@ -43,10 +43,10 @@ def check_decoder(spec: ModelSpec, found: Findings) -> None:
         return own_heads(layer, heads, layout, how)
 
     layers = [found.called(f"{trial.layers}.{n}") for n in range(spec.num_layers)]
-    h = decoder.embed(trial.ids, trial.positions, None)
-    need(_agree(h, found.read(layers[0])), "the decoder's embeddings are others")
     cache = StepCache(config=trial.model.config)
     step = decoder.begin(trial.positions, attend, None)._replace(carried=Carried(cache, 1, 0))
+    h = decoder.embed(trial.ids, trial.positions, None)
+    need(_agree(h, found.read(layers[0])), "the decoder's embeddings are others")
     for n, call in enumerate(layers):
         h, added = decoder.layer(n, found.read(call).clone(), None, step)
         result = h if added is None else h + added

@@ -126,9 +126,8 @@ class Findings:
 
     def share(self, start: Tensor, added: Tensor, total: Tensor) -> float | None:
         """r with total = start + r * added; None if there is none."""
-        depth = (
-            len(self.module(self.trial.layers)) ** -0.5
-        )  # MiniCPM divides by the root of its layers
+        # MiniCPM divides by the root of its layers.
+        depth = len(self.module(self.trial.layers)) ** -0.5
         given = [v * depth for v in self.config.to_dict().values() if isinstance(v, float)]
         r = self.exact(float(((total - start) * added).sum() / added.square().sum()), *given)
         return r if is_close(start + r * added, total) else None

@@ -11,14 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from dschat.distributed import RankGroup
-from dschat.inference.kernels.cuda import ACTIVATIONS
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
 from dschat.inference.model.positions import Rotary
-from dschat.inference.model.spec import LatentSpec, MixerSpec
+from dschat.inference.model.spec import LatentSpec
 from dschat.inference.model.states import Carried
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
@@ -88,36 +86,6 @@ class Norms:
             count = part.shape[1] * part.shape[2] * group.size
             scale = total.div_(count).add_(self._eps).rsqrt_().view(-1, 1, 1)
             part.copy_((part.float() * scale).mul_(norm.scale.view(part.shape[1:])))
-
-
-# torch's fused versions of activations that transformers composes of small operations.
-_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu_,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "tanh_gelu": partial(F.gelu, approximate="tanh"),
-}
-
-
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    return _FUSED.get(ACTIVATIONS.get(name, "")) or ACT2FN[name]
-
-
-def gated(
-    act: Callable[[Tensor], Tensor],
-    inner: Tensor,
-    is_gate_first: bool,
-    is_interleaved: bool,
-    clamped: tuple[float, float] | None,
-) -> Tensor:
-    """(..., 2 I), gate and up one after the other or ``is_interleaved``, -> (..., I)."""
-    halves = inner.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else inner.chunk(2, -1)
-    gate, up = halves if is_gate_first else halves[::-1]
-    if clamped is None:
-        return act(gate).mul_(up)
-    factor, limit = clamped
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate.mul(factor).sigmoid_().mul_(gate).mul_(up.add_(1))
 
 
 class Mlp(NamedTuple):
@@ -194,8 +162,8 @@ class Mixer:
     as our products. A tensor-parallel rank has it whole.
     """
 
-    def __init__(self, spec: MixerSpec, weights: Weights, i: int) -> None:
-        self._spec = spec
+    def __init__(self, weights: Weights, i: int) -> None:
+        self._spec = spec = weights.spec.mixers[i]
         self._module = module = copy.deepcopy(spec.module)
         for path, p in list(module.named_parameters()):
             target = f"layers.{i}.{spec.target(path)}"
@@ -272,7 +240,6 @@ class Layer(NamedTuple):
             mlp = Experts.of(spec.experts, linears, tensors, name)
         else:
             mlp = Mlp(linears[f"{name}.up"], linears[f"{name}.down"])
-        mixer = spec.mixer(i)
         how = spec.attention_scale(i), spec.window(i), spec.attention_softcap
         return cls(
             place=spec.place(i),
@@ -283,7 +250,7 @@ class Layer(NamedTuple):
             gate=linears.get(f"{name}.gate"),
             gated=gated,
             out=linears.get(f"{name}.out"),
-            mixer=None if mixer is None else Mixer(mixer, weights, i),
+            mixer=Mixer(weights, i) if i in spec.mixers else None,
             mlp=mlp,
             shared=shared,
             shared_gate=linears.get(f"{name}.shared_gate"),

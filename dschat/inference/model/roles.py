@@ -14,12 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat.inference.model.attention_roles import (
-    attention_roles,
-    mixer_specs,
-    stateful_calls,
-    take_mixer,
-)
+from dschat.inference.model.attention_roles import attention_roles, mixers, states_of, take_mixer
 from dschat.inference.model.decoder_trial import check_decoder
 from dschat.inference.model.findings import Findings, NotFound, is_close, need, ratio
 from dschat.inference.model.mlp_roles import mlp_roles
@@ -55,10 +50,11 @@ class _Roles(Findings):
         need(calls, "it does not call attention as transformers names it")
         names = [call.name for call in calls]
         places = [int(name.removeprefix(f"{base}.").partition(".")[0]) for name in names]
-        self.by_layer = dict(zip(places, calls, strict=True))
-        self.stateful = stateful_calls(self)
-        of_each = sorted([*places, *self.stateful])
-        need(of_each == [*range(len(self.module(base)))], "not every layer has one attention")
+        self.by_layer, self.stateful = dict(zip(places, calls, strict=True)), mixers(self)
+        need(
+            sorted([*places, *self.stateful]) == [*range(len(self.module(base)))],
+            "not every layer has one attention",
+        )
         shapes = {(call.q.shape, call.k.shape, call.v.shape) for call in calls}
         need(len(shapes) == 1, "layers have heads of other sizes")
         need(not any(call.how.chunk for call in calls), "its attention is chunked")
@@ -76,13 +72,13 @@ class _Roles(Findings):
         self._check_all_taken()
         published = published_sources(trial.model, self.sources)
         is_usual = all(abs(scale * self.head_size**0.5 - 1) < 1e-6 for scale in scales)
-        mixers, states = mixer_specs(self)
+        width = self.called(f"{base}.0").inputs[0].shape[-1]
         rotary, facts = any(rope is not None for rope in ropes), self.facts
         if experts := facts.get("experts"):
             facts.setdefault("intermediate_size", experts.size)
         return ModelSpec(
             num_layers=len(layers),
-            hidden_size=self.called(f"{base}.0").inputs[0].shape[-1],
+            hidden_size=width,
             num_heads=calls[0].q.shape[1],
             num_kv_heads=calls[0].k.shape[1],
             head_size=self.head_size,
@@ -96,8 +92,8 @@ class _Roles(Findings):
             windows=windows if any(windows) else (),
             attention_scales=() if is_usual else scales,
             attention_softcap=calls[0].how.softcap,
-            states=states,
-            mixers=mixers,
+            states=states_of(self, width) if self.mixers else (),
+            mixers=self.mixers,
             **facts,
         )
 

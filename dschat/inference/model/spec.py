@@ -5,8 +5,8 @@ Rows of qkv, up, embedding and head are shared out, columns of out and down; of 
 belongs to the rank's heads.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -72,8 +72,7 @@ class ExpertSpec:
     def is_usual(self) -> bool:
         """Whether the shares are a softmax of the largest logits."""
         is_plain = self.scoring == "softmax" and self.groups is None and self.scale == 1.0
-        is_plain = is_plain and not self.least
-        return is_plain and not (self.corrected or self.precise)
+        return is_plain and not (self.corrected or self.precise or self.least)
 
 
 @dataclass(frozen=True)
@@ -143,13 +142,13 @@ class ModelSpec:
     query_growth: tuple[float, int] | None = None
     latent: LatentSpec | None = None  # else keys and values come from the layer's input
     gate: GateSpec | None = None
-    normed_heads: bool = False  # queries and keys have norms
     rotates_first: bool = False  # queries and keys are rotated before their norms
+    heads_apart: bool = False  # operators of their own make queries and keys, not kernels
     whole_qk_norm: bool = False  # query and key norms are of all heads together, not of each
     alibi: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys that a query attends to; (): all
     states: tuple[StateShape, ...] = ()  # of layers without keys and values
-    mixers: tuple[MixerSpec | None, ...] = ()  # per layer; (): none
+    mixers: Mapping[int, MixerSpec] = field(default_factory=dict)  # by layer
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
     attention_softcap: float | None = None  # c: scores are c * tanh(score / c)
     tied: bool = False
@@ -158,15 +157,9 @@ class ModelSpec:
 
     def in_dtype(self, dtype: torch.dtype) -> "ModelSpec":
         """With the states of a model in ``dtype``, which are those of one in 16 bits before."""
-        half = torch.bfloat16
-        states = (s._replace(dtype=dtype) if s.dtype == half else s for s in self.states)
-        return replace(self, states=tuple(states))
-
-    @property
-    def heads_apart(self) -> bool:
-        """Whether queries and keys are made by operators of their own, not in kernels."""
-        is_plain = self.norm == "rmsnorm" or not self.normed_heads
-        return self.latent is not None or self.rotates_first or not is_plain
+        own = {torch.bfloat16: dtype}
+        states = tuple(s._replace(dtype=own.get(s.dtype, s.dtype)) for s in self.states)
+        return replace(self, states=states)
 
     @property
     def num_attending(self) -> int:
@@ -175,10 +168,7 @@ class ModelSpec:
 
     def place(self, layer: int) -> int:
         """Of its keys and values: layers before it that have attention."""
-        return layer - sum(mixer is not None for mixer in self.mixers[:layer])
-
-    def mixer(self, layer: int) -> MixerSpec | None:
-        return self.mixers[layer] if self.mixers else None
+        return layer - sum(n < layer for n in self.mixers)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -274,9 +264,7 @@ class Share:
         vocab = -(-spec.vocab_size // num_ranks)  # the last rank's may be padding
         if kind_of(base) in ("mixer", "product"):
             _, layer, name = base.split(".", 2)
-            mixer = spec.mixer(int(layer))
-            assert mixer is not None
-            return mixer.shapes[f"{name}.weight"]
+            return spec.mixers[int(layer)].shapes[f"{name}.weight"]
         if spec.latent is not None and (shape := _latent_shape(spec, kind_of(base), heads)):
             return shape
         return {

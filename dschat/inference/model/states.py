@@ -168,9 +168,7 @@ class StateTrial:
 
     @abstractmethod
     def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
-        """Logits (T, V) of ``rows`` of ids, each of which is its position, too; a token attends to
-        itself.
-        """
+        """Logits (T, V) of rows of ids, each its position, too; a token attends to itself."""
 
     @cached_property
     def reads_rows(self) -> bool:
@@ -179,8 +177,8 @@ class StateTrial:
         """
         problem = self._row_problem()
         if problem:
-            kind = self.config.model_type
-            logger.info("%s: prompts of one length at a time (%s)", kind, problem)
+            name = self.config.model_type
+            logger.info("%s: prompts of one length at a time (%s)", name, problem)
         return not problem
 
     def _row_problem(self) -> str:

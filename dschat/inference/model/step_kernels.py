@@ -6,17 +6,15 @@
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dschat.config.errors import UserError, first_line
 from dschat.config.rollout import STEP_PARTS, VARIABLE, cuda_kernels
-from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda import (
     ACTIVATIONS,
     MAX_CHOICES,
@@ -24,16 +22,13 @@ from dschat.inference.kernels.cuda import (
     operators,
     workspace,
 )
-from dschat.inference.model.attention import Attend, Attention, KeepExperts
+from dschat.inference.model.attention import Attention
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Stack
 from dschat.inference.model.layers import Layer, Norm
-from dschat.inference.model.positions import Rotary
-from dschat.inference.model.states import Carried
 from dschat.inference.model.weights import AnyLinear
 from dschat.inference.protocol import SamplingParams
 from dschat.models.packing.kernels import Scores
-from dschat.models.packing.states import StatefulRows
 
 logger = logging.getLogger("dschat")
 
@@ -236,20 +231,3 @@ class StepKernels:
 def _read_by(linear: AnyLinear | None) -> Tensor | None:
     """The weight that a product reads; None: it is not in one piece, or not known."""
     return None if linear is None or linear.plain is None else linear.plain[0]
-
-
-class Step(NamedTuple):
-    """State that the layers of one step share."""
-
-    attend: Attend
-    positions: Tensor | None = None  # (T,)
-    kernels: cpu.Kernels | None = None  # None: torch's operations (GPUs, large steps)
-    rows: Mapping[Rotary, tuple[Tensor, Tensor]] = {}  # cos and sin, unless kernels rotate
-    query_scales: Tensor | None = None  # (T, 1, 1)
-    cuda: StepKernels | None = None
-    attend_rotates: bool = False  # and applies the norms of each head
-    keep_experts: KeepExperts | None = None
-    carried: Carried | StatefulRows | None = None
-
-    def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
-        return linear(x) if self.cuda is None else self.cuda.linear(linear, x)

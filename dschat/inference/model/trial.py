@@ -84,8 +84,7 @@ class Trial:
             scope.enter_context(self._noting())
             scope.enter_context(paged(self.model))
             scope.enter_context(calling(self._attend, self.positions))
-            cache = StepCache(config=self.model.config) if self.mixers else None
-            more = {} if cache is None else caching(cache)
+            more = caching(StepCache(config=self.model.config)) if self.mixers else {}
             self.logits = run_forward(self.model, self.ids[None], self.positions[None], **more)[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
