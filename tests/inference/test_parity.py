@@ -120,7 +120,7 @@ def test_the_last_position_is_as_good_as_the_first(module_of):
         assert logprob_gap(module, prompts, rollout) < GAP
 
 
-@pytest.mark.parametrize("name", ["gemma3", *slow(["llama", "olmo3"])])
+@pytest.mark.parametrize("name", ["gemma3", *slow(["llama", "olmo3", "laguna", "lfm2"])])
 def test_bf16_draws_near_the_fp32_log_probs(name, module_of):
     """The same random numbers on rounded weights: log-probs agree to bf16's eight bits."""
     module = module_of(name)

@@ -164,7 +164,8 @@ class Mixer:
 
     def __init__(self, weights: Weights, i: int) -> None:
         self._spec = spec = weights.spec.mixers[i]
-        self._module = module = copy.deepcopy(spec.module)
+        kept = {id(p): p for p in spec.module.parameters()}  # until they are replaced
+        self._module = module = copy.deepcopy(spec.module, kept)
         for path, p in list(module.named_parameters()):
             target = f"layers.{i}.{spec.target(path)}"
             owner_name, _, name = path.rpartition(".")

@@ -370,5 +370,5 @@ def _carried(
     yield cache
     for where, states in tensors.items():
         now = cache.state(where)
-        if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
+        if now.untyped_storage()._cdata != states.untyped_storage()._cdata:
             states[index] = now
