@@ -16,6 +16,7 @@ from transformers import (
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     Ministral3Config,
     MixtralConfig,
     NemotronConfig,
@@ -26,7 +27,8 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from dschat.inference import UnsupportedModel, model_spec
+from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
+from dschat.inference.model import roles
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.positions import Rotary
 from dschat.inference.model.roles import found_spec
@@ -104,6 +106,7 @@ def test_routers():
     experts = found(Qwen2MoeConfig(**SMALL, **HEADS, num_experts=8, norm_topk_prob=False)).experts
     assert (experts.scoring, experts.is_usual, experts.renormalized) == ("softmax", True, False)
     assert experts.shared == 5632
+    assert found(CONFIGS["ernie4_5_moe"]()).experts.corrected == (1, 4)
 
 
 def test_keys_and_values_from_a_latent():
@@ -167,6 +170,15 @@ def test_published_names():
         assert WeightSource(tensor, target, part, instead=stack) in sources
     gate = f"{published}.gate.weight", "layers.1.router.weight"
     assert WeightSource(*gate, instead=f"{mlp}.gate.weight") in sources
+
+
+def test_published_checkpoints_with_other_tensors_are_read_by_the_module(monkeypatch, tmp_path):
+    config = LlamaConfig(**SMALL | {"vocab_size": 53}, **HEADS)
+    monkeypatch.setattr(roles, "published_sources", lambda *_: None)
+    assert not found(config).reads_published
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="has other tensors on disk"):
+        InferenceEngine.from_pretrained(tmp_path)
 
 
 def test_queries_that_grow_are_seen_beyond_the_original_length():

@@ -230,9 +230,10 @@ def take_mixer(found: Findings, call: Call, n: int) -> tuple[Tensor, Tensor]:
 
 def states_of(found: Findings, width: int) -> tuple[StateShape, ...]:
     """What `Findings.mixers` leave of hidden states of ``width`` in a model of 16 bits."""
-    cache = StepCache(config=found.config)
+    cache, first = StepCache(config=found.config), next(iter(found.mixers.values()))
+    alike = (spec.shapes == first.shapes for spec in found.mixers.values())
+    need(all(alike), "parts with states differ")
     x = torch.empty(1, 2, width, device="meta", dtype=torch.bfloat16)
-    for spec in found.mixers.values():
-        with by_torch(), torch.device("meta"):
-            spec(x, cache, spec.module.bfloat16())
-    return cache.shapes()
+    with by_torch(), torch.device("meta"):
+        first(x, cache, first.module.bfloat16())
+    return tuple(s._replace(layer=n) for n in found.mixers for s in cache.shapes())
