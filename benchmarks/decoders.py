@@ -94,6 +94,13 @@ FOUND: dict[str, dict[str, Any]] = {
     "phi": {"tie_word_embeddings": False},
     "stablelm": {},
     "starcoder2": {},
+    "hunyuan_v1_dense": {},
+    "laguna": MOE | {"shared_expert_intermediate_size": 256, "sliding_window": 64},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+    "granitemoehybrid": MOE
+    | {"layer_types": ["mamba", "mamba", "attention", "mamba"] * 2, "mamba_n_heads": 16}
+    | {"mamba_d_head": 64, "mamba_d_state": 64, "intermediate_size": 256},
+    "persimmon": {},
 }
 FAMILIES |= FOUND
 TINY = {"hidden_size": 32, "head_dim": 4, "intermediate_size": 48, "word_embed_proj_dim": 32}

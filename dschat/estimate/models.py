@@ -132,8 +132,8 @@ class Models:
                 spec = module_spec(self._module(replace(use.frozen, dtype=half)).base)
         except UnsupportedModel:
             return None
-        states = [s._replace(dtype=use.dtype) if s.dtype == half else s for s in spec.states]
-        return replace(spec, hidden_size=hidden, intermediate_size=4 * hidden, states=tuple(states))
+        spec = replace(spec, hidden_size=hidden, intermediate_size=4 * hidden)
+        return spec.in_dtype(use.dtype)
 
     def _load_config(self, name: str, flag: str, trust_remote_code: bool) -> PretrainedConfig:
         if name == TINY_NAME:

@@ -134,6 +134,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         quantized = bool(actor.zero.weight_bits)
         if spec is None or runs_module(quantized, c.rollout_layout, c.rollout_lora, tp):
             return self._in_module(actor, held)
+        spec = spec.in_dtype(self._dtype)
         check_shares(spec, tp)
         choice = planned_choice(c, self._num_processes, self._device.on_gpu)
         source = "its own copy" if choice.layout == "copy" else "training weights"

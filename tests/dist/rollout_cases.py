@@ -322,7 +322,7 @@ def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "zero_copy": message(build("llama"), tp_size=2, layout="zero_copy"),
         "partitions": message(Actor(build("llama"), 3).module, sharded=True, layout="zero_copy"),
         "family": message(large_model("gptj"), tp_size=2),
-        "states": message(causal_lm("qwen3_5"), tp_size=2),
+        "states": message(causal_lm("nemotron_h"), tp_size=2),
         "nan": _loading_a_nan(out),
     }
 

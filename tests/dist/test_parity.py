@@ -15,12 +15,15 @@ from step_cases import Case
 from test_same_losses import by_name
 
 GAP = 1e-4  # of fp32 log-probs
+GAPS = {"qwen3_5_text": 3e-4, "kimi_linear": 3e-4}  # a decode sums in another order
 FAMILIES = ("opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "llama", "mistral", "qwen2", "qwen3")
 FAMILIES += ("qwen3_moe", "gemma3", "gpt_oss")
 # Tied or biased heads, one key-value head, multipliers, experts; norms of every kind.
 OTHERS = ("arcee", "biogpt", "cohere", "ernie4_5", "exaone4", "granitemoe", "helium", "nemotron")
 OTHERS += ("olmoe", "phi", "stablelm", "starcoder2", "dots1", "minimax_m2", "qwen2_moe")
 OTHERS += ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
+OTHERS += ("ernie4_5_moe", "persimmon", "hunyuan_v1_dense", "afmoe", "laguna")
+OTHERS += ("lfm2", "lfm2_moe", "qwen3_5_text", "granitemoehybrid", "jamba", "kimi_linear")
 STAGES, TP_SIZES, LORA = (0, 2, 3), (1, 2), ("off", "merge", "side")
 AXES = (FAMILIES, STAGES, TP_SIZES, LORA)
 
@@ -80,7 +83,7 @@ def test_the_selection_has_every_pair():
 
 
 def check(case, result):
-    assert result["gap"] < GAP
+    assert result["gap"] < GAPS.get(case.model, GAP)
     assert result["moved"] > 0.1  # older weights would have shown
     first, later, again = result["refreshes"]
     every, adapters = result["model_bytes"], result["adapter_bytes"]
@@ -264,6 +267,6 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(case, two_processes)
     assert said["family"].startswith(
         "--inference_tp_size 2: GPTJForCausalLM: queries and keys are not"
     )
-    assert "qwen3_5_text: its layers carry states" in said["states"]
+    assert "NemotronHForCausalLM: not every layer has one attention" in said["states"]
     assert "NaN or infinite (in float32) in 1 weights, such as model.layers.1.mlp" in said["nan"]
     assert not any("\n" in message for message in said.values())

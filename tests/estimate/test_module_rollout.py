@@ -1,4 +1,4 @@
-"""Planned rollouts of families that transformers' module runs: in the engine, or the fallback."""
+"""Planned rollouts by blocks with states, by transformers' module, and by the fallback."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from quick import slow
 from tiny_models import IDS, LATENT, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dschat.inference import EngineConfig
+from dschat.inference import EngineConfig, InferenceEngine
 from dschat.inference.generators import hf_generator
 from dschat.inference.generators.hf_generator import module_engine
 from dschat.inference.model.states import RowStates
@@ -43,16 +43,25 @@ def test_vllm_holds_a_copy_of_the_weights(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_text", *slow(["deepseek_v3", "phi", "exaone4", "phimoe"])]
+    ("name", "by"),
+    [
+        ("phimoe", "module"),
+        ("qwen3_5_text", "blocks"),
+        *slow([("deepseek_v3", "blocks"), ("phi", "blocks")]),
+    ],
 )
-def test_the_cache_is_that_of_the_engine(name, tmp_path):
+def test_the_cache_is_that_of_the_engine(name, by, tmp_path):
     config, rollout = planned(name, tmp_path, kv_page_size=8)
     assert rollout.in_engine
-    assert rollout.form.startswith("inference engine with transformers' module on training weights")
+    form = "inference engine " + ("on" if by == "blocks" else "with transformers' module on")
+    assert rollout.form.startswith(f"{form} training weights")
     assert rollout.weights == 0
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     sizes = EngineConfig(max_num_seqs=32, max_seq_len=40, page_size=8)
-    cache = module_engine(module, sizes, is_checked=True).cache
+    if by == "blocks":
+        cache = InferenceEngine(config, torch.bfloat16, torch.device("cpu"), sizes).cache
+    else:
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        cache = module_engine(module, sizes, is_checked=True).cache
     pool = cache.states  # on CUDA steps are captured
     parts = [] if pool is None else [pool, RowStates(pool, num_rows=32)]
     num_bytes = sum(state.nbytes for part in parts for state in part.tensors.values())

@@ -6,6 +6,7 @@ that prompts and answers exceed them.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,14 @@ _YARN = {
 }
 
 
+_KINDS_OF_ROPE = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": _YARN | {"partial_rotary_factor": 0.5},
+    }
+}
+
+
 def _rope(kind, **more):
     rope = {"rope_type": kind, "rope_theta": 100.0} | more
     return lambda: LlamaConfig(**_LLAMA, rope_parameters=rope)
@@ -125,6 +134,67 @@ def longrope(inside, **beside):
 
 
 _LONGROPE = longrope({}).rope_parameters
+
+# Layers that carry states, with attention of three kinds and experts.
+STATEFUL = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20,
+        "residual_multiplier": 0.6,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
+    "jamba": {  # reads a linear layer's weight, and starts from no state but with one token
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 8,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_expert_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+    },
+}
+
+
+def _with_states(name):
+    return CONFIG_MAPPING[name](**_LLAMA | {"num_hidden_layers": 3} | STATEFUL[name])
+
 
 CONFIGS = {
     "opt": lambda: OPTConfig(**_OPT),
@@ -300,6 +370,32 @@ CONFIGS = {
     ),
     "stablelm": lambda: StableLmConfig(**_LLAMA, use_qkv_bias=True),
     "starcoder2": lambda: Starcoder2Config(**_LLAMA, sliding_window=6),
+    "ernie4_5_moe": lambda: CONFIG_MAPPING["ernie4_5_moe"](
+        **_MOE, moe_num_experts=4, moe_k=2, moe_intermediate_size=24, moe_num_shared_experts=1
+    ),
+    # Layer norms of heads; norms behind the rotation.
+    "persimmon": lambda: CONFIG_MAPPING["persimmon"](**_IDS | _SMALL, partial_rotary_factor=0.5),
+    "hunyuan_v1_dense": lambda: CONFIG_MAPPING["hunyuan_v1_dense"](**_LLAMA, head_dim=12),
+    # Gates of each element, and of each head by softplus.
+    "afmoe": lambda: CONFIG_MAPPING["afmoe"](
+        **_MOE | _KINDS,
+        head_dim=12,
+        sliding_window=6,
+        num_experts=4,
+        num_dense_layers=1,
+        moe_intermediate_size=24,
+        route_scale=1.7,
+    ),
+    "laguna": lambda: CONFIG_MAPPING["laguna"](
+        **_MOE | _KINDS | _KINDS_OF_ROPE,
+        head_dim=8,
+        sliding_window=6,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    **{name: partial(_with_states, name) for name in STATEFUL},
 }
 
 
@@ -310,6 +406,10 @@ CORE += ("qwen3_moe", "gemma3", "gpt_oss", "olmo3")
 
 # Of these: attention's products in one transposed weight, and in three with biases; experts.
 FEW = ("gpt2", "gpt_oss")
+
+
+# The gap of families in which a decode sums in another order than a prefill.
+GAPS = {"qwen3_5_text": 2e-4, "kimi_linear": 2e-4}
 
 
 def every_family():

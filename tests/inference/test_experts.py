@@ -1,6 +1,7 @@
 """Mixtures of experts: all ways to run them agree, and a checkpoint has one of two forms."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_weights import base_tensors, factors, with_adapters
 from dschat.config import UserError
 from dschat.inference import SamplingParams
 from dschat.inference.model import experts
+from dschat.inference.model.spec import ExpertSpec
 
 pytestmark = pytest.mark.usefixtures("operators_of_torch")
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
@@ -33,6 +35,15 @@ def test_what_runs_on_devices_computes_the_same(name, way, layout, module_of, mo
     rollout = made.generate(PROMPTS, SAMPLING)
     assert logprob_gap(module, PROMPTS, rollout) < 5e-5
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
+
+
+def test_shares_of_a_sum_that_is_larger_at_least():
+    """Of two experts with scores of 1/2 and 1/4: divided by 1."""
+    logits = torch.tensor([[0.0, math.log(1 / 3), -9.0]])
+    spec = ExpertSpec(3, 2, 0, scoring="sigmoid", least=0.25)
+    chosen, shares = experts.choose(spec, logits)
+    assert chosen.tolist() == [[0, 1]]
+    assert shares.tolist() == [pytest.approx([0.5, 0.25])]
 
 
 @pytest.mark.parametrize("layout", ["copy", "borrowed"])

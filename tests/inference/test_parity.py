@@ -13,6 +13,7 @@ from families import (
     CONFIGS,
     EOS,
     FEW,
+    GAPS,
     POSITIONS,
     PROMPTS,
     VOCAB,
@@ -48,7 +49,7 @@ def test_logprobs_are_those_of_a_full_forward(name, layout, module_of):
     sampling = SamplingParams(max_new_tokens=16, n=2, seed=3, ignore_eos=True, temperature=0.8)
     rollout = engine(module, **LAYOUTS[layout]).generate(PROMPTS, sampling)
     assert [len(ids) for ids in rollout.token_ids] == [16] * 2 * len(PROMPTS)
-    assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAP
+    assert logprob_gap(module, PROMPTS, rollout, temperature=0.8) < GAPS.get(name, GAP)
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "bloom"])
@@ -71,7 +72,7 @@ def test_answers_are_those_of_the_hugging_face_generator(name, module_of):
     ):
         expected = oracle.generate(PROMPTS, sampling)
         got = ours.generate(PROMPTS, sampling)
-        assert_same(got, expected)
+        assert_same(got, expected, GAPS.get(name, GAP))
 
 
 @pytest.mark.parametrize("name", ["mixtral", *slow(["gpt_neox", "qwen3_moe"])])
@@ -119,7 +120,7 @@ def test_the_last_position_is_as_good_as_the_first(module_of):
         assert logprob_gap(module, prompts, rollout) < GAP
 
 
-@pytest.mark.parametrize("name", ["gemma3", *slow(["llama", "olmo3"])])
+@pytest.mark.parametrize("name", ["gemma3", *slow(["llama", "olmo3", "laguna", "lfm2"])])
 def test_bf16_draws_near_the_fp32_log_probs(name, module_of):
     """The same random numbers on rounded weights: log-probs agree to bf16's eight bits."""
     module = module_of(name)

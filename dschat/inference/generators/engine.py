@@ -82,7 +82,7 @@ class InferenceEngine:
         self.config, self.dtype, self.device = config, dtype, device
         self.lock = threading.RLock()  # held by `generate`, and for each step of others
         self.group = group or RankGroup()
-        self.spec = model_spec(config) if module is None else module_spec(module)
+        self.spec = model_spec(config).in_dtype(dtype) if module is None else module_spec(module)
         self._sizes = sizes = sizes or EngineConfig()
         self.weights: Any = (
             Weights(self.spec, dtype, device, self.group)
@@ -150,6 +150,9 @@ class InferenceEngine:
             stops = generation.eos_token_id
         if "stop_ids" not in options and stops is not None:
             options["stop_ids"] = tuple(stops) if isinstance(stops, list) else (stops,)
+        if not model_spec(config).reads_published:
+            why = "has other tensors on disk than in transformers' module, which reads them"
+            raise UnsupportedModel(f"{checkpoint.name} {why}")
         engine = cls(config, DTYPES[dtype], torch_device, EngineConfig(**options))
         engine.load_checkpoint(checkpoint)
         return engine
@@ -206,7 +209,7 @@ class InferenceEngine:
             if self._cache is None:
                 self._cache_pages = self._cache_pages or self._num_pages()
                 self._cache = KVCache(
-                    self.spec.num_layers,
+                    self.spec.num_attending,
                     self._cache_pages,
                     self.page_size,
                     self.weights.num_kv_heads,

@@ -26,6 +26,10 @@ from dschat.models.packing.kernels import Scores, capped
 # Router, experts that the tokens chose (T, k), and of how many; see `KVCache.keep_experts`.
 KeepExperts = Callable[[Hashable, Tensor, int], None]
 
+# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used
+# -> (T, H * D)
+Attend = Callable[[int, Tensor, HeadLayout, Scores], Tensor]
+
 # Keys that one batch of chunks with cached prefixes gathers: 128 MiB a layer for Llama-2-7B's in
 # bf16.
 _GATHERED_TOKENS = 8192
@@ -258,6 +262,19 @@ class Attention:
             slopes = None if self.slopes is None else self.slopes.view(-1, 1, 1)
             self._biases[key] = _bias(how, ends, total, slopes, q.dtype)
         return self._biases[key]
+
+
+def own_token(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
+    """Stands in for attention: a token reads its own query, key and value (1, H or K, T, D)."""
+    seen = q.mean((1, 3)) + k.mean((1, 3))
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return (values + seen[:, None, :, None])[0].transpose(0, 1).contiguous()
+
+
+def own_heads(_: int, heads: Tensor, layout: HeadLayout, how: Scores) -> Tensor:
+    """The same of heads (T, H + 2 K, D) in the order of ``layout``."""
+    q, k, v = (heads[:, part].transpose(0, 1)[None] for part in (layout.q, layout.k, layout.v))
+    return own_token(q, k, v, how).flatten(1)
 
 
 def _bias(

@@ -8,6 +8,7 @@ Shapes: T packed tokens, E hidden size, H and K this rank's query and key-value 
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -19,19 +20,16 @@ from transformers.activations import ACT2FN
 
 from dschat.inference.kernels import cpu
 from dschat.inference.kernels.cuda import ACTIVATIONS
-from dschat.inference.model.attention import Attention, KeepExperts
-from dschat.inference.model.borrowed import HeadLayout
+from dschat.inference.model.attention import Attend, Attention, KeepExperts, own_heads
 from dschat.inference.model.experts import Experts
-from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms
+from dschat.inference.model.layers import Latent, Layer, Mlp, Norm, Norms, split_gates
+from dschat.inference.model.module_parts import Constants
 from dschat.inference.model.positions import Rotary, alibi_slopes, query_scales
-from dschat.inference.model.spec import ModelSpec
+from dschat.inference.model.spec import GATES, ModelSpec
+from dschat.inference.model.states import Carried, StateTrial, StepCache
 from dschat.inference.model.step_kernels import StepKernels, read_by
 from dschat.inference.model.weights import AnyLinear, Weights
-from dschat.models.packing.kernels import Scores
-
-# Layer, heads (T, H + 2 K, D), where q, k and v are among them, and how their scores are used
-# -> (T, H * D)
-Attend = Callable[[int, Tensor, HeadLayout, Scores], Tensor]
+from dschat.models.packing.states import StatefulRows, reading
 
 # torch's fused versions of activations that transformers composes of small operations.
 _FUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,15 +45,13 @@ _FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 _BREAK_EVEN_TIMES_THREADS = 1 << 21
 
 
-class Decoder:
+class Decoder(StateTrial):
     """``num_positions``: the longest sequence, for the rotary tables."""
-
-    reads_rows = continues_states = True  # as its layers have no states
 
     def __init__(
         self, spec: ModelSpec, config: PretrainedConfig, weights: Weights, num_positions: int
     ) -> None:
-        self.spec, self.weights = spec, weights
+        self.spec, self.weights, self.config = spec, weights, config
         self._group = weights.group
         fused = _FUSED.get(ACTIVATIONS.get(spec.activation, ""))
         self._activation = fused or ACT2FN[spec.activation]
@@ -74,6 +70,7 @@ class Decoder:
             slopes = alibi_slopes(spec.num_heads).view(self._group.size, weights.num_heads)
             self.slopes = slopes[self._group.rank].to(device)
         self._norm = Norms(spec.norm_eps)
+        self._constants = Constants()
         self._layers: list[Layer] = []
         self._kernels: cpu.Kernels | None = None
         self._version = -1  # of the weights in `_layers`
@@ -85,43 +82,42 @@ class Decoder:
         attention: Attention,
         ready: Tensor | None = None,
         kernels: StepKernels | None = None,
-        carried: object = None,
+        carried: Carried | StatefulRows | None = None,
     ) -> Tensor:
         """Logits (R, V) of the rows ``ready`` of packed ids and positions (T,) int64; None: all.
         Collective in the tensor-parallel group.
 
-        ``kernels``: of a captured step; those for the attention run it. ``carried``: None, see
-        `ModuleDecoder.step`.
+        ``kernels``: of a captured step; those for the attention run it. ``carried``: the states of
+        the rows, where layers have any.
         """
         attend: Attend = attention
         if kernels is not None and kernels.runs("attention"):
             self._look_up()
-            # Heads of latents are rotated, and their queries scaled, before attention.
-            known = (self._layers, self._query_scales) if self.spec.latent is None else ()
+            attending = [w for w in self._layers if w.out is not None]
+            known = () if self.spec.heads_apart else (attending, self._query_scales)
             attend = kernels.attention(attention, *known)
-        hidden = self.hidden(tokens, positions, attend, kernels, attention.keep_experts)
+        step = self.begin(positions, attend, kernels)
+        step = step._replace(keep_experts=attention.keep_experts, carried=carried)
+        with ExitStack() as scope:
+            if isinstance(carried, StatefulRows):
+                scope.enter_context(reading(carried))
+            if carried is not None and tokens.is_cuda:
+                scope.enter_context(self._constants)
+            hidden = self._hidden(tokens, step)
         return self.logits(hidden if ready is None else hidden.index_select(0, ready), kernels)
 
     @torch.inference_mode()
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        kernels: StepKernels | None = None,
-        keep_experts: KeepExperts | None = None,
-    ) -> Tensor:
-        """Hidden states before the head: ids and positions (T,) int64 -> (T, embedding size).
-        Collective in the tensor-parallel group.
-
-        If ``kernels`` run the attention, ``attend`` is theirs: it gets heads before their norms and
-        rotation. ``keep_experts``: see `Experts`.
-        """
-        h, added = self.embed(tokens, positions, kernels), None
-        step = self.begin(positions, attend, kernels)._replace(keep_experts=keep_experts)
+    def _hidden(self, tokens: Tensor, step: "_Step") -> Tensor:
+        """What the head reads, (T, embedding size). Collective in the tensor-parallel group."""
+        h, added = self.embed(tokens, step.positions, step.cuda), None
         for i in range(self.spec.num_layers):
             h, added = self.layer(i, h, added, step)
         return self.finish(h, added, step)
+
+    def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
+        places = torch.tensor([token for row in rows for token in row], device=self.weights.device)
+        step = self.begin(places, own_heads, None)._replace(carried=Carried(cache, 1, 0))
+        return self.logits(self._hidden(places, step))
 
     def finish(self, h: Tensor, added: Tensor | None, step: "_Step") -> Tensor:
         """What the head reads, after the last layer."""
@@ -149,7 +145,6 @@ class Decoder:
 
     def embed(self, tokens: Tensor, positions: Tensor, kernels: StepKernels | None) -> Tensor:
         """The first layer's input (T, E)."""
-        self._look_up()
         weights, spec = self.weights, self.spec
         table = weights.tensors["embed.weight"]
         is_plain = self._group.size == 1 and "project_in" not in weights.linears
@@ -176,16 +171,19 @@ class Decoder:
         return h if self._embed_norm is None else self._norm(self._embed_norm, h)
 
     def begin(self, positions: Tensor, attend: Attend, cuda: StepKernels | None) -> "_Step":
-        """What the layers of a step share."""
-        is_latent = self.spec.latent is not None
-        if cuda is not None and cuda.runs("attention") and not is_latent:
+        """What the layers of a step share. If kernels of ``cuda`` run the attention, ``attend`` is
+        theirs: it gets heads before their norms and rotation.
+        """
+        self._look_up()
+        apart = self.spec.heads_apart
+        if cuda is not None and cuda.runs("attention") and not apart:
             return _Step(attend, positions, cuda=cuda, attend_rotates=True)
         kernels = self._kernels if cuda is None else None
         widest = self.weights.intermediate_size * (2 if self.spec.gated else 1)
         threads = torch.get_num_threads()
         if threads > 1 and positions.shape[0] * widest * threads > _BREAK_EVEN_TIMES_THREADS:
             kernels = None
-        rotates = kernels is None or self.spec.interleaved_rotary or is_latent
+        rotates = kernels is None or self.spec.interleaved_rotary or apart
         rows = {r: r.rows(positions) for r in self._rotaries.values()} if rotates else {}
         scales = self._query_scales
         scales = None if scales is None else scales[positions].view(-1, 1, 1)
@@ -214,13 +212,7 @@ class Decoder:
         """Takes and returns the residual stream ``h`` and the term still to be added to it."""
         spec, w = self.spec, self._layers[i]
         x = self._add_norm(w.norm1, h, added, step, w.qkv) if spec.pre_norm else h
-        if w.latent is not None:
-            mixed = self._latent(i, w.latent, x, step)
-        else:
-            assert w.qkv is not None
-            heads = self._heads(w, step.product(w.qkv, x), step)
-            mixed = step.attend(i, heads, w.layout, w.scores)
-        mixed = step.product(w.out, mixed)
+        mixed = self._mixed(w, x, step)
 
         def add_up(partial_sum: Tensor, norm: Norm | None = None) -> Tensor:
             total = self._group.all_reduce_sum(partial_sum)
@@ -239,22 +231,47 @@ class Decoder:
         mixed = add_up(self._mlp(w, x, step), w.down_norm)
         return (x if spec.residual_after_norm else h), mixed
 
+    def _mixed(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
+        """This rank's partial sum of what attention, or what carries states in its place, adds."""
+        if w.mixer is not None:
+            assert step.carried is not None
+            mixed = w.mixer(x, step.carried, step.product)
+            return mixed.zero_() if self._group.rank else mixed  # all ranks have it whole
+        assert w.out is not None
+        gate = None if w.gate is None else step.product(w.gate, x)
+        if w.latent is not None:
+            attended = self._latent(w, w.latent, x, step)
+        else:
+            assert w.qkv is not None
+            qkv = step.product(w.qkv, x)
+            if w.gated is not None:
+                qkv, gate = split_gates(qkv.unflatten(1, (-1, self.spec.head_size)), w.gated)
+            attended = step.attend(w.place, self._heads(w, qkv, step), w.layout, w.scores)
+        if gate is not None and self.spec.gate is not None:
+            gate = GATES[self.spec.gate.activation](gate.float()).to(x.dtype)
+            each = (self.weights.num_heads, -1)
+            attended = (attended.unflatten(1, each) * gate.unflatten(1, each)).flatten(1)
+        return step.product(w.out, attended)
+
     def _heads(self, w: Layer, qkv: Tensor, step: "_Step") -> Tensor:
         """Query, key and value heads (T, H + 2 K, D), in the order of ``w.layout``; rotated where
         positions are rotary, unless `_Step.attend` does that.
         """
         num_heads, num_kv_heads = self.weights.num_heads, self.weights.num_kv_heads
         heads = qkv.view(qkv.shape[0], -1, self.spec.head_size)
-        kernels, norms, rotary = step.kernels, w.qk_norms, w.rotary
+        norms, rotary = w.qk_norms, w.rotary
+        kernels = None if self.spec.heads_apart else step.kernels
         by_torch = kernels is None and not step.attend_rotates
-        if norms is not None and (by_torch or self.spec.whole_qk_norm):
-            self._norm_heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]])
+        rotates_first = self.spec.rotates_first
+        together = self._group if self.spec.whole_qk_norm else None
+        if norms is not None and not rotates_first and (by_torch or together):
+            self._norm.heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]], together)
             norms = None
         if step.attend_rotates:
             return heads
         rows = None if rotary is None else step.rows.get(rotary)
         by_kernel = None
-        if rotary is not None and rows is None and step.positions is not None:
+        if rotary is not None and rows is None:
             by_kernel = step.positions, rotary.cos, rotary.sin
         if kernels is not None and (norms is not None or by_kernel is not None):
             how = self.spec.norm_eps, self.spec.norm_offset
@@ -263,13 +280,15 @@ class Decoder:
         if rotary is not None and rows is not None:
             for part in w.layout.rotated:
                 rotary.rotate_(heads[:, part], rows)
+        if norms is not None and rotates_first:
+            self._norm.heads(norms, [heads[:, w.layout.q], heads[:, w.layout.k]], together)
         if step.query_scales is not None:
             heads[:, w.layout.q].mul_(step.query_scales)
         return heads
 
-    def _latent(self, i: int, latent: Latent, x: Tensor, step: "_Step") -> Tensor:
-        """(T, E) -> what attention returns in layer ``i``, (T, H * value size)."""
-        w, rotate = self._layers[i], None
+    def _latent(self, w: Layer, latent: Latent, x: Tensor, step: "_Step") -> Tensor:
+        """(T, E) -> what attention returns, (T, H * value size)."""
+        rotate = None
         if w.rotary is not None:
             rotate = partial(w.rotary.rotate_, rows=step.rows[w.rotary])
 
@@ -279,20 +298,7 @@ class Decoder:
         heads = latent.heads(x, self.spec.head_size, step.product, norm, rotate)
         if step.query_scales is not None:
             heads[:, w.layout.q].mul_(step.query_scales)
-        return latent.values(step.attend(i, heads, w.layout, w.scores), self.spec.head_size)
-
-    def _norm_heads(self, norms: tuple[Norm, Norm], parts: list[Tensor]) -> None:
-        """Normalize queries and keys, in place: each head, or all of a token together."""
-        if not self.spec.whole_qk_norm:
-            for norm, part in zip(norms, parts, strict=True):
-                part.copy_(self._norm(norm, part))
-            return
-        squares = torch.stack([part.float().square().sum((1, 2)) for part in parts])  # (2, T)
-        squares = self._group.all_reduce_sum(squares)
-        for norm, part, total in zip(norms, parts, squares, strict=True):
-            count = part.shape[1] * part.shape[2] * self._group.size
-            scale = total.div_(count).add_(self.spec.norm_eps).rsqrt_().view(-1, 1, 1)
-            part.copy_((part.float() * scale).mul_(norm.scale.view(part.shape[1:])))
+        return latent.values(step.attend(w.place, heads, w.layout, w.scores), self.spec.head_size)
 
     def _mlp(self, w: Layer, x: Tensor, step: "_Step") -> Tensor:
         """This rank's partial sum of the MLP."""
@@ -381,13 +387,14 @@ class _Step(NamedTuple):
     """State that the layers of one step share."""
 
     attend: Attend
-    positions: Tensor | None = None  # (T,)
+    positions: Tensor  # (T,)
     kernels: cpu.Kernels | None = None  # None: torch's operations (GPUs, large steps)
     rows: Mapping[Rotary, tuple[Tensor, Tensor]] = {}  # cos and sin, unless kernels rotate
     query_scales: Tensor | None = None  # (T, 1, 1)
     cuda: StepKernels | None = None
     attend_rotates: bool = False  # and applies the norms of each head
     keep_experts: KeepExperts | None = None
+    carried: Carried | StatefulRows | None = None
 
     def product(self, linear: AnyLinear, x: Tensor) -> Tensor:
         return linear(x) if self.cuda is None else self.cuda.linear(linear, x)

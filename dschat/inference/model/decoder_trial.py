@@ -5,15 +5,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.distributed import RankGroup
+from dschat.inference.model.attention import own_heads
 from dschat.inference.model.borrowed import BorrowedLinear, HeadLayout
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.findings import Findings, need
-from dschat.inference.model.module_decoder import own_token
 from dschat.inference.model.spec import ModelSpec
+from dschat.inference.model.states import Carried, StepCache
 from dschat.inference.model.trial import LINEAR
 from dschat.inference.model.weights import Weights
 from dschat.models.packing.kernels import Scores
@@ -39,17 +39,14 @@ def check_decoder(spec: ModelSpec, found: Findings) -> None:
         expected = found.attended[layer].how
         is_same = how._replace(scale=0.0, sinks=None) == expected._replace(scale=0.0, sinks=None)
         need(is_same, f"the attention of layer {layer} is another one")
-        queries = heads[:, layout.q] * (how.scale / expected.scale)
-        parts = (queries, heads[:, layout.k], heads[:, layout.v])
-        q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        values = v[..., : found.attended[layer].v.shape[2]]
-        out = own_token(q, k, values, how)
-        return F.pad(out, (0, v.shape[-1] - values.shape[-1])).flatten(1)
+        heads[:, layout.q] *= how.scale / expected.scale
+        return own_heads(layer, heads, layout, how)
 
     layers = [found.called(f"{trial.layers}.{n}") for n in range(spec.num_layers)]
+    cache = StepCache(config=trial.model.config)
+    step = decoder.begin(trial.positions, attend, None)._replace(carried=Carried(cache, 1, 0))
     h = decoder.embed(trial.ids, trial.positions, None)
     need(_agree(h, found.read(layers[0])), "the decoder's embeddings are others")
-    step = decoder.begin(trial.positions, attend, None)
     for n, call in enumerate(layers):
         h, added = decoder.layer(n, found.read(call).clone(), None, step)
         result = h if added is None else h + added
@@ -75,7 +72,8 @@ def _weights(spec: ModelSpec, found: Findings) -> Weights:
     for source in sources:
         base, _, suffix = source.target.rpartition(".")
         module = trial.model.get_submodule(source.name.rpartition(".")[0])
-        if suffix == "weight" and type(module) in LINEAR and module not in of_tokens:
+        is_product = base in weights.linears and type(module) in LINEAR
+        if suffix == "weight" and is_product and module not in of_tokens:
             products[base].append(_Product(module.forward))
     for base, parts in products.items():
         linear = weights.linears[base]

@@ -123,7 +123,7 @@ def choose(
     if ranked is not scores:
         shares = scores.gather(1, chosen)
     if spec.renormalized:
-        shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares / (shares.sum(-1, keepdim=True) + spec.least)
     return chosen, shares if spec.scale == 1.0 else shares * spec.scale
 
 

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from dschat.inference.model.module_parts import rms_norms
-from dschat.inference.model.spec import WeightSource
+from dschat.inference.model.spec import MixerSpec, WeightSource
 from dschat.inference.model.trial import Attended, Call, Trial
 
 
@@ -48,8 +48,10 @@ class Findings:
         self.rms = {norm.module: norm for norm in rms_norms(trial.model)}
         self.tensors = trial.model.state_dict(keep_vars=True)
         self.attended = [call for call in trial.calls if isinstance(call, Attended)]
+        self.head_size = self.attended[0].q.shape[2] if self.attended else 0
         self.sources: list[WeightSource] = []
         self.facts: dict[str, Any] = {}
+        self.mixers: dict[int, MixerSpec] = {}  # by layer
 
     # -- what was called ---------------------------------------------------------------------------
 
@@ -118,12 +120,14 @@ class Findings:
         self.take(module, target)
 
     def activations(self) -> list[str]:
+        """Names of the config, and one that modules compute without a name."""
         values = self.config.to_dict().values()
-        return sorted({v for v in values if isinstance(v, str) and v in ACT2FN})
+        return sorted({v for v in values if isinstance(v, str) and v in ACT2FN} | {"silu"})
 
     def share(self, start: Tensor, added: Tensor, total: Tensor) -> float | None:
         """r with total = start + r * added; None if there is none."""
-        depth = len(self.attended) ** -0.5  # MiniCPM divides by the root of its layers
+        # MiniCPM divides by the root of its layers.
+        depth = len(self.module(self.trial.layers)) ** -0.5
         given = [v * depth for v in self.config.to_dict().values() if isinstance(v, float)]
         r = self.exact(float(((total - start) * added).sum() / added.square().sum()), *given)
         return r if is_close(start + r * added, total) else None

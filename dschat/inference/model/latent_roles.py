@@ -60,7 +60,12 @@ def latent_roles(
     eps = {None if norm is None else norm.eps for norm in of_norms}
     need(len(eps) == 1 and None not in eps, "norms of latents are no RMS norms, or differ")
     spec = LatentSpec(rank, query_rank, rotated, value_size, eps.pop() or 0.0)
-    found.fact(latent=spec, norm="rmsnorm", norm_offset=next(n.offset for n in of_norms if n))
+    found.fact(
+        latent=spec,
+        heads_apart=True,
+        norm="rmsnorm",
+        norm_offset=next(n.offset for n in of_norms if n),
+    )
     for name, call in roles.items():
         found.take(call.module, f"{target}.{name}")
     shown = attended._replace(q=attended.q[..., plain:], k=attended.k[:, :1, plain:])

@@ -3,19 +3,26 @@
 Shapes: T tokens, E hidden size, H heads, D head size.
 """
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from dschat.distributed import RankGroup
 from dschat.inference.model.borrowed import HeadLayout
 from dschat.inference.model.experts import Experts
 from dschat.inference.model.positions import Rotary
 from dschat.inference.model.spec import LatentSpec
+from dschat.inference.model.states import Carried
 from dschat.inference.model.weights import AnyLinear, Weights
 from dschat.models.packing.kernels import Scores
+from dschat.models.packing.states import StatefulRows, read_by_row
+
+Product = Callable[[AnyLinear, Tensor], Tensor]
 
 
 class Norm(NamedTuple):
@@ -65,6 +72,21 @@ class Norms:
             self._constants[value] = torch.tensor(value)
         return self._constants[value]
 
+    def heads(self, norms: tuple[Norm, Norm], parts: list[Tensor], group: RankGroup | None) -> None:
+        """Normalize queries and keys, in place: each head, or those of a token on all ranks of
+        ``group`` together.
+        """
+        if group is None:
+            for norm, part in zip(norms, parts, strict=True):
+                part.copy_(self(norm, part))
+            return
+        squares = torch.stack([part.float().square().sum((1, 2)) for part in parts])  # (2, T)
+        squares = group.all_reduce_sum(squares)
+        for norm, part, total in zip(norms, parts, squares, strict=True):
+            count = part.shape[1] * part.shape[2] * group.size
+            scale = total.div_(count).add_(self._eps).rsqrt_().view(-1, 1, 1)
+            part.copy_((part.float() * scale).mul_(norm.scale.view(part.shape[1:])))
+
 
 class Mlp(NamedTuple):
     up: AnyLinear
@@ -90,7 +112,7 @@ class Latent(NamedTuple):
     @classmethod
     def of(cls, weights: Weights, name: str) -> "Latent | None":
         spec, linears = weights.spec.latent, weights.linears
-        if spec is None:
+        if spec is None or f"{name}.kv_b" not in linears:
             return None
         q_norm, kv_norm = (Norm.of(weights, f"{name}.{kind}_a_norm") for kind in ("q", "kv"))
         assert kv_norm is not None
@@ -101,7 +123,7 @@ class Latent(NamedTuple):
         self,
         x: Tensor,
         size: int,
-        product: Callable[[AnyLinear, Tensor], Tensor],
+        product: Product,
         norm: Callable[..., Tensor],
         rotate: Callable[[Tensor], None] | None,
     ) -> Tensor:
@@ -135,7 +157,49 @@ class Latent(NamedTuple):
         return attended.unflatten(1, (-1, size))[..., : self.spec.value_size].flatten(1)
 
 
+class Mixer:
+    """The part of layer ``i`` that carries states, as transformers wrote it: its linear layers run
+    as our products. A tensor-parallel rank has it whole.
+    """
+
+    def __init__(self, weights: Weights, i: int) -> None:
+        self._spec = spec = weights.spec.mixers[i]
+        kept = {id(p): p for p in spec.module.parameters()}  # until they are replaced
+        self._module = module = copy.deepcopy(spec.module, kept)
+        for path, p in list(module.named_parameters()):
+            target = f"layers.{i}.{spec.target(path)}"
+            owner_name, _, name = path.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            if owner_name in spec.linears:
+                owner.forward = partial(self._run, weights.linears[target.rpartition(".")[0]])
+                value = torch.empty((), dtype=weights.dtype, device=weights.device).expand(p.shape)
+            else:
+                value = weights.tensors[target]
+            owner._parameters[name] = nn.Parameter(value, requires_grad=False)
+        read_by_row(module)
+
+    def _run(self, linear: AnyLinear, x: Tensor) -> Tensor:
+        return self._product(linear, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def __call__(self, x: Tensor, carried: Carried | StatefulRows, product: Product) -> Tensor:
+        """(T, E) -> (T, E), from the states in ``carried``, which it changes."""
+        self._product = product  # of this step
+        rows = carried.num_sequences if isinstance(carried, Carried) else 1
+        output = self._spec(x.view(rows, -1, x.shape[1]), carried.cache, self._module)
+        return output.reshape(x.shape)
+
+
+def split_gates(heads: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    """Queries, keys and values, and the gates that follow each query, of heads (T, 2 H + 2 K, D):
+    (T, (H + 2 K) * D) and (T, H * D).
+    """
+    queries, gates = heads[:, layout.q].unflatten(1, (-1, 2)).unbind(2)
+    heads = torch.cat([queries, heads[:, layout.k], heads[:, layout.v]], 1)
+    return heads.flatten(1), gates.flatten(1)
+
+
 class Layer(NamedTuple):
+    place: int  # of its keys and values among those of all layers
     norm1: Norm | None
     out_norm: Norm | None
     norm2: Norm | None
@@ -143,11 +207,14 @@ class Layer(NamedTuple):
     qk_norms: tuple[Norm, Norm] | None
     qkv: AnyLinear | None  # None: `latent`
     latent: Latent | None
-    out: AnyLinear
+    gate: AnyLinear | None
+    gated: HeadLayout | None  # of the output of `qkv`, where gates are among queries
+    out: AnyLinear | None  # None: no attention
+    mixer: Mixer | None
     mlp: Mlp | Experts
     shared: Mlp | None  # beside experts
     shared_gate: AnyLinear | None  # its sigmoid multiplies what `shared` returns
-    layout: HeadLayout  # of the output of `qkv`
+    layout: HeadLayout  # of the output of `qkv`, without gates
     rotary: Rotary | None
     scores: Scores
 
@@ -162,7 +229,10 @@ class Layer(NamedTuple):
         q_norm, k_norm = norms.pop("q_norm"), norms.pop("k_norm")
         qkv = linears.get(f"{name}.qkv")
         order, interleaved = (qkv.order, qkv.interleaved) if qkv is not None else ((), False)
-        heads = weights.num_heads, weights.num_kv_heads
+        heads, gated = (weights.num_heads, weights.num_kv_heads), None
+        if spec.gate is not None and spec.gate.in_queries:
+            gated = HeadLayout.of(2 * heads[0], heads[1], order or "qkv")
+            order = ()
         mlp: Mlp | Experts
         shared = None
         if f"{name}.shared_up" in linears:
@@ -173,11 +243,15 @@ class Layer(NamedTuple):
             mlp = Mlp(linears[f"{name}.up"], linears[f"{name}.down"])
         how = spec.attention_scale(i), spec.window(i), spec.attention_softcap
         return cls(
+            place=spec.place(i),
             **norms,
             qk_norms=(q_norm, k_norm) if q_norm and k_norm else None,
             qkv=qkv,
             latent=Latent.of(weights, name),
-            out=linears[f"{name}.out"],
+            gate=linears.get(f"{name}.gate"),
+            gated=gated,
+            out=linears.get(f"{name}.out"),
+            mixer=Mixer(weights, i) if i in spec.mixers else None,
             mlp=mlp,
             shared=shared,
             shared_gate=linears.get(f"{name}.shared_gate"),

@@ -72,7 +72,7 @@ def _experts(
     experts, (x, *chosen_and_shares) = call.module, call.inputs
     chosen, shares = sorted(chosen_and_shares, key=torch.is_floating_point)
     need(is_plain(experts) and experts.has_gate, "its experts have no gate, or more than that")
-    spec = _router(found, call, calls, layer, x, chosen, shares)
+    router, spec = _router(found, call, calls, layer, x, chosen, shares)
     y, of_downs = found.result(call), found.trial.shapes[f"{call.name}.down_proj"]
     clamped = None
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
@@ -84,6 +84,7 @@ def _experts(
     else:
         raise NotFound("its experts are not act(gate) * up")
     found.fact(activation=name, gated=True)
+    linears = [c for c in linears if c.name != router]
     gates = [c for c in linears if c.output.shape[-1] == 1]
     beside, shared = [c for c in linears if c not in gates], 0
     if beside:
@@ -110,28 +111,34 @@ def _router(
     x: Tensor,
     chosen: Tensor,
     shares: Tensor,
-) -> ExpertSpec:
-    """How experts are chosen, of size 0; takes the weights of that."""
+) -> tuple[str, ExpertSpec]:
+    """The router's name, and how it chooses experts, of size 0; takes the weights of that."""
     block, count = call.name.rpartition(".")[0], len(layers_of(call.module)[0][0])
     inside = {
         n: t
         for n, t in found.tensors.items()
-        if n.startswith(f"{block}.") and not n.startswith(f"{call.name}.") and len(t) == count
+        if n.startswith(f"{block}.") and not n.startswith(f"{call.name}.")
     }
     matrices = [n for n, t in inside.items() if t.shape == (count, x.shape[1])]
     need(len(matrices) == 1, "its experts have no router, or several")
     name = matrices[0].rpartition(".")[0]
-    others = [n for n, t in inside.items() if t.shape == (count,) and n != f"{name}.bias"]
+    of_each = (count,), (1, count)
+    others = [n for n, t in inside.items() if t.shape in of_each and n != f"{name}.bias"]
     need(len(others) < 2, "a router with several weights of each expert")
     router = found.module(name)
-    logits = F.linear(x, router.weight, getattr(router, "bias", None))
-    values, groups = found.config.to_dict(), None
-    if values.get("n_group") and values.get("topk_group"):
-        groups = values["n_group"], values["topk_group"]
-    ways = itertools.product(_SCORINGS, {groups, None}, (True, False))
-    for scoring, of_groups, renormalized in ways:
-        spec = ExpertSpec(count, chosen.shape[1], 0, renormalized, scoring, bool(others), of_groups)
-        best, expected = choose(spec, logits, inside[others[0]] if others else None)
+    used = next((c for c in calls if c.name == name), None)
+    if used is not None and type(router) in LINEAR:
+        logits = found.result(used)
+    else:
+        logits = F.linear(x, router.weight, getattr(router, "bias", None))
+    given = [getattr(found.config, key, None) for key in ("n_group", "topk_group")]
+    groups = tuple(given) if all(given) else None
+    correction = inside[others[0]] if others else None
+    ways = itertools.product(_SCORINGS, {groups, None}, ((True, 0.0), (True, 1e-6), (False, 0.0)))
+    for scoring, of_groups, (renormalized, least) in ways:
+        how = scoring, () if correction is None else tuple(correction.shape), of_groups
+        spec = ExpertSpec(count, chosen.shape[1], 0, renormalized, *how, least=least)
+        best, expected = choose(spec, logits, correction)
         (best, order), (theirs, places) = best.sort(), chosen.sort()
         if not torch.equal(best, theirs):
             continue
@@ -143,8 +150,11 @@ def _router(
     found.take(router, f"{layer}.router")
     for other in others:
         found.sources.append(WeightSource(other, f"{layer}.correction.weight"))
-    used = next((c for c in calls if c.name == name), None)
-    return replace(spec, scale=found.exact(scale), precise=used is not None and _is_precise(used))
+    if (before := found.facts.get("experts")) is not None:  # too little to be seen in some layers
+        spec = replace(spec, least=max(before.least, spec.least))
+        found.facts["experts"] = replace(before, least=spec.least)
+    is_precise = used is not None and _is_precise(used)
+    return name, replace(spec, scale=found.exact(scale), precise=is_precise)
 
 
 def _is_precise(call: Call) -> bool:

@@ -10,13 +10,12 @@ Shapes: T packed tokens, H query and K key-value heads, D head size.
 """
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +24,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from dschat.config.errors import first_line
-from dschat.inference.model.attention import Attention, KeepExperts
+from dschat.inference.model.attention import Attend, Attention, KeepExperts, own_token
 from dschat.inference.model.borrowed import HeadLayout
-from dschat.inference.model.decoder import Attend, Decoder
+from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.spec import ModelSpec, UnsupportedModel
-from dschat.inference.model.states import CACHE, StateShape, StepCache, holds_states, row_table
+from dschat.inference.model.states import (
+    CACHE,
+    Carried,
+    StateShape,
+    StateTrial,
+    StepCache,
+    holds_states,
+)
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.models.long_rows import num_positions
 from dschat.models.packing import attention as packing
@@ -42,10 +48,7 @@ from dschat.models.training_engine import evaluating, without_adapters
 if TYPE_CHECKING:
     from peft import PeftModel
 
-logger = logging.getLogger("dschat")
-
 NAME = "dschat_paged"
-_PROBE = range(5)  # tokens of the longest row that a decoder tries its layers with
 
 # Query, key and value (1, H or K, T, D) and how their scores are used -> (T, H, D of the value)
 Step = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
@@ -88,15 +91,7 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class Carried(NamedTuple):
-    """The states of a step's sequences, in the order of its tokens: equally many of each."""
-
-    states: StepCache
-    num_sequences: int
-    num_ready: int  # the last tokens of each sequence whose logits are wanted
-
-
-class ModuleDecoder:
+class ModuleDecoder(StateTrial):
     """``module``, a causal LM in eval mode whose weights are whole on this rank."""
 
     slopes = None
@@ -105,10 +100,12 @@ class ModuleDecoder:
         self, module: "PreTrainedModel | PeftModel", spec: ModelSpec, weights: Any
     ) -> None:
         self.module, self.spec, self.weights = module, spec, weights
+        base = without_adapters(module)
+        self.config = base.config
         self._keeps_logits = "logits_to_keep" in _parameters(module)
-        self._routers = routers_of(without_adapters(module))
+        self._routers = routers_of(base)
         if spec.states:
-            run_by_row(without_adapters(module))
+            run_by_row(base)
 
     # NOTE: in inference mode a training module's caches, of rotary tables, could not train.
     @torch.inference_mode(False)
@@ -135,7 +132,7 @@ class ModuleDecoder:
 
         rows, more = 1, {}
         if isinstance(carried, Carried):
-            rows, more = carried.num_sequences, _caching(carried.states)
+            rows, more = carried.num_sequences, caching(carried.cache)
             length = len(tokens) // rows
             ready = torch.arange(length - carried.num_ready, length, device=tokens.device)
         keep: dict[str, Any] = {}
@@ -144,7 +141,7 @@ class ModuleDecoder:
         shape = rows, -1
         with ExitStack() as scope:
             if isinstance(carried, StatefulRows):
-                more = _caching(carried.cache)
+                more = caching(carried.cache)
                 scope.enter_context(reading(carried))
             scope.enter_context(calling(one, positions))
             if not attention.chunks and (tokens.is_cuda or kernels is not None):
@@ -160,87 +157,16 @@ class ModuleDecoder:
             logits = logits.index_select(1, ready)
         return logits.flatten(0, 1)
 
-    @cached_property
-    def reads_rows(self) -> bool:
-        """Whether layers with states compute rows together, the shorter ones padded on the left, as
-        they do one by one.
-        """
-        problem = self._row_problem()
-        if problem:
-            name = type(without_adapters(self.module)).__name__
-            logger.info("%s: prompts of one length at a time (%s)", name, problem)
-        return not problem
-
-    def _row_problem(self) -> str:
-        rows = [_PROBE, _PROBE[:3], _PROBE[:2]]
-        table, masks = row_table([*map(len, rows)], [[0, 1, 2]], self.weights.device)
-        together, *alone = self._caches(1 + len(rows))
-        step = StatefulRows(table, masks, (together,), self._caches(1)[0], (False,))
-        try:
-            with reading(step):
-                logits = self._probed(rows, step.cache)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except (TypeError, RuntimeError, packing.UnsupportedAttentionError) as error:
-            return first_line(error)
-        if any(together.state(where) is None for where in self.spec.states):
-            return "a state stays elsewhere"
-        expected = [self._probed([row], cache) for row, cache in zip(rows, alone, strict=True)]
-        # Where rounding decides which experts a router chooses, single tokens differ.
-        parts = zip(logits.split([*map(len, rows)]), expected, strict=True)
-        if not all(_is_close(*part, all_rows=False) for part in parts):
-            return "padding changes logits"
-        for where in self._first_states:
-            if not _is_close(
-                together.state(where), torch.cat([cache.state(where) for cache in alone])
-            ):
-                return "padding changes a state"
-        return ""
-
-    @cached_property
-    def continues_states(self) -> bool:
-        """Whether layers with states continue a state with several tokens. Mamba 1 of transformers
-        5.24 starts from an empty state instead.
-        """
-        whole, parts = self._caches(2)
-        self._probed([_PROBE], whole)
-        self._probed([_PROBE[:3]], parts)
-        self._probed([_PROBE[3:]], parts)
-        return all(_is_close(parts.state(w), whole.state(w)) for w in self._first_states)
-
-    @property
-    def _first_states(self) -> list[StateShape]:
-        """Those of the first layer that has any: what others do to its input are roundings."""
-        return [where for where in self.spec.states if where.layer == self.spec.states[0].layer]
-
-    def _caches(self, count: int) -> list[StepCache]:
-        return [StepCache(config=without_adapters(self.module).config) for _ in range(count)]
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
-        """Logits (T, V) of ``rows`` of ids, each of which is its position, too."""
         places = [token for row in rows for token in row]
         positions = torch.tensor(places, device=self.weights.device)[None]
         with calling(own_token, positions[0]):
-            return run_forward(self.module, positions, positions, **_caching(cache))[0]
+            return run_forward(self.module, positions, positions, **caching(cache))[0]
 
 
-def own_token(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
-    """A `Step` in which a token reads its own query, key and value."""
-    seen = q.mean((1, 3)) + k.mean((1, 3))
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return (values + seen[:, None, :, None])[0].transpose(0, 1).contiguous()
-
-
-def _is_close(actual: Tensor, expected: Tensor, all_rows: bool = True) -> bool:
-    """Whether rows differ by roundings of the largest value: all of them, or the nearest."""
-    gaps = (actual.float() - expected.float()).abs().flatten(1).amax(1)
-    gap = (gaps.amax() if all_rows else gaps.amin()) / expected.float().abs().max().clamp(min=1e-6)
-    return bool(gap <= (1e-3 if actual.dtype == torch.float32 else 0.05))
-
-
-def _caching(cache: StepCache) -> dict[str, Any]:
+def caching(cache: StepCache) -> dict[str, Any]:
     return {"use_cache": True, CACHE: cache}
 
 
@@ -309,7 +235,7 @@ def probe(
     options: dict[str, Any] = {}
     if has_states:
         cache = StepCache(config=without_adapters(module).config)
-        options = _caching(cache)
+        options = caching(cache)
     with torch.no_grad(), paged(module), calling(step, tokens[0]):
         logits = run_forward(module, tokens, tokens, **options)
     return logits, cache.shapes() if has_states else ()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
@@ -243,3 +244,25 @@ def _activation(experts: Any) -> str:
         return ""
     kind = type(experts.act_fn)
     return next((name for name in ACTIVATIONS if name and type(ACT2FN[name]) is kind), "")
+
+
+class Constants(TorchFunctionMode):
+    """Copies a tensor that is made on the host to a device once: in the run before a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[Any, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            func, args, kwargs = Tensor.to, (torch.tensor(*args, **kwargs), device), {}
+        if func is not Tensor.to or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        key = args[0].dtype, repr(args[0].tolist()), args[1:], tuple(kwargs.items())
+        if key not in self._kept:
+            self._kept[key] = func(*args, **kwargs)
+        return self._kept[key].clone()  # its reader may write to it

@@ -7,11 +7,10 @@ copies one to the device: experts, rotary scalings that depend on the longest ro
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from dschat.distributed import RankGroup
@@ -19,6 +18,7 @@ from dschat.inference.kernels import cpu
 from dschat.inference.model.linear import fastest_backends
 from dschat.inference.model.module_decoder import nothing, paged, probe
 from dschat.inference.model.module_parts import (
+    Constants,
     PackedExperts,
     PackedProduct,
     RmsNorm,
@@ -58,7 +58,7 @@ class ModuleWeights:
             self._packed = [*_products(module, weight), *_packed_experts(module, self._experts)]
         self._linears = [m for m in module.modules() if type(m) is nn.Linear]
         self._rotary = [m for m in module.modules() if hasattr(m, "rope_type")]
-        self._constants = _Constants()
+        self._constants = Constants()
         self.refresh()
 
     @cached_property
@@ -163,25 +163,3 @@ def _readers_of_one_input(
         for hook in hooks:
             hook.remove()
     return [*readers.values(), *([layer] for layer in layers if layer not in grouped)]
-
-
-class _Constants(TorchFunctionMode):
-    """Copies a tensor that is made on the host to a device once: in the run before a capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: dict[Any, Tensor] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and kwargs.get("device") is not None:
-            device = kwargs.pop("device")
-            func, args, kwargs = Tensor.to, (torch.tensor(*args, **kwargs), device), {}
-        if func is not Tensor.to or args[0].device.type != "cpu":
-            return func(*args, **kwargs)
-        key = args[0].dtype, repr(args[0].tolist()), args[1:], tuple(kwargs.items())
-        if key not in self._kept:
-            self._kept[key] = func(*args, **kwargs)
-        return self._kept[key].clone()  # its reader may write to it

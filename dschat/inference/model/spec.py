@@ -5,14 +5,16 @@ Rows of qkv, up, embedding and head are shared out, columns of out and down; of 
 belongs to the rank's heads.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dschat.config import UserError
-from dschat.inference.model.states import StateShape
+from dschat.inference.model.states import MixerSpec, StateShape
 
 
 class UnsupportedModel(UserError):
@@ -57,9 +59,10 @@ class ExpertSpec:
     size: int  # intermediate size of one
     renormalized: bool = True  # the shares of a token's experts add up to 1
     scoring: Scoring = "softmax"  # of the router's logits
-    corrected: bool = False  # experts are chosen by scores + a weight of each
+    corrected: tuple[int, ...] = ()  # shape of weights that are added to scores to choose experts
     groups: tuple[int, int] | None = None  # of experts, and how many of them a token reads
     scale: float = 1.0  # of the shares
+    least: float = 0.0  # added to their sum, by which they are divided
     precise: bool = False  # the router computes in fp32
     shared: int = 0  # intermediate size of an MLP beside the experts; 0: none
     # (a, limit): (up + 1) * gate * sigmoid(a * gate), gate and up cut to the limit (gpt-oss)
@@ -69,7 +72,7 @@ class ExpertSpec:
     def is_usual(self) -> bool:
         """Whether the shares are a softmax of the largest logits."""
         is_plain = self.scoring == "softmax" and self.groups is None and self.scale == 1.0
-        return is_plain and not (self.corrected or self.precise)
+        return is_plain and not (self.corrected or self.precise or self.least)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,17 @@ class LatentSpec:
     rotated: int
     value_size: int  # of a head
     eps: float  # of the latents' RMS norms
+
+
+class GateSpec(NamedTuple):
+    """What attention returns is multiplied by an activation of a linear layer's output."""
+
+    activation: str  # a key of `GATES`
+    size: int  # outputs of a head: 1, or one for each of its elements
+    in_queries: bool  # they follow each head's query, of the same layer
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,7 @@ class ModelSpec:
     sources: tuple[WeightSource, ...]
     prefix: str  # of the base model, in checkpoint names
     activation: str
+    reads_published: bool = True  # else ``sources`` are those of transformers' module alone
     norm: str = "layernorm"  # or rmsnorm
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # norms multiply by this + their weight
@@ -126,15 +141,34 @@ class ModelSpec:
     # (b, n): queries grow by 1 + b * log(1 + floor(position / n))
     query_growth: tuple[float, int] | None = None
     latent: LatentSpec | None = None  # else keys and values come from the layer's input
+    gate: GateSpec | None = None
+    rotates_first: bool = False  # queries and keys are rotated before their norms
+    heads_apart: bool = False  # operators of their own make queries and keys, not kernels
     whole_qk_norm: bool = False  # query and key norms are of all heads together, not of each
     alibi: bool = False
     windows: tuple[int | None, ...] = ()  # per layer: keys that a query attends to; (): all
     states: tuple[StateShape, ...] = ()  # of layers without keys and values
+    mixers: Mapping[int, MixerSpec] = field(default_factory=dict)  # by layer
     attention_scales: tuple[float, ...] = ()  # per layer; (): head_size ** -0.5
     attention_softcap: float | None = None  # c: scores are c * tanh(score / c)
     tied: bool = False
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+
+    def in_dtype(self, dtype: torch.dtype) -> "ModelSpec":
+        """With the states of a model in ``dtype``, which are those of one in 16 bits before."""
+        own = {torch.bfloat16: dtype}
+        states = tuple(s._replace(dtype=own.get(s.dtype, s.dtype)) for s in self.states)
+        return replace(self, states=states)
+
+    @property
+    def num_attending(self) -> int:
+        """Layers that have attention."""
+        return self.place(self.num_layers)
+
+    def place(self, layer: int) -> int:
+        """Of its keys and values: layers before it that have attention."""
+        return layer - sum(n < layer for n in self.mixers)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -159,7 +193,8 @@ class ModelSpec:
 
     def token_bytes(self, num_ranks: int, itemsize: int) -> int:
         """Bytes of a token's keys and values in all layers, on one of ``num_ranks``."""
-        return 2 * self.num_layers * (self.num_kv_heads // num_ranks) * self.head_size * itemsize
+        heads = 2 * self.num_attending * (self.num_kv_heads // num_ranks)
+        return heads * self.head_size * itemsize
 
     def layer_sources(self) -> Iterator[WeightSource]:
         """Every source; those of layers once per layer."""
@@ -189,8 +224,8 @@ def check_shares(spec: ModelSpec, size: int) -> None:
 
 
 _LINEAR = frozenset(
-    ("qkv", "out", "up", "down", "router", "head", "project_in", "project_out")
-    + ("shared_up", "shared_down", "shared_gate", "q_a", "q_b", "kv_a", "kv_b")
+    ("qkv", "gate", "out", "up", "down", "router", "head", "project_in", "project_out")
+    + ("product", "shared_up", "shared_down", "shared_gate", "q_a", "q_b", "kv_a", "kv_b")
 )
 
 
@@ -216,6 +251,8 @@ class Share:
             return dict.fromkeys(parts, self._inner_size(base, num_ranks))
         heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
         rows = {part: count // num_ranks * spec.head_size for part, count in heads.items()}
+        if spec.gate is not None and spec.gate.in_queries:
+            rows["q"] *= 2
         return rows if kind == "qkv" else {}
 
     def _shape(self, base: str, num_ranks: int) -> tuple[int, ...]:
@@ -225,6 +262,9 @@ class Share:
         heads, kv_heads = spec.num_heads // num_ranks, spec.num_kv_heads // num_ranks
         normed = (heads, kv_heads) if spec.whole_qk_norm else (1, 1)
         vocab = -(-spec.vocab_size // num_ranks)  # the last rank's may be padding
+        if kind_of(base) in ("mixer", "product"):
+            _, layer, name = base.split(".", 2)
+            return spec.mixers[int(layer)].shapes[f"{name}.weight"]
         if spec.latent is not None and (shape := _latent_shape(spec, kind_of(base), heads)):
             return shape
         return {
@@ -234,6 +274,7 @@ class Share:
             "k_norm": (normed[1] * spec.head_size,),
             "sinks": (heads,),
             "qkv": (fused, size),
+            "gate": (heads * spec.gate.size if spec.gate else 0, size),
             "out": (size, heads * spec.head_size),
             "up": (fused, size),
             "down": (size, self._inner_size(base, num_ranks)),
@@ -241,7 +282,7 @@ class Share:
             "shared_down": (size, self._inner_size(base, num_ranks)),
             "shared_gate": (1, size),
             "router": (spec.experts.count if spec.experts else 0, size),
-            "correction": (spec.experts.count if spec.experts else 0,),
+            "correction": spec.experts.corrected if spec.experts else (),
             "head": (vocab, spec.embedding_size),
             "project_in": (size, spec.embedding_size),
             "project_out": (spec.embedding_size, size),
@@ -325,5 +366,6 @@ def is_expert(base: str) -> bool:
 
 
 def kind_of(base: str) -> str:
-    """What a weight is: qkv, norm1, ...; an expert's is up or down."""
-    return base.split(".")[-2 if is_expert(base) else -1]
+    """What a weight is: qkv, norm1, ...; an expert's is up or down, a mixer's mixer or product."""
+    *_, kind, name = ("", *base.split("."))
+    return kind if name.isdigit() or kind in ("mixer", "product") else name

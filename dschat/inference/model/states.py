@@ -6,9 +6,13 @@ continue from its state share its slot; a running sequence has one of its own.
 """
 
 import heapq
+import logging
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +21,14 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from dschat.config.errors import first_line
+from dschat.models.packing.attention import UnsupportedAttentionError
 from dschat.models.packing.segments import RowTable
+from dschat.models.packing.states import StatefulRows, reading
 
+logger = logging.getLogger("dschat")
+
+_PROBE = range(5)  # tokens of the longest row that a decoder tries its layers with
 # Of rows that are read together: the shortest new one as a share of the longest, and the most
 # tokens of several, padding included: a layer may need many times its input.
 _LIKE, _MOST_TOKENS = 0.5, 4096
@@ -27,6 +37,8 @@ _KINDS = ("conv_states", "recurrent_states")
 _StateLayer: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 # The argument of a model's forward that takes its cache: named as in what the forward returns.
 CACHE = next(f.name for f in fields(CausalLMOutputWithPast) if "Cache" in str(f.type))
+
+CACHES = CACHE, "cache_params", "past_key_values"  # of the forward of a part
 
 
 def num_slots(max_num_seqs: int) -> int:
@@ -93,6 +105,14 @@ class StepCache(DynamicCache):
             layer.conv_kernel_size[where.number] = state.shape[-1]
 
 
+class Carried(NamedTuple):
+    """The states of a step's sequences, in the order of its tokens: equally many of each."""
+
+    cache: StepCache
+    num_sequences: int
+    num_ready: int  # the last tokens of each sequence whose logits are wanted
+
+
 def batches_alike(counts: Sequence[int], are_new: Sequence[bool]) -> list[list[int]]:
     """Batches of rows of ``counts`` tokens for layers with states: new rows, which are padded on
     the left, of like length; rows that continue a state, of equal length.
@@ -137,6 +157,110 @@ def holds_states(config: PretrainedConfig) -> bool:
     except (AttributeError, KeyError):  # transformers has none
         return False
     return any(isinstance(layer, _StateLayer) for layer in layers)
+
+
+class StateTrial:
+    """The base class of decoders, whose layers may have states."""
+
+    config: Any
+    spec: Any
+    weights: Any
+
+    @abstractmethod
+    def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
+        """Logits (T, V) of rows of ids, each its position, too; a token attends to itself."""
+
+    @cached_property
+    def reads_rows(self) -> bool:
+        """Whether layers with states compute rows together, the shorter ones padded on the left, as
+        they do one by one.
+        """
+        problem = self._row_problem()
+        if problem:
+            name = self.config.model_type
+            logger.info("%s: prompts of one length at a time (%s)", name, problem)
+        return not problem
+
+    def _row_problem(self) -> str:
+        rows = [_PROBE, _PROBE[:3], _PROBE[:2]]
+        table, masks = row_table([*map(len, rows)], [[0, 1, 2]], self.weights.device)
+        together, *alone = self._caches(1 + len(rows))
+        step = StatefulRows(table, masks, (together,), self._caches(1)[0], (False,))
+        try:
+            with reading(step):
+                logits = self._probed(rows, step.cache)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (TypeError, RuntimeError, UnsupportedAttentionError) as error:
+            return first_line(error)
+        if any(together.state(where) is None for where in self.spec.states):
+            return "a state stays elsewhere"
+        expected = [self._probed([row], cache) for row, cache in zip(rows, alone, strict=True)]
+        # Where rounding decides which experts a router chooses, single tokens differ.
+        parts = zip(logits.split([*map(len, rows)]), expected, strict=True)
+        if not all(_is_close(*part, all_rows=False) for part in parts):
+            return "padding changes logits"
+        for where in self._first_states:
+            if not _is_close(
+                together.state(where), torch.cat([cache.state(where) for cache in alone])
+            ):
+                return "padding changes a state"
+        return ""
+
+    @cached_property
+    def continues_states(self) -> bool:
+        """Whether layers with states continue a state with several tokens. Mamba 1 of transformers
+        5.24 starts from an empty state instead.
+        """
+        whole, parts = self._caches(2)
+        self._probed([_PROBE], whole)
+        self._probed([_PROBE[:3]], parts)
+        self._probed([_PROBE[3:]], parts)
+        return all(_is_close(parts.state(w), whole.state(w)) for w in self._first_states)
+
+    @property
+    def _first_states(self) -> list[StateShape]:
+        """Those of the first layer that has any: what others do to its input are roundings."""
+        return [where for where in self.spec.states if where.layer == self.spec.states[0].layer]
+
+    def _caches(self, count: int) -> list[StepCache]:
+        return [StepCache(config=self.config) for _ in range(count)]
+
+
+def _is_close(actual: Tensor, expected: Tensor, all_rows: bool = True) -> bool:
+    """Whether rows differ by roundings of the largest value: all of them, or the nearest."""
+    gaps = (actual.float() - expected.float()).abs().flatten(1).amax(1)
+    gap = (gaps.amax() if all_rows else gaps.amin()) / expected.float().abs().max().clamp(min=1e-6)
+    return bool(gap <= (1e-3 if actual.dtype == torch.float32 else 0.05))
+
+
+@dataclass(frozen=True, eq=False)
+class MixerSpec:
+    """A part of a layer that carries states: ``module``, on the meta device. Our products run the
+    modules ``linears`` in it.
+    """
+
+    module: Any
+    linears: frozenset[str]
+
+    def __call__(self, x: Tensor, cache: Any, module: Any = None) -> Tensor:
+        """What ``module``, else its own, returns of ``x`` (B, T, E)."""
+        names = list(signature(type(self.module).forward).parameters)[1:]
+        masks = dict.fromkeys(name for name in names if name.endswith("_mask"))
+        (of_cache,) = (name for name in names if name in CACHES)
+        return (module or self.module)(**masks | {names[0]: x, of_cache: cache})
+
+    def target(self, path: str) -> str:
+        """Where the parameter ``path`` goes below its layer: a weight of `linears`, or another."""
+        owner, _, suffix = path.rpartition(".")
+        if owner in self.linears:
+            return f"product.{owner.replace('.', '_')}.{suffix}"
+        return f"mixer.{path.replace('.', '_')}.weight"
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of weights, by the names that `target` gives them."""
+        return {self.target(path): tuple(p.shape) for path, p in self.module.named_parameters()}
 
 
 class StatePool:
@@ -246,5 +370,5 @@ def _carried(
     yield cache
     for where, states in tensors.items():
         now = cache.state(where)
-        if isinstance(index, Tensor) or now.data_ptr() != states[index].data_ptr():
+        if now.untyped_storage()._cdata != states.untyped_storage()._cdata:
             states[index] = now

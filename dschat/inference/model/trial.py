@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dschat.inference.model.module_decoder import calling, own_token, paged, run_forward
+from dschat.inference.model.attention import own_token
+from dschat.inference.model.module_decoder import caching, calling, paged, run_forward
 from dschat.inference.model.module_parts import is_experts
 from dschat.inference.model.spec import UnsupportedModel
-from dschat.inference.model.states import holds_states
+from dschat.inference.model.states import StepCache, holds_states
 from dschat.models.checkpoint_tensors import is_constant
 from dschat.models.long_rows import num_positions
 from dschat.models.packing.kernels import Scores
+from dschat.models.packing.states import by_torch, mixers
 
 LINEAR = (nn.Linear, Conv1D)  # by their very type: a subclass may compute more
 
@@ -67,10 +69,8 @@ class Trial:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, config: PretrainedConfig) -> None:
-        if holds_states(config):
-            raise UnsupportedModel(f"{config.model_type}: its layers carry states")
         draw = torch.Generator().manual_seed(0)
-        self.model, self.shapes = _model(config, draw)
+        self.model, self.shapes, self.mixers = _model(config, draw)
         self.layers = _layers(self.model)
         bound = num_positions(config)
         places = [*_POSITIONS, *_beyond_original(config)]
@@ -80,10 +80,12 @@ class Trial:
         self.calls: list[Call | Attended] = []
         self._open: list[tuple[str, tuple[Tensor, ...]]] = []
         with ExitStack() as scope:
+            scope.enter_context(by_torch())
             scope.enter_context(self._noting())
             scope.enter_context(paged(self.model))
             scope.enter_context(calling(self._attend, self.positions))
-            self.logits = run_forward(self.model, self.ids[None], self.positions[None])[0]
+            more = caching(StepCache(config=self.model.config)) if self.mixers else {}
+            self.logits = run_forward(self.model, self.ids[None], self.positions[None], **more)[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> Tensor:
         out = own_token(q, k, v, how)
@@ -119,8 +121,10 @@ class Trial:
 
 def _model(
     config: PretrainedConfig, draw: torch.Generator
-) -> tuple[PreTrainedModel, dict[str, torch.Size]]:
-    """The model, and the real shapes of what its checkpoints hold."""
+) -> tuple[PreTrainedModel, dict[str, torch.Size], dict[str, Any]]:
+    """The model, the real shapes of what its checkpoints hold, and its parts with states, by name,
+    on the meta device.
+    """
     config = copy.deepcopy(config)
     ways: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     # NOTE: the fork: initializing on the meta device takes draws of the host's generator.
@@ -130,6 +134,9 @@ def _model(
     if None in of_tokens:
         raise UnsupportedModel(f"{type(model).__name__} has no head")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    stateful = {m for _, m in mixers(model)} if holds_states(config) else set()
+    skeletons = {n: copy.deepcopy(m) for n, m in model.named_modules() if m in stateful}
+    read = {child for m in stateful for child in m.modules()}  # which may read weights themselves
     weights: dict[int, nn.Parameter] = {}  # by the id of those on the meta device: tied ones share
     for module in model.modules():
         kept = _kept_of_experts(module) if is_experts(module) else {}
@@ -141,7 +148,7 @@ def _model(
                 if not (is_linear or is_table or part.numel() <= _MOST):
                     kind = type(module).__name__
                     raise UnsupportedModel(f"{type(model).__name__}: a {kind} has large weights")
-                if not (is_linear and name == "weight"):
+                if not (is_linear and name == "weight") or module in read:
                     fan_in = 1 if isinstance(module, nn.Embedding) else part.shape[-1]
                     part = _weight(part.shape, fan_in, draw)
                 weights[id(p)] = nn.Parameter(part, requires_grad=False)
@@ -159,7 +166,7 @@ def _model(
         is_drawn = isinstance(tensor, nn.Parameter) or is_constant(name)
         if not is_drawn and tensor.is_floating_point():  # else zeros, which say nothing
             tensor.copy_(_weight(tensor.shape, 1, draw) - 1)
-    return model.eval(), shapes
+    return model.eval(), shapes, skeletons
 
 
 def _kept_of_experts(experts: Any) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from dschat.config.errors import UserError, first_line
 from dschat.inference.model.attention import Attention, Decodes
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.module_decoder import AnyDecoder, Carried
-from dschat.inference.model.states import RowStates
+from dschat.inference.model.module_decoder import AnyDecoder
+from dschat.inference.model.states import Carried, RowStates
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.decode_state import DecodeState, DeviceQueue
 from dschat.inference.requests.sampler import SamplingKind

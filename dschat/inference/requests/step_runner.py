@@ -22,8 +22,8 @@ from dschat.config.errors import first_line
 from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
-from dschat.inference.model.module_decoder import AnyDecoder, Carried
-from dschat.inference.model.states import batches_alike, row_table
+from dschat.inference.model.module_decoder import AnyDecoder
+from dschat.inference.model.states import Carried, batches_alike, row_table
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.cuda_graphs import Capture, DecodeGraphs, Step, batch_bucket
 from dschat.inference.requests.sequence import Sequence, StepSchedule
@@ -172,7 +172,7 @@ class StepRunner:
         self._capture, self._kernels = capture, kernels
         self._graphs: DecodeGraphs | None = None
         self.prompts: PromptGraphs | None = None
-        if capture is not None and isinstance(decoder, Decoder):
+        if capture is not None and isinstance(decoder, Decoder) and not decoder.spec.states:
             of_prompts = None if kernels is None else kernels.without("attention")
             self.prompts = PromptGraphs(decoder, cache, max_num_seqs, capture, of_prompts)
 

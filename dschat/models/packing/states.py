@@ -106,11 +106,16 @@ def run_by_row(base: PreTrainedModel) -> bool:
     if found and not dist.has_gpu():  # transformers asks for the kernels in a warning
         logging.getLogger(hub_kernels.__name__).setLevel(logging.ERROR)
     for layer, module in found:
-        _bound_steps(sys.modules[type(module).__module__])
         if not isinstance(module.forward, _ByRow):
-            module.forward = by_row = _ByRow(module)
-            layer.register_forward_pre_hook(by_row.note, with_kwargs=True)
+            layer.register_forward_pre_hook(read_by_row(module).note, with_kwargs=True)
     return bool(found)
+
+
+def read_by_row(module: Any) -> "_ByRow":
+    """Let one of `mixers` read packed rows one by one."""
+    _bound_steps(sys.modules[type(module).__module__])
+    module.forward = by_row = _ByRow(module)
+    return by_row
 
 
 class _ByRow:
