@@ -14,7 +14,12 @@ from test_weights import base_tensors, factors, redraw, with_adapters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.inference import SamplingParams
-from dschat.inference.model.borrowed import HeadLayout, are_adjacent
+from dschat.inference.model.borrowed import (
+    BorrowedLinear,
+    BorrowedPart,
+    HeadLayout,
+    are_adjacent,
+)
 
 SAMPLING = SamplingParams(max_new_tokens=8, n=2, seed=7, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
@@ -208,6 +213,17 @@ def test_what_is_adjacent():
     double = torch.tensor([], dtype=torch.float64).set_(other, 0, (2, 2))
     single = torch.tensor([], dtype=torch.float32).set_(other, 4, (2, 2))
     assert not are_adjacent([double, single])  # another dtype
+
+
+def test_what_a_kernel_reads_in_place():
+    """A weight that is contiguous, or the transpose of one that is, and its bias."""
+    weight, bias, x = torch.randn(6, 4), torch.randn(6), torch.randn(3, 4)
+    for part in (weight, weight.T.contiguous().T):
+        linear = BorrowedLinear({"": BorrowedPart(part, bias)})
+        assert linear.plain[0] is part
+        assert linear.plain[1] is bias
+        torch.testing.assert_close(linear(x), x @ weight.T + bias)
+    assert BorrowedLinear({"": BorrowedPart(weight[:, ::2], None)}).plain is None
 
 
 # -- where heads are -------------------------------------------------------------------------------
