@@ -156,7 +156,7 @@ class Product(Operation):
         ]
 
     def launch(self, decoder: Decoder, kernels: StepKernels | None) -> Launch:
-        step, is_up = _Step(_no_attention, cuda=kernels), self.name == "up"
+        step, is_up = _Step(_no_attention, _NO_POSITIONS, cuda=kernels), self.name == "up"
         activation = self.spec.activation if is_up else ""
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -181,6 +181,9 @@ class _Same:
 def _layer(**parts: Any) -> Layer:
     """A layer with ``parts`` only."""
     return Layer(**dict.fromkeys(Layer._fields) | parts)
+
+
+_NO_POSITIONS = torch.zeros(0, dtype=torch.int64)  # nothing is rotated
 
 
 def _no_attention(*call: Any) -> Tensor:
@@ -233,7 +236,7 @@ class DecodeAttention(Operation):
         table = pages.view(self.rows, num_pages).to(device)
         slots = table[:, (self.keys - 1) // page_size] * page_size + (self.keys - 1) % page_size
         decodes = Decodes(self.rows, lengths, num_pages * page_size, table, ragged=True)
-        step = decoder._step(positions, _no_attention, kernels)
+        step = decoder.begin(positions, _no_attention, kernels)
         layout = HeadLayout.of(self.spec.num_heads, self.spec.num_kv_heads)
         rotary = next(iter(decoder._rotaries.values()), None)
         scores = Scores(self.spec.attention_scale(0), self.spec.window(0))
@@ -281,7 +284,7 @@ class AddNorm(Operation):
         return [(h, added, _random(device, size), bias)] * copies
 
     def launch(self, decoder: Decoder, kernels: StepKernels | None) -> Launch:
-        step = _Step(_no_attention, cuda=kernels)
+        step = _Step(_no_attention, _NO_POSITIONS, cuda=kernels)
 
         def run(
             h: Tensor, added: Tensor, weight: Tensor, bias: Tensor | None

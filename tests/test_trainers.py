@@ -405,7 +405,7 @@ def test_settings():
     [
         (lambda: SFTTrainer("m", "d", learning_rat=1), "learning_rat; did you mean learning_rate"),
         (lambda: SFTTrainer("m", "d", max_seq_len="8"), "max_seq_len '8' is not a whole number"),
-        (lambda: GRPOTrainer("m", "d"), "nothing scores; name reward_model, reward_fns or rew"),
+        (lambda: GRPOTrainer("m", "d"), "nothing scores; name reward_model or reward_fns"),
         (lambda: PPOTrainer("m", "d", reward_fns=[len], kl_coef=-1), "^kl_coef -1"),
         (lambda: PPOTrainer("m", "d", reward_model=len), "reward_model is a builtin_function"),
         (lambda: SFTTrainer("m", {"prompt": ["a"]}), "^data of type dict"),
