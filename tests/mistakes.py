@@ -160,7 +160,7 @@ def write_files(folder: Path) -> None:
         "two_hosts": "alpha slots=2\nbeta slots=2\n",
         "finished/COMPLETE": "",
         "finished/critic/config.json": "{}",
-        "other/step1_sft/COMPLETE": "",
+        "other/step1_sft/COMPLETE": '{"contents": {}}',
         "other/step1_sft/config.json": "{}",
         "other/step1_sft/training_config.yaml": "model_name_or_path: hub/other",
         "in_the_way/step1_sft": "",

@@ -151,7 +151,7 @@ def hint(
     fitting = [t for t in texts if called.keys() >= {flag for flag, _ in _FLAG.findall(t)}]
     answers = [text for text in fitting if text.startswith("use ")] or fitting[:1]
     said = "".join(f"; {_FLAG.sub(form, text)}" for text in answers)
-    return said.replace("; no: ", "; leave it out: ")
+    return said.replace("; no: ", "; leave it out: ").replace(": and ", " and ")
 
 
 def require_known(

@@ -205,7 +205,7 @@ def test_an_answer_names_flags_that_exist():
     ("step", "name", "expected"),
     [
         (1, "lr", "use --learning_rate"),
-        (3, "lr", "use --actor_learning_rate: and --critic_learning_rate"),
+        (3, "lr", "use --actor_learning_rate and --critic_learning_rate"),
         (3, "num_generations", "use --num_samples_per_prompt"),
         (3, "beta", "use --kl_coef: 0.1 by default, in TRL's GRPO 0"),
         (3, "mask_truncated_completions", "use --overlong_filter"),
