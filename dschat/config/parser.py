@@ -214,9 +214,12 @@ class _Parser(argparse.ArgumentParser):
         """All unknown flags at once; verl's settings too, which are written without dashes."""
         names = {option.lstrip("-") for option in self._option_string_actions}
         written = {underscored(token): token for token in argv}
-        typed = [written[extra].partition("=")[0] for extra in extras]
+        words = [written[extra].partition("=") for extra in extras]
+        typed = [name for name, _, _ in words]
         hints = {t: renamed.hint(underscored(t).lstrip("-"), names, "--") for t in typed}
-        is_flag = {t: t.startswith("--") or ("." in t and bool(h)) for t, h in hints.items()}
+        # A file such as data.jsonl is no setting.
+        verl = {name for name, sign, _ in words if sign and "." in name and hints[name]}
+        is_flag = {t: t.startswith("--") or t in verl for t in typed}
         if not is_flag[typed[0]]:
             raise UserError(f"unexpected argument {extras[0]!r}; flags look like --name value")
         raise renamed.unknown("flag", {t: h for t, h in hints.items() if is_flag[t]})

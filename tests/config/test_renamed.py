@@ -260,8 +260,8 @@ def test_all_names_are_in_one_message():
     with pytest.raises(UserError) as error:
         recipe.step_values(config, groups, recipe.Recipe(), "")
     assert str(error.value) == (
-        "unknown flags: --lr (use --learning_rate; use --actor_learning_rate: and "
-        "--critic_learning_rate), --step3.lr (use --step3.actor_learning_rate: and "
+        "unknown flags: --lr (use --learning_rate; use --actor_learning_rate and "
+        "--critic_learning_rate), --step3.lr (use --step3.actor_learning_rate and "
         "--step3.critic_learning_rate), --step2.sed (did you mean --step2.seed?)"
     )
 
@@ -282,7 +282,7 @@ def test_python_has_the_names_of_python():
     assert str(error.value) == (
         "GRPOTrainer: unknown settings: reward_function (use reward_fns), dataset (use data), "
         'use_vllm (use rollout_backend="vllm"), reward_fnss (did you mean reward_fns?), '
-        "lr (use actor_learning_rate: and critic_learning_rate)"
+        "lr (use actor_learning_rate and critic_learning_rate)"
     )
     with pytest.raises(UserError, match="setting train_datset; did you mean train_dataset"):
         SFTTrainer("m", train_datset="d")
