@@ -44,7 +44,9 @@ def facts() -> dict[str, str]:
     import torch
 
     found = versions() | {"system": platform.platform()}
-    model = processor().splitlines()[1].partition(": ")[2] or platform.machine()
+    lines = processor().splitlines()  # one outside Linux
+    model = lines[1].partition(": ")[2] if len(lines) > 1 else lines[0]
+    model = model or platform.machine()
     found["processor"] = f"{model}, {num_cores()} cores, {torch.get_num_threads()} threads"
     found["memory"] = f"{available_memory() / 2**30:.1f} GiB available"
     for number in range(torch.cuda.device_count()):

@@ -1,5 +1,9 @@
 """``dschat env``."""
 
+import platform
+
+import pytest
+
 from dschat.reporting import machine
 from dschat.reporting.machine import facts
 
@@ -26,3 +30,16 @@ def test_what_is_off_says_why(monkeypatch):
     monkeypatch.delenv("DSCHAT_CPU_KERNELS")
     monkeypatch.setattr(machine.shutil, "which", lambda _: None)
     assert facts()["C kernels"] == "off: no compiler"
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("x86_64\nmodel name\t: A Chip\nflags: sse", "A Chip, "),
+        ("aarch64\n\n", f"{platform.machine()}, "),  # a processor that Linux does not name
+        ("arm64 arm", "arm64 arm, "),  # not Linux
+    ],
+)
+def test_the_processor(monkeypatch, lines, name):
+    monkeypatch.setattr(machine, "processor", lambda: lines)
+    assert facts()["processor"].startswith(name)
