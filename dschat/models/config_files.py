@@ -8,9 +8,10 @@ exception here is blamed on the file. Other wrong sizes do not fit the weights, 
 
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -98,15 +99,32 @@ def _wrong_field(
 
 @contextmanager
 def muted(level: int) -> Iterator[None]:
-    """Context without Python warnings, and without log records up to ``level``."""
-    before = logging.root.manager.disable
-    logging.disable(max(level, before))
-    try:
-        with warnings.catch_warnings():
+    """Context without Python warnings, and without log records up to ``level``.
+
+    Both are settings of the process: threads whose contexts overlap share one, and the last that
+    leaves puts back what was before the first.
+    """
+    with _muting:
+        if not _muted:
+            _muted.append(logging.root.manager.disable)
+            _before.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            yield
+        _muted.append(level)
+        logging.disable(max(_muted))
+    try:
+        yield
     finally:
-        logging.disable(before)
+        with _muting:
+            _muted.remove(level)
+            logging.disable(max(_muted))
+            if len(_muted) == 1:
+                _muted.clear()
+                _before.close()
+
+
+_muting = threading.Lock()
+_muted: list[int] = []  # while a context is open: the level before, and that of each context
+_before = ExitStack()  # puts the filters of warnings back
 
 
 def _raw_faults(raw: Mapping[str, Any]) -> Iterator[Fault]:

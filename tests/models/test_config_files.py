@@ -2,9 +2,11 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +18,7 @@ from dschat.config import UserError
 from dschat.models import checkpoint_files
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
-from dschat.models.config_files import read_config, read_generation_config
+from dschat.models.config_files import muted, read_config, read_generation_config
 
 SHORTAGES = (
     MemoryError(),
@@ -97,3 +99,21 @@ def test_a_wrong_field_is_one_line(family, field, value, words, tiny, tmp_path):
         load(str(folder))
     assert str(raised.value).startswith("--model ")
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_muted_contexts_of_two_threads_leave_nothing_muted():
+    """The second begins while the first is open, and ends after it."""
+    before = list(warnings.filters)
+    first, second = muted(logging.WARNING), muted(logging.ERROR)
+    first.__enter__()
+    second.__enter__()
+    assert logging.root.manager.disable == logging.ERROR
+    first.__exit__(None, None, None)
+    assert logging.root.manager.disable == logging.ERROR
+    second.__exit__(None, None, None)
+    assert logging.root.manager.disable == logging.NOTSET
+    assert warnings.filters == before
+    with muted(logging.WARNING):
+        with muted(logging.ERROR):
+            pass
+        assert logging.root.manager.disable == logging.WARNING
