@@ -208,6 +208,8 @@ class _Parser(argparse.ArgumentParser):
         namespace, extras = self.parse_known_args([underscored(token) for token in argv])
         if extras:
             self._refuse(extras, argv)
+        for name in vars(namespace):
+            renamed.warn_if_deprecated(name)
         return renamed.translated(vars(namespace))
 
     def _refuse(self, extras: Sequence[str], argv: Sequence[str]) -> NoReturn:

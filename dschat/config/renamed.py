@@ -1,11 +1,12 @@
 """Names that are not flags: old flags, and settings of other trainers.
 
-DeepSpeed-Chat's old flags still work; settings that were recorded under old names are translated
-alike: `old_flags.ini`. Other names are refused in one line that says what to use:
+DeepSpeed-Chat's old flags still work, and with a warning those of the minor version before;
+settings that were recorded under old names are translated alike: `old_flags.ini`. Other names are refused in one line that says what to use:
 `other_trainers.ini` has those of TRL, OpenRLHF, verl and DeepSpeed-Chat.
 """
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from configparser import ConfigParser
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dschat.config.errors import UserError, did_you_mean
+
+logger = logging.getLogger("dschat")
 
 # A flag in a sentence, and its value.
 _FLAG = re.compile(r"--([a-z][\w.]*\w)(?:=(\w+))?")
@@ -33,6 +36,9 @@ def _table(file: str) -> ConfigParser:
 _OLD = _table("old_flags.ini")
 # Old flag -> its flag of today, and the value there.
 RENAMED = {old: now.split(" ", 1) for old, now in _OLD.items("now")}
+
+
+DEPRECATED = {old: version for version, of in _OLD.items("deprecated") for old in of.split()}
 
 
 def accepted(names: Collection[str]) -> dict[str, type]:
@@ -78,6 +84,14 @@ def _parts(value: Any, every: str) -> list[str] | None:
     if value is None or value is False or words in (["false"], ["no"]):
         return None
     return [every] if words in ([], ["true"], ["yes"]) else words
+
+
+@cache  # once: train.py reads its flags a dozen times
+def warn_if_deprecated(flag: str) -> None:
+    if flag in DEPRECATED:
+        now, value = RENAMED[flag]
+        goes = f"{DEPRECATED[flag]} will not take it"
+        logger.warning("--%s is deprecated: it is now --%s %s; version %s", flag, now, value, goes)
 
 
 def set_in(args: Any, names: Collection[str]) -> dict[str, Any] | None:

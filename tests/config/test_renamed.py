@@ -12,10 +12,19 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from dschat import __version__
 from dschat.checkpoint.compatibility import changes, settings_of
 from dschat.checkpoint.manifest import manifest_bytes, read_manifest
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError, parser
-from dschat.config.renamed import _FLAG, RENAMED, accepted, elsewhere, hint
+from dschat.config.renamed import (
+    _FLAG,
+    DEPRECATED,
+    RENAMED,
+    accepted,
+    elsewhere,
+    hint,
+    warn_if_deprecated,
+)
 from dschat.launch import recipe
 from dschat.launch.step_runs import finished_differences
 from dschat.observability.metrics_log import SETTINGS
@@ -76,12 +85,29 @@ def test_an_old_flag_works_or_names_the_new_one(name):
     if name in elsewhere():  # without effect
         line = f"{name}; leave it out: "
     if name in accepted([flag]):
-        parser.given(RLHFConfig, [f"--{name}"])
+        parser.given(RLHFConfig, [f"--{name}", *(["x"] if "column" in name else [])])
     else:
         with pytest.raises(UserError, match=f"unknown flag --{line}"):
             parser.given(RLHFConfig, [f"--{name}", "1"])
     with pytest.raises(UserError, match=f"here: unknown key {line.replace('--', '')}"):
         parser.values_of(RLHFConfig, {name: 1}, "here")
+
+
+def test_a_deprecated_flag_works_with_one_warning(caplog):
+    """Until the minor version after next begins: then its row must go."""
+    warn_if_deprecated.cache_clear()
+    for _ in range(2):
+        given = parser.given(SFTConfig, ["--prompt-column", "q", "--offload_optimizer"])
+        assert given == {"columns": ["prompt=q"], "offload": ["optimizer"]}
+    assert [record.getMessage() for record in caplog.records] == [
+        "--prompt_column is deprecated: it is now --columns prompt=COLUMN; version 0.3 will not "
+        "take it",
+        "--offload_optimizer is deprecated: it is now --offload optimizer; version 0.3 will not "
+        "take it",
+    ]
+    numbers = [[*map(int, version.split("."))] for version in DEPRECATED.values()]
+    assert min(numbers) > [*map(int, __version__.split(".")[:2])]
+    assert accepted(parser.flag_names(RLHFConfig)).keys() >= DEPRECATED.keys()
 
 
 @pytest.mark.parametrize(
