@@ -19,7 +19,7 @@ help:
 	@echo "make test-real  tests with two pretrained models, which it downloads once (330 MB)"
 	@echo "make test-vllm  the tests of vLLM as a back end, with its CPU build in .venv-vllm"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
-	@echo "make lint       ruff, codespell, mypy, import contracts (make format fixes what ruff can)"
+	@echo "make lint       ruff, codespell, mypy, import contracts, lines (make format fixes what ruff can)"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, .venv-latest, .venv-vllm, builds and caches; output/ stays"
 
@@ -78,6 +78,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/codespell
+	$(BIN)/python tests/line_budgets.py
 	$(BIN)/mypy --no-error-summary --num-workers 2
 	@$(BIN)/lint-imports --no-cache --no-logo > .venv/contracts.txt || { cat .venv/contracts.txt; exit 1; }
 
