@@ -7,7 +7,7 @@ KERNELS := .venv/.kernels
 # Files stay in conftest's order, the long ones first.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test test-full test-latest test-vllm test-gpu test-real faults lint format wheel clean
+.PHONY: help venv demo test test-full test-latest test-vllm test-gpu test-real faults lint format docs wheel clean
 
 help:
 	@echo "make venv       set up .venv with the pinned versions (3 to 5 minutes); every other target does so too"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-vllm  the tests of vLLM as a back end, with its CPU build in .venv-vllm"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff, codespell, mypy, import contracts, lines (make format fixes what ruff can)"
+	@echo "make docs       build the pages and an API reference into site/, with .venv-docs"
 	@echo "make wheel      build the package into dist/"
 	@echo "make clean      remove .venv, .venv-latest, .venv-vllm, builds and caches; output/ stays"
 
@@ -86,12 +87,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs:
+	@$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
+		'mkdocs>=1.6,<2' 'mkdocstrings[python]>=1.0,<2'
+	.venv-docs/bin/mkdocs build --quiet --strict
+
 wheel: $(STAMP)
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf .venv .venv-latest .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-vllm .venv-docs site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv without its stamp may hold half a package, which pip cannot repair: it is made anew.

@@ -1,8 +1,9 @@
 """Names that are not flags: old flags, and settings of other trainers.
 
 DeepSpeed-Chat's old flags still work, and with a warning those of the minor version before;
-settings that were recorded under old names are translated alike: `old_flags.ini`. Other names are refused in one line that says what to use:
-`other_trainers.ini` has those of TRL, OpenRLHF, verl and DeepSpeed-Chat.
+settings that were recorded under old names are translated alike: `old_flags.ini`. Other names are
+refused in one line that says what to use: `other_trainers.ini` has those of TRL, OpenRLHF, verl and
+DeepSpeed-Chat.
 """
 
 import inspect
