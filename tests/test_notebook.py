@@ -1,42 +1,50 @@
-"""The notebook in examples/ runs, cell after cell, and does what its text says."""
+"""The notebooks in examples/ run, cell after cell, and do what their texts say."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOK = ROOT / "examples" / "ppo_notebook.ipynb"
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
-# Runs in the notebook's process, after its last cell.
+# Runs in the notebook's process, after its last cell; %s: what to report.
 REPORT = """
 import json
 import dschat.distributed as dist
 dist.shutdown()
-json.dump(
-    {
-        "history": history,
-        "losses": [actor_loss, critic_loss],
-        "reward": reward_metrics,
-        "answers": answers,
-        "optimizer_steps": engine.version,
-        "lengths": [len(ids) for ids in rollout.token_ids],
-    },
-    open("report.json", "w"),
-)
+json.dump(%s, open("report.json", "w"))
 """
+OF_PPO = """{
+    "history": history,
+    "losses": [actor_loss, critic_loss],
+    "reward": reward_metrics,
+    "answers": answers,
+    "optimizer_steps": engine.version,
+    "lengths": [len(ids) for ids in rollout.token_ids],
+}"""
 
 
-def code_cells() -> list[str]:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+def run(name: str, report: str, folder: Path) -> dict:
+    """What ``report`` is after the cells have run in ``folder``: one process, no launcher, no
+    hub.
+    """
+    cells = json.loads((ROOT / "examples" / name).read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    script = folder / "cells.py"
+    script.write_text("\n\n".join([*code, REPORT % report]), encoding="utf-8")
+    done = forked.run(str(script), cwd=str(folder), limit_s=240.0)
+    assert done.code == 0, done.stderr[-3000:]
+    return json.loads((folder / "report.json").read_text())
 
 
-def test_notebook_is_clean():
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_clean(path):
     """Format 4, no outputs, no execution counts: a diff of it shows changes of the text alone."""
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in notebook["cells"]]
     assert len(set(ids)) == len(ids)
@@ -48,18 +56,12 @@ def test_notebook_is_clean():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where the cells have run: a folder of its own, one process, no launcher, no hub."""
-    folder = tmp_path_factory.mktemp("notebook")
-    script = folder / "cells.py"
-    script.write_text("\n\n".join([*code_cells(), REPORT]), encoding="utf-8")
-    done = forked.run(str(script), cwd=str(folder), limit_s=240.0)
-    assert done.code == 0, done.stderr[-3000:]
-    return folder
+    return tmp_path_factory.mktemp("notebook")
 
 
 @pytest.fixture(scope="module")
 def report(folder) -> dict:
-    return json.loads((folder / "report.json").read_text())
+    return run("ppo_notebook.ipynb", OF_PPO, folder)
 
 
 @pytest.mark.slow
@@ -104,3 +106,28 @@ def test_answers_and_saved_actor(report, folder):
     start = AutoModelForCausalLM.from_pretrained(resolve_model("builtin/tiny"))
     moved = (model.lm_head.weight - start.lm_head.weight).abs().max()
     assert moved > 1e-4  # what was saved is what was trained
+
+
+@pytest.mark.slow
+def test_grpo_on_own_data_learns(tmp_path):
+    report = run("grpo_notebook.ipynb", '{"history": history, "answers": answers}', tmp_path)
+    scores = [row["eval/score"] for row in report["history"] if "eval/score" in row]
+    assert len(scores) == 3
+    assert scores[-1] == max(scores) > scores[0]
+    assert report["answers"] == ["Your lamp is on its way.", "Your bike is on its way."]
+
+
+@pytest.mark.slow
+def test_a_look_into_a_rollout(tmp_path):
+    """Each action is one box; the reward rises; a group's advantages add up to zero."""
+    names = '"gap": float(gap), "actions": int(mask.sum()), "likely": later.html'
+    sums = '"sums": first_action.view(2, 8).sum(1).tolist(), "boxes": advantages.html'
+    score = '"score": trainer.metrics["objective/scores"]'
+    report = run("rollout_notebook.ipynb", f"{{{names}, {sums}, {score}}}", tmp_path)
+    assert report["gap"] < 1e-4
+    assert report["boxes"].count("<span") == report["actions"]
+    assert report["sums"] == pytest.approx([0.0, 0.0], abs=1e-5)
+    assert report["score"] > 0.3
+    hues, likely = ([*map(int, re.findall(r"hsl\((\d+)", report[n]))] for n in ("boxes", "likely"))
+    assert min(hues) < 60 < max(hues)  # 60: an advantage of 0
+    assert sum(hue > 100 for hue in likely) > len(likely) / 4
