@@ -43,7 +43,7 @@ def fingerprint(names: Iterable[str]) -> Optional[str]:
 def model_fingerprint(name: str) -> Optional[str]:
     """16 hexadecimal digits for the model in the folder ``name``; None where it is not local.
 
-    Of a finished step that of its mark, which tells when it was trained; else as `fingerprint`.
+    Of a finished step it is of the mark, which tells when it was trained; else as `fingerprint`.
     """
     folder = os.path.expanduser(name)
     mark = os.path.join(folder, COMPLETE)

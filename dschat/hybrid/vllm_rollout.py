@@ -141,13 +141,13 @@ class VLLMRollout:
                     max_model_len=self.max_positions,
                     max_num_seqs=sizes.max_num_seqs,
                     # NOTE: of an unfinished chunk of a prompt, vLLM 0.32 sets the draws back by a
-                    # generator's offset, which those of CPUs do not have.
+                    # generator's offset, which a CPU's generator lacks.
                     enable_chunked_prefill=on_gpu,
                     kv_cache_memory_bytes=cache_bytes if on_gpu else None,
                     enforce_eager=not sizes.captures(on_gpu),
                     enable_sleep_mode=on_gpu
                     and (settings.release_cache or settings.release_weights),
-                    # NOTE: those of other temperatures are of the logits that are drawn from.
+                    # NOTE: at other temperatures, log-probs of the logits that are drawn from.
                     logprobs_mode="raw_logprobs"
                     if settings.temperature in (0, 1)
                     else "processed_logprobs",

@@ -74,7 +74,7 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
     def known_ends(self, eos_ids: tuple[int, ...], num_tokens: int) -> list[int]:
-        """Those of `end_ids` below ``num_tokens``, which can be drawn; sorted.
+        """The `end_ids` below ``num_tokens``, which can be drawn; sorted.
 
         Raises:
             UserError: an answer may not end yet, and every token would end it.

@@ -210,7 +210,7 @@ def sample(
             -1 is none. Every row must keep a token.
         num_tokens: ids from this one on are never drawn (a head may have more rows than its
             tokenizer has tokens).
-        numbers: used instead of those of ``params``, which then only says which of them apply, and
+        numbers: used in place of the numbers in ``params``, which then only says which apply, and
             has a ``top_k`` that is at least the largest (0: none applies).
 
     Returns:

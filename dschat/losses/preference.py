@@ -74,7 +74,7 @@ def ipo_loss(
 
     Azar et al. 2023 (arXiv 2310.12036), eq. 17, with ``beta`` for tau. As in the paper an answer's
     log-prob is the sum over its tokens, not their mean: the target margin of 1 / (2 beta) nats is
-    that of whole answers, whatever their lengths.
+    between whole answers, whatever their lengths.
 
     Arguments and returns as in `dpo_loss`.
     """

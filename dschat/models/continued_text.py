@@ -128,8 +128,8 @@ class StreamDecoder:
 
     A token's text depends on its neighbours: a byte-level token may end within a character, and a
     SentencePiece token loses its leading space at the start of a text. So tokens are decoded
-    together with those of the previous piece, at first an anchor, and held back while they end
-    within a character.
+    together with the previous piece (at first an anchor), and held back while they end within a
+    character.
     """
 
     def __init__(

@@ -183,8 +183,8 @@ FOLDER = "adapter"  # of a folder that a LoRA run exports
 
 
 class SharedBase:
-    """The weights of ``model``, a causal LM without adapters yet. Its dropout is that of the score
-    models too.
+    """The weights of ``model``, a causal LM without adapters yet. The score models
+    have its dropout too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -31,7 +31,7 @@ _HEADS = ("score", "lm_head", "embed_out")
 # PEFT refuses adapters on their out_proj, whose weight Mamba's kernels read.
 MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _LAYER = re.compile(r"^.*?\.\d+\.")
-_WRAPPER = re.compile(r"\.base_layer(?=\.)")  # one a wrapper: PEFT nests those of fused experts
+_WRAPPER = re.compile(r"\.base_layer(?=\.)")  # once per wrapper: PEFT nests them for experts
 
 
 def add_lora(

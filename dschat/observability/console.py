@@ -143,7 +143,7 @@ def write_output(text: str) -> None:
 def format_line(
     label: str, step: int, total: int, metrics: dict[str, float], columns: Iterable[str]
 ) -> str:
-    """One fixed-width line: the step after its ``label``, and those of ``columns`` that ``metrics``
+    """One fixed-width line: the step after its ``label``, and the ``columns`` that ``metrics``
     has.
 
     A column shows the last part of its name, or the last two if the last one is ambiguous.

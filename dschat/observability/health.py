@@ -72,7 +72,7 @@ class RunHealth:
         return {name: value for name, value in asdict(self).items() if name != "settings"}
 
     def read(self, iteration: int, metrics: Metrics) -> list[Finding]:
-        """What is wrong anew after ``iteration``; ``metrics`` are its own or an evaluation's."""
+        """What has gone wrong in ``iteration``; ``metrics`` are its own or an evaluation's."""
         self.iteration, found = iteration, []
         rules = next((of for name, of in _RULES_OF.items() if name in metrics), UPDATE_RULES)
         for rule in rules:

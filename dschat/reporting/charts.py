@@ -193,7 +193,7 @@ _EFFICIENCY = (
         "Memory",
         "GiB per device",
         {"memory/peak_gib": "peak of rank 0"},
-        "On a CPU the peak is that of the process.",
+        "On a CPU it is the peak of the process.",
         is_smoothed=False,
     ),
 )

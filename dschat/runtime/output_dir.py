@@ -156,7 +156,7 @@ def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str 
     """Collective. Make the folder and remove the mark of an earlier finished run.
 
     Unless the run ``resumes``, removes the earlier checkpoints first: without the mark they would
-    be those of an unfinished run. The models of a finished run go after its mark: the new run may
+    look like an unfinished run's. The models of a finished run go after its mark: the new run may
     not write all of them. ``record``: contents of the new mark, by `record_of`.
     """
     if dist.is_main_process():

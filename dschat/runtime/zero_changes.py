@@ -29,9 +29,9 @@ _ROW = 1024  # elements whose norm is taken in fp32; rows of 65,536 are off by 2
 
 
 def work_on_partitions(zero: DeepSpeedZeroOptimizer) -> None:
-    """Norm, check and update of ``zero`` with a number of operators that does not grow with that of
-    parameters, if gradients are summed in fp32 into one tensor: those of bf16 weights. Otherwise
-    this leaves out what the step does twice.
+    """Norm, check and update of ``zero`` with as many operators for a thousand parameters as for
+    one, where gradients are summed in fp32 into one tensor, as of bf16 weights. Otherwise this
+    leaves out what the step does twice.
     """
     norm_of_tensors, norm_of_groups = zero.get_grad_norm_direct, zero.scaled_global_norm
     set_weights = zero._update_model_bit16_weights

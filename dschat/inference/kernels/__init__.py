@@ -1,4 +1,4 @@
 """Kernels of the decoder, on tensors and sizes.
 
-`cpu` has those in C, compiled on first use; `cuda` those of Triton.
+`cpu` has kernels in C, compiled on first use; `cuda` has Triton's.
 """

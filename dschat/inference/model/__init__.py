@@ -7,5 +7,5 @@ find which weight is what, and `decoder_trial` holds our decoder against the mod
 with `attention` over the pages of `kv_cache`, `experts` and `positions`; on CUDA through
 `step_kernels`. Models of which a part is not found run as transformers wrote them:
 `module_decoder`, its weights in `module_weights`, by our products and kernels in `module_parts`.
-`states` are those of layers that have no keys.
+`states` has what layers without keys carry from token to token.
 """

@@ -128,7 +128,7 @@ class Attention:
             part = dense.tokens
             if dense.pages is None:
                 k, v = (self._rows(dense, x[part]) for x in (k_TKD, v_TKD))
-            else:  # in the cache, which already holds those of the chunks after their prefixes
+            else:  # in the cache, behind the prefixes, are the chunks' own already
                 total = dense.prefix + dense.longest
                 k, v = (
                     x[dense.pages].flatten(1, 2)[:, :total].transpose(1, 2) for x in (keys, values)

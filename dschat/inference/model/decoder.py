@@ -370,7 +370,7 @@ class Decoder(StateTrial):
         eps: float | None = None,
     ) -> Tensor:
         """``h`` += ``added``, in place; returns its norm, which is multiplied by ``following``, or
-        without ``norm`` itself. ``eps``: None: that of the model.
+        without ``norm`` itself. ``eps``: None: the model's.
         """
         eps = self.spec.norm_eps if eps is None else eps
         if norm is None:

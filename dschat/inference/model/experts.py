@@ -40,7 +40,7 @@ class Stack(NamedTuple):
         return cls(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), side)
 
     def grouped(self, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
-        """Rows sorted by their experts ``ids``; those of expert e end at ``ends[e]``."""
+        """Rows sorted by their experts ``ids``; the rows of expert e end at ``ends[e]``."""
         y = torch._grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
         if self.side is not None:
             for factor in self.side:
@@ -97,7 +97,7 @@ def chosen_experts(
     """
     ids, order = chosen.flatten().sort(stable=True)
     outputs = run(x.index_select(0, order // chosen.shape[1]), ids)
-    # Row i is that of the order[i]-th choice.
+    # Row i belongs to the order[i]-th choice.
     choices = torch.empty_like(outputs).index_copy_(0, order, outputs)
     return torch.bmm(shares.unsqueeze(1), choices.view(*chosen.shape, -1)).squeeze(1)
 
@@ -107,7 +107,8 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """The router's logits (T, N) -> experts and their shares, (T, k) each.
 
-    In groups (DeepSeek-V2, arXiv 2405.04434) a token reads those of the highest sums of two;
+    In groups (DeepSeek-V2, arXiv 2405.04434) a token reads the groups with the
+    highest sums of their two best scores;
     ``correction`` (N,) balances experts without a loss (DeepSeek-V3, arXiv 2412.19437).
     """
     logits = logits.float()

@@ -206,8 +206,8 @@ class KVCache:
         rows.index_copy_(0, slots, chosen.to(rows.dtype))
 
     def experts_of(self, pages: list[int], num_tokens: int) -> Tensor | None:
-        """Those of the first ``num_tokens`` in ``pages``, and -1 for a further one, which was not
-        computed: (1 + tokens, routers, k); None: not kept.
+        """The experts of the first ``num_tokens`` in ``pages``, and -1 for a further token, which
+        was not computed: (1 + tokens, routers, k); None: not kept.
         """
         kept = [rows[pages].flatten(0, 1)[:num_tokens] for rows in self._experts.values()]
         return F.pad(torch.stack(kept, 1), (0, 0, 0, 0, 0, 1), value=-1) if kept else None

@@ -73,8 +73,8 @@ class Norms:
         return self._constants[value]
 
     def heads(self, norms: tuple[Norm, Norm], parts: list[Tensor], group: RankGroup | None) -> None:
-        """Normalize queries and keys, in place: each head, or those of a token on all ranks of
-        ``group`` together.
+        """Normalize queries and keys, in place: each head, or all heads of a token, on all ranks
+        of ``group``, together.
         """
         if group is None:
             for norm, part in zip(norms, parts, strict=True):
@@ -128,7 +128,7 @@ class Latent(NamedTuple):
         rotate: Callable[[Tensor], None] | None,
     ) -> Tensor:
         """The layer's input (T, E) -> heads of queries, keys and values (T, 3 H, D = ``size``);
-        those of values end in zeros. ``norm``: of a `Norm`, an input, what reads it, and eps;
+        heads of values end in zeros. ``norm``: of a `Norm`, an input, what reads it, and eps;
         ``rotate``: heads (T, H, D'), in place.
         """
         rank, plain, queries = self.spec.rank, size - self.spec.rotated, x

@@ -128,7 +128,7 @@ def _products(module: "PreTrainedModel | PeftModel", weight: Tensor) -> list[Pac
 
 
 def _packed_experts(module: nn.Module, experts: list[nn.Module]) -> list[PackedExperts]:
-    """For those of ``experts`` whose products are the fastest packed."""
+    """For the ``experts`` whose products are the fastest packed."""
     # NOTE: adapters of experts' weights (PEFT's target_parameters) act inside of their forward.
     adapted = {getattr(m, "base_layer", None) for m in module.modules()}
     pairs = {m: [w for w, _ in layers_of(m)] for m in experts if m not in adapted}

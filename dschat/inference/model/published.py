@@ -1,6 +1,6 @@
 """Names that weights have in published checkpoints where transformers' module names them otherwise.
 
-transformers renames tensors and stacks those of experts as it loads them; here its rules are
+transformers renames tensors and stacks experts as it loads them; here its rules are
 followed backwards, so that a checkpoint is read one tensor at a time.
 """
 

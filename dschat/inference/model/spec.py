@@ -78,11 +78,11 @@ class ExpertSpec:
 @dataclass(frozen=True)
 class LatentSpec:
     """Keys and values from a latent of few elements (DeepSeek-V2, arXiv 2405.04434): `head_size` is
-    that of queries and keys, whose last elements are rotated; those of keys are of all heads.
+    the size of queries and keys. Their last elements are rotated; in keys all heads share these.
     """
 
     rank: int  # elements of the latent of keys and values
-    query_rank: int  # of that of queries; 0: they are read from the layer's input
+    query_rank: int  # elements of the queries' latent; 0: they come from the layer's input
     rotated: int
     value_size: int  # of a head
     eps: float  # of the latents' RMS norms
@@ -156,7 +156,7 @@ class ModelSpec:
     logits_softcap: float | None = None
 
     def in_dtype(self, dtype: torch.dtype) -> "ModelSpec":
-        """With the states of a model in ``dtype``, which are those of one in 16 bits before."""
+        """With the states of a model in ``dtype``; so far they are of a model in 16 bits."""
         own = {torch.bfloat16: dtype}
         states = tuple(s._replace(dtype=own.get(s.dtype, s.dtype)) for s in self.states)
         return replace(self, states=states)
@@ -197,7 +197,7 @@ class ModelSpec:
         return heads * self.head_size * itemsize
 
     def layer_sources(self) -> Iterator[WeightSource]:
-        """Every source; those of layers once per layer."""
+        """Every source; of a layer's weights, one per layer."""
         for s in self.sources:
             if "{i}" in s.name:
                 yield from (s.of_layer(i) for i in range(self.num_layers))

@@ -220,7 +220,7 @@ class StateTrial:
 
     @property
     def _first_states(self) -> list[StateShape]:
-        """Those of the first layer that has any: what others do to its input are roundings."""
+        """The states of the first layer that has any; in later layers roundings add up."""
         return [where for where in self.spec.states if where.layer == self.spec.states[0].layer]
 
     def _caches(self, count: int) -> list[StepCache]:

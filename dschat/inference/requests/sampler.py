@@ -6,7 +6,7 @@ from the host's sequences, `StepSampling` from tensors, for a captured step.
 
 There the numbers of a sampling are columns at fixed addresses, so that a step serves requests of
 different sampling without a number from the host. Only which operations are needed is part of the
-step (`SamplingKind`): those of all its rows together, which change nothing in rows that do without.
+step (`SamplingKind`): what any of its rows needs, and it changes nothing in rows that do without.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ Put = Callable[[Callable[[], object]], object]  # queues work for the device
 
 
 class Sampler:
-    """Samples for requests, those of like sampling together.
+    """Samples for requests; requests of like sampling together.
 
     Args:
         num_tokens: ids from this one on are never drawn.

@@ -283,7 +283,7 @@ class Scheduler:
             cache.release([last])
             pages[-1] = copy
         elif sequence.computed % cache.page_size:
-            cache.withdraw(last)  # the tokens in it may be those of a sequence that has ended
+            cache.withdraw(last)  # a sequence that has ended may have written its tokens there
         pages += cache.allocate(cache.pages_for(len(sequence)) - len(pages))
         if cache.states is not None and sequence.slot is not None:
             sequence.slot = cache.states.own(sequence.slot)

@@ -16,7 +16,7 @@ class Draws:
 
     sampling: SamplingParams  # of the first of these requests
     end_ids: frozenset[int]  # tokens that end an answer
-    stops: list[int]  # those of them that can be drawn
+    stops: list[int]  # the `end_ids` that can be drawn
     stops_K: Tensor  # the same on the device, int64
 
 
@@ -33,7 +33,7 @@ class Request:
         forced: tokens that every answer begins with: not drawn, but computed with their log-probs.
             A limit does not count them.
         shape: from a sequence and the logits (V,) of its next token the logits to draw it from, in
-            a new tensor. The log-prob stays that of the logits themselves.
+            a new tensor. The log-prob is by the logits that came in.
         top: those tokens and their log-probs, by sample and position.
         sequences: the answers so far, by sample.
         draws: set when it is added to a core.

@@ -1,6 +1,6 @@
 """Counts tokens, seconds and cache use of one call of `generate`.
 
-Seconds are those of the device, by CUDA events: a GPU runs behind the host, whose clock would
+Seconds are the device's, by CUDA events: a GPU runs behind the host, whose clock would
 charge its work to whatever waits for it next.
 """
 

@@ -23,7 +23,7 @@ from dschat.inference.model.attention import Attention, Chunk, Decodes
 from dschat.inference.model.decoder import Decoder
 from dschat.inference.model.kv_cache import KVCache
 from dschat.inference.model.module_decoder import AnyDecoder
-from dschat.inference.model.states import Carried, batches_alike, row_table
+from dschat.inference.model.states import Carried, StatePool, batches_alike, row_table
 from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.cuda_graphs import Capture, DecodeGraphs, Step, batch_bucket
 from dschat.inference.requests.sequence import Sequence, StepSchedule
@@ -137,7 +137,7 @@ class PromptGraphs:
     @torch.inference_mode()
     def _run(self, shape: PaddedShape, inputs: Tensor) -> None:
         """``inputs``: ids, positions and cache slots of rows that are all as long, of which the
-        tokens after their own are of no account, and the token that each row is read at.
+        tokens after their own are padding, and the token that each row is read at.
         """
         size = shape.rows * shape.length
         tokens, positions, slots, ready = inputs.split([size, size, size, shape.rows])
@@ -188,61 +188,50 @@ class StepRunner:
         return torch.cat([self._logits(part) for part in _parts(schedule)])
 
     def _logits(self, schedule: StepSchedule) -> Tensor:
-        size = self._cache.page_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slot_mapping: list[int] = []
-        ready: list[int] = []
-        num_ready: list[int] = []  # of each span
-        chunks: list[Chunk] = []
-        decodes = [(s, 1 + len(s.forced)) for s in schedule.decodes]
-        spans = decodes + [(s, count + len(s.forced)) for s, count in schedule.chunks]
-        for i, (s, count) in enumerate(spans):
-            first, end = s.computed, s.computed + count
-            row = len(tokens)
-            tokens += s.tokens(first, end)
-            tokens += s.forced
-            positions += range(first, end)
-            slot_mapping += [s.pages[p // size] * size + p % size for p in range(first, end)]
-            if i >= len(decodes):
-                chunks.append(Chunk(row, count, first, s.pages))
-            num_ready.append(max(0, count + first + 1 - len(s)) if end >= len(s) else 0)
-            ready += range(row + count - num_ready[-1], row + count)
-        packed = torch.tensor([tokens, positions, slot_mapping])
-        tokens_T, positions_T, slots_T = packed.to(self.device).unbind()
+        step = pack(schedule, self._cache.page_size)
+        packed = torch.tensor([step.tokens, step.positions, step.slots])
+        tokens, positions, slots = packed.to(self.device).unbind()
+        decodes = step.spans[: step.num_decoding]
         attention = Attention(
             self._decoder.spec,
             self._cache,
-            slots_T,
-            self._rows(decodes, positions, positions_T) if decodes else None,
-            chunks,
+            slots,
+            self._rows(decodes, step.positions, positions) if decodes else None,
+            step.chunks,
             self._decoder.slopes,
         )
-        ready_R = torch.tensor(ready, dtype=torch.int64).to(self.device) if chunks else None
-        inputs = tokens_T, positions_T, attention, ready_R
-        if (pool := self._cache.states) is None:
-            kernels = None if self.prompts is None else self.prompts.kernels
-            return self._decoder.step(*inputs, kernels=kernels)
-        counts, are_new = [count for _, count in spans], [s.computed == 0 for s, _ in spans]
-        slots = [s.slot for s, _ in spans if s.slot is not None]
+        # Without chunks every row is read.
+        ready = torch.tensor(step.ready, dtype=torch.int64).to(self.device) if step.chunks else None
+        inputs = tokens, positions, attention, ready
+        if (pool := self._cache.states) is not None:
+            with ExitStack() as scope:
+                carried = self._carried(step, pool, scope)
+                return self._decoder.step(*inputs, carried=carried)
+        kernels = None if self.prompts is None else self.prompts.kernels
+        return self._decoder.step(*inputs, kernels=kernels)
+
+    def _carried(self, step: "Packed", pool: StatePool, scope: ExitStack) -> Carried | StatefulRows:
+        """The states that ``step`` reads and changes; until the end of ``scope``."""
+        counts, are_new = (
+            [count for _, count in step.spans],
+            [s.computed == 0 for s, _ in step.spans],
+        )
+        slots = [s.slot for s, _ in step.spans if s.slot is not None]
         batches = batches_alike(counts, are_new)
-        with ExitStack() as scope:
-            caches = [
-                scope.enter_context(pool.carried([slots[i] for i in batch], are_new[batch[0]]))
-                for batch in batches
-            ]
-            singly = tuple(
-                not (are_new[first] or counts[first] == 1 or self._decoder.continues_states)
-                for first, *_ in batches
-            )
-            carried: Carried | StatefulRows
-            is_even = len(set(counts)) == len(set(num_ready)) == len(batches) == 1
-            if is_even and not singly[0]:
-                carried = Carried(caches[0], len(spans), num_ready[0])
-            else:
-                table, masks = row_table(counts, batches, self.device)
-                carried = StatefulRows(table, masks, tuple(caches), pool.empty(), singly)
-            return self._decoder.step(*inputs, carried=carried)
+        caches = [
+            scope.enter_context(pool.carried([slots[i] for i in batch], are_new[batch[0]]))
+            for batch in batches
+        ]
+        # Tokens that a layer cannot read behind states in one call are read one after another.
+        singly = tuple(
+            not (are_new[first] or counts[first] == 1 or self._decoder.continues_states)
+            for first, *_ in batches
+        )
+        is_even = len(set(counts)) == len(set(step.num_ready)) == len(batches) == 1
+        if is_even and not singly[0]:
+            return Carried(caches[0], len(step.spans), step.num_ready[0])
+        table, masks = row_table(counts, batches, self.device)
+        return StatefulRows(table, masks, tuple(caches), pool.empty(), singly)
 
     def graphs(self, num_tokens: int) -> DecodeGraphs:
         """Decode steps for `CapturedCore`; captured again if weights were reallocated."""
@@ -259,8 +248,8 @@ class StepRunner:
     def _rows(
         self, spans: list[tuple[Sequence, int]], positions: list[int], positions_T: Tensor
     ) -> Decodes:
-        """The first rows of the step, each one token: those of ``spans``, which are sequences and
-        how many tokens of each.
+        """The first rows of the step, one token each. ``spans``: their sequences, and how many
+        tokens of each.
         """
         pages, counts = [s.pages for s, _ in spans], [count for _, count in spans]
         count = sum(counts)
@@ -280,6 +269,40 @@ class StepRunner:
             if size < longest:
                 ragged = ragged or width * size > longest
         return Decodes(count, positions_T[:count] + 1, longest, table, ragged)
+
+
+class Packed(NamedTuple):
+    """The tokens of a step end to end: of the sequences that decode, then of chunks of prompts."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]  # of the cache, for the tokens' keys and values
+    ready: list[int]  # places among the tokens at which logits are read
+    chunks: list[Chunk]
+    spans: list[tuple[Sequence, int]]  # with how many tokens each has in the step
+    num_decoding: int  # of the spans; the others are the chunks
+    num_ready: list[int]  # of each span
+
+
+def pack(schedule: StepSchedule, page_size: int) -> Packed:
+    """The step of ``schedule``. A sequence's forced tokens stand behind those it has: all are
+    computed at once, and each is read, for its log-prob.
+    """
+    decodes = [(s, 1 + len(s.forced)) for s in schedule.decodes]
+    chunks = [(s, count + len(s.forced)) for s, count in schedule.chunks]
+    step = Packed([], [], [], [], [], decodes + chunks, len(decodes), [])
+    for i, (s, count) in enumerate(step.spans):
+        first, end, row = s.computed, s.computed + count, len(step.tokens)
+        step.tokens.extend([*s.tokens(first, end), *s.forced])
+        step.positions.extend(range(first, end))
+        places = ((s.pages[p // page_size], p % page_size) for p in range(first, end))
+        step.slots.extend(page * page_size + offset for page, offset in places)
+        if i >= len(decodes):
+            step.chunks.append(Chunk(row, count, first, s.pages))
+        num_ready = max(0, end + 1 - len(s)) if end >= len(s) else 0
+        step.num_ready.append(num_ready)
+        step.ready.extend(range(row + count - num_ready, row + count))
+    return step
 
 
 def _parts(schedule: StepSchedule) -> Iterator[StepSchedule]:

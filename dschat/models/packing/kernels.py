@@ -1,8 +1,7 @@
 """Attention kernels for packed rows: forward and backward over segments, with log-sum-exps.
 
-All take (1, H, N, D) queries, and (1, K, N, D) keys and values, where K divides H. Keys of a
-segment are those of the same segment up to the query (causal), and those of the prefix that the
-segment reads.
+All take (1, H, N, D) queries, and (1, K, N, D) keys and values, where K divides H. A query
+reads the keys of its own segment up to itself (causal), and of the prefix that the segment reads.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 A group is a prefix and the answers after it. An answer attends to itself and to the first tokens of
 the prefix, up to the place where it leaves it: its end for the answers of one prompt, a place of
-its own for those of a dialogue's rows. A row that shares nothing is a prefix without answers.
+its own for each row of a dialogue. A row that shares nothing is a prefix without answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Lengths:
 class Batch:
     """Sequences that attention takes in one call: one, or several short ones.
 
-    ``queries``, ``keys``: their places in the stream, those of several as (B, Q) and (B, K) int64.
+    ``queries``, ``keys``: their places in the stream; of several sequences (B, Q) and (B, K) int64.
     ``is_causal``: the keys are the queries' own tokens.
     """
 

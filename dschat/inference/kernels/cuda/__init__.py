@@ -32,7 +32,7 @@ NUM_COUNTERS = 4096  # outputs of one launch that are shared
 
 
 class Field(IntEnum):
-    """An int64 of each row; the order is that of the rows of `DecodeState`'s memory."""
+    """An int64 of each row, in the order in which `DecodeState`'s memory has them."""
 
     TOKEN = 0
     POSITION = 1  # of TOKEN; its key and value are written by the next step

@@ -151,7 +151,7 @@ def _threshold(
     logits_ptr,
     short_ptr,
     stops_ptr,
-    blocks_ptr,  # largest and mass of allowed logits become those of the kept ones
+    blocks_ptr,  # largest and mass of allowed logits; afterwards of the kept ones
     numbers_ptr,
     integers_ptr,  # (3, R) int64: seed, whether it is greedy, top-k
     stride,  # of both

@@ -123,7 +123,7 @@ def _paged_decode(
     PAGE_SIZE: tl.constexpr,
     SAME_PAGE: tl.constexpr,  # whether a block of keys lies in one page
     WINDOW: tl.constexpr,  # keys that the token attends to, its own included; 0: all
-    CHUNK: tl.constexpr,  # or those of the same so many positions; 0: all
+    CHUNK: tl.constexpr,  # or keys of the same run of so many positions; 0: all
     SOFTCAP: tl.constexpr,  # 0: none
     ROTARY_DIM: tl.constexpr,
     ADJACENT: tl.constexpr,
