@@ -13,7 +13,7 @@ limit_spinning()  # NOTE: before torch loads
 # On some CPUs bitsandbytes, which peft and accelerate import, misses a kernel, unused here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "SFTConfig": "dschat.config",
