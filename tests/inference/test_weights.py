@@ -15,6 +15,7 @@ from families import (
     engine,
     every_family,
     logprob_gap,
+    on_stacks,
     reference_logprobs,
     stream,
 )
@@ -60,6 +61,14 @@ def test_what_is_held_is_what_the_model_has(name, module_of):
     if module.config.tie_word_embeddings and made.weights.linears["head"].packs:
         expected += module.get_input_embeddings().weight.nbytes
     assert made.weights.nbytes == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_one_tensor_are_counted_once(name, module_of):
+    module = module_of(name)
+    made = on_stacks(empty_engine(module.config))
+    made.weights.load(stream(module))
+    assert made.weights.nbytes == sum(p.nbytes for p in module.parameters())
 
 
 def lent(module):

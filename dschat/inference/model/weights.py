@@ -344,8 +344,13 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of this rank's weights; borrowed ones are not counted."""
         tensors = {} if self._borrowed else self.tensors
-        own = (t for name, t in tensors.items() if ".lora_" not in name)  # the linears count those
-        return sum(t.nbytes for t in own) + sum(w.nbytes for w in self.linears.values())
+        # Linears count adapters, and biases, which of experts are parts of one tensor.
+        own = (
+            tensor.nbytes
+            for name, tensor in tensors.items()
+            if ".lora_" not in name and f"{name.removesuffix('.bias')}.0" not in self.linears
+        )
+        return sum(own) + sum(w.nbytes for w in self.linears.values())
 
 
 def _own_part(source: WeightSource, tensor: Tensor) -> Tensor:
