@@ -36,7 +36,12 @@ def _anchors(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
 def continued_ids(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
 ) -> list[list[int]]:
-    """The ids of the second text of each pair, as it follows the first."""
+    """The ids of the second text of each pair, as it follows the first.
+
+    ``("<|user|>Hi<|end|>", " there")``: SentencePiece alone would write " there" without its space,
+    since it stands at the start. So the ids of an anchor, "<|end|>", are taken off those of
+    "<|end|> there"; where the two have merged, the next anchor is tried, at last none.
+    """
     anchors = *_anchors(tokenizer), ""
     tails: list[str] = [anchors[0]] * len(pairs)
     if anchors[0]:

@@ -376,6 +376,12 @@ CONFIGS = {
     # Layer norms of heads; norms behind the rotation.
     "persimmon": lambda: CONFIG_MAPPING["persimmon"](**_IDS | _SMALL, partial_rotary_factor=0.5),
     "hunyuan_v1_dense": lambda: CONFIG_MAPPING["hunyuan_v1_dense"](**_LLAMA, head_dim=12),
+    # Norms without weights; rotated backwards; adjacent elements of a part of a head.
+    "olmo": lambda: CONFIG_MAPPING["olmo"](**_LLAMA),
+    "nanochat": lambda: CONFIG_MAPPING["nanochat"](**_LLAMA),
+    "gptj": lambda: CONFIG_MAPPING["gptj"](
+        **_IDS, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, rotary_dim=4
+    ),
     # Gates of each element, and of each head by softplus.
     "afmoe": lambda: CONFIG_MAPPING["afmoe"](
         **_MOE | _KINDS,

@@ -25,6 +25,7 @@ from transformers import (
     PhimoeConfig,
     Qwen2MoeConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
 from dschat.inference import InferenceEngine, UnsupportedModel, model_spec
@@ -159,6 +160,23 @@ def test_norms_of_heads():
     assert not found(CONFIGS["phi"]()).heads_apart
 
 
+def test_norms_without_weights_and_other_rotations():
+    spec = found(CONFIGS["olmo"]())
+    norms = {f"layers.{n}.norm{m}" for n in range(spec.num_layers) for m in (1, 2)}
+    assert (spec.bare_norms, spec.norm) == (norms | {"final_norm"}, "layernorm")
+    with pytest.raises(UnsupportedModel, match="values are not those of a linear layer"):
+        found(CONFIG_MAPPING["olmo"](**SMALL, **HEADS, clip_qkv=0.5))
+    spec = found(CONFIGS["nanochat"]())
+    assert {"embed_norm", "layers.1.q_norm", "final_norm"} <= spec.bare_norms
+    assert (spec.norm, spec.backward_rotary, spec.rotates_first) == ("rmsnorm", True, True)
+    spec = found(CONFIGS["gptj"]())
+    assert (spec.interleaved_rotary, spec.partial_rotary, spec.backward_rotary) == (
+        True,
+        True,
+        False,
+    )
+
+
 def test_published_names():
     """Mixtral's experts, w1, w3 and w2 of each, in a module of another name."""
     sources = set(found(MixtralConfig(**SMALL, **HEADS, num_local_experts=4)).sources)
@@ -271,11 +289,11 @@ def test_the_decoder_itself_is_tried(part, monkeypatch):
 def test_rotary_positions_are_tried(name, monkeypatch):
     """Of each family that has them."""
     config = CONFIGS[name]()
-    if not getattr(config, "rope_parameters", None):
+    if not found(config).rotary:
         pytest.skip("no rotary positions")
 
     def turned(self, positions):
-        return self.cos[positions].unsqueeze(1), -self.sin[positions].unsqueeze(1)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1) / 2
 
     monkeypatch.setattr(Rotary, "rows", turned)
     with pytest.raises(UnsupportedModel, match="rotary"):

@@ -60,6 +60,8 @@ def test_what_is_held_is_what_the_model_has(name, module_of):
     expected = sum(p.nbytes for p in module.parameters())
     if module.config.tie_word_embeddings and made.weights.linears["head"].packs:
         expected += module.get_input_embeddings().weight.nbytes
+    ones = (f"{base}.weight" for base in made.weights.spec.bare_norms)
+    expected += sum(made.weights.tensors[name].nbytes for name in ones)
     assert made.weights.nbytes == expected
 
 

@@ -3,6 +3,7 @@
 Shapes: T tokens, E hidden size, H query and K key-value heads, D head size.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from dschat.inference.model.findings import Findings, NotFound, is_close, need, ratio
 from dschat.inference.model.latent_roles import in_pairs, latent_roles
-from dschat.inference.model.positions import Rotary
+from dschat.inference.model.positions import Rotary, rope_parameters
 from dschat.inference.model.spec import GATES, GateSpec, MixerSpec, ModelSpec, WeightSource
 from dschat.inference.model.states import StateShape, StepCache
 from dschat.inference.model.trial import LINEAR, Attended, Call
@@ -136,7 +137,8 @@ def _normed_heads(
     is_first = all(is_close(*pair) for pair in zip(given, heads, strict=True))
     outputs = []
     for call, x, part in zip(calls, given, "qk", strict=True):
-        size = call.module.weight.numel()
+        weight = getattr(call.module, "weight", None)
+        size = found.head_size if weight is None else weight.numel()
         is_whole = size == x.shape[1] * x.shape[2] != found.head_size
         need(is_whole or size == found.head_size, "norms of queries and keys have another size")
         found.fact(whole_qk_norm=is_whole)
@@ -161,7 +163,7 @@ def _positions(
     (q, k), positions = heads, found.trial.positions
     if is_close(k, attended.k) and (scale := ratio(attended.q, q)) is not None:
         return None, scale
-    given = getattr(found.config, "rope_parameters", None) or {}
+    given = rope_parameters(found.config)
     kind = "" if "rope_type" in given else found.config.layer_types[n] if given else ""
     settings = given.get(kind, given)
     need(settings, "queries and keys are not those of linear layers and norms")
@@ -170,8 +172,8 @@ def _positions(
     # A part of 1 says nothing of layers that rotate less.
     is_told = settings.get("partial_rotary_factor") not in (None, 1.0)
     for partial in (False, True) if is_told else (False,):
-        for interleaved in (False, True):
-            facts = {"interleaved_rotary": interleaved}
+        for interleaved, backward in itertools.product((False, True), repeat=2):
+            facts = {"interleaved_rotary": interleaved, "backward_rotary": backward}
             facts |= {"partial_rotary": partial} if is_told else {}
             if any(found.facts.get(key, value) != value for key, value in facts.items()):
                 continue

@@ -50,6 +50,7 @@ class Findings:
         self.attended = [call for call in trial.calls if isinstance(call, Attended)]
         self.head_size = self.attended[0].q.shape[2] if self.attended else 0
         self.sources: list[WeightSource] = []
+        self.bare_norms: set[str] = set()
         self.facts: dict[str, Any] = {}
         self.mixers: dict[int, MixerSpec] = {}  # by layer
 
@@ -78,9 +79,9 @@ class Findings:
 
     def is_norm(self, module: Any) -> bool:
         weight = module._parameters.get("weight")
-        is_named = "norm" in type(module).__name__.lower() and weight is not None
+        is_named = "norm" in type(module).__name__.lower() and not [*module.children()]
         is_known = module in self.rms or isinstance(module, nn.LayerNorm)
-        return is_known or (is_named and weight.dim() == 1)
+        return is_known or (is_named and (weight is None or weight.dim() == 1))
 
     # -- what was found ----------------------------------------------------------------------------
 
@@ -101,14 +102,20 @@ class Findings:
     def take_norm(self, call: Call, target: str, x: Tensor, y: Tensor) -> None:
         """``call``'s module computes ``y`` from ``x`` as the decoder's norms do."""
         module, name = call.module, call.name
+        weight, bias = (getattr(module, part, None) for part in ("weight", "bias"))
+        named = (getattr(module, key, None) for key in ("eps", "variance_epsilon"))
+        eps: float = next(filter(None, named), 0.0 if weight is not None else 1e-5)
         if module in self.rms:
             norm = self.rms[module]
             self.fact(norm="rmsnorm", norm_eps=norm.eps, norm_offset=norm.offset)
+        elif weight is None:
+            is_rms = is_close(F.rms_norm(x, x.shape[-1:], None, eps), y)
+            is_known = is_rms or is_close(F.layer_norm(x, x.shape[-1:], None, None, eps), y)
+            need(is_known, f"{name} is no known norm")
+            self.fact(norm="rmsnorm" if is_rms else "layernorm", norm_eps=eps, norm_offset=0.0)
+            self.bare_norms.add(target)
+            return
         else:
-            weight, bias = module.weight, getattr(module, "bias", None)
-            need(weight is not None, f"{name} has no weight")
-            named = (getattr(module, name, None) for name in ("eps", "variance_epsilon"))
-            eps: float = next(filter(None, named), 0.0)
             offsets = (
                 offset
                 for offset in (0.0, 1.0)

@@ -1,6 +1,7 @@
 """Position encodings that have no weights: rotary tables, ALiBi's slopes, growing queries."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Rotary:
         inv_freq, scale = _frequencies(config, spec, layer_type)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * scale, angles.sin() * scale
+        sin = -sin if spec.backward_rotary else sin
         self.dim, self.interleaved = 2 * inv_freq.numel(), spec.interleaved_rotary
         pairs = torch.stack([cos, cos]), torch.stack([-sin, sin])  # (2, num_positions, half)
         order = (1, 2, 0) if self.interleaved else (1, 0, 2)
@@ -55,6 +57,15 @@ class Rotary:
         x.mul_(cos).addcmul_(swapped, sin)
 
 
+def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    """The settings of rotary positions, by the type of a layer where layers differ; {}: none."""
+    given, size = (getattr(config, name, None) for name in ("rope_parameters", "rotary_dim"))
+    if given or not size:
+        return given or {}
+    part = size * config.num_attention_heads / config.hidden_size  # GPT-J's form
+    return {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": part}
+
+
 def _frequencies(
     config: PretrainedConfig, spec: ModelSpec, layer_type: str
 ) -> tuple[Tensor, float]:
@@ -63,7 +74,7 @@ def _frequencies(
     Scaled kinds (linear, dynamic, yarn, llama3, longrope) use transformers' functions. Some depend
     on the sequence length, but not up to `num_positions`.
     """
-    parameters = config.rope_parameters
+    parameters = rope_parameters(config)
     parameters = parameters[layer_type] if layer_type else parameters
     kind = parameters["rope_type"]
     if kind != "default":

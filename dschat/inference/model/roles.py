@@ -92,6 +92,7 @@ class _Roles(Findings):
             windows=windows if any(windows) else (),
             attention_scales=() if is_usual else scales,
             attention_softcap=calls[0].how.softcap,
+            bare_norms=frozenset(self.bare_norms),
             states=states_of(self, width) if self.mixers else (),
             mixers=self.mixers,
             **facts,

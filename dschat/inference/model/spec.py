@@ -121,6 +121,7 @@ class ModelSpec:
     norm: str = "layernorm"  # or rmsnorm
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # norms multiply by this + their weight
+    bare_norms: frozenset[str] = frozenset()  # those that have no weight, such as layers.0.norm1
     embed_size: int = 0  # of the token embedding; 0: hidden_size
     embed_scale: float = 1.0
     gated: bool = False  # MLP: down(act(gate(x)) * up(x))
@@ -135,6 +136,7 @@ class ModelSpec:
     rotary: bool = False
     partial_rotary: bool = False  # the family reads ``partial_rotary_factor``; others rotate all
     interleaved_rotary: bool = False  # rotates adjacent elements; others the halves of a head
+    backward_rotary: bool = False  # by the negative angles
     # per layer: its entry of the config's rope_parameters ("": they are of all layers), or None:
     # a layer without positions; (): "" in all
     ropes: tuple[str | None, ...] = ()

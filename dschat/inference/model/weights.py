@@ -76,6 +76,7 @@ class Weights:
         if self.tensors:
             return
         self.version += 1
+        self._add_ones()
         for source in self._sources:
             base = source.target.rpartition(".")[0]
             shape = self._share.linear_shape(base)
@@ -85,6 +86,12 @@ class Weights:
                 dtype = torch.float32 if kind_of(base) == "correction" else self.dtype
                 zeros = torch.zeros(self._share.shape(base), dtype=dtype, device=self.device)
                 self.tensors[source.target] = zeros
+
+    def _add_ones(self) -> None:
+        """Weights of norms that have none."""
+        for base in self.spec.bare_norms:
+            shape = self._share.shape(base)
+            self.tensors[f"{base}.weight"] = torch.ones(shape, dtype=self.dtype, device=self.device)
 
     def _new_linear(self, base: str, shape: Shape) -> Linear:
         has_bias = f"{base}.bias" in self._parts
@@ -235,6 +242,7 @@ class Weights:
         self._check_complete(set(tensors))
         self._borrowed = True
         self.version += 1
+        self._add_ones()
         self.loads += 1
         parts: dict[str, dict[str, BorrowedPart]] = defaultdict(dict)
         biases: dict[tuple[str, str], Tensor] = {}

@@ -82,6 +82,8 @@ class CapturedCore(Core):
         with self._lock:
             self._span = self._span or DeviceSpan(self._engine.device)
             if not self._can_proceed():
+                # The host is `lag` steps behind the device: it must know all tokens before the
+                # scheduler, which counts them, may change which sequences run.
                 events = self.settle()
                 if events or not self._scheduler.has_work:
                     return events
@@ -128,6 +130,7 @@ class CapturedCore(Core):
             self._graphs = graphs
         for sequence in sequences:
             sequence.uniforms = []  # the device draws at these positions
+        # Size, pages and kind choose the graph; `enter` fills in the memory that it reads.
         size, kind = graphs.size_for(len(sequences)), SamplingKind.of(sequences)
         self._pages = pages = graphs.pages_for(max(len(s.pages) for s in sequences))
         self._replay = graphs.step(size, pages, kind)
@@ -196,6 +199,7 @@ class CapturedCore(Core):
             return False
         for row, sequence in self._live:
             num_pages = len(sequence.pages)
+            # A page that is added on the host reaches the device's table with the next launch.
             has_room = self._scheduler.extend(sequence)
             if len(sequence.pages) > num_pages:
                 self._state.set_page(row, num_pages, sequence.pages[-1])

@@ -324,6 +324,8 @@ class Scheduler:
             return
         known = first.computed - len(first.request.ids)
         rows = rows_of(unfinished, self._samples_apart, known)
+        # Pages: rows[0] goes on with those of the old row. The others read the same pages and hold
+        # them (`_held`) while they wait; `_resume` copies the last one before they write to it.
         pages = first.pages
         self._replace(first, rows[0])
         for sequence in rows:
@@ -365,6 +367,7 @@ class Scheduler:
         self._running.remove(sequence)
         # NOTE: steps on the device may have run past the last token.
         known, pages = min(sequence.computed, len(sequence) - 1), sequence.pages
+        # Published first: a page that is released without it is not found again.
         self._cache.publish(sequence.tokens(0, known), pages)
         self._release(sequence)
         self._promote_holders(pages)

@@ -94,6 +94,7 @@ class SegmentKernel:
         output = output.transpose(1, 2)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
         k, v = per_query_head(k, q), per_query_head(v, q)
+        # A segment's own tokens come before its prefix, which is joined to what they left.
         for batch in self.batches(q, segments):
             keys = _take(k, batch.keys), _take(v, batch.keys)
             part = self._forward(_take(q, batch.queries), *keys, batch.is_causal, scale)
@@ -108,6 +109,9 @@ class SegmentKernel:
         saved = saved._replace(k=per_query_head(saved.k, grad), v=per_query_head(saved.v, grad))
         grads = _empty_grads(saved)
         for batch in self.batches(grad, segments):
+            # With the joined output and log-sum-exp in `saved`, the kernel's backward of a part of
+            # the keys is that part's share of the gradient: shares of queries, and of a prefix's
+            # keys, are added up. A segment's own tokens come first, so they need no zeros.
             of_output = _take(grad, batch.queries)
             parts = self._backward(of_output, saved.part(batch), batch.is_causal, scale)
             places = batch.queries, batch.keys, batch.keys
