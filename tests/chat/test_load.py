@@ -41,7 +41,7 @@ def test_wrong_flags(flags, message):
     ],
 )
 def test_other_models_are_refused_before_weights(tmp_path, checkpoint, architecture, message):
-    from dschat.chat.load import load_chat
+    from dschat.chat import load_chat
 
     folder = tmp_path / ("step3_rlhf/actor" if architecture is None else "")
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def test_other_models_are_refused_before_weights(tmp_path, checkpoint, architect
 
 
 def test_system_message_is_checked_before_weights(tmp_path, checkpoint):
-    from dschat.chat.load import load_chat
+    from dschat.chat import load_chat
 
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
