@@ -18,7 +18,8 @@ from codecs import lookup
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from dschat.chat.load import ChatConfig, load_chat
+from dschat.chat import load_chat
+from dschat.chat.load import ChatConfig
 from dschat.config import UserError, parser
 from dschat.distributed import entrypoint, host_checks
 

@@ -26,10 +26,10 @@ COMMANDS = {
     "chat": ("chat.py", "talk to a trained model"),
     "serve": ("dschat.serving.__main__:main", "OpenAI-compatible server and web chat"),
     "generate": (
-        "dschat.offline.flags:run_generate",
+        "dschat.offline:run_generate",
         "answer the prompts of a data set, into a file",
     ),
-    "eval": ("dschat.offline.flags:run_eval", "evaluate or compare models on local data"),
+    "eval": ("dschat.offline:run_eval", "evaluate or compare models on local data"),
     "data": ("dschat.data.__main__:main", "show data files as the model will see them"),
     "report": ("dschat.reporting.__main__:main", "write a page of curves and samples of runs"),
     "env": ("dschat.reporting.machine:main", "versions, devices, what is off: for bug reports"),

@@ -96,7 +96,7 @@ class _Trainer:
             defaults = defaults | {"data_split": self.share}
         for flag, given in (("data_path", rows), ("eval_data_path", eval_dataset)):
             if given is not None:
-                from dschat.data.tables import data_names
+                from dschat.data.sources.tables import data_names
 
                 flags[flag] = data_names(given, _PYTHON[flag])
         tokenizer = _one_of(processing_class=processing_class, tokenizer=tokenizer)

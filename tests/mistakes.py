@@ -70,6 +70,7 @@ entrypoint.run(lambda: CALL)
 
 
 class Mistake(NamedTuple):
+    section: str
     name: str
     argv: list[str]  # what follows ``python``
     pieces: list[str]  # of the line, in their order: what is wrong, and how to fix it
@@ -77,14 +78,17 @@ class Mistake(NamedTuple):
 
 def mistakes(folder: Path) -> list[Mistake]:
     """The table, for inputs in ``folder``."""
-    rows = re.findall(r"^(\S.*)\n {4}\$ (.*)\n {4}error: (.*)$", TABLE.read_text(), re.MULTILINE)
+    texts = re.split(r"^# -- (.*)$", TABLE.read_text(), flags=re.MULTILINE)[1:]
+    form = re.compile(r"^(\S.*)\n {4}\$ (.*)\n {4}error: (.*)$", re.MULTILINE)
+    sections = zip(texts[::2], texts[1::2], strict=True)
+    rows = [(section, *row) for section, text in sections for row in form.findall(text)]
 
     def placed(text: str) -> str:
         return text.replace("{f}", f"{folder}/files").replace("{m}", f"{folder}/models")
 
     return [
-        Mistake(name, [placed(word) for word in words_of(command)], placed(line).split(" ... "))
-        for name, command, line in rows
+        Mistake(*names, [placed(word) for word in words_of(command)], placed(line).split(" ... "))
+        for *names, command, line in rows
     ]
 
 

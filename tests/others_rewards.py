@@ -6,13 +6,6 @@ import asyncio
 import torch
 
 
-def accuracy(completions, solution, **kwargs):  # TRL, on chats
-    contents = [completion[0]["content"] for completion in completions]
-    assert all(prompt[-1]["role"] == "user" for prompt in kwargs["prompts"])
-    assert len(kwargs["completion_ids"]) == len(contents)
-    return [1.0 if content == right else 0.0 for content, right in zip(contents, solution)]
-
-
 def shortness(prompts, completions, log_metric, log_extra, trainer_state):  # TRL, on text
     lengths = [len(completion) for completion in completions]
     log_metric("mean_length", torch.tensor(lengths).float().mean())

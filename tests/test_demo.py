@@ -14,7 +14,8 @@ import pytest
 
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.gold_scorer import gold_score
-from dschat.chat.load import ChatConfig, load_chat
+from dschat.chat import load_chat
+from dschat.chat.load import ChatConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1234, 1, 2)

@@ -116,35 +116,6 @@ def test_the_same_as_the_command(name, tmp_path):
     assert (tmp_path / "events").read_text().split() == events
 
 
-@pytest.mark.slow
-def test_fewer_prompts_than_a_rollout(tmp_path):
-    """Of five, whose 40 answers 16 does not divide, an iteration takes four, resumed or not."""
-    (tmp_path / "r.py").write_text(REWARD)
-    settings = {"max_steps": 4, "save_steps": 2, "sample_steps": 0, "max_answer_seq_len": 8}
-    settings |= {"actor_learning_rate": 1e-3, "per_device_training_batch_size": 16}
-    script = (
-        f"import sys\nfrom dschat import GRPOTrainer\nfrom r import starts_low\n"
-        f"GRPOTrainer('builtin/tiny', {QUESTIONS[:5]}, reward_fns=starts_low, eval_fraction=0, "
-        f"output_dir=sys.argv[1], resume=sys.argv[2] or None, **{settings}).train()\n"
-    )
-    runs = {}
-    for out, resume in (("whole", ""), ("cut", "whole/checkpoints/step_000002")):
-        done = subprocess.run(
-            [sys.executable, "-c", script, out, resume],
-            **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600},
-        )
-        assert done.returncode == 0, done.stderr
-        assert "5 prompts do not fill a rollout: iterations take 4" in done.stdout + done.stderr
-        lines = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
-        clocks = ("time/", "throughput/", "memory/")
-        rows = [{k: v for k, v in json.loads(x).items() if not k.startswith(clocks)} for x in lines]
-        runs[out] = {row["step"]: row for row in rows if "rollout/sequences" in row}
-    assert [row["rollout/sequences"] for row in runs["whole"].values()] == [32.0] * 4
-    assert all(0 <= row["objective/scores"] <= 1 for row in runs["whole"].values())
-    assert runs["cut"] == {step: runs["whole"][step] for step in (3, 4)}
-    assert len({row["policy/learning_rate"] for row in runs["whole"].values()}) == 4
-
-
 def test_what_args_name_is_a_setting_and_their_defaults_are_none():
     def estimator(args):
         config = GRPOTrainer("m", reward_fns=[len], args=args).config

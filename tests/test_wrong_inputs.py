@@ -2,12 +2,17 @@
 
 The table is ``mistakes.txt``. Its commands run as a user would run them, each in an empty
 directory. Loading torch for each would take minutes, so they run as forks of one process that has
-loaded it (see ``forked.py``). Those in `PLAIN` also run as separate processes, for the same output.
+loaded it (see ``forked.py``); rows of `SECTIONS` quickly, in this process. Those in `PLAIN` also
+run as separate processes, for the same output.
 """
 
 import importlib.util
+import logging
+import os
+import runpy
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,9 +21,17 @@ import mistakes
 import pytest
 from quick import some
 
-NAMES = [mistake.name for mistake in mistakes.mistakes(Path())]
+from dschat.__main__ import main_of
+from dschat.config import UserError
+from dschat.distributed import entrypoint
+
+ROWS = mistakes.mistakes(Path())
+NAMES = [row.name for row in ROWS]
+SECTIONS = ("Flags", "YAML", "Devices and machines")  # of rows that need no model
+EARLY = [row.name for row in ROWS if row.section in SECTIONS]
 LONG = {"no rejected answers, train.py"}  # starts a process that loads torch
-QUICK = [name for name in NAMES[::24] if name not in LONG]  # the whole table is marked slow
+# Of those that load something, and one that does not; the whole table is marked slow.
+QUICK = [name for name in NAMES if name not in {*EARLY, *LONG}][::24] + EARLY[:1]
 PLAIN = (  # one per script and kind: flags, names, data, weights
     "unknown flag",
     "broken JSON line",
@@ -47,8 +60,9 @@ def table(folder):
 
 @pytest.fixture(scope="module")
 def outcomes(folder, table, request):
-    """Name -> outcome of the command, for all names that are parameters of tests."""
+    """Name -> outcome of the command, for all names that are parameters of tests with outcomes."""
     items = [item for item in request.session.items if item.module is request.module]
+    items = [item for item in items if "outcomes" in item.fixturenames]
     wanted = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
     if any(item.originalname == "test_a_separate_process_gives_the_same_error" for item in items):
         wanted.update(PLAIN)
@@ -58,18 +72,77 @@ def outcomes(folder, table, request):
     return dict(zip(names, done, strict=True))
 
 
-@pytest.mark.parametrize("name", some(NAMES, QUICK))
-def test_a_mistake_is_one_line_and_exit_code_2(outcomes, table, name):
+def run_here(argv, monkeypatch):
+    """Call the ``main`` of a command."""
+    script, *words = argv
+    if script == "-c":
+        monkeypatch.setattr(entrypoint, "run", lambda main: main())
+        exec(words[0], {"__name__": "__main__"})
+    elif script == "-m" and words[0] == "dschat":
+        monkeypatch.setattr(sys, "argv", words[1:])
+        main_of(words[1])()
+    elif script == "-m":
+        monkeypatch.setattr(sys, "argv", words)
+        runpy.run_module(f"{words[0]}.__main__", run_name="here")["main"]()
+    else:
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.syspath_prepend(str((forked.ROOT / script).parent))
+        runpy.run_path(str(forked.ROOT / script), run_name="here")["main"]()
+
+
+def skip_what_is_none_here(name):
     if any(name.endswith(what) and here for what, here in NOT_HERE.items()):
         pytest.skip("not an error on this machine")
+
+
+def assert_says(line, pieces):
+    at = 0
+    for piece in pieces:
+        assert piece in line[at:], line
+        at = line.index(piece, at) + len(piece)
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory):
+    """The table, with inputs that this process wrote."""
+    folder = tmp_path_factory.mktemp("early")
+    mistakes.write_inputs(folder)
+    return {mistake.name: mistake for mistake in mistakes.mistakes(folder)}
+
+
+@pytest.fixture
+def surroundings(monkeypatch):
+    """An empty standard input; what a command sets up for its log is restored."""
+    logger = logging.getLogger("dschat")
+    level, handlers = logger.level, [*logger.handlers]
+    monkeypatch.setattr(logger, "handlers", handlers)
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    with warnings.catch_warnings(), open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("surroundings")
+@pytest.mark.parametrize("name", EARLY)
+def test_a_mistake_is_found_early(name, early, tmp_path, monkeypatch):
+    skip_what_is_none_here(name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        run_here(early[name].argv, monkeypatch)
+    (line,) = f"error: {error.value}".splitlines()
+    assert_says(line, early[name].pieces)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", some(NAMES, QUICK))
+def test_a_mistake_is_one_line_and_exit_code_2(outcomes, table, name):
+    skip_what_is_none_here(name)
     outcome = outcomes[name]
     assert outcome.code == 2, outcome.stderr[-3000:]
     (line,) = outcome.stderr.splitlines()
     assert line.startswith("error: ")
-    at = 0
-    for piece in table[name].pieces:
-        assert piece in line[at:], line
-        at = line.index(piece, at) + len(piece)
+    assert_says(line, table[name].pieces)
     assert outcome.stdout == ""
     assert outcome.left == []
 

@@ -1,25 +1,17 @@
-"""Loads a model for chat: flags, model and conversation; `AnswersConfig` is for other commands too.
+"""Flags of a chat, and whether there is a model; `AnswersConfig` is for other commands too.
 
-torch and transformers are imported in ``load_chat``, so that ``--help`` and errors in the flags
-take no time.
+Loads neither torch nor transformers: ``--help`` and errors in the flags take no time.
 """
 
-import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Optional
+from typing import Literal, Optional
 
-import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.data import TemplateConfig
 from dschat.config.fields import flag, place_flag, require_valid
 from dschat.inference.protocol import SamplingParams
-
-if TYPE_CHECKING:
-    from dschat.chat.model import Chat
-
-logger = logging.getLogger("dschat")
 
 FLAG = "--path"
 _TEMPERATURE = "Sampling temperature: 0 (greedy), or 0.01 to 100."
@@ -95,27 +87,6 @@ class ChatConfig(AnswersConfig):
         if not self.path:
             raise UserError("--path is missing; name a model's folder")
         self.validate_answers()
-
-
-def load_chat(config: ChatConfig) -> "Chat":
-    """Load the model of ``config`` and return a conversation with it.
-
-    Raises:
-        UserError: before weights load, if ``--path`` is not a causal LM with a tokenizer or the
-            chat template refuses ``--system``; afterwards, if the weights do not match the model.
-    """
-    present(config.path)  # before torch loads
-
-    from dschat.chat.model import Chat, Model, check_system
-
-    model = Model.find(config.path, config.dtype, config.trust_remote_code, **config.template_flags)
-    # The bytes as typed: in an ASCII locale Python decodes other characters to lone surrogates.
-    system = config.system and os.fsencode(config.system).decode("utf-8", "replace")
-    check_system(model.tokenizer, system)
-    generator = model.generator(page_size=PAGE_SIZE)
-    precision = str(model.dtype).removeprefix("torch.")
-    logger.info("%s in %s on %s", config.path, precision, dist.device().type)
-    return Chat(generator, model.tokenizer, model.stop_ids, config.sampling(), system)
 
 
 def present(path: str) -> str:

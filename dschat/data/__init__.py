@@ -4,11 +4,11 @@ sources/             files, folders and hub names -> ``Example`` rows of a step
     resolve          name of --data_path -> splits of raw rows, or a one-line error
     readers          local file -> its rows, one at a time, with the place of every fault
     known_datasets   table of known data sets, and the choice among them: which column is what
+    tables           rows -> tables in the cache of ``datasets``; counts, lengths and dropped rows
     turns            value of a row -> text, chat turns, or why it is unusable
     adapters         raw row -> an ``Example`` by a row of that table, and its other columns
     splits           --data_path -> blended ``Example`` rows, split over the three steps
     stream           the same as an endless stream (--streaming)
-tables               rows -> tables in the cache of ``datasets``; counts, lengths and dropped rows
 segments             prompt and answer -> token ids, segment by segment, cut to a length
 preference_rows      pairs and rankings -> step 2's rows
 tokenize             config and tokenizer -> tables or streams of ids and loss masks

@@ -22,7 +22,7 @@ from datasets import Dataset
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize, row_tokens, shares_of_ranks
 from dschat.data.sources.adapters import Content
-from dschat.data.tables import iterate
+from dschat.data.sources.tables import iterate
 
 Rows = list[Any]
 

@@ -24,7 +24,7 @@ from dschat.data.batches import RowStream, prompt_columns, prompts_of
 from dschat.data.sources.adapters import PURPOSES, Purpose
 from dschat.data.sources.known_datasets import listed
 from dschat.data.sources.splits import DataSource, open_source
-from dschat.data.tables import DataReport, read_report
+from dschat.data.sources.tables import DataReport, read_report
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 logger = logging.getLogger("dschat")

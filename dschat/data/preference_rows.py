@@ -15,7 +15,7 @@ from dschat.data.batches import RowStream
 from dschat.data.segments import Encoded, encode_examples, fit, prompt_share
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import key_hash
-from dschat.data.tables import derived_content, made_table
+from dschat.data.sources.tables import derived_content, made_table
 
 
 def pair_rows(

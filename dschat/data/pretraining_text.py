@@ -16,8 +16,8 @@ from dschat.data.batches import RowStream
 from dschat.data.segments import require_eos
 from dschat.data.sources.resolve import RawRows, broken_line, read_source
 from dschat.data.sources.stream import shuffled
+from dschat.data.sources.tables import made_table, read_report
 from dschat.data.sources.turns import storable
-from dschat.data.tables import made_table, read_report
 from dschat.models.tokenizer import text_ids
 
 logger = logging.getLogger("dschat")

@@ -24,7 +24,7 @@ from dschat.data.segments import Tools, encode_examples, fit
 from dschat.data.sources.adapters import Content, Example, Purpose
 from dschat.data.sources.splits import load_examples
 from dschat.data.sources.stream import ExampleStream, Tally
-from dschat.data.tables import derived_content, iterate, made_table, read_report
+from dschat.data.sources.tables import derived_content, iterate, made_table, read_report
 
 logger = logging.getLogger("dschat")
 

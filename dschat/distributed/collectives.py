@@ -43,7 +43,7 @@ def max_int(value: int) -> int:
     return int(tensor.item())
 
 
-def _all_gather(gathered: Tensor, shard: Tensor, group: Any = None) -> None:
+def all_gather_flat(gathered: Tensor, shard: Tensor, group: Any = None) -> None:
     """Collective. Flat ``shard`` (n,) of every rank of the group into ``gathered`` (ranks * n,)."""
     # torch 2.13 deprecates the older name
     gather = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
@@ -66,7 +66,7 @@ def all_gather_shards(
         local = joined[rank()]  # NCCL gathers in place
         for part, offset, size in zip(parts, offsets, sizes, strict=True):
             local[offset : offset + size].copy_(part)
-        _all_gather(joined.view(-1), local)
+        all_gather_flat(joined.view(-1), local)
         return (joined[:, o : o + n].reshape(-1) for o, n in zip(offsets, sizes, strict=True))
     # A sum with zeros: gloo's all-gather makes a flat copy of its output and takes 1.5 times as
     # long.
@@ -78,12 +78,11 @@ def all_gather_shards(
     return (joined[world * o : world * (o + n)] for o, n in zip(offsets, sizes, strict=True))
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Collective. Every process's ``value`` (picklable, small), in rank order, on every process."""
-    return _gather_objects(value, world_size())
-
-
-def _gather_objects(value: Any, size: int, group: Any = None) -> list[Any]:
+def gather_objects(value: Any, size: int | None = None, group: Any = None) -> list[Any]:
+    """Collective. Every process's ``value`` (picklable, small), in rank order, on every process; of
+    torch's process group ``group``, if it is given with its ``size``.
+    """
+    size = world_size() if size is None else size
     if size == 1:
         return [value]
     values: list[Any] = [None] * size
@@ -122,76 +121,3 @@ def my_share(indices: list[int]) -> list[int]:
     """This process's contiguous slice of ``indices``; the slices of all ranks cover it."""
     count, size, index = len(indices), world_size(), rank()
     return indices[count * index // size : count * (index + 1) // size]
-
-
-_handles: dict[int, Any] = {}  # torch's process group of this rank, by size
-
-
-class RankGroup:
-    """Consecutive ranks that compute together: {0, ..., size - 1}, {size, ...}, and so on.
-
-    With ``size`` 1 nothing communicates.
-    """
-
-    def __init__(self, size: int = 1) -> None:
-        """Collective over all processes where ``size`` > 1; all pass the same sizes.
-
-        Raises:
-            ValueError: ``size`` does not divide the number of processes.
-        """
-        if size < 1 or world_size() % size:
-            raise ValueError(f"groups of {size} do not divide {world_size()} processes")
-        self.size = size
-        self.rank = rank() % size
-        self._first = rank() - self.rank
-        if size > 1 and size not in _handles:  # one for each size: it holds threads and sockets
-            from dschat.distributed.process_group import init
-
-            init()
-            _handles[size], _ = torch_dist.new_subgroups(size)
-        self._handle = _handles.get(size)
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Collective. Sum over the group, in place."""
-        if self.size > 1:
-            torch_dist.all_reduce(tensor, group=self._handle)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Collective. Every member's ``tensor`` (...) in rank order: (size, ...)."""
-        if self.size == 1:
-            return tensor.unsqueeze(0)
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        _all_gather(gathered.view(-1), tensor.reshape(-1), self._handle)
-        return gathered
-
-    def all_to_all(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
-        """Collective. Flat pieces of ``sent`` of these ``sizes`` to the members in rank order; the
-        pieces that they sent here, of the sizes ``received``, joined.
-        """
-        joined = sent.new_empty(sum(received))
-        as_bytes = sent.device.type == "cpu"  # gloo does not know every dtype
-        size = sent.element_size() if as_bytes else 1
-        torch_dist.all_to_all_single(
-            joined.view(torch.uint8) if as_bytes else joined,
-            sent.contiguous().view(torch.uint8) if as_bytes else sent,
-            [size * n for n in received],
-            [size * n for n in sizes],
-            group=self._handle,
-        )
-        return joined
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Collective. Copy the first member's values to all members, in place."""
-        if self.size > 1:
-            torch_dist.broadcast(tensor, src=self._first, group=self._handle)
-        return tensor
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Collective. Every member's ``value`` (picklable, small), in rank order."""
-        return _gather_objects(value, self.size, self._handle)
-
-
-def forget_group() -> None:
-    """Drop the groups of the process group that is being destroyed."""
-    _handles.clear()

@@ -1,4 +1,4 @@
-"""Joins and leaves the process group; starts the failure detector."""
+"""Joins and leaves the process group; groups of its ranks; starts the failure detector."""
 
 import os
 import re
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch import Tensor
 
 from dschat.config import UserError
-from dschat.distributed import collectives
-from dschat.distributed.collectives import gather_objects
+from dschat.distributed.collectives import all_gather_flat, gather_objects
 from dschat.distributed.env import (
     complete_environment,
     has_gpu,
@@ -128,6 +128,72 @@ def shutdown() -> None:
     """Leave the process group; a rank that does not sometimes aborts at exit."""
     announce_exit(0)
     if torch_dist.is_initialized():
-        collectives.forget_group()
+        _handles.clear()
         pin(False)
         torch_dist.destroy_process_group()
+
+
+_handles: dict[int, Any] = {}  # torch's process group of this rank, by size
+
+
+class RankGroup:
+    """Consecutive ranks that compute together: {0, ..., size - 1}, {size, ...}, and so on.
+
+    With ``size`` 1 nothing communicates.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        """Collective over all processes where ``size`` > 1; all pass the same sizes.
+
+        Raises:
+            ValueError: ``size`` does not divide the number of processes.
+        """
+        if size < 1 or world_size() % size:
+            raise ValueError(f"groups of {size} do not divide {world_size()} processes")
+        self.size = size
+        self.rank = rank() % size
+        self._first = rank() - self.rank
+        if size > 1 and size not in _handles:  # one for each size: it holds threads and sockets
+            init()
+            _handles[size], _ = torch_dist.new_subgroups(size)
+        self._handle = _handles.get(size)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Collective. Sum over the group, in place."""
+        if self.size > 1:
+            torch_dist.all_reduce(tensor, group=self._handle)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Collective. Every member's ``tensor`` (...) in rank order: (size, ...)."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        all_gather_flat(gathered.view(-1), tensor.reshape(-1), self._handle)
+        return gathered
+
+    def all_to_all(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+        """Collective. Flat pieces of ``sent`` of these ``sizes`` to the members in rank order; the
+        pieces that they sent here, of the sizes ``received``, joined.
+        """
+        joined = sent.new_empty(sum(received))
+        as_bytes = sent.device.type == "cpu"  # gloo does not know every dtype
+        size = sent.element_size() if as_bytes else 1
+        torch_dist.all_to_all_single(
+            joined.view(torch.uint8) if as_bytes else joined,
+            sent.contiguous().view(torch.uint8) if as_bytes else sent,
+            [size * n for n in received],
+            [size * n for n in sizes],
+            group=self._handle,
+        )
+        return joined
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Collective. Copy the first member's values to all members, in place."""
+        if self.size > 1:
+            torch_dist.broadcast(tensor, src=self._first, group=self._handle)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Collective. Every member's ``value`` (picklable, small), in rank order."""
+        return gather_objects(value, self.size, self._handle)

@@ -33,15 +33,13 @@ from dschat.data.tokenize import question_text
 from dschat.observability import console
 from dschat.offline.flags import NEED_REWARD, EvalConfig, GenerateConfig, PromptsConfig
 from dschat.offline.generate import generate
+from dschat.offline.rows import Metrics
 from dschat.startup.files import replace_file
 
 logger = logging.getLogger("dschat")
 
 _WIDTH = 160  # characters of the table where standard output is not a terminal
 OUT = "--out"
-
-# By name: the values of rows (R,), NaN where a row has none; or one number that is not their mean.
-Metrics = dict[str, np.ndarray | float]
 
 
 @np.errstate(invalid="ignore")

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Literal, Optional
 
 from dschat.chat.load import AnswersConfig
-from dschat.config import parser
 from dschat.config.data import DataConfig, ReadConfig, columns_by_role, require_encoding
 from dschat.config.errors import require
 from dschat.config.fields import flag, place_flag
@@ -204,26 +203,3 @@ class EvalConfig(PromptsConfig):
                 not self.answers,
                 f"--task {task} asks a model, which --answers files are not; leave one of them out",
             )
-
-
-def run_generate() -> None:
-    config = parser.parse(GenerateConfig)
-
-    from dschat.observability import console
-    from dschat.offline.generate import generate
-
-    console.setup(hold=True)
-    generate(config)
-
-
-def run_eval() -> None:
-    config = parser.parse(EvalConfig)
-
-    from dschat.observability import console
-    from dschat.offline.evaluate import evaluate
-
-    console.setup(hold=True)
-    results = evaluate(config)
-    if config.out is not None:
-        results.write(config.out)
-    console.write_output(results.text())

@@ -34,9 +34,8 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
 from dschat.models.tokenizer import num_ids, text_ids
-from dschat.offline.evaluate import Metrics
 from dschat.offline.flags import OWN_TASKS, EvalConfig
-from dschat.offline.rows import Progress
+from dschat.offline.rows import Metrics, Progress
 
 _TOKENS = 8192  # of one forward
 

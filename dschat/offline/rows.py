@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
@@ -37,6 +38,9 @@ from dschat.startup.files import no_link, replace_file, sync_file
 logger = logging.getLogger("dschat")
 
 FLAG = "--data_path"
+
+# By name: the values of rows (R,), NaN where a row has none; or one number that is not their mean.
+Metrics = dict[str, np.ndarray | float]
 
 
 @dataclass

@@ -44,7 +44,7 @@ def test_pipes(checkpoint, tokenizer):
 
 
 def test_piped_lines(checkpoint, tokenizer, script, typed, capsys):
-    from dschat.chat.load import load_chat
+    from dschat.chat import load_chat
 
     typed(PROMPTS)
     chat = load_chat(ChatConfig(path=str(checkpoint), greedy=True, max_new_tokens=8))

@@ -106,28 +106,6 @@ def test_a_flag_takes_an_answer_out_of_the_loss(tmp_path, flag):
     assert sft_rows(tmp_path, {"messages": ask}, CHAT)[0]["input_ids"] == whole
 
 
-@pytest.mark.parametrize("train_on", ["all", "last"])
-def test_train_on_prompt_leaves_out_answers_of_weight_0(tmp_path, train_on):
-    ask = [USER("u"), {**REPLY("a"), "weight": 0}, USER("v"), REPLY("b")]
-    knobs = {"train_on": train_on, "train_on_prompt": True}
-    ((before, after),) = trained_texts(tmp_path, ask, CHAT, **knobs)
-    assert before.endswith("assistant\n")
-    assert after.startswith("<|im_start|>user\nv") or after.startswith("\n<|im_start|>user\nv")
-    assert after.endswith("b<|im_end|>")
-
-
-@pytest.mark.parametrize("flag", [*OFF[2::3], *slow(OFF[::3] + OFF[1::3])])
-def test_a_row_without_an_answer_to_train_is_a_bad_row(tmp_path, flag, caplog):
-    bad, good = [USER("u"), {**REPLY("r"), **flag}], [USER("v"), REPLY("s")]
-    rows = [{"messages": bad}, {"messages": good}, {"prompt": "x", "messages": []}]
-    assert load(tmp_path, rows[:2]) == [chat("v", "s")]
-    assert (
-        "dropped 1 of 2 rows (1 with an answer that is empty, unreadable or of weight 0)"
-        in caplog.text
-    )
-    assert load(tmp_path, [rows[0]], "rlhf") == [chat("u")]
-
-
 def test_metadata_is_counted(tmp_path, log):
     turn = {**REPLY("r"), "id": 3, "score": 1.5, "refusal": None, "images": []}
     rows = [{"messages": [USER(f"u{i}"), turn if i else REPLY("r")]} for i in range(3)]
@@ -292,15 +270,6 @@ def test_a_template_sees_the_numbers_of_calls(tmp_path):
     assert '"id": "call00001"' in call
     assert answer == " r<eot>"
     assert '"call_id": "call00001"' in tokenizer.decode(row["input_ids"])
-
-
-def test_a_template_that_lists_tools_but_drops_calls_is_refused(tmp_path):
-    lists = "{{ tools | tojson if tools }}" + CHATML
-    tokenizer = byte_tokenizer("<|im_end|>", lists)
-    last = [USER("u"), CALLED]
-    for turns in (last, [*last, TOLD, REPLY("r")]):
-        with pytest.raises(UserError, match="calls of tools, which the chat template does not"):
-            sft_rows(tmp_path, {"messages": turns, "tools": SCHEMAS}, tokenizer, max_seq_len=2000)
 
 
 OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")

@@ -5,7 +5,7 @@ messages that it has no place for.
 import json
 
 import pytest
-from byte_tokenizers import CHATML, byte_tokenizer, trained
+from byte_tokenizers import CHATML, byte_tokenizer
 from data_files import put, sft_rows, step_table, trained_texts
 from dialogues import REPLY, SYSTEM, USER
 from transformers import AutoTokenizer
@@ -73,24 +73,6 @@ def test_every_thought_of_a_dialogue_is_trained_where_the_template_forgets_them(
     assert texts_of(tmp_path, dialogue, SHOWS) == [answers]
     texts = texts_of(tmp_path, dialogue, SHOWS, train_on_reasoning=False)
     assert texts == [[f"a{i}{END}" for i in range(5)]]
-
-
-def test_answers_with_loss_by_flag_and_by_list(tmp_path):
-    dialogue = [USER("a"), REPLY("b"), USER("c"), REPLY("d"), USER("e"), REPLY("f")]
-    assert texts_of(tmp_path, dialogue, train_on="last") == [[f"f{END}"]]
-    tokenizer = byte_tokenizer(END, CHATML)
-    masks = {
-        (0, 1, 0, 0, 0, 1): ["b", "f"],
-        (0, 0, 0, 1, 0, 0): ["d"],
-        (1, 1, 1, 1, 1, 1): ["b", "d", "f"],
-    }
-    for form in ("jsonl", "csv", "parquet"):
-        for mask, texts in masks.items():
-            asked = {"messages": dialogue, "loss_mask": [*mask]}
-            (row,) = sft_rows(tmp_path, asked, tokenizer, form)
-            assert trained(tokenizer, row) == [text + END for text in texts]
-    with pytest.raises(UserError, match="a loss_mask of 2 numbers for 6 turns"):
-        sft_rows(tmp_path, {"messages": dialogue, "loss_mask": [1, 0]}, tokenizer)
 
 
 # -- variables of the template

@@ -1,6 +1,5 @@
 """Labelled answers: every form of data with one answer, the values that are labels, and others."""
 
-import json
 from dataclasses import replace
 
 import data_files
@@ -43,15 +42,6 @@ def test_labelled_answers(tmp_path, form):
     assert len(load(tmp_path, LABELLED, "rlhf", form)) == 6
     with pytest.raises(UserError, match="labels single answers, .* add --loss kto"):
         load(tmp_path, LABELLED, "reward", form)
-
-
-def test_a_bad_line_beside_labels(tmp_path):
-    """It says nothing of what the column has, also where it is the first."""
-    path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"p{i}", "response": f"c{i}", "label": i > 1} for i in range(3)]
-    path.write_text("".join(line + "\n" for line in ("oops", *map(json.dumps, rows))))
-    found = data_files.load(str(path), "sft", on_bad_row="skip")
-    assert [example.chosen for example in found] == ["c2"]
 
 
 @pytest.mark.parametrize("label", [None, "math", 3])

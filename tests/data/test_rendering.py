@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from byte_tokenizers import CHATML, byte_tokenizer, trained
-from data_files import sft_rows, trained_texts
+from byte_tokenizers import CHATML, byte_tokenizer
+from data_files import trained_texts
 from dialogues import REPLY, USER
 from tool_templates import SCHEMAS, tokenizer_of
 
@@ -67,13 +67,6 @@ def test_the_loss_begins_behind_the_thought(tmp_path, thought, inline):
         assert texts_of(tmp_path, turn, template) == [[whole]]
         texts = texts_of(tmp_path, turn, template, train_on_reasoning=False)
         assert texts == [[f"The answer is 4.{END}"]]
-
-
-def test_an_earlier_answers_loss_begins_behind_its_thought(tmp_path):
-    chat = [USER("u"), thinking("think", "r"), USER("v"), thinking("s", "s")]
-    tokenizer = byte_tokenizer(END, SHOWS)
-    (row,) = sft_rows(tmp_path, {"messages": chat}, tokenizer, train_on_reasoning=False)
-    assert trained(tokenizer, row) == [f"r{END}", f"s{END}"]
 
 
 QUOTED = "For example: <think>2+2</think> 4."

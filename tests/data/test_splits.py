@@ -111,13 +111,6 @@ def test_answers_to_different_prompts_are_not_a_pair(write, caplog):
 # -- bad rows and names
 
 
-def test_answers_that_are_not_text_are_dropped(write):
-    rows = pairs(4)
-    rows[0]["rejected"], rows[2]["rejected"] = float("inf"), {"text": "x"}
-    assert [e.prompt for e in load(write(rows), "reward")] == ["p1", "p3"]
-    assert len(load(write(rows), "sft")) == 4
-
-
 @pytest.mark.parametrize(
     ("path", "knobs", "words"),
     [

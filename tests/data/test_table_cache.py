@@ -20,8 +20,8 @@ from pandas import DataFrame, MultiIndex
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.config import UserError
 from dschat.config.data import DataConfig
-from dschat.data import tables
 from dschat.data.pretraining_text import text_dataset
+from dschat.data.sources import tables
 from dschat.data.sources.known_datasets import ADAPTERS
 from dschat.data.sources.resolve import read_source
 from dschat.data.sources.splits import normalized_table

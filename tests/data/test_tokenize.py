@@ -71,11 +71,6 @@ def test_text_is_trained_on_the_answer_and_its_eos_alone(tokenizer, table):
     assert first["input_ids"] == bos + bare + end
 
 
-def test_an_answer_ends_at_its_first_eos(table):
-    row = {"prompt": "p", "chosen": "yes</s>no</s>"}
-    assert trained(PLAIN, table([row], PLAIN)[0]) == ["yes</s>"]
-
-
 def test_an_answer_that_begins_with_eos_has_no_tokens(table, log):
     rows = [{"prompt": "p", "chosen": "</s>no"}, {"prompt": "q", "chosen": "yes"}]
     assert len(table(rows, PLAIN)) == 1
@@ -139,19 +134,6 @@ def test_prompts_show_tools(write):
         assert made["prompt_ids"] == prompt_text_ids(
             tokenizer, [USER("hi")], tools=tools or SCHEMAS
         )
-
-
-def test_calls_of_tools_are_trained(table):
-    """The call and the answer with their EOS, and nothing of the tool's turn."""
-    function = {"name": "search", "arguments": {"query": "x"}}
-    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
-    dialogue = [USER("u"), called, {"role": "tool", "content": "told"}, REPLY("r")]
-    rows = [{"messages": dialogue, "tools": SCHEMAS}]
-    (row,) = table(rows, tokenizer_of(HERMES), max_seq_len=2000)
-    call = '\n<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call><eot>'
-    assert trained(tokenizer_of(HERMES), row) == [call, "r<eot>"]
-    with pytest.raises(UserError, match="calls of tools, which the chat template does not render"):
-        table(rows, CHAT, max_seq_len=2000)
 
 
 def test_train_on_prompt_trains_all_but_the_first_token(table):

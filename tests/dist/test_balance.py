@@ -6,8 +6,7 @@ import pytest
 import torch
 from quick import slow
 from step_cases import Case
-from test_packing import flat
-from test_same_losses import BUDGET, by_name, reference
+from test_same_losses import BUDGET, by_name, flat, reference
 
 from dschat.rewards.scoring import SourceScores
 from dschat.rlhf.batching import Moves

@@ -168,6 +168,10 @@ FEWER = [c for c in TWO + OTHER_TWO if c.step == "ppo"]
 SLOW_TWO += [replace(case, iterations=NUM_ITERATIONS) for case in FEWER]
 
 
+def flat(values):
+    return [x for v in values for x in flat(v)] if isinstance(values, list) else [values]
+
+
 def by_name(case):
     return case.name
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 from quick import slow
 from step_cases import GLOBAL_BATCH, Case, build_supervised, build_trainer, my_prompts, ppo_config
-from test_packing import flat
-from test_same_losses import by_name, close
+from test_same_losses import by_name, close, flat
 from test_saved import check_saved
 
 from dschat.data.micro_batches import MicroBatchSize

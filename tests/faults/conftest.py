@@ -1,10 +1,9 @@
-"""Fixtures: models, undisturbed runs, small disks."""
+"""Fixtures: models, undisturbed runs."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from runs import Case, finish, make_models, mount
+from runs import Case, finish, make_models
 
 
 @pytest.fixture(scope="session")
@@ -26,18 +25,3 @@ def whole(models, tmp_path_factory):
         return made[case]
 
     return run
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """``small_disk(size)``: the folder of a disk of so many bytes, to be called once."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def make(size: int) -> Path:
-        if not mount(disk, size):
-            pytest.skip("may not mount")
-        return disk
-
-    yield make
-    subprocess.run(["umount", "-l", str(disk)])

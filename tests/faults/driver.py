@@ -1,17 +1,14 @@
 """Runs a step's script with one fault, and records its current phase.
 
-    FAULT='nan_loss 3 1' PHASES=folder python driver.py step1_sft/main.py FLAGS
+    FAULT='die_in_step 3 1' PHASES=folder python driver.py step1_sft/main.py FLAGS
 
 ``FAULT``: none, or one of
 
     die_in_step N RANK     SIGKILL in the backward of the N-th optimizer step, on that rank
-    hang_in_step N RANK    it waits there for ever
     die_writing N          SIGKILL before the N-th change to a checkpoint's folder: a file that is
                            opened, a rename, a removal
     die_renaming N         SIGKILL before a checkpoint whose files are all written gets its name, at
                            the N-th one
-    nan_scores N RANK      the reward model gives NaN to one answer of the N-th rollout
-    nan_logprobs N RANK    a log-prob of the reference is infinite in the N-th rollout
     small_files N          no file may grow beyond N bytes
 
 ``PHASES``: a folder, made by the caller, where each process keeps a file with the word for what it
@@ -23,7 +20,6 @@ import resource
 import runpy
 import signal
 import sys
-import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -49,19 +45,6 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
     setattr(owner, name, call)
 
 
-def after(owner: Any, name: str, change: Callable[..., None]) -> None:
-    """Call ``change(value, *arguments)`` with what each call of ``owner.name`` returns."""
-    function = getattr(owner, name)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value = function(*args, **kwargs)
-        change(value, *args, **kwargs)
-        return value
-
-    setattr(owner, name, call)
-
-
 def tell_phases(folder: Path) -> None:
     handle = os.open(folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT)
 
@@ -83,63 +66,20 @@ def tell_phases(folder: Path) -> None:
 
 
 def die_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, die)
-
-
-def hang_in_step(number: int, rank: int) -> None:
-    _at_loss(number, rank, lambda: time.sleep(3600))
-
-
-def _at_loss(number: int, rank: int, act: Callable[[], Any]) -> None:
-    """``act`` on the first loss of the ``number``-th optimizer step; it does not return."""
     import dschat.distributed as dist
     from dschat.runtime.optimizer_step import OptimizerStep
 
     steps = [0]
 
+    def count(*_: Any, **__: Any) -> None:
+        steps[0] += 1
+
     def at_loss(*_: Any) -> None:
         if steps[0] == number and dist.rank() == rank:
-            act()
+            die()
 
-    before(OptimizerStep, "__init__", lambda *_, **__: _count(steps))
+    before(OptimizerStep, "__init__", count)
     before(OptimizerStep, "backward", at_loss)
-
-
-def nan_scores(number: int, rank: int) -> None:
-    from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
-
-    def spoil(sources: Any, *_: Any, **__: Any) -> None:
-        sources[0].scores[0] = float("nan")
-
-    rollouts = [0]  # evaluations have scores too
-    after(RolloutScorer, "reward_model", _in_rollout(rollouts, number, rank, spoil))
-    before(Collected, "score", lambda *_: _count(rollouts))
-
-
-def nan_logprobs(number: int, rank: int) -> None:
-    from dschat.rlhf import trainer
-
-    def spoil(_: Any, engine: Any, experience: Any, args: Any) -> None:
-        experience.ref_logprobs[0, 0] = float("-inf")
-
-    rollouts = [0]
-    before(trainer, "fill_in", lambda *_: _count(rollouts))
-    after(trainer, "fill_in", _in_rollout(rollouts, number, rank, spoil))
-
-
-def _count(calls: list[int]) -> None:
-    calls[0] += 1
-
-
-def _in_rollout(rollouts: list[int], number: int, rank: int, spoil: Callable[..., None]):
-    """``spoil``, in the ``number``-th of the counted ``rollouts`` on that rank."""
-    import dschat.distributed as dist
-
-    def act(*args: Any, **kwargs: Any) -> None:
-        if rollouts[0] == number and dist.rank() == rank:
-            spoil(*args, **kwargs)
-
-    return act
 
 
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
@@ -182,11 +122,8 @@ FAULTS = {
     f.__name__: f
     for f in (
         die_in_step,
-        hang_in_step,
         die_writing,
         die_renaming,
-        nan_scores,
-        nan_logprobs,
         small_files,
     )
 }

@@ -288,13 +288,3 @@ def ran(case, models, out, *flags, code=0, **variables) -> str:
 def check_same(out: Path, whole: Path) -> None:
     assert rows(out) == rows(whole), out
     assert weights(out) == weights(whole) != {}, out
-
-
-def num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def mount(disk: Path, size: int, options: str = "") -> bool:
-    """A small disk in memory, or with ``remount,`` its new size; whether that may be."""
-    words = ["-t", "tmpfs", "-o", f"{options}size={size}", "none", str(disk)]
-    return subprocess.run(["mount", *words]).returncode == 0

@@ -16,7 +16,7 @@ from rollout_cases import GREEDY, SAMPLED, Actor, large_model
 from step_cases import Case, build_trainer, my_prompts, ppo_config
 from tiny_models import causal_lm
 
-from dschat.config import RLHFConfig, UserError
+from dschat.config import UserError
 from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout, check_tensor_parallel
 from dschat.inference import InferenceEngine
 from dschat.inference.generators import hf_generator
@@ -44,23 +44,6 @@ def test_what_cannot_be_is_said_in_one_line(zero, lora, settings, message):
 def test_processes_that_a_group_s_size_does_not_divide():
     with pytest.raises(UserError, match="^--inference_tp_size 2 does not divide the 1 processes; "):
         check_tensor_parallel(build("llama").config, 2)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"rollout_layout": "zero_copy"}, "--rollout_layout zero_copy needs --inference_tp_size 1"),
-        ({"enable_hybrid_engine": False}, "--inference_tp_size 2 needs --enable_hybrid_engine"),
-    ],
-)
-def test_flags_that_cannot_be_together(knobs, message, tiny):
-    config = RLHFConfig(
-        actor_model_name_or_path=tiny("llama"),
-        critic_model_name_or_path=tiny("llama_reward"),
-        **{"inference_tp_size": 2} | knobs,
-    )
-    with pytest.raises(UserError, match=message):
-        config.validate_rollout()
 
 
 @pytest.mark.parametrize(
@@ -193,44 +176,6 @@ def test_without_the_hybrid_engine_the_module_generates():
 
 
 # -- memory between rollouts -----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("zero", "lora", "settings"),
-    [
-        pytest.param(0, False, {}, marks=pytest.mark.slow),
-        pytest.param(3, False, {}, marks=pytest.mark.slow),
-        (3, True, {"lora": "side"}),
-        pytest.param(2, True, {"lora": "merge"}, marks=pytest.mark.slow),
-        pytest.param(2, False, {"layout": "zero_copy"}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("weights_too", [*slow([False]), True])
-def test_what_is_let_go_comes_back(zero, lora, settings, weights_too):
-    actor = Actor(build("opt"), zero, lora)  # a tied head: one tensor, two forms
-    keeping = actor.form(**settings)
-    letting = actor.form(**settings, release_cache=True, release_weights=weights_too)
-    borrowed = settings.get("layout") == "zero_copy"
-    for _ in range(2):
-        actor.step()
-        keeper = keeping.enter(actor.version)
-        expected, kept = keeper.generate(PROMPTS, SAMPLED), keeper.cache
-        size = keeper.weights.nbytes
-        keeping.leave()
-        assert (keeper.cache, keeper.weights.nbytes) == (kept, size)
-        for _ in range(2):  # the second time of one version, too
-            generator = letting.enter(actor.version)
-            assert generator.generate(PROMPTS, SAMPLED) == expected
-            held, cache = generator.weights.nbytes, weakref.ref(generator.cache)
-            letting.leave()
-            assert cache() is None
-            left = generator.weights.nbytes
-            assert left == (0 if weights_too and not borrowed else held)
-    whole, adapters = actor.num_bytes()
-    letting.enter(actor.version)
-    again = 0 if borrowed or not weights_too else whole  # the frozen base too: it was let go
-    assert letting.last_refresh.num_bytes == again
 
 
 def test_weights_are_let_go_for_real():

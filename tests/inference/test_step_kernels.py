@@ -11,7 +11,6 @@ from fake_cuda import DEVICE, fake_cuda
 from fake_steps import PROMPTS, SAMPLED, decode_step, operators, waits
 from families import CONFIGS, assert_same
 from test_module_decoder import config_of
-from transformers import LlamaConfig, OPTConfig
 
 from dschat.config.errors import UserError
 from dschat.config.rollout import STEP_PARTS
@@ -160,19 +159,6 @@ def check_budget(captured, around, num_layers, budget):
 def test_a_layer_takes_seven_operators(name, borrowed, kernels):
     config = CONFIGS[name]()
     check_budget(*decode_step(config, borrowed=borrowed), config.num_hidden_layers, BUDGETS[name])
-
-
-@slow
-@pytest.mark.parametrize("borrowed", ["", "adjacent"])
-@pytest.mark.parametrize("name", ["opt", "llama"])
-def test_models_of_the_usual_sizes_take_as_few(name, borrowed, kernels):
-    """OPT-1.3B and Llama-7B."""
-    config = LlamaConfig()
-    if name == "opt":
-        sizes = {"hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192}
-        config = OPTConfig(num_hidden_layers=24, num_attention_heads=32, **sizes)
-    counts = decode_step(config, [[5, 6, 7]] * 8, max_seq_len=512, borrowed=borrowed)
-    check_budget(*counts, config.num_hidden_layers, BUDGETS[name])
 
 
 @pytest.mark.parametrize("name", quick.some(CONFIGS, ["gemma3"]))

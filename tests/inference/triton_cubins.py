@@ -1,16 +1,13 @@
 """Compiles planned Triton launches, also of whole steps, for devices that this machine lacks, and
 reads the machine code.
 
-NOTE: Triton must not be in interpreter mode here. Its release decides which of its two assemblers
-it uses, and a parser of the wrong one's output reports no spills: only the cubin itself is read,
-with the tools of Triton's wheel, whose exit codes are checked.
+NOTE: Triton must not be in interpreter mode here.
 """
 
 import os
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,7 +24,8 @@ from dschat.inference.model.step_kernels import StepKernels
 from dschat.inference.requests.sampler import Sampler, SamplingKind
 from dschat.inference.requests.sequence import Request
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -37,21 +35,6 @@ POINTERS = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-
-
-@dataclass
-class Report:
-    """What a cubin says about one thread, and ``shared`` bytes of a program."""
-
-    registers: int
-    stack: int  # bytes
-    local: int  # loads and stores of local memory: spills
-    shared: int
-    wide_loads: int  # of 128 bits, from global memory, or asynchronous copies of 16 bytes
-    tensor_cores: int  # instructions
-    copies: int  # groups of asynchronous copies under way while tensor cores work; 0: none is
-    threads: int
-    synchronizes: bool  # all threads store, then one fences, counts, and drops stale cache lines
 
 
 def source(launch):
@@ -74,12 +57,6 @@ def source(launch):
     return ASTSource(launch.kernel, ordered, constants, attrs)
 
 
-def run_tool(name, *words):
-    return subprocess.run(
-        [TOOLS / name, *words], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
-
-
 def following(name, args, options):
     """`ordering` of the launches that a module plans on Hopper."""
     with patch.object(module("launch"), "has_dependent_launch", lambda device: True):
@@ -91,8 +68,7 @@ def ordering(launch):
     """How often a launch waits for the kernel before it, whether before its first store and before
     it lets the next one start, whether it fetches the next weight, and its own before it waits.
     """
-    target = GPUTarget("cuda", 90, 32)
-    code = triton.compile(source(launch), target=target, options=launch.options).asm["ptx"]
+    code = compiled(launch).asm["ptx"]
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
     later = r"\b(?:st|atom|red)\.global|griddepcontrol\.launch_dependents"
     stores = [found.start() for found in re.finditer(later, code)]
@@ -102,13 +78,8 @@ def ordering(launch):
     return len(waits), last < min(stores), "cp.async.bulk.prefetch" in code, own
 
 
-def cubin(name, args, capability):
-    """What the machine code of a module's launches says: a list of reports."""
-    return [report(launch, capability) for launch in launches_of(name, *args)]
-
-
-def step_reports(name, dtype, sampling, rows, capability):
-    """The kernel's name and the report of each launch of a step of ``rows`` sequences, once."""
+def step_kernels(name, dtype, sampling, rows):
+    """Compiles every launch of a step of ``rows`` sequences; returns the kernels' names."""
     knobs = {"stop_ids": (), "max_num_seqs": rows, "page_size": 16}
     with patch.dict(os.environ, {"DSCHAT_CPU_MATMUL": "plain"}):  # as on CUDA
         made = engine(build(name), dtype=dtype, **knobs)
@@ -124,35 +95,25 @@ def step_reports(name, dtype, sampling, rows, capability):
     for launch in launches:
         kinds = [(x.dtype, x.ndim) if isinstance(x, torch.Tensor) else x for x in launch.args]
         different[launch.kernel.__name__, str(launch.constants), str(kinds)] = launch
-    return [(key[0], report(launch, capability)) for key, launch in different.items()]
+    for launch in different.values():
+        compiled(launch)
+    return {name for name, *_ in different}
 
 
-def report(launch, capability):
-    """A `Report` as a dict."""
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source(launch), target=target, options=launch.options)
+def compiled(launch):
+    return triton.compile(source(launch), target=HOPPER, options=launch.options)
+
+
+def synchronizes(name, args):
+    """Whether all threads of a launch store, then one fences, counts, and drops stale lines."""
+    (launch,) = launches_of(name, *args)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(compiled(launch).asm["cubin"])
         file.flush()
-        usage = run_tool("cuobjdump", "-res-usage", file.name)
-        code = run_tool("nvdisasm", "-c", file.name)
+        command = [DISASSEMBLER, "-c", file.name]
+        code = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=60
+        ).stdout
     assert "EXIT" in code, "nvdisasm printed no code"
-    products = r"\b(?:HMMA|HGMMA|IMMA)\b"
-    # A wait names the number of groups that may stay under way.
-    waits = re.split(r"\bDEPBAR\.LE SB0, 0x", code)[1:]
-    ahead = [int(wait.split()[0], 16) for wait in waits if re.search(products, wait)]
-    numbers = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", usage))
-    count = lambda pattern: len(re.findall(pattern, code))  # noqa: E731
-    found = Report(
-        registers=int(numbers["REG"]),
-        stack=int(numbers["STACK"]),
-        local=count(r"\b(?:LDL|STL)\b"),
-        shared=max(int(numbers["SHARED"]), compiled.metadata.shared),
-        wide_loads=count(r"\bLDG\.E\.(?:\w+\.)*128\b|\bLDGSTS\.E\.(?:\w+\.)*128\b"),
-        tensor_cores=count(products),
-        copies=min(ahead, default=0),
-        threads=32 * launch.num_warps,
-        synchronizes=count(r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b")
-        > 0,
-    )
-    return asdict(found)
+    order = r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b"
+    return re.search(order, code) is not None

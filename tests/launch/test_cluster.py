@@ -78,44 +78,6 @@ def test_hostfile_mistakes_name_the_line(text, message):
     assert str(error.value).startswith(f"--hostfile bad{message}")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"hostfile": "none"}, "--hostfile none: No such file"),
-        ({"hostfile": "."}, "--hostfile .: Is a directory"),
-        ({"hostfile": "hosts", "num_nodes": 3}, "--num_nodes 3: --hostfile hosts names 2 machines"),
-        ({"hostfile": "hosts", "num_gpus": 8}, "--num_gpus 8: --hostfile hosts:3 gives alpha 4"),
-        ({"num_nodes": 2}, "--num_nodes 2 needs --hostfile; or start train.py on every machine"),
-        ({"num_nodes": 0}, "--num_nodes 0 must be at least 1"),
-        ({"num_gpus": 0}, "--num_gpus 0 must be at least 1"),
-        ({"num_nodes": 2, "node_rank": 0}, "--node_rank needs --master_addr"),
-        ({"node_rank": 0, "master_addr": "a"}, "--node_rank is for several machines"),
-        (
-            {"num_nodes": 2, "node_rank": 2, "master_addr": "a"},
-            "--node_rank 2: 2 machines have ranks 0 to 1",
-        ),
-        ({"num_nodes": 2, "node_rank": -1, "master_addr": "a"}, "--node_rank -1 must not be"),
-        ({"no_ssh": True}, "--no_ssh needs --node_rank"),
-        (
-            {"num_nodes": 2, "node_rank": 0, "master_addr": "a", "ssh_port": 22},
-            "--ssh_port starts processes on other machines",
-        ),
-        (
-            {"num_nodes": 2, "node_rank": 0, "master_addr": "a", "launcher": "slurm"},
-            "--launcher starts processes on other machines",
-        ),
-        ({"master_addr": "a"}, "--master_addr is for several machines"),
-        ({"master_port": 70000}, "--master_port 70000 must be between 1 and 65533"),
-        ({"launcher": "slurm", "hostfile": "hosts"}, "--launcher slurm uses the machines of"),
-        ({"launcher": "slurm", "ssh_port": 22}, "--ssh_port is for pdsh"),
-    ],
-)
-def test_mistakes(flags, message):
-    with pytest.raises(UserError) as error:
-        find(**flags)
-    assert str(error.value).startswith(message)
-
-
 def test_too_few_gpus_here():
     with pytest.raises(UserError, match="--num_gpus 8: this machine has 4"):
         find(gpus_here=4, num_gpus=8)

@@ -77,21 +77,19 @@ def test_a_step_that_the_system_kills_is_a_line(signum, line, tmp_path, capfd):
     assert bool(said) == bool(line)
 
 
-slow, dist = pytest.mark.slow, pytest.mark.dist
+dist = pytest.mark.dist
 
 
+@pytest.mark.slow  # test_watchdog.py looks for orphans in the quick suite
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize(
     ("argv", "signals", "variables", "code", "line"),
     [
         ([], [INT], {}, 130, "interrupted"),
-        pytest.param([], [TERM], {}, 143, "terminated", marks=slow),
-        pytest.param([], [INT] * 2, {"STUBBORN": "1"}, 130, "interrupted", marks=slow),
-        pytest.param(
-            *([], [USR1], {}, 75, "stopped in step 1; the same command resumes from there"),
-            marks=slow,
-        ),
-        pytest.param(["--num-gpus", "2"], [INT], {}, 130, "interrupted", marks=[slow, dist]),
+        ([], [TERM], {}, 143, "terminated"),
+        ([], [INT] * 2, {"STUBBORN": "1"}, 130, "interrupted"),
+        ([], [USR1], {}, 75, "stopped in step 1; the same command resumes from there"),
+        pytest.param(["--num-gpus", "2"], [INT], {}, 130, "interrupted", marks=dist),
     ],
     ids=["ctrl-c", "sigterm", "ctrl-c twice, ignored", "requeue", "ctrl-c under the launcher"],
 )

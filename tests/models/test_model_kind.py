@@ -99,17 +99,6 @@ def test_a_reward_model_needs_a_score_for_every_token(config, architecture, name
     assert f"{named} has no per-token score head" in refusal(check, path)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "opt", "opt_350m", "gpt2", "gpt_neox", "bloom", "mistral", "qwen3"]
-)
-def test_causal_families_pass(name, tiny):
-    config = Checkpoint(tiny(name), FLAG).config
-    Checkpoint(tiny(name), FLAG).check("lm")
-    Checkpoint(tiny(name), FLAG).check("score")
-    assert config.num_labels == 2, "the check must leave the configuration alone"
-    assert Checkpoint(tiny(name), FLAG).reward_form == "base"
-
-
 def test_a_model_without_head_is_an_actor_where_the_head_is_tied(tmp_path):
     GPT2Model(causal_lm("gpt2").config).save_pretrained(tmp_path / "tied")
     assert load_actor(str(tmp_path / "tied"))

@@ -3,10 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -192,27 +188,6 @@ def test_half_an_emoji_in_a_column_comes_back(flags, prompts, tmp_path):
     Path(prompts).write_text(json.dumps(row) + "\n")
     run(*flags)
     assert rows_of(tmp_path / "out.jsonl")[0]["note"] == row["note"]
-
-
-@pytest.mark.slow
-def test_sigkill(flags, tmp_path):
-    """Killed again and again while it works, the command writes the same file."""
-    flags += ["--n", "60", "--max_new_tokens", "40", "--chunk-size", "1"]
-    run(*flags)
-    out = tmp_path / "out.jsonl"
-    whole = out.read_bytes()
-    command = [sys.executable, "-m", "dschat", "generate", *flags, "--overwrite"]
-    for number in range(6):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        partial = tmp_path / "out.jsonl.partial"
-        while process.poll() is None and (not partial.exists() or out.exists()):
-            time.sleep(0.01)
-        time.sleep(0.1 * number)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        command = [word for word in command if word != "--overwrite"]
-    subprocess.run(command, check=True)
-    assert out.read_bytes() == whole
 
 
 @pytest.mark.parametrize(

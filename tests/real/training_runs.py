@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import forked
-import torch
 
 LIMIT_S = 1000
 SCRIPTS = {"sft": "step1_sft", "reward": "step2_reward", "rlhf": "step3_rlhf"}
@@ -47,11 +46,6 @@ def run(argv: list[str], code: int = 0, **options) -> forked.Outcome:
     return done
 
 
-def on_two_ranks(argv: list[str], folder: Path) -> None:
-    ranks = forked.run_ranks(argv, folder, LIMIT_S)
-    assert not any(rank.code for rank in ranks), "\n".join(r.stderr[-3000:] for r in ranks)
-
-
 def metrics(out: Path) -> list[dict]:
     """The rows of metrics.jsonl, without times."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -60,33 +54,3 @@ def metrics(out: Path) -> list[dict]:
 
 def logged(out: Path, name: str) -> list[float]:
     return [row[name] for row in metrics(out) if name in row]
-
-
-def row_ids(tokenizer) -> list[tuple[list[int], int]]:
-    """Ids of each chat up to the end of its answer, and the number of its prompt's, by
-    transformers.
-    """
-    found = []
-    for prompt, answer in ROWS:
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
-        asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        found.append((ids, len(asked["input_ids"])))
-    return found
-
-
-def mean_loss(module, rows: list[tuple[list[int], int]]) -> torch.Tensor:
-    """Of the tokens of all answers, by transformers, row by row."""
-    total = torch.zeros(())
-    for ids, start in rows:
-        logits = module(torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
-        values = logits.log_softmax(-1).gather(1, torch.tensor(ids[start:])[:, None])
-        total = total - values.sum()
-    return total / sum(len(ids) - start for ids, start in rows)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")

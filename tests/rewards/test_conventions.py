@@ -100,6 +100,14 @@ def test_a_wrong_argument_is_named(rewards, others):
         rewards(reward_fn=[f"{others}:compute_score"], reward_args=["compute_score.bonu=1"])
 
 
+def test_each_answer_of_verl_has_its_own_info(rewards, samples):
+    def score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth) + len(extra_info or ())
+
+    given = samples(2, answer=["a0", "b"], extra_info=[{"split": "train"}, None])
+    assert scores_of(rewards([score]), given) == [[2, 0]]
+
+
 def test_tensors_of_any_device_type_are_read(rewards, samples):
     def reward_func(queries, prompts, labels):
         return torch.tensor([2.0] * len(queries), dtype=torch.bfloat16)

@@ -1,15 +1,13 @@
 """Rollouts that carry unfinished prompts into the next iteration, with a real engine."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from program_cases import ppo_trainer
-from step_cases import Case, my_prompts, ppo_config
+from step_cases import Case, my_prompts
 from tiny_models import EOS
 
-from dschat.config import UserError
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rlhf import rollout_policies
 from dschat.rlhf.rollout_policies import OpenPrompt
@@ -153,32 +151,3 @@ def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
     assert taken["ages"] == [2] * 4 + [1] * 4
     trainer.generate_experience(prompts_of(1, trainer))
     assert trainer.metrics["rollout/staleness_max"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_staleness": 1}, "--max_staleness 1 needs --partial_ro"),
-        (
-            {"partial_rollout": True, "enable_hybrid_engine": False},
-            "--partial_rollout needs --enable_hybrid_engine",
-        ),
-        (
-            {"partial_rollout": True, "dynamic_sampling": True},
-            "--partial_rollout and --dynamic_sampling exclude each other",
-        ),
-        ({"partial_rollout": True, "max_staleness": 0}, "--max_staleness 0 must be at least 1"),
-        ({"environment": "a.py:B", "max_turns": 0}, "--max_turns 0 must be at least 1"),
-        (
-            {"environment": "a.py:B", "partial_rollout": True},
-            "--partial_rollout excludes --environment and --tools",
-        ),
-        (
-            {"environment": "a.py:B", "enable_hybrid_engine": False},
-            "--no_enable_hybrid_engine excludes --environment",
-        ),
-    ],
-)
-def test_flags_of_rollouts(options, said, models_folder):
-    with pytest.raises(UserError, match=said):
-        replace(ppo_config(CASE, models_folder), **options).validate()

@@ -29,7 +29,6 @@ from dschat.runtime.output_dir import record_of
 
 LORA = (("actor_lora_dim", 4), ("critic_lora_dim", 4))
 SHARED = (*LORA, ("share_base", True))
-GRPO = (("advantage_estimator", "grpo"), ("kl_coef", 0.3))
 BORROWED = (("rollout_layout", "zero_copy"),)  # which moves weights, of all models
 RECOMPUTED = (("actor_gradient_checkpointing", True), ("critic_gradient_checkpointing", True))
 
@@ -119,17 +118,6 @@ def test_it_starts_as_models_from_merged_checkpoints_do(models_folder):
         for trainer in (shared, merged)
     )
     torch.testing.assert_close(first.advantages, expected.advantages, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 2])
-def test_grpo_is_that_of_merged_checkpoints(zero, models_folder):
-    """Without a critic: actor and reward model on one base."""
-    histories = []
-    for options in (SHARED, LORA):
-        trainer, case = trainer_of(models_folder, zero, options=(*options, *GRPO))
-        histories.append(history(trainer, case))
-    assert_equal(*histories)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from tiny_models import causal_lm
 from torch import nn
 
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.config import RewardConfig, UserError
+from dschat.config import RewardConfig
 from dschat.data.micro_batches import MicroBatchSize
 from dschat.data.tokenize import preference_dataset
 from dschat.models.heads import LanguageModel
@@ -255,30 +255,6 @@ def test_precomputed_log_probs_belong_to_their_rows(models_folder, tmp_path):
 
 
 # -- flags
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"beta": 0.1}, "--beta is not used by --loss pairwise; leave it out, or choose --loss"),
-        ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing is not used by --loss ipo"),
-        ({"loss": "dpo", "kto_desirable_weight": 1.0}, "--kto_desirable_weight is not used by"),
-        ({"precompute_ref_logprobs": True}, "--precompute_ref_logprobs is not used by"),
-        ({"offload": ["frozen"]}, "--offload frozen: --loss pairwise has no reference model"),
-        ({"loss": "dpo", "beta": 0.0}, "--beta 0.0 must be positive"),
-        ({"loss": "cdpo", "label_smoothing": 0.5}, "--label_smoothing 0.5 must be in"),
-        ({"loss": "kto", "kto_undesirable_weight": -1.0}, "--kto_undesirable_weight -1.0 must not"),
-        ({"loss": "kto", "streaming": True, "max_steps": 1}, "--loss kto reads all pairs"),
-        (
-            {"loss": "dpo", "precompute_ref_logprobs": True, "streaming": True, "max_steps": 1},
-            "--precompute_ref_logprobs reads all pairs",
-        ),
-    ],
-)
-def test_flags_that_conflict(knobs, message):
-    with pytest.raises(UserError) as error:
-        RewardConfig(**knobs).validate()
-    assert str(error.value).startswith(message)
 
 
 def test_defaults():

@@ -21,7 +21,7 @@ from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.config.errors import first_line
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, known_rows, read_lines
-from dschat.data.tables import quiet
+from dschat.data.sources.tables import quiet
 
 AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")

@@ -33,8 +33,8 @@ from dschat.data.sources.known_datasets import (
     listed,
 )
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
+from dschat.data.sources.tables import iterate, made_table
 from dschat.data.sources.turns import unread_keys
-from dschat.data.tables import iterate, made_table
 from dschat.distributed.memory import available_memory
 
 logger = logging.getLogger("dschat")

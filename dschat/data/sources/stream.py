@@ -24,7 +24,7 @@ from dschat.data.sources import splits
 from dschat.data.sources.adapters import PURPOSES, Purpose
 from dschat.data.sources.resolve import RawRows
 from dschat.data.sources.splits import DataSource
-from dschat.data.tables import made_table
+from dschat.data.sources.tables import made_table
 
 logger = logging.getLogger("dschat")
 

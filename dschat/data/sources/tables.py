@@ -39,7 +39,7 @@ from dschat.startup.files import discard, replace_file, sha256_of, sync_file
 
 logger = logging.getLogger("dschat")
 
-CODE = Path(__file__).parents[1]  # the package
+CODE = Path(__file__).parents[2]  # the package
 # reads, normalizes, renders, tokenizes
 _MADE_BY = ("data/**/*.py", "models/c*_te*.py", "models/tokenizer.py")
 _LIBRARIES = ("transformers", "tokenizers")  # called by these modules
