@@ -55,22 +55,14 @@ STEPS = {
 
 @dataclass(frozen=True)
 class StepRun:
-    """A step of a run. A plan is made in stages that take and return a list of these.
-
-    Attributes:
-        folder: of its output.
-        fields: given ones; from `step_runs.choose` on with ``output_dir``.
-        compared: the fields that a finished step is compared by, if not ``fields``.
-        reason: why it trains, is reused or is left out.
-        note: what the last stage says about it, a line for the user.
-    """
+    """A step of a run. A plan is made in stages that take and return a list of these."""
 
     step: TrainingStep
-    folder: str
-    fields: Fields
-    compared: Optional[Fields] = None
-    reason: Reason = "not needed"
-    note: str = ""
+    folder: str  # of its output
+    fields: Fields  # given ones; from `step_runs.choose` on with ``output_dir``
+    compared: Optional[Fields] = None  # what a finished step is compared by; None: ``fields``
+    reason: Reason = "not needed"  # why it trains, is reused or is left out
+    note: str = ""  # a line for the user, from the last stage
 
     @property
     def number(self) -> int:
@@ -275,26 +267,22 @@ def given_steps(
     taken = set().union(*(STEPS[n].flags for n in asked))
     others = [group for group in groups if flag_name(group) not in taken]
     argv, own_argv = _route(config, groups), _route(config, others)
-
-    def fields_of(step: TrainingStep, argv: Sequence[str]) -> Fields:
-        return _given_fields(step, config, recipe, argv, sft_folder=str(out / STEPS[1].name))
-
     return [
         StepRun(
             step,
             str(out / step.name),
-            fields_of(step, argv[n]),
-            compared=None if n in asked else fields_of(step, own_argv[n]),
+            _given_fields(step, config, recipe, argv[n], out),
+            None if n in asked else _given_fields(step, config, recipe, own_argv[n], out),
         )
         for n, step in STEPS.items()
     ]
 
 
 def _given_fields(
-    step: TrainingStep, config: TrainConfig, recipe: Recipe, argv: Sequence[str], sft_folder: str
+    step: TrainingStep, config: TrainConfig, recipe: Recipe, argv: Sequence[str], out: Path
 ) -> Fields:
-    """``{step1}`` in a recipe's value stands for ``sft_folder``. Where step 2 trains the policy, it
-    does not take the base of a reward model.
+    """``{step1}`` in a recipe's value stands for the output folder of step 1. Where step 2 trains
+    the policy, it does not take the base of a reward model.
     """
     values, given = dict(recipe.values[step.number]), parser.given(step.config_class, argv)
     losses = [given.get("loss", values.get("loss")), values.get("loss")]
@@ -307,7 +295,7 @@ def _given_fields(
             values[BASE] = base
     for key, value in values.items():
         if isinstance(value, str):
-            values[key] = value.replace("{step1}", sft_folder)
+            values[key] = value.replace("{step1}", str(out / STEPS[1].name))
     return values | given
 
 

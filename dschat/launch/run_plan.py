@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -58,7 +58,7 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Ru
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
 
     Every stage takes the steps of the run and returns them: `given_steps`, `select`, `choose`,
-    `reuse`, `resume`. `_commands` shows the list after any of them.
+    `reuse`, `resume`. `_command` shows a step after any of them.
 
     Raises:
         UserError: an invalid flag, recipe, data file or model folder.
@@ -87,7 +87,7 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Ru
     return RunPlan(
         out,
         runs,
-        list(_commands(runs, machines, root)),
+        [(run, _command(run, machines, root)) for run in runs if run.trains],
         notes,
         _environment(root, machines.processes_here, machines.gpus_here),
         recipe.summary and machines.is_first,
@@ -106,14 +106,9 @@ def _chosen_when_free(runs: Sequence[StepRun], config: TrainConfig) -> list[Step
             return chosen  # else they may have saved more
 
 
-def _commands(
-    runs: Sequence[StepRun], machines: Cluster, root: Path
-) -> Iterator[tuple[StepRun, list[str]]]:
-    for run in runs:
-        if run.trains:
-            script = os.path.relpath(root / run.step.name / "main.py")
-            words = [script, *parser.to_flags(run.fields)]
-            yield run, machines.command(run.number, words)
+def _command(run: StepRun, machines: Cluster, root: Path) -> list[str]:
+    script = os.path.relpath(root / run.step.name / "main.py")
+    return machines.command(run.number, [script, *parser.to_flags(run.fields)])
 
 
 def _recipe_and_folder(
