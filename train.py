@@ -48,14 +48,14 @@ def main() -> int:
 
         for note in plan.notes:
             say(note)
-        say(tables(request) if plan.runs else "nothing to run")
+        say(tables(request) if plan.commands else "nothing to run")
         return 0
     if config.dry_run:
         for _, command in plan.commands:
             print(shlex.join(command))
         return 0
     lines = []
-    if plan.runs and plan.cluster.is_first:
+    if plan.commands and plan.cluster.is_first:
         # Raises for what a later step cannot use.
         lines = preflight_lines(request, plan.environment)
     for line in [*plan.notes, *lines]:
@@ -65,42 +65,42 @@ def main() -> int:
     reports = config.report and plan.cluster.is_first
     report = RunReport(plan.output_dir, plan.environment, config.report_every if reports else 0)
     with supervisor.ProcessSupervisor() as runner, report:
-        for step, command in plan.commands:
+        for run, command in plan.commands:
             if runner.stop_requested:
-                return stopped(f"stopped before step {step.number}", plan)
-            say(f"\n== step {step.number}: {step.title}, into {plan.folder(step)}")
+                return stopped(f"stopped before step {run.number}", plan)
+            say(f"\n== step {run.number}: {run.step.title}, into {run.folder}")
             start = time.monotonic()
             code = runner.run(
-                command, plan.environment, plan.folder(step), plan.cluster, report.poll
+                command, plan.environment, Path(run.folder), plan.cluster, report.poll
             )
             seconds = time.monotonic() - start
             if plan.cluster.is_first and code != 2:  # a mistake leaves nothing behind
-                note_seconds(plan.output_dir, {step.number: seconds}, "--resume" in command)
+                note_seconds(plan.output_dir, {run.number: seconds}, "--resume" in command)
             if code == stop_signals.EXIT_CODE:
-                return stopped(f"stopped in step {step.number}", plan, plan.folder(step))
-            if code == 0 and not plan.finished(step):
+                return stopped(f"stopped in step {run.number}", plan, Path(run.folder))
+            if code == 0 and not plan.finished(run):
                 # DeepSpeed's launcher exits with 0 if a signal killed a rank.
-                say(f"step {step.number} exited without finishing; see its last lines above")
+                say(f"step {run.number} exited without finishing; see its last lines above")
                 code = 1
             if code:
                 return code
-            say(f"== step {step.number} finished in {seconds:.0f} s")
+            say(f"== step {run.number} finished in {seconds:.0f} s")
 
-    marks = [plan.folder(step) / COMPLETE for step in plan.steps]
-    is_due = reports and (plan.runs or not report.is_current(filter(Path.exists, marks)))
+    marks = [Path(run.folder, COMPLETE) for run in plan.runs]
+    is_due = reports and (plan.commands or not report.is_current(filter(Path.exists, marks)))
     show_results(plan, report if is_due else None)
     return 0
 
 
 def show_results(plan: run_plan.RunPlan, report: RunReport | None) -> None:
     """Write the report, print the summary and how to talk to the model."""
-    finished = [plan.finished(step) for step in plan.steps]
+    finished = [plan.finished(run) for run in plan.runs]
     if plan.summary and all(finished) and (summary := note_seconds(plan.output_dir, {})):
         say("\n" + format_summary(summary))
     if report is not None:
         say("\n" + report.write())
     if finished[-1] and plan.cluster.is_first:
-        say("\nchat with it: " + shlex.join(chat_command(plan.folder(plan.steps[-1]) / "actor")))
+        say("\nchat with it: " + shlex.join(chat_command(Path(plan.runs[-1].folder, "actor"))))
 
 
 def chat_command(actor: Path) -> list[str]:
@@ -134,7 +134,7 @@ def stopped(event: str, plan: run_plan.RunPlan, folder: Path | None = None) -> i
 def plan_request(config: recipe.TrainConfig, plan: run_plan.RunPlan) -> PlanRequest:
     """The input of the estimate."""
     return PlanRequest(
-        {run.number: run.fields for run in plan.runs},
+        {run.number: run.fields for run, _ in plan.commands},
         plan.cluster.num_processes,
         plan.cluster.processes_here,
         config.device_memory_gib,

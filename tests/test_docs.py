@@ -103,9 +103,9 @@ def dry_run(words: list[str]) -> None:
     """Plan what ``train.py`` would run, and parse it as the steps would."""
     made = run_plan.plan(*recipe.parse_args([*words, "--dry_run"]), ROOT)
     assert made.commands
-    for step, command in made.commands:
+    for run, command in made.commands:
         script = [word.endswith("main.py") for word in command].index(True)
-        parser.parse(step.config_class, command[script + 1 :])
+        parser.parse(run.step.config_class, command[script + 1 :])
 
 
 def parse_step(words: list[str]) -> None:

@@ -43,7 +43,7 @@ class DeepSpeedConfig(QuantizedConfig):
     offload: Optional[list[str]] = speed_flag(
         None,
         "Keep in CPU memory: optimizer, params (ZeRO-3), activations, reference, reward, teacher, "
-        "frozen (those three), rollout (states, in rollouts); no value or auto: the first two.",
+        "frozen (these three), rollout (states, in rollouts); no value or auto: the first two.",
         short=True,
         nargs="*",
     )

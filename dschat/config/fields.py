@@ -116,7 +116,7 @@ def changed(config: Any) -> dict[str, Any]:
 
 def of_result(config_class: type, *settings: Mapping[str, Any]) -> set[str]:
     """Names of the flags that the result of a command depends on, but for rounding; with
-    ``settings`` those that one of them uses.
+    ``settings`` only the flags that one of them uses.
     """
 
     def is_used(needs: str | None) -> bool:
@@ -204,7 +204,7 @@ def _dict_problem(value: Any) -> str:
         is_json = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError, RecursionError):
         is_json = False
-    return "" if is_json else "has a key or value that JSON has not; make it text, in quotes"
+    return "" if is_json else "has a key or value that JSON does not have; make it text, in quotes"
 
 
 def _list_problem(value: Any, hint: Any, may_be_empty: bool) -> str:

@@ -22,8 +22,8 @@ class QuantizedConfig:
 
     load_in_4bit: Optional[list[str]] = flag(
         None,
-        "Hold the frozen linear layers in 4 bits (NF4). Step 3: those of actor, critic, reward, "
-        "teacher; no value: of all of them.",
+        "Hold the frozen linear layers in 4 bits (NF4). Step 3: of these models: actor, critic, "
+        "reward, teacher; no value: of all.",
         nargs="*",
     )
     load_in_8bit: Optional[list[str]] = flag(None, "The same in 8 bits.", nargs="*")
@@ -101,7 +101,7 @@ class LoraConfig:
     share_base: bool = flag(
         False,
         "Hold the actor's frozen weights once: reward model and critic are step 2's LoRA adapter "
-        "and score head on them. --critic_lora_dim, by default the actor's, is that of a critic "
+        "and score head on them. --critic_lora_dim, by default the actor's: rank of a critic "
         "without a reward model.",
     )
 

@@ -1,9 +1,9 @@
 """Names that are not flags: old flags, and settings of other trainers.
 
-DeepSpeed-Chat's old flags still work, and with a warning those of the minor version before;
+DeepSpeed-Chat's old flags still work, and with a warning the flags of the minor version before;
 settings that were recorded under old names are translated alike: `old_flags.ini`. Other names are
-refused in one line that says what to use: `other_trainers.ini` has those of TRL, OpenRLHF, verl and
-DeepSpeed-Chat.
+refused in one line that says what to use: `other_trainers.ini` has the names of TRL, OpenRLHF, verl
+and DeepSpeed-Chat.
 """
 
 import inspect
@@ -97,7 +97,7 @@ def warn_if_deprecated(flag: str) -> None:
 
 def set_in(args: Any, names: Collection[str]) -> dict[str, Any] | None:
     """The attributes of an object or a class, such as ``class args: kl_coef = 0.1``; of a config of
-    transformers or TRL those that were set, as plain values. None: it is none of these.
+    transformers or TRL the attributes that were set, as plain values. None: it is none of these.
 
     ``names``: of flags.
     """
@@ -145,10 +145,10 @@ def hint(
     name: str, names: Collection[str], prefix: str = "", python: Mapping[str, str] | None = None
 ) -> str:
     """The end of an error about the unknown flag ``name``: what replaced it, its name here, or why
-    there is none; for a name of no other trainer, the closest of ``names``.
+    it has none; for a name that no other trainer uses, the closest of ``names``.
 
-    ``prefix`` is that of flags, empty for keys; ``python`` has the flags that constructors call
-    otherwise.
+    ``prefix``: "--" for flags, empty for keys; ``python``: flag -> its name as an argument of
+    a constructor.
     """
     called = {known: (python or {}).get(known, known) for known in names}
 

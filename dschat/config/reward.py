@@ -52,8 +52,8 @@ class RewardSourcesConfig:
     reward_workers: int = speed_flag(4, "Workers of --reward_pool per process.", ge=1)
     on_reward_error: Literal["error", "skip"] = flag(
         "error",
-        "error: stop the run. skip: retry sample by sample, drop those that still fail (logged as "
-        "rollout/unscored).",
+        "error: stop the run. skip: retry sample by sample, drop samples that still fail (logged "
+        "as rollout/unscored).",
     )
 
     @property

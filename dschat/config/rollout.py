@@ -124,8 +124,8 @@ class RolloutConfig:
         return self.max_staleness or 2
 
     def rollout_prompts(self, world_size: int) -> int:
-        """Prompts in one rollout, over all processes; at least those of an optimizer step, for
-        which DeepSpeed-Chat's gradient accumulation takes several rollouts of one policy.
+        """Prompts in one rollout, over all processes; at least the prompts of an optimizer step,
+        for which DeepSpeed-Chat's gradient accumulation takes several rollouts of one policy.
         """
         config: Any = self  # the step's dataclass has the other flags
         prompts = self.per_device_generation_batch_size * self.generation_batches * world_size
@@ -221,11 +221,11 @@ PARTS = (*STEP_PARTS, "liger")
 
 
 def cuda_kernels() -> frozenset[str]:
-    """The parts that are on: those listed, separated by commas; 0 or empty: none; 1 or unset: all,
-    since they are faster than torch (docs/lab/measured-gpu.md).
+    """The parts that are on. Set: the listed parts, separated by commas; 0 or empty: none; 1 or
+    unset: all, since they are faster than torch (docs/lab/measured-gpu.md).
 
     Raises:
-        UserError: a part that there is not.
+        UserError: an unknown part.
     """
     value = os.environ.get(VARIABLE, "1")
     if value in ("", "0"):

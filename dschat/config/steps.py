@@ -109,8 +109,8 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, 
     @classmethod
     def from_namespace(cls: type[Config], args: Any) -> Config:
         """This dataclass from ``args``: an instance, a dict, or any object with some of the fields.
-        None is a default. Other attributes are not read; those that are settings of other trainers
-        are named in a warning.
+        None is a default. Other attributes are not read; a warning names
+        the settings of other trainers among them.
 
         Raises:
             UserError: a value of the wrong type.

@@ -17,26 +17,17 @@ _CONFIGS: dict[int, type[CommonConfig]] = {1: SFTConfig, 2: RewardConfig, 3: RLH
 class PlanRequest:
     """The steps to estimate, the devices they run on, and what to say about time and cost.
 
-    Attributes:
-        steps: step number -> the fields given for it, with ``output_dir``.
-        num_processes: of the run.
-        processes_here: processes on one machine, which share its host memory.
-        device_memory_gib: of the GPU; None: that of ``device_name``, else of this machine's device.
-        device_name: a name in `dschat.estimate.devices`; None: this machine's device, or any GPU of
-            ``device_memory_gib``.
-        price: dollars of a device hour.
-        tokens: mean tokens of a prompt and of an answer; None: the longest.
-        examples: of an epoch.
+    Without ``device_name`` and ``device_memory_gib`` the device is this machine's.
     """
 
-    steps: Mapping[int, Mapping[str, Any]]
+    steps: Mapping[int, Mapping[str, Any]]  # number -> given fields, with ``output_dir``
     num_processes: int
-    processes_here: int
-    device_memory_gib: Optional[float] = None
-    device_name: Optional[str] = None
-    price: Optional[float] = None
-    tokens: Optional[Sequence[int]] = None
-    examples: Optional[int] = None
+    processes_here: int  # on one machine, which share its host memory
+    device_memory_gib: Optional[float] = None  # of the GPU; None: what a ``device_name`` has
+    device_name: Optional[str] = None  # of a row in `dschat.estimate.devices`
+    price: Optional[float] = None  # dollars of a device hour
+    tokens: Optional[Sequence[int]] = None  # mean of a prompt and of an answer; None: the longest
+    examples: Optional[int] = None  # of an epoch
 
     @classmethod
     def from_json(cls, text: str) -> "PlanRequest":

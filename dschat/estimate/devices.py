@@ -1,8 +1,8 @@
 """The devices of a plan: memory of this machine's or a named one, and the speeds of named GPUs.
 
 Peak rates are the makers': dense 16-bit tensor FLOPs without sparsity, memory bandwidth, NVLink in
-one direction (data sheets give both together), PCIe x16 in one direction. The network and the
-host's memory are those of the maker's 8-GPU system, as one GPU's share of it.
+one direction (data sheets give both together), PCIe x16 in one direction. Network and host memory
+are one GPU's share of the maker's 8-GPU system.
 
 No torch until `find_device` looks at a GPU: train.py's flags name devices.
 """
@@ -26,26 +26,16 @@ LIBRARIES = {"cpu": 0.5 * GIB, "cuda": 0.75 * GIB}
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What one device can do; rates per second.
-
-    Attributes:
-        memory_gib: of the device.
-        flops: peak of dense matrix products in 16 bits.
-        bandwidth: bytes of device memory.
-        link: bytes to the other devices of a node, one direction.
-        network: bytes to other nodes, one direction.
-        pcie: bytes between device and host, one direction.
-        host_bandwidth: bytes of host memory, its share of the node's.
-    """
+    """What one device can do; rates per second, of links in one direction."""
 
     name: str
     memory_gib: float
-    flops: float
-    bandwidth: float
-    link: float
-    network: float
-    pcie: float
-    host_bandwidth: float
+    flops: float  # peak of dense matrix products in 16 bits
+    bandwidth: float  # bytes of device memory
+    link: float  # bytes to the other devices of a node
+    network: float  # bytes to other nodes
+    pcie: float  # bytes between device and host
+    host_bandwidth: float  # bytes of host memory, its share of the node's
 
 
 def _gpu(name: str, gib: float, tflops: float, *gb_per_s: float) -> DeviceSpeed:

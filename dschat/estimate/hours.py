@@ -1,6 +1,6 @@
 """Adds up the seconds of a step, its hours and dollars.
 
-Every row counts at its mean lengths: those of ``--plan_tokens``, else the longest ones.
+Every row counts at its mean lengths: ``--plan_tokens``, else the longest.
 """
 
 import math
@@ -19,17 +19,12 @@ _UNKNOWN = 1000  # steps, where the length of an epoch is not known
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step (step 3: one iteration), of ``rows`` over all devices.
-
-    Attributes:
-        num_steps: of the run; None: the length of an epoch is not known.
-        seconds: of each phase, by name.
-    """
+    """One optimizer step (step 3: one iteration), of ``rows`` over all devices."""
 
     fleet: Fleet
     rows: Rows
-    num_steps: int | None
-    seconds: Mapping[str, float]
+    num_steps: int | None  # of the run; None: the length of an epoch is not known
+    seconds: Mapping[str, float]  # by phase
 
     @property
     def total_s(self) -> float:
@@ -81,9 +76,7 @@ def _supervised(
 def _rlhf(
     fleet: Fleet, estimate: StepEstimate, c: RLHFConfig, rows: Rows
 ) -> Iterator[tuple[str, float]]:
-    """Generation; a scoring pass of every model, the actor's as ``--old_logprobs`` says; the
-    optimizer steps of actor and critic over all epochs.
-    """
+    """Generation; a scoring pass of every model; the optimizer steps of actor and critic."""
     actor, *others = estimate.present
     rollout, tp_size = estimate.rollout, c.inference_tp_size
     assert rollout is not None
@@ -120,23 +113,18 @@ def _batches(c: RLHFConfig | SupervisedConfig, rows: Rows, count: int, by_rows: 
     return math.ceil(rows.count * rows.seq_len / count / tokens) if tokens else by_rows
 
 
-# -- the report ------------------------------------------------------------------------------------
-
-
 def time_lines(estimate: StepEstimate, request: PlanRequest) -> Iterator[str]:
-    """The phases of a step; the hours and dollars of all its steps."""
+    """The seconds of a step by phase; the hours and dollars of all its steps."""
     if estimate.device.speed is None:
         yield "  memory only; for hours and dollars name a GPU with --plan_device"
         return
     try:
-        what = "an iteration" if estimate.rollout else "an optimizer step"
-        yield from _step_lines(step_time(estimate, request), what, request.price)
+        time = step_time(estimate, request)
     except MODEL_ERRORS as error:
         yield f"  no times: {error}"
-
-
-def _step_lines(time: StepTime, what: str, price: float | None) -> Iterator[str]:
+        return
     fleet, rows = time.fleet, time.rows
+    what = "an iteration" if estimate.rollout else "an optimizer step"
     where = f"{fleet.count} x {fleet.device.name}"
     if fleet.count > fleet.per_node:
         where += f" on {math.ceil(fleet.count / fleet.per_node)} nodes"
@@ -148,5 +136,5 @@ def _step_lines(time: StepTime, what: str, price: float | None) -> Iterator[str]
     hours = steps * time.total_s / 3600
     device_hours = hours * fleet.count
     text = f"  {steps:,} step{'s' * (steps > 1)}: {hours:.3g} h, {device_hours:.3g} device hours"
-    text += "" if price is None else f", ${device_hours * price:,.2f}"
+    text += "" if request.price is None else f", ${device_hours * request.price:,.2f}"
     yield text if time.num_steps else f"{text} (--plan_examples N: of an epoch of N examples)"

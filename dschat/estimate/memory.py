@@ -156,19 +156,19 @@ class StepEstimator(Generic[Config]):
         return ZeroSettings.of(self._config, model, self._dtype)
 
     def _sizes(self, use: Use) -> Sizes:
-        """Of what is loaded for ``use``."""
+        """The sizes of what is loaded for ``use``."""
         return self._models.sizes(use)
 
     def _learner(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Learner:
         sizes, args = self._sizes(use), (zero, self._num_processes, self._device.on_gpu)
-        t = training_bytes(sizes.total, sizes.trained, sizes.largest, *args, sizes.linear)
+        training = training_bytes(sizes.total, sizes.trained, sizes.largest, *args, sizes.linear)
         held = {
-            f"{name} weights": t.weights,
-            "optimizer states": t.masters + t.moments,
-            "gradients": t.gradients,
-            "buffers": Held(t.buffers),
+            f"{name} weights": training.weights,
+            "optimizer states": training.masters + training.moments,
+            "gradients": training.gradients,
+            "buffers": Held(training.buffers),
         }
-        return Learner(name, use, sizes, work, zero, held, t.gathered, t)
+        return Learner(name, use, sizes, work, zero, held, training.gathered, training)
 
     def _frozen(self, name: str, use: Use, work: Work, zero: ZeroSettings) -> Model:
         """A frozen model beside one that is trained with ``zero``."""
@@ -195,7 +195,9 @@ class StepEstimator(Generic[Config]):
         if tokens := token_budget(self._config):
             num_rows = max(1, math.ceil(share * tokens * ranks / rows.seq_len))
             rows = rows._replace(num_rows=min(num_rows, step_rows))
-        count = math.ceil(step_rows / rows.num_rows) * ranks  # those of each rank in turn
+        count = (
+            math.ceil(step_rows / rows.num_rows) * ranks
+        )  # the micro-batches of each rank in turn
         lengths = {n: -(-getattr(rows, n) // ranks) for n in ("seq_len", "num_read", "prompt_len")}
         return rows._replace(**lengths), count
 
@@ -209,7 +211,8 @@ class StepEstimator(Generic[Config]):
     def _leftover(self, learners: Sequence[Learner], batch: Batch) -> int:
         """Bytes of small blocks that malloc retains after an optimizer step."""
         return max(
-            self._small(m, batch) + m.training.per_gradient * m.sizes.in_small for m in learners
+            self._small(learner, batch) + learner.training.per_gradient * learner.sizes.in_small
+            for learner in learners
         )
 
     def _moments(self, model: Learner, batch: Batch, num_micro_batches: int, small: int) -> Moments:
@@ -217,20 +220,17 @@ class StepEstimator(Generic[Config]):
 
         ``small``: bytes of small blocks that malloc retains from the passes of all learners.
         """
-        t, several = model.training, num_micro_batches > 1
+        training, several = model.training, num_micro_batches > 1
         retained = self._retained(small)
         run = self._models.run(model.use, model.work, batch, train=True)
-        peak = run.peak(t.per_gradient, several and t.accumulates, retained)
-        activations, logits, gradients = peak
-        from_before = t.partition if several or t.reduces_early else 0
-        backward = {
-            "activations": activations,
-            "logits": logits,
-            "gradients": gradients + from_before,
-            "buffers": t.backward + t.gathered,
-        }
-        moments = [("backward pass", Items(backward))]
-        for moment, (gradients, buffers) in (("reduction", t.reduction), ("update", t.update)):
+        all_gradients = several and training.accumulates
+        activations, logits, gradients = run.peak(training.per_gradient, all_gradients, retained)
+        from_before = training.partition if several or training.reduces_early else 0
+        backward = Items(activations=activations, logits=logits, gradients=gradients + from_before)
+        backward["buffers"] = training.backward + training.gathered
+        moments = [("backward pass", backward)]
+        for moment in ("reduction", "update"):
+            gradients, buffers = getattr(training, moment)
             items = Items(activations=retained or 0, buffers=buffers)
             items["gradients"] = max(gradients, from_before)
             moments.append((moment, items))
@@ -238,11 +238,14 @@ class StepEstimator(Generic[Config]):
 
     def _kept_on_host(self, learners: Sequence[Learner], batch: Batch) -> int:
         """Bytes of host memory for inputs of layers (``--offload activations``), on a GPU."""
-        tokens, most = batch.num_rows * batch.seq_len, 0
-        for use, shape in ((m.use, m.sizes.shape) for m in learners):
-            if use.gradient_checkpointing and use.activations_on_host and shape is not None:
-                most = max(most, tokens * shape.num_layers * shape.hidden * self._dtype.itemsize)
-        return most
+        token_bytes = [
+            learner.shape.num_layers * learner.shape.hidden * self._dtype.itemsize
+            for learner in learners
+            if learner.use.gradient_checkpointing
+            and learner.use.activations_on_host
+            and learner.sizes.shape is not None
+        ]
+        return batch.num_rows * batch.seq_len * max(token_bytes, default=0)
 
     def _forward(self, model: Model, batch: Batch, leftover: int) -> Items:
         """A pass without gradients; ``leftover``: see `_leftover`."""
@@ -256,13 +259,14 @@ class StepEstimator(Generic[Config]):
         self,
         number: int,
         lines: list[str],
-        held: tuple[Items, Items],
+        on_device: Items,
+        on_host: Items,
         modes: list[Mode],
         present: Sequence[Model],
         leftover: int,
         rollout: RolloutBytes | None = None,
     ) -> StepEstimate:
-        """The estimate: every mode with the persistent memory added.
+        """The estimate: every mode with what is held ``on_device`` between passes added.
 
         On a CPU host memory is device memory, and saving the learners, one file at a time, is a
         mode of its own: a file holds copies, and the small ones reuse blocks that malloc retains.
@@ -271,22 +275,21 @@ class StepEstimator(Generic[Config]):
         uses = [model.use.frozen for model in present if isinstance(model, Learner)]
         sizes = max((self._models.sizes(use) for use in uses), key=lambda s: s.total)
         written = min(self._dtype.itemsize * sizes.total, MAX_FILE_BYTES)
-        persistent, host = held
-        persistent["libraries"] = self._device.libraries
+        on_device["libraries"] = self._device.libraries
         if self._device.on_gpu:
             # One process writes; it may use the host memory of all processes.
-            host["file being written"] = written // self._device.processes_here
+            on_host["file being written"] = written // self._device.processes_here
         else:
-            persistent, host = persistent + host, Items()
+            on_device, on_host = on_device + on_host, Items()
             most = max(mode.items["activations"] for mode in modes)
-            persistent["kept by malloc"] = round(HOLES * most)
+            on_device["kept by malloc"] = round(HOLES * most)
             retained = self._retained(leftover) or 0
             reused = min(retained, written * sizes.in_small // sizes.total)
             saving = {"file being written": written - reused, "activations": retained}
             modes = [*modes, Mode("saving", Items(saving))]
-        modes = [replace(mode, items=persistent + mode.items) for mode in modes]
+        modes = [replace(mode, items=on_device + mode.items) for mode in modes]
         where = self._config, self._device, self._num_processes
-        return StepEstimate(number, *where, lines, modes, +host, present, rollout)
+        return StepEstimate(number, *where, lines, modes, +on_host, present, rollout)
 
 
 class SupervisedEstimator(StepEstimator[SupervisedConfig]):
@@ -326,12 +329,13 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
                 moments.append(("reference", self._forward(reference, batch, leftover)))
                 evaluation.append(("reference", self._forward(reference, held_out, leftover)))
             lines.append(f"reference: {name}")
-        held = held_by(present)
-        held[1]["activations"] = self._kept_on_host([model], batch)
+        on_device, on_host = held_by(present)
+        on_host["activations"] = self._kept_on_host([model], batch)
         return self._finished(
             1 if pairs is None else 2,
             lines,
-            held,
+            on_device,
+            on_host,
             [fullest("training", moments), fullest("evaluation", evaluation)],
             present,
             leftover,

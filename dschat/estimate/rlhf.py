@@ -45,19 +45,19 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         c, learners = self._config, self._learners()
         actor, frozen = learners[0], self._frozen_models(learners[0])
         present = [*learners, *frozen.values()]
-        held = held_by(present)
+        on_device, on_host = held_by(present)
         if c.enable_ema:
-            held[0]["moving average"] = 4 * -(-actor.sizes.trained // self._num_processes)
+            on_device["moving average"] = 4 * -(-actor.sizes.trained // self._num_processes)
         # The first optimizer step allocates Adam's moments, after the first rollout.
-        to_come = sum(learner.training.moments.device for learner in learners)
-        rollout = self._rollout(actor, held[0].total() + self._device.libraries - to_come)
-        held[0].update(self._rollout_items(rollout, stays=True))
+        moments = sum(learner.training.moments.device for learner in learners)
+        rollout = self._rollout(actor, on_device.total() + self._device.libraries - moments)
+        on_device.update(self._rollout_items(rollout, stays=True))
 
         columns = c.longest_row, c.max_answer_seq_len
         rows = Batch(c.per_device_training_batch_size, *columns)
         batch, num_micro_batches = self._micro_batch(rows, c.mini_batch_size(1))
         batch = self._with_shared_prompts(batch)
-        held[1]["activations"] = self._kept_on_host(learners, batch)
+        on_host["activations"] = self._kept_on_host(learners, batch)
         scored = self._with_shared_prompts(self._micro_batch(rows, c.rollout_samples(1))[0])
         evaluated, _ = self._micro_batch(Batch(c.eval_batch_size, *columns), c.eval_batch_size)
         leftover = self._leftover(learners, batch)
@@ -65,7 +65,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         # A frozen base serves as the reference, with the adapters off.
         readers: dict[str, Model] = {"reference": actor} if c.needs_reference else {}
         readers |= frozen
-        scoring = [(m.name, self._forward(m, scored, leftover)) for m in learners]
+        scoring = [(model.name, self._forward(model, scored, leftover)) for model in learners]
         scoring += self._readings(readers, scored, leftover)
         freed = self._rollout_items(rollout, stays=False)
         generation = freed + Items(
@@ -82,7 +82,9 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             fullest("evaluation", evaluation),
         ]
         lines = self._lines(learners, frozen, rollout)
-        return self._finished(3, lines, held, modes, present, leftover, rollout)
+        return self._finished(
+            *(3, lines, on_device, on_host, modes, present, leftover), rollout=rollout
+        )
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         return rows * vocab_size * (size + 4 * copies)
 
     def _rollout_items(self, rollout: RolloutBytes, stays: bool) -> Items:
-        """The rollout's weights and cache: the persistent ones, or those freed after a rollout."""
+        """The rollout's weights and cache, as far as they stay or are freed after a rollout."""
         c, items = self._config, Items()
         if c.unpin_actor_parameters != stays:
             items["rollout copy"] = rollout.weights
@@ -262,16 +264,17 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         """``generation``, less the optimizer states that are moved away meanwhile."""
         items = generation.copy()
         if self._config.offloads("rollout") and self._device.on_gpu:
-            for t in (learner.training for learner in learners):
-                items["optimizer states"] -= t.moments.device + t.masters.device
+            for learner in learners:
+                states = learner.training.moments + learner.training.masters
+                items["optimizer states"] -= states.device
         return items
 
     def _readings(self, readers: dict[str, Model], batch: Batch, leftover: int) -> Moments:
         """The passes of frozen models; the reward model's reads the last token only."""
         last = batch._replace(num_read=1)
         return [
-            (name, self._forward(m, last if m.work == "value" else batch, leftover))
-            for name, m in readers.items()
+            (name, self._forward(model, last if model.work == "value" else batch, leftover))
+            for name, model in readers.items()
         ]
 
     def _updates(
@@ -279,11 +282,11 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
     ) -> Iterator[tuple[str, Items]]:
         """The moments of the optimizer steps of actor and critic."""
         small = max(self._small(learner, batch) for learner in learners)
-        for m in learners:
+        for model in learners:
             # Pretraining text doubles the actor's micro-batches.
-            several = 2 if m.name == "actor" and self._config.unsupervised_dataset_name else 1
-            for moment, items in self._moments(m, batch, several * num_micro_batches, small):
-                yield f"{m.name}, {moment}", items
+            several = 2 if model.name == "actor" and self._config.unsupervised_dataset_name else 1
+            for moment, items in self._moments(model, batch, several * num_micro_batches, small):
+                yield f"{model.name}, {moment}", items
 
     def _lines(
         self, learners: Sequence[Learner], frozen: dict[str, Model], rollout: RolloutBytes

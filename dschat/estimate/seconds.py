@@ -1,10 +1,7 @@
 """Computes the seconds of each phase of a step from FLOPs, bytes and the speed of devices.
 
-A pass takes its model FLOPs over an achieved share of the peak. A decode step takes its bytes
-(weights and KV cache) over an achieved share of the memory bandwidth, or its FLOPs where those take
-longer. Communication takes its bytes over the slowest link on the way; a part of it runs behind
-matrix products. The shares are few and fitted: ``benchmarks/plan_against_published.py --fit``
-repeats the fit, docs/lab/cost.md has its table, and what dschat took on GPUs.
+docs/lab/cost.md has the formulas and how the shares were fitted;
+``benchmarks/plan_against_published.py --fit`` repeats the fit.
 """
 
 from dataclasses import dataclass, replace
@@ -32,28 +29,17 @@ _MOVED_BYTES = 2 + 2  # an element of an offloaded optimizer: gradient to the ho
 
 @dataclass(frozen=True)
 class Shares:
-    """What software reaches of a device's peaks.
+    """What software reaches of a device's peaks."""
 
-    Attributes:
-        products: of peak FLOPs, in passes with and without gradients.
-        decode: of the memory bandwidth, in decode steps.
-        step_launches: operations that a layer of a decode step waits for.
-        cache_passes: how often a decode step reads or writes the cache; 1 unless it is copied.
-    """
-
-    products: float
-    decode: float
-    step_launches: float = 0.0
-    cache_passes: float = 1.0
+    products: float  # of peak FLOPs, in passes with and without gradients
+    decode: float  # of the memory bandwidth, in decode steps
+    step_launches: float = 0.0  # operations that a layer of a decode step waits for
+    cache_passes: float = 1.0  # times that a decode step reads or writes the cache
 
 
-# Fitted on OpenRLHF's 7B rows, colocated and with vLLM. The share of the bandwidth is at its bound:
-# copies of large tensors reach nine tenths. Launches: of the seven kernels of a layer, which start
-# before the one in front of them has ended; so OPT-1.3B, GPT-2 and Llama-7B on an H100 and an
-# H200 decode within 11% of the plan.
+# OpenRLHF's 7B rows. The seven kernels of a layer start before the one in front of them has ended.
 ENGINE = Shares(products=0.4075, decode=0.9, step_launches=5)
 # Transformers' generate: a step reads and writes the whole cache to append to it, then reads it.
-# The launches are fitted on the 7B rows of DeepSpeed-Chat and OpenRLHF that use it.
 HF_LOOP = replace(ENGINE, step_launches=164.8, cache_passes=3)
 
 
@@ -126,8 +112,7 @@ class Fleet:
         """Decode steps of all answers; ``concurrent`` sequences in each tensor-parallel group.
 
         A step reads the weights and the keys and values of its sequences, on average half way
-        through their answers, while it computes. `Shares.cache_passes` is more than 1 where it also
-        copies the cache.
+        through their answers, while it computes.
         """
         shares, per_group = self.shares, rows.count / (self.count / tp_size)
         concurrent = min(max(1.0, concurrent), per_group)
@@ -165,18 +150,14 @@ class Fleet:
         return self._gather_s(model.use.dtype.itemsize * model.sizes.trained)
 
     def _weights_s(self, model: Model) -> float:
-        """A gather of ZeRO-3's shards of the weights, first read from the host if offloaded; no
-        lower stage gathers weights in a pass, on any number of devices.
-        """
+        """A gather of ZeRO-3's shards of the weights, first read from the host if offloaded."""
         if model.zero.used_stage < 3:
             return 0.0
         read_s = model.num_bytes / self.count / self.device.pcie
         return self._gather_s(model.num_bytes) + model.zero.offload_parameters * read_s
 
     def _reduces_s(self, model: Model, tokens: float, tp_size: int) -> float:
-        """Tensor parallelism's two all-reduces a layer for ``tokens`` of a group, which is within
-        one node.
-        """
+        """Tensor parallelism's two all-reduces a layer, for ``tokens`` of a group within a node."""
         reduces = 2 * model.shape.num_layers * (tp_size > 1)
         num_bytes = 2 * tokens * model.shape.hidden * model.use.dtype.itemsize
         bytes_s = num_bytes * (tp_size - 1) / tp_size / (LINK_SHARE * self.device.link)

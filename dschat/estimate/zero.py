@@ -39,36 +39,21 @@ class Held:
 
 @dataclass(frozen=True)
 class Training:
-    """Bytes of one trained model.
+    """Bytes of one trained model."""
 
-    Attributes:
-        weights: of the forward pass: all, or this process's shard.
-        gathered: weights gathered from other processes during a pass.
-        masters, moments: fp32.
-        gradients: persistent ones.
-        buffers: persistent ones.
-        per_gradient: of a gradient element after its backward pass.
-        accumulates: gradients stay until the step; else they are reduced into ``partition``.
-        partition: gradients of this process's partition, from the first reduction to the step.
-        reduces_early: buckets fill up, and are reduced, during the backward pass.
-        backward: work space of the backward pass.
-        reduction: gradients and work space during the last reduction.
-        update: gradients and work space of the optimizer step.
-    """
-
-    weights: Held
-    gathered: int
-    masters: Held
-    moments: Held
-    reduction: tuple[int, int]
-    update: tuple[int, int]
-    gradients: Held = Held()
-    buffers: int = 0
-    per_gradient: int = 0
-    accumulates: bool = False
-    partition: int = 0
-    reduces_early: bool = False
-    backward: int = 0
+    weights: Held  # of the forward pass: all, or this process's shard
+    gathered: int  # weights gathered from other processes during a pass
+    masters: Held  # fp32
+    moments: Held  # fp32
+    reduction: tuple[int, int]  # gradients and work space during the last reduction
+    update: tuple[int, int]  # gradients and work space of the optimizer step
+    gradients: Held = Held()  # persistent ones
+    buffers: int = 0  # persistent ones
+    per_gradient: int = 0  # of a gradient element after its backward pass
+    accumulates: bool = False  # gradients stay until the step; else they go into `partition`
+    partition: int = 0  # gradients of this process's partition, from the first reduction on
+    reduces_early: bool = False  # buckets fill up, and are reduced, during the backward pass
+    backward: int = 0  # work space of the backward pass
 
 
 class _Elements(NamedTuple):

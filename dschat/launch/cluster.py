@@ -268,7 +268,7 @@ def find(
 
 def _quoted_for_pdsh(word: str) -> str:
     """``word``, escaped for DeepSpeed, pdsh and a remote shell: DeepSpeed puts words with a space
-    in double quotes and escapes only those, pdsh replaces %h, %u and %n, and reads %% as %.
+    in double quotes and escapes only those words, pdsh replaces %h, %u and %n, reads %% as %.
     """
     quoted = re.sub(r"[\\$`]", r"\\\g<0>", word) if " " in word else shlex.quote(word)
     return quoted.replace("%", "%%")

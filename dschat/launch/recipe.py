@@ -1,7 +1,6 @@
-"""Parses train.py's command line and a recipe file into the fields of each step.
+"""Parses train.py's command line and a recipe file into the given fields of each step.
 
-Only given fields, converted to their types: defaults are left to the step. `run_plan` decides
-which steps run.
+The fields have their types; defaults are left to the step. `step_runs` decides which steps run.
 """
 
 import os
@@ -9,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
+from dschat.checkpoint.compatibility import BASE
+from dschat.checkpoint.manifest import COMPLETE
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError, parser
 from dschat.config.errors import require
 from dschat.config.fields import flag, require_valid
@@ -18,16 +19,21 @@ from dschat.config.renamed import hint, require_known, unknown
 from dschat.estimate.devices import find_speed
 from dschat.launch.cluster import ClusterConfig
 
+Fields = Mapping[str, Any]
+Reason = Literal[
+    "asked for", "needed", "finished", "input", "base", "trained already", "not needed"
+]
+
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One of the three steps. Its script is ROOT/name/main.py, its output goes to OUT/folder."""
+    """One of the three steps. Its script is ROOT/name/main.py."""
 
     number: int
     name: str
     title: str
     config_class: type[CommonConfig]
-    folder: str
+    base_flag: str = ""  # train.py's flag for its base model
 
     @property
     def fields(self) -> set[str]:
@@ -41,14 +47,45 @@ class TrainingStep:
 
 
 STEPS = {
-    1: TrainingStep(1, "step1_sft", "supervised fine-tuning", SFTConfig, "step1_sft"),
-    2: TrainingStep(2, "step2_reward", "reward model", RewardConfig, "step2_reward"),
-    3: TrainingStep(3, "step3_rlhf", "RLHF", RLHFConfig, "step3_rlhf"),
+    1: TrainingStep(1, "step1_sft", "supervised fine-tuning", SFTConfig, "actor_model"),
+    2: TrainingStep(2, "step2_reward", "reward model", RewardConfig, "reward_model"),
+    3: TrainingStep(3, "step3_rlhf", "RLHF", RLHFConfig),
 }
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """A step of a run. A plan is made in stages that take and return a list of these."""
+
+    step: TrainingStep
+    folder: str  # of its output
+    fields: Fields  # given ones; from `step_runs.choose` on with ``output_dir``
+    compared: Optional[Fields] = None  # what a finished step is compared by; None: ``fields``
+    reason: Reason = "not needed"  # why it trains, is reused or is left out
+    note: str = ""  # a line for the user, from the last stage
+
+    @property
+    def number(self) -> int:
+        return self.step.number
+
+    @property
+    def trains(self) -> bool:
+        return self.reason in ("asked for", "needed")
+
+    @property
+    def is_reused(self) -> bool:
+        """Whether its finished output is used."""
+        return self.reason in ("finished", "input", "base")
+
+    @property
+    def is_finished(self) -> bool:
+        return os.path.exists(os.path.join(self.folder, COMPLETE))
+
+
 # Metrics of steps 1 and 2; the others are of step 3.
 _SUPERVISED = ("eval/loss", "eval/perplexity", "eval/accuracy", "eval/margin", "eval/rewards/")
 _SECTIONS = ("model", "common", "step1", "step2", "step3", "launch", "summary")
-# Sections of train.py's own flags, and those that they may have.
+# Sections of train.py's own flags, and the flags that each may have.
 _OWN = {"model": ("actor_model", "reward_model"), "launch": ("num_nodes", "num_gpus")}
 
 
@@ -215,57 +252,59 @@ def load_recipe(name: str, folder: Path) -> Recipe:
     return Recipe(path.stem, values, train, content.get("summary") is True)
 
 
-def step_values(
-    config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, sft_folder: str
-) -> dict[int, dict[str, Any]]:
-    """Each step's given fields: from the recipe, --actor_model and --reward_model, then flags.
-
-    ``{step1}`` in a recipe's value stands for ``sft_folder``. Where step 2 trains the policy, it
-    does not take the base of a reward model.
+def given_steps(
+    config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, out: Path
+) -> list[StepRun]:
+    """All three steps with their given fields: from the recipe, --actor_model and --reward_model,
+    then flags.
 
     Raises:
         UserError: an unknown flag (with the closest one), a flag of a step outside ``--step``, or
             a value of the wrong type.
     """
-    flags = _route(config, groups)
-    values = {}
-    for n, step in STEPS.items():
-        values[n], given = dict(recipe.values[n]), parser.given(step.config_class, flags[n])
-        name = {1: "actor_model", 2: "reward_model"}.get(n, "")
-        base, default = getattr(config, name, None), recipe.train.get(name)
-        losses = [given.get("loss", values[n].get("loss")), values[n].get("loss")]
-        if losses.count("ipo") == 1:  # its beta is on another scale
-            values[n].pop("beta", None)
-        if n == 2 and RewardConfig(**values[n] | given).trains_policy:
-            base = default = None
-        if base:
-            values[n]["model_name_or_path"] = base
-        elif default:
-            values[n].setdefault("model_name_or_path", default)
-        for key, value in values[n].items():
-            if isinstance(value, str):
-                values[n][key] = value.replace("{step1}", sft_folder)
-        values[n] |= given
-    return values
-
-
-def earlier_step_values(
-    config: TrainConfig, groups: Sequence[Sequence[str]], recipe: Recipe, sft_folder: str
-) -> dict[int, dict[str, Any]]:
-    """As `step_values`, for steps outside ``--step``: without unprefixed flags that a step in
-    ``--step`` takes. With ``--step 3``, ``--data_path`` is not about the data of step 1.
-    """
-    taken = set().union(*(STEPS[n].flags for n in config.step or STEPS))
+    asked = config.step or STEPS
+    # Of a step outside of --step: with --step 3, --data_path is not about the data of step 1.
+    taken = set().union(*(STEPS[n].flags for n in asked))
     others = [group for group in groups if flag_name(group) not in taken]
-    return step_values(config, others, recipe, sft_folder)
+    argv, own_argv = _route(config, groups), _route(config, others)
+    return [
+        StepRun(
+            step,
+            str(out / step.name),
+            _given_fields(step, config, recipe, argv[n], out),
+            None if n in asked else _given_fields(step, config, recipe, own_argv[n], out),
+        )
+        for n, step in STEPS.items()
+    ]
+
+
+def _given_fields(
+    step: TrainingStep, config: TrainConfig, recipe: Recipe, argv: Sequence[str], out: Path
+) -> Fields:
+    """``{step1}`` in a recipe's value stands for the output folder of step 1. Where step 2 trains
+    the policy, it does not take the base of a reward model.
+    """
+    values, given = dict(recipe.values[step.number]), parser.given(step.config_class, argv)
+    losses = [given.get("loss", values.get("loss")), values.get("loss")]
+    if losses.count("ipo") == 1:  # its beta is on another scale
+        values.pop("beta", None)
+    is_policy = step.number == 2 and RewardConfig(**values | given).trains_policy
+    if step.base_flag and not is_policy:
+        named, default = getattr(config, step.base_flag), recipe.train.get(step.base_flag)
+        if base := named or values.get(BASE) or default:
+            values[BASE] = base
+    for key, value in values.items():
+        if isinstance(value, str):
+            values[key] = value.replace("{step1}", str(out / STEPS[1].name))
+    return values | given
 
 
 def _route(config: TrainConfig, groups: Sequence[Sequence[str]]) -> dict[int, list[str]]:
     """The argv of each step: a flag goes to the step of its prefix, or all steps that have it."""
     known = {n: step.flags for n, step in STEPS.items()}
-    # Step 3 may have to run the steps before it, so it allows their flags.
     running = set(config.step or STEPS)
-    running |= set(STEPS) if 3 in running else set()
+    if 3 in running:  # which may have to run the steps before it
+        running = set(STEPS)
     argv: dict[int, list[str]] = {n: [] for n in STEPS}
     prefixed = {f"step{n}.{name}" for n, names in known.items() for name in names}
     hints: dict[str, str] = {}

@@ -5,44 +5,32 @@ step is a script, its flags and an output folder.
 """
 
 import glob
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 import dschat.distributed as dist
 from dschat.config import UserError, parser
-from dschat.config.fields import read_text
 from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, kind_of
 from dschat.launch import cluster, supervisor
 from dschat.launch.cluster import Cluster
+from dschat.launch.earlier_runs import resume, reuse
 from dschat.launch.recipe import (
-    STEPS,
-    Recipe,
-    TrainConfig,
-    TrainingStep,
-    earlier_step_values,
-    flag_name,
-    load_recipe,
-    step_values,
-)
-from dschat.launch.step_runs import (
-    BASE,
     Fields,
+    Recipe,
     StepRun,
-    check_finished,
-    folder_of,
-    resume,
-    select_steps,
-    step_runs,
+    TrainConfig,
+    flag_name,
+    given_steps,
+    load_recipe,
 )
-from dschat.observability.metrics_log import SETTINGS
-from dschat.runtime.output_dir import COMPLETE, check_apart, check_writable
+from dschat.launch.step_runs import choose, select
+from dschat.runtime.output_dir import check_apart, check_writable
 from dschat.startup.performance import num_cores
 
 
@@ -51,35 +39,26 @@ class RunPlan:
     """The steps to run, in order, and notes for the user."""
 
     output_dir: Path
-    steps: list[TrainingStep]  # of the run, including finished ones
-    runs: list[StepRun]
+    runs: list[StepRun]  # every step of the run: that trains, is reused or is left out
+    commands: list[tuple[StepRun, list[str]]]
     notes: list[str]
     environment: dict[str, str]
     summary: bool
     cluster: Cluster
     restart_flags: list[str]  # given flags that keep the same command from resuming
-    root: Path
 
-    @property
-    def commands(self) -> list[tuple[TrainingStep, list[str]]]:
-        return [(run.step, self._command(run)) for run in self.runs]
-
-    def _command(self, run: StepRun) -> list[str]:
-        script = os.path.relpath(self.root / run.step.name / "main.py")
-        return self.cluster.command(run.number, [script, *parser.to_flags(run.fields)])
-
-    def folder(self, step: TrainingStep) -> Path:
-        return self.output_dir / step.folder
-
-    def finished(self, step: TrainingStep) -> bool:
+    def finished(self, run: StepRun) -> bool:
         """Whether the step wrote its COMPLETE file. Other machines than the first rely on the
         launcher's exit code: their disk may not have the file, or not yet.
         """
-        return not self.cluster.is_first or _finished(self.output_dir, step)
+        return not self.cluster.is_first or run.is_finished
 
 
 def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> RunPlan:
     """The commands for ``config`` and the steps' flags ``groups`` (both from ``parse_args``).
+
+    Every stage takes the steps of the run and returns them: `given_steps`, `select`, `choose`,
+    `reuse`, `resume`. `_command` shows a step after any of them.
 
     Raises:
         UserError: an invalid flag, recipe, data file or model folder.
@@ -89,58 +68,47 @@ def plan(config: TrainConfig, groups: Sequence[Sequence[str]], root: Path) -> Ru
             f"{dist.world_size()} processes run train.py, which starts the processes itself: run "
             "it once (on SLURM with --launcher slurm), or once per machine with its --node_rank"
         )
+    notes: list[str] = []
+
+    def noted(runs: list[StepRun]) -> list[StepRun]:
+        notes.extend(run.note for run in runs if run.note)
+        return runs
+
     recipe, out = _recipe_and_folder(config, groups, root)
-    # The fields of each step, from recipe and flags.
-    sft_folder = folder_of(out, STEPS[1])
-    values = step_values(config, groups, recipe, sft_folder)
-    steps, notes = select_steps(config, values)
-    asked, last = config.step or (), max(steps)
-    if not asked or last in asked:
-        _check_same_policy(steps[last], values[last], out)
-    # Which steps run, from which models, into which folders.
-    finished = [n for n, step in steps.items() if _finished(out, step)]
-    trained = [
-        n
-        for n, is_trained in ((1, _is_finished_sft), (2, _is_score_model))
-        if n in steps and (base := values[n].get(BASE)) and is_trained(Path(base))
-    ]
-    chosen = step_runs(steps, values, asked, finished, trained, out)
-    notes += [note for run in chosen if (note := run.note(last, out))]
-    runs, reused = ([r for r in chosen if r.status == status] for status in ("runs", "reused"))
-    if any([supervisor.wait_until_free(Path(r.folder), config.node_rank or 0) for r in runs]):
-        return plan(config, groups, root)  # the other run may have saved more
-    for run in runs:
-        run.step.config_class(**run.fields).validate()
-        _check_inputs(run.fields, made_here={earlier.folder for earlier in runs})
-        check_apart(run.folder, run.fields)
-    # On which machines.
+    runs = noted(select(given_steps(config, groups, recipe, out), config))
+    runs = noted(_chosen_when_free(runs, config))
+    _check(runs)
     example = root / "training" / "launch" / "hostfile"
     machines = cluster.find(config, recipe.train, _num_gpus(), example, config.dry_run)
-    num_processes = machines.num_processes
-    # What becomes of finished and interrupted steps.
-    earlier = earlier_step_values(config, groups, recipe, sft_folder)
-    for run in reused:
-        compared = None
-        if run.number not in (asked or steps):
-            compared = earlier[run.number]
-            run = replace(run, fields={**compared, "output_dir": run.folder})
-        notes += check_finished(run, compared, num_processes, config.reuse)
-    _check_parallel(runs, num_processes)
-    for run in runs if machines.is_first and not config.dry_run else ():
-        check_writable(Path(run.folder))
+    runs = noted(reuse(runs, config, machines.num_processes))
+    _check_machines(runs, machines, config.dry_run)
     restart_flags = _restart_flags(config, runs)
-    runs, resume_notes = resume(runs, config, num_processes)
+    runs = noted(resume(runs, config, machines.num_processes))
     return RunPlan(
         out,
-        list(steps.values()),
         runs,
-        notes + resume_notes,
+        [(run, _command(run, machines, root)) for run in runs if run.trains],
+        notes,
         _environment(root, machines.processes_here, machines.gpus_here),
         recipe.summary and machines.is_first,
         machines,
         restart_flags,
-        root,
     )
+
+
+def _chosen_when_free(runs: Sequence[StepRun], config: TrainConfig) -> list[StepRun]:
+    """What to run, once the processes of a killed train.py have left the folders."""
+    machine = config.node_rank or 0
+    while True:
+        chosen = choose(runs, config.step or ())
+        folders = [Path(run.folder) for run in chosen if run.trains]
+        if not any([supervisor.wait_until_free(folder, machine) for folder in folders]):
+            return chosen  # else they may have saved more
+
+
+def _command(run: StepRun, machines: Cluster, root: Path) -> list[str]:
+    script = os.path.relpath(root / run.step.name / "main.py")
+    return machines.command(run.number, [script, *parser.to_flags(run.fields)])
 
 
 def _recipe_and_folder(
@@ -160,58 +128,39 @@ def _recipe_and_folder(
 
 def _restart_flags(config: TrainConfig, runs: Sequence[StepRun]) -> list[str]:
     """Given flags that keep the same command from resuming."""
+    fields = [run.fields for run in runs if run.trains]
     given = {
         "--restart": config.restart,
-        "--overwrite_output_dir": any(run.fields.get("overwrite_output_dir") for run in runs),
-        "--resume": any(run.fields.get("resume") not in (None, "latest") for run in runs),
+        "--overwrite_output_dir": any(given.get("overwrite_output_dir") for given in fields),
+        "--resume": any(given.get("resume") not in (None, "latest") for given in fields),
     }
     return [flag for flag, is_given in given.items() if is_given]
 
 
-def _check_parallel(runs: Sequence[StepRun], num_processes: int) -> None:
-    """Checked by the steps too, but only after those before them have run."""
-    for run in runs:
+def _check(runs: Sequence[StepRun]) -> None:
+    """Raise ``UserError`` for settings that a step would refuse, and for missing inputs or inputs
+    in its output folder.
+    """
+    training = [run for run in runs if run.trains]
+    for run in training:
+        run.step.config_class(**run.fields).validate()
+        _check_inputs(run.fields, made_here={earlier.folder for earlier in training})
+        check_apart(run.folder, run.fields)
+
+
+def _check_machines(runs: Sequence[StepRun], machines: Cluster, dry_run: bool) -> None:
+    """Checked by the steps too, but only after the steps before them have run."""
+    count, training = machines.num_processes, [run for run in runs if run.trains]
+    for run in training:
         for flag in ("inference_tp_size", "sequence_parallel_size"):
             size = run.fields.get(flag, 1)
-            if num_processes % size:
-                plural = "es" if num_processes > 1 else ""
+            if count % size:
                 raise UserError(
-                    f"--{flag} {size} does not divide the {num_processes} process{plural}; "
+                    f"--{flag} {size} does not divide the {count} process{'es' * (count > 1)}; "
                     "choose a divisor, or another --num_gpus"
                 )
-
-
-def _finished(out: Path, step: TrainingStep) -> bool:
-    return os.path.exists(out / step.folder / COMPLETE)
-
-
-def _check_same_policy(last: TrainingStep, values: Fields, out: Path) -> None:
-    """Refuse a finished policy of the other kind: DPO (step 2) and RLHF (step 3) share a folder."""
-    if values.get("overwrite_output_dir") or not _finished(out, last):
-        return
-    try:
-        from_pairs = "loss" in parser.read_yaml(out / last.folder / SETTINGS)  # a flag of step 2
-    except UserError:
-        return  # `check_finished` reports it
-    if from_pairs != (last.number == 2):
-        raise UserError(
-            f"--output_dir {out} has a policy that step {2 if from_pairs else 3} trained, in "
-            f"{last.folder}; choose another, or --overwrite_output_dir"
-        )
-
-
-def _is_score_model(folder: Path) -> bool:
-    """Whether the folder holds a trained reward model."""
-    try:
-        architectures = json.loads(read_text(folder / "config.json")).get("architectures")
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return False
-    return "ForSequenceClassification" in str(architectures)
-
-
-def _is_finished_sft(folder: Path) -> bool:
-    # NOTE os.path: pathlib raises where a name is too long for the disk
-    return os.path.exists(folder / COMPLETE) and not _is_score_model(folder)
+    for run in training if machines.is_first and not dry_run else ():
+        check_writable(Path(run.folder))
 
 
 def _check_inputs(values: Fields, made_here: Collection[str]) -> None:

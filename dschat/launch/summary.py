@@ -1,6 +1,6 @@
 """Summarizes a run in a few numbers from its metrics.jsonl files: ``summary.json`` and a table.
 
-The keys are flat; null where a number is unknown (a step that has not finished, data without a gold
+The keys are flat; null where a number is unknown (an unfinished step, data without a gold
 score). ``warnings``: what went wrong in the steps, a line each.
 """
 
@@ -79,12 +79,12 @@ def write_summary(
 
     Args:
         output_dir: the folder with ``step1_sft``, ``step2_reward`` and ``step3_rlhf``.
-        step_seconds: wall seconds of the steps that just ran, by number; the others keep those of
-            an earlier summary.
-        resumed: whether to add ``step_seconds`` to those of an earlier summary.
+        step_seconds: wall seconds of the steps that just ran, by number; the other steps keep
+            their seconds of an earlier summary.
+        resumed: whether to add ``step_seconds`` to the seconds of an earlier summary.
     """
     folder = Path(output_dir)
-    steps = {n: _read_step(folder / step.folder) for n, step in STEPS.items()}
+    steps = {n: _read_step(folder / step.name) for n, step in STEPS.items()}
     previous = _read_previous(folder / "summary.json")
     summary: Summary = {}
     for line in _PAIRS if steps[3].series(_PAIR_ACCURACY) else _PPO:
@@ -115,8 +115,8 @@ def _shown(key: str, value: Number) -> str:
 
 
 def _read_step(folder: Path) -> Step:
-    """The rows of a finished step's metrics file, in order; none of another: its last evaluation is
-    not that of its result.
+    """The rows of a finished step's metrics file, in order. An unfinished step has none: its last
+    evaluation is of another model than its result.
     """
     return Step(folder, whole_rows(folder / METRICS) if (folder / COMPLETE).is_file() else [])
 

@@ -3,9 +3,9 @@ process of its own.
 
 A step runs in a process group that forwards signals and leaves no process behind. The first signal
 to ``train.py`` is sent once to each registered process (`dschat.distributed.process_registry`),
-which saves and exits. Launchers would forward it to one process after another and kill those that
-take 30 seconds, or drop it. If no process is registered yet, and at a second signal, the whole
-group is terminated.
+which saves and exits. Launchers would forward it to one process after another, kill a process that
+takes 30 seconds, or drop the signal. If no process is registered yet, and at a second signal, the
+whole group is terminated.
 
 The preflight process loads torch and frees its memory before training starts. A report is written
 while the steps run, and at the end; it never makes a run fail: what goes wrong is one line.
@@ -245,7 +245,7 @@ def _is_here(name: str) -> bool:
 
 
 class RunReport(AbstractContextManager):
-    """``every_s``: seconds between reports while steps run; 0: none of those.
+    """``every_s``: seconds between reports while steps run; 0: no report before the end.
 
     As a context manager, kills a report that is being written on exit.
     """

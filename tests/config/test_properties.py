@@ -176,9 +176,9 @@ def test_any_yaml_as_recipe(data, tmp_path):
         return run_plan.plan(config, groups, ROOT)
 
     plan = checked(plan)
-    for step, command in plan.commands if plan else ():
+    for run, command in plan.commands if plan else ():
         flags = command[next(i for i, w in enumerate(command) if w.endswith("main.py")) + 1 :]
-        survives_its_flags(parser.parse(step.config_class, flags))
+        survives_its_flags(parser.parse(run.step.config_class, flags))
     assert not (tmp_path / "out").exists()
 
 

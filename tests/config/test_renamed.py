@@ -26,7 +26,7 @@ from dschat.config.renamed import (
     warn_if_deprecated,
 )
 from dschat.launch import recipe
-from dschat.launch.step_runs import finished_differences
+from dschat.launch.earlier_runs import finished_differences
 from dschat.observability.metrics_log import SETTINGS
 from dschat.trainers import GRPOTrainer, SFTTrainer
 
@@ -284,7 +284,7 @@ def test_all_names_are_in_one_message():
         parser.values_of(SFTConfig, {"lr": 2, "seed": 1, "x": 1}, "a.yaml")
     config, groups = recipe.parse_args(["--lr", "1", "--step3.lr", "2", "--step2.sed", "1"])
     with pytest.raises(UserError) as error:
-        recipe.step_values(config, groups, recipe.Recipe(), "")
+        recipe.given_steps(config, groups, recipe.Recipe(), Path("out"))
     assert str(error.value) == (
         "unknown flags: --lr (use --learning_rate; use --actor_learning_rate and "
         "--critic_learning_rate), --step3.lr (use --step3.actor_learning_rate and "

@@ -111,9 +111,9 @@ def world_of(command: list[str]) -> dict[str, list]:
 def planned(tree: Path, *argv: str) -> dict[int, dict[str, object]]:
     """The given fields of each planned step, read back from its command."""
     fields = {}
-    for step, command in plan(tree, *argv).commands:
+    for run, command in plan(tree, *argv).commands:
         flags = command[[part.endswith("main.py") for part in command].index(True) + 1 :]
-        fields[step.number] = run_plan.parser.given(step.config_class, flags)
+        fields[run.number] = run_plan.parser.given(run.step.config_class, flags)
     return fields
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from quick import slow, some
 from dschat.checkpoint.compatibility import describe
 from dschat.checkpoint.manifest import Damaged
 from dschat.config import RLHFConfig, SFTConfig, UserError
-from dschat.launch.recipe import STEPS
-from dschat.launch.step_runs import SETTINGS, StepRun, check_finished
-from dschat.launch.step_runs import finished_differences as differences
+from dschat.launch.earlier_runs import SETTINGS, check_finished
+from dschat.launch.earlier_runs import finished_differences as differences
+from dschat.launch.recipe import STEPS, StepRun
 from dschat.runtime.output_dir import COMPLETE, record_of, sealed
 
 
@@ -163,11 +163,11 @@ def test_what_is_not_known_is_not_equal(name, damage):
     said = unknown(sft(data_path=["rows.jsonl"]), None, 1)
     assert said in (f"{name} cannot be read", f"{SETTINGS} or {COMPLETE} was changed since")
     assert differences(sft(), [], 1) == []  # outside of --step, and nothing given
-    run = StepRun(STEPS[1], asdict(sft()), "finished")
-    (note,) = check_finished(run, None, 1, reuse=True)
+    run = StepRun(STEPS[1], "out/step1_sft", asdict(sft()))
+    note = check_finished(run, 1, reuse=True)
     assert note == f"step 1 is reused from out/step1_sft with unknown settings ({said})"
     with pytest.raises(UserError, match=r"is finished, with unknown settings \(.*; --reuse uses"):
-        check_finished(run, None, 1, reuse=False)
+        check_finished(run, 1, reuse=False)
 
 
 def test_a_record_that_is_gone():
@@ -193,17 +193,17 @@ def test_any_byte_of_the_record(name, apart):
 
 def test_the_error_names_both_remedies():
     finish(sft())
-    same = StepRun(STEPS[1], asdict(sft()), "finished")
-    other = StepRun(STEPS[1], asdict(sft(seed=4)), "finished")
+    same = StepRun(STEPS[1], "out/step1_sft", asdict(sft()))
+    other = replace(same, fields=asdict(sft(seed=4)))
+    outside = replace(same, compared={"seed": 4})
     remedies = r"\(seed: 3 -> 4\); --reuse uses it as it is, --step1.overwrite_output_dir trains it"
     with pytest.raises(UserError, match=rf"out/step1_sft is finished, with .*{remedies}"):
-        check_finished(other, None, 1, reuse=False)
+        check_finished(other, 1, reuse=False)
     with pytest.raises(UserError, match="--step1.overwrite_output_dir, with 1 in --step, trains"):
-        check_finished(other, ["seed"], 1, reuse=False)
-    assert check_finished(other, None, 1, reuse=True) == [
-        "step 1 is reused from out/step1_sft with other settings (seed: 3 -> 4)"
-    ]
-    assert check_finished(same, None, 1, reuse=False) == []
+        check_finished(outside, 1, reuse=False)
+    reused = check_finished(other, 1, reuse=True)
+    assert reused == "step 1 is reused from out/step1_sft with other settings (seed: 3 -> 4)"
+    assert check_finished(same, 1, reuse=False) == ""
 
 
 @pytest.mark.parametrize(

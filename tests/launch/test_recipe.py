@@ -59,7 +59,7 @@ def test_recipe_file_placeholder_and_launch(tree):
         "launch: {num_gpus: 2}\n"
     )
     made = plan(tree, "--recipe", "mine.yaml", "--step", "2")
-    assert [step.number for step, _ in made.commands] == [1, 2]
+    assert [run.number for run, _ in made.commands] == [1, 2]
     assert (
         planned(tree, "--recipe", "mine.yaml")[2]["model_name_or_path"] == "output/mine/step1_sft"
     )

@@ -85,9 +85,9 @@ def planned(name: str) -> tuple[run_plan.RunPlan, dict[int, object]]:
 def configs(made: run_plan.RunPlan) -> dict[int, object]:
     """Each planned step's configuration, read back from its command and validated."""
     parsed = {}
-    for step, command in made.commands:
+    for run, command in made.commands:
         script = [part.endswith("main.py") for part in command].index(True)
-        parsed[step.number] = run_plan.parser.parse(step.config_class, command[script + 1 :])
+        parsed[run.number] = run_plan.parser.parse(run.step.config_class, command[script + 1 :])
     return parsed
 
 
@@ -197,7 +197,7 @@ def test_an_example_starts_a_command_that_parses(path, tmp_path):
         made = plan(*flags)
         assert made.cluster.num_processes == 64
         assert made.cluster.is_first == (path.stem == "train")
-        assert [step.number for step, _ in made.commands] == [1, 2, 3]
+        assert [run.number for run, _ in made.commands] == [1, 2, 3]
         if path.stem == "deepspeed":
             assert "--master_addr=gpu001" in made.commands[0][1]
             assert "--node_rank=3" in made.commands[0][1]

@@ -25,7 +25,7 @@ def test_design_example_with_many_processes(tree, monkeypatch, gpus_here):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     argv = "--step 3 --actor-model facebook/opt-66b --reward-model facebook/opt-350m --num-gpus 64"
     made = plan(tree, *argv.split())
-    assert [step.number for step, _ in made.commands] == [1, 2, 3]
+    assert [run.number for run, _ in made.commands] == [1, 2, 3]
     assert len(made.notes) == 2
     assert made.output_dir == Path("output/opt-66b")
     for _, command in made.commands:
@@ -40,7 +40,7 @@ def test_missing_steps_run_first_and_finished_ones_are_reused(tree):
     assert list(planned(tree, *argv)) == [1, 2, 3]
     finish(Path("out/step1_sft"), max_seq_len=64)
     made = plan(tree, *argv)
-    assert [step.number for step, _ in made.commands] == [2, 3]
+    assert [run.number for run, _ in made.commands] == [2, 3]
     assert "out/step1_sft" in made.notes[0]
     assert "step 2 runs first" in made.notes[1]
     finish(Path("out/step2_reward"), max_seq_len=64)
@@ -104,7 +104,7 @@ def test_a_name_too_long_for_a_disk_is_not_a_folder(tree):
     """pathlib's ``exists`` raises there."""
     name = "1" * 400
     planned = plan(tree, "--recipe", "quiet", "--actor-model", name, "--step", "1")
-    assert [step.number for step, _ in planned.commands] == [1]
+    assert [run.number for run, _ in planned.commands] == [1]
 
 
 def test_several_machines(tree, gpus_here):
@@ -122,9 +122,9 @@ def test_only_the_first_machine_looks_for_the_complete_file(tree):
     """Another one's view of a shared disk may lag behind, and it would leave the first alone."""
     argv = ("--recipe", "demo", "--num-nodes", "2", "--master-addr", "a", "--output-dir", "out")
     first, second = (plan(tree, *argv, "--node-rank", str(n)) for n in (0, 1))
-    (step, command), *_ = first.commands
-    assert not first.finished(step)
-    assert second.finished(step)
+    (run, _), *_ = first.commands
+    assert not first.finished(run)
+    assert second.finished(run)
     assert (first.summary, second.summary) == (True, False)
     # Both would run the same steps, each with its own number.
     assert [c for _, c in second.commands] == [

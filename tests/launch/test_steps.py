@@ -17,16 +17,16 @@ def test_a_policy_loss_leaves_out_step_three(tree):
     assert fields[2]["output_dir"] == "out/step3_rlhf"
     made = plan(tree, *argv)
     assert made.notes == ["step 2 trains the policy itself (--loss dpo): no step 3"]
-    assert [step.number for step in made.steps] == [1, 2]
-    assert made.steps[1].title == "DPO"
-    assert made.folder(made.steps[1]) == Path("out/step3_rlhf")
+    assert [run.number for run in made.runs] == [1, 2]
+    assert made.runs[1].step.title == "DPO"
+    assert made.runs[1].folder == "out/step3_rlhf"
     assert list(planned(tree, *argv, "--step", "2")) == [1, 2]
     finish(Path("out/step1_sft"))
     assert list(planned(tree, *argv, "--step", "2")) == [2]
     finish(Path("out/step3_rlhf"), like=DPO)
     made = plan(tree, *argv)
     assert made.commands == []
-    assert made.finished(made.steps[1])
+    assert made.finished(made.runs[1])
     assert list(planned(tree, *argv, "--step2.overwrite_output_dir")) == [2]
 
 
