@@ -258,6 +258,15 @@ def test_a_side_product_is_what_peft_merges(name, layout):
     assert made.generate(PROMPTS, SAMPLING).token_ids == bare.token_ids
 
 
+def test_adapters_that_transformers_reads_past():
+    """Jamba multiplies by the weight of `dt_proj`, not by the module, in training as here."""
+    wrapped = with_adapters("jamba", seed=1)
+    assert any("dt_proj" in name for name, *_ in factors(wrapped))
+    made = engine_on_base(wrapped)
+    made.weights.load_adapters(factors(wrapped))
+    assert logprob_gap(wrapped, PROMPTS, made.generate(PROMPTS, SAMPLING)) < LORA_GAP
+
+
 def test_adapters_on_some_of_the_fused_parts():
     """DeepSpeed-Chat's habit: q and v only. The rows of k get nothing."""
     wrapped = add_lora(build("llama"), 2, 4.0, ["q_proj", "v_proj"], True, "--actor_lora_modules")

@@ -294,6 +294,8 @@ class Weights:
             b = b.float() * scaling
             for source in self._by_name[name]:
                 base = source.target.rpartition(".")[0]
+                if kind_of(base) == "mixer":
+                    continue  # transformers reads the weight itself, past an adapter
                 if base not in self.linears:
                     raise WeightMismatch(f"no side product can be added to {name}; merge it")
                 factors[base].append((source, *self._share.factors(source, a, b)))
