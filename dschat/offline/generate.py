@@ -100,7 +100,7 @@ class AnswerScorer:
             sources.append(SourceScores(REWARD_MODEL, weight, scores))
         if self._functions.names:
             sources += self._functions.score(self._samples(repeated, answers)).result()
-        total, _ = combine(sources, None)
+        total = combine(sources, None)[0].float()
         scored = any_applies(sources) & total.isfinite()
         return [
             value if known else None

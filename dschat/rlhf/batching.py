@@ -101,11 +101,8 @@ class Moves:
 
     def scores(self, source: SourceScores) -> SourceScores:
         """Collective. The scores of the answers that this rank receives."""
-        count = len(source.scores)
-        applies = [True] * count if source.applies is None else source.applies.tolist()
-        by_token: list[Any] = source.token_scores or []
-        by_token = by_token or [None] * count
-        rows = list(zip(source.scores.tolist(), applies, by_token, strict=True))
+        by_token: list[Any] = source.token_scores or [None] * len(source.scores)
+        rows = list(zip(source.scores.tolist(), source.applies.tolist(), by_token, strict=True))
         parts = dist.exchange_objects([[rows[i] for i in sent] for sent in self.sent])
         received = [row for part in parts for row in part]
         scores, applies, by_token = ([received[i][k] for i in self.order] for k in range(3))

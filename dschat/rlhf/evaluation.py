@@ -23,7 +23,7 @@ from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.rewards.reward_functions import REWARD_MODEL
-from dschat.rewards.scoring import SourceScores, any_applies, source_means
+from dschat.rewards.scoring import SourceScores, any_applies, combine, source_means
 from dschat.rlhf.batching import pieces
 from dschat.rlhf.collector import Collector, prompt_table
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
@@ -81,10 +81,8 @@ def evaluate_policy(
     logged = collector.scorer.functions.logged()
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
     if sources:
+        scores, _ = combine(sources, None)
         scores[~any_applies(sources)] = math.nan
-    for source in sources:
-        if source.weight:  # 0 x NaN would be NaN
-            scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
     show(replace(e, scores=scores, scored=scored))
     partial = scored & (scores.abs() > _ROUNDING) & ((scores - 1).abs() > _ROUNDING)
@@ -142,8 +140,6 @@ def _kl(engine: DeepSpeedRLHFEngine, other: ModelOrEngine, e: Experience) -> flo
 def _scores_of(name: str, sources: list[SourceScores]) -> Tensor:
     """The scores of source ``name``: (S,) float64, NaN where it declined."""
     (source,) = (source for source in sources if source.name == name)
-    if source.applies is None:
-        return source.scores.double()
     return torch.where(source.applies, source.scores.double(), math.nan)
 
 

@@ -43,7 +43,7 @@ def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
         assert abs(tokens[0] - tokens[1]) <= 2 * longest, tokens  # a prompt's two answers
 
 
-@pytest.mark.parametrize("applies", [None, torch.tensor([True, False, True])])
+@pytest.mark.parametrize("applies", [torch.tensor(True), torch.tensor([True, False, True])])
 @pytest.mark.parametrize("by_token", [None, [[0.25], [], [1.5, 1.5]]])
 def test_scores_follow_their_answers(by_token, applies):
     source = SourceScores("rule", 0.5, torch.tensor([0.1, float("nan"), 3.0]), by_token, applies)

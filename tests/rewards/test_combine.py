@@ -19,7 +19,7 @@ def test_sources_add_up_by_their_weights():
         source("more", 1.0, [1.0, 0.0, 0.0, 0.0], token_scores=[[0, 1], [], [0], [0]]),
     ]
     scores, by_token = combine(sources, None)
-    assert scores.dtype == torch.float32
+    assert scores.dtype == torch.float64
     assert scores.tolist() == pytest.approx([2 - 2 + 1.5 + 1, float("nan"), 7, 2], nan_ok=True)
     assert by_token == [[1.5, 1], [3, 0], [3, 3], [0]]
     assert combine(sources[:2], None)[1] is None

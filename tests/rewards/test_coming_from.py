@@ -103,7 +103,7 @@ def trl_on_chats(rewards, samples, others):
     chats = samples(2, solution=["a0", "x"])
     chats.chats = [[turn("user", prompt)] for prompt in chats.prompts]
     assert scores_of(rewards(reward_fn=[f"{others}:accuracy"]), chats) == [[1, 0]]
-    assert chats.part(1, 2).completions == [[turn("assistant", "a1")]]
+    assert chats.pick([1]).completions == [[turn("assistant", "a1")]]
 
 
 def trl_on_text(rewards, samples, others):

@@ -415,7 +415,7 @@ def test_one_source_may_decide_what_passes():
     right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
     parts = [right, source("length", 1.0, [0.5] * 4)]
     assert "eval/pass@1" not in evaluated(parts)
-    assert evaluated(parts, eval_pass_score=1.0)["eval/pass@1"] == 0.5
+    assert evaluated(parts, eval_pass_score=1.0)["eval/pass@1"] == 0.25
     own = evaluated(parts, eval_pass_source="right")
     assert (own["eval/pass@1"], own["eval/pass@2"]) == pytest.approx((1 / 3, 2 / 3))
     model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
