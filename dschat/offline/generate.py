@@ -97,7 +97,7 @@ class AnswerScorer:
         sources, repeated = [], [row for row in rows for _ in range(self._config.n)]
         if self._model is not None:
             weight, scores = self._config.reward_model_weight, self._model_scores(repeated, answers)
-            sources.append(SourceScores(REWARD_MODEL, weight, scores))
+            sources.append(SourceScores(REWARD_MODEL, weight, scores.tolist()))
         if self._functions.names:
             sources += self._functions.score(self._samples(repeated, answers)).result()
         total = combine(sources, None)[0].float()

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -37,17 +37,25 @@ class RewardError(UserError):
 
 @dataclass
 class SourceScores:
-    """One source's scores of this rank's samples."""
+    """One source's scores of this rank's samples.
+
+    Attributes:
+        values: (S,) NaN where the source failed under ``on_reward_error`` skip.
+        scores: (S,) fp32; the sum of one score per token, and 0 for None.
+        applies: (S,) bool, False for None.
+        token_scores: (S,) of (A,) for one score per token, else empty; None if no sample has any.
+    """
 
     name: str
     weight: float
-    scores: Tensor  # (S,) fp32; NaN where the source failed under on_reward_error=skip
-    token_scores: list[list[float]] | None = None  # (S,) of (A,); `scores` is then their sum
-    # (S,) bool, or one for all; False where the source returned None, and the score is 0.
-    applies: Tensor = field(default_factory=lambda: torch.tensor(True))
+    values: Sequence[float | list[float] | None]
 
     def __post_init__(self) -> None:
-        self.applies = self.applies.expand_as(self.scores)
+        by_token = [value if isinstance(value, list) else [] for value in self.values]
+        self.token_scores = by_token if any(by_token) else None
+        sums = [sum(v) if isinstance(v, list) else v or 0.0 for v in self.values]
+        self.scores = torch.tensor(sums, dtype=torch.float32)
+        self.applies = torch.tensor([v is not None for v in self.values], dtype=torch.bool)
 
 
 class Scoring:
@@ -63,6 +71,9 @@ class Scoring:
     Args:
         prompts: ids of each prompt that may be added.
         num_certain: as many of the first prompts will be part of the rollout; the others may be.
+
+    Attributes:
+        others: scores that the answers came with.
     """
 
     def __init__(
@@ -82,6 +93,7 @@ class Scoring:
         self._calls: dict[str, list[tuple[list[Sample], Future[list[Value]]]]] = {
             function.name: [] for function in functions
         }
+        self.others: list[SourceScores] = []
 
     def add(self, row: int, samples: Samples) -> None:
         """Take all samples of the prompt in ``row``."""
@@ -118,19 +130,16 @@ class Scoring:
                     calls.append(([numbered[place] for place in places], future))
 
     def result(self) -> list[SourceScores]:
-        """Collective. Wait for the scores: one entry per function, in their order.
+        """Collective. Wait for the scores: one entry per function, in their order; then `others`.
 
         Raises:
             RewardError: a function failed on any rank and ``on_reward_error`` is error.
         """
         if not self._functions:
-            return []
+            return self.others
         samples, _ = self._joined(list(self._samples))
         values = [self._values(function) for function in self._functions]
-        scores = [
-            _scores(function, row, samples)
-            for function, row in zip(self._functions, values, strict=True)
-        ]
+        scores = [*map(_scores, self._functions, values)]
         complaints = [_complaint(row, samples, self._config.reward_timeout_s) for row in values]
         num_failed = [int(source.scores.isnan().sum()) for source in scores]
         ranks = dist.gather_objects((complaints, num_failed, len(samples)))
@@ -145,7 +154,7 @@ class Scoring:
             total = sum(size for _, _, size in ranks)
             line = line.removesuffix(_SKIP)
             logger.warning("%d of %d samples have no score: %s %s", lost, total, label, line)
-        return scores
+        return scores + self.others
 
     def _joined(self, rows: Sequence[int]) -> tuple[Samples, list[Sample]]:
         """The samples of the prompts in ``rows``, and which ones they are."""
@@ -178,26 +187,9 @@ def _complaint(values: list[Value], samples: Samples, timeout_s: float) -> str |
     return f"{fault.problem} on {several}the prompt {prompt!r}; {remedy}{_SKIP}"
 
 
-def _scores(function: RewardFunction, values: list[Value], samples: Samples) -> SourceScores:
-    """Values as tensors; NaN for a fault, 0 for None."""
-    by_token = any(isinstance(value, list) for value in values)
-    scores, tokens = [], []
-    for value, ids in zip(values, samples.answer_ids, strict=True):
-        if isinstance(value, Fault):
-            value = float("nan")
-        if isinstance(value, list):
-            scores.append(sum(value))
-            tokens.append(value)
-        else:  # one score for the whole answer goes to its last token
-            scores.append(value or 0.0)
-            tokens.append([0.0] * (len(ids) - 1) + [value or 0.0] if ids else [])
-    return SourceScores(
-        function.name,
-        function.weight,
-        torch.tensor(scores, dtype=torch.float32),
-        tokens if by_token else None,
-        torch.tensor([value is not None for value in values], dtype=torch.bool),
-    )
+def _scores(function: RewardFunction, values: list[Value]) -> SourceScores:
+    valid = [math.nan if isinstance(value, Fault) else value for value in values]
+    return SourceScores(function.name, function.weight, valid)
 
 
 def combine(

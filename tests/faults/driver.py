@@ -106,14 +106,14 @@ def _at_loss(number: int, rank: int, act: Callable[[], Any]) -> None:
 
 
 def nan_scores(number: int, rank: int) -> None:
-    from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+    from dschat.rlhf import collector
 
-    def spoil(sources: Any, *_: Any, **__: Any) -> None:
-        sources[0].scores[0] = float("nan")
+    def spoil(scores: Any, *_: Any, **__: Any) -> None:
+        scores[0] = float("nan")
 
     rollouts = [0]  # evaluations have scores too
-    after(RolloutScorer, "reward_model", _in_rollout(rollouts, number, rank, spoil))
-    before(Collected, "score", lambda *_: _count(rollouts))
+    after(collector, "reward_scores", _in_rollout(rollouts, number, rank, spoil))
+    before(collector.Collector, "score", lambda *_: _count(rollouts))
 
 
 def nan_logprobs(number: int, rank: int) -> None:

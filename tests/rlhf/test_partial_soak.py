@@ -20,9 +20,9 @@ from dschat.data.batches import PromptTable
 from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import SamplingParams
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.collector import Collector, PromptQueue
+from dschat.rlhf.collector import Collector
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import PartialRollouts
-from dschat.rlhf.rollout_scorer import RolloutScorer
 
 N, LIMIT, STALENESS = 3, 24, 2
 SYSTEM = list(range(10, 21))  # most prompts begin with it
@@ -95,9 +95,8 @@ def soak(iterations, seed):
             yield batch
 
     def source(state=None):
-        scorer = RolloutScorer(stub, args, functions)
         queue = PromptQueue(drawn)
-        made = Collector(stub, scorer, PartialRollouts(0.5, STALENESS, queue))
+        made = Collector(stub, args, functions, PartialRollouts(0.5, STALENESS, queue))
         if state is not None:
             made.load_state_dict(state)
         return made
@@ -113,11 +112,12 @@ def soak(iterations, seed):
         prompts = [prompt() for _ in range(wanted)]
         asked.update(map(tuple, prompts))
         sampling = SamplingParams(LIMIT, n=N, seed=i, stop_token_ids=(1, 2))
-        pending = collector.collect(PromptTable(prompts), sampling)
+        e, scoring = collector.collect(PromptTable(prompts), sampling)
         assert made.cache.num_free == made.cache.num_pages
         for name in ("preemptions", "cached_tokens"):
             totals[name] += getattr(made.stats, name)
-        e, metrics = pending.score(), pending.metrics
+        e = collector.score(e, scoring)
+        metrics = e.metrics
         ages = [prompt["staleness"] for prompt in under_way(collector)]
         assert metrics["rollout/staleness_max"] <= STALENESS
         assert max(ages, default=0) <= STALENESS
