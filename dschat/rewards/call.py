@@ -2,8 +2,8 @@
 return: one value per sample, or a `Fault`.
 
 Their input are `Samples`: prompts, answers and the columns of their rows. The parameters of a
-function tell which trainer it was written for. TRL's need no adapter: `GIVEN` has their
-names, `Logs` those that are about the run.
+function tell which trainer it was written for. TRL's functions need no adapter: `GIVEN`
+has the names of their parameters, `Logs` the names that are about the run.
 
 No torch here: worker processes import this module and should start fast.
 """
@@ -127,8 +127,8 @@ class Samples:
         return cuts
 
     def apart(self, rows: Sequence[int]) -> list[list[int]]:
-        """``rows`` in lists where no two prompts are neighbours that are equal and were none: a
-        function would take them for one.
+        """``rows`` in lists without neighbours that have equal prompts and were not neighbours
+        before: a function would take them for one prompt.
         """
         lists: list[list[int]] = []
         for before, row in zip([None, *rows], rows, strict=False):
@@ -256,7 +256,7 @@ class Logs:
         self.clear()
 
     def arguments(self, accepted: Mapping[str, inspect.Parameter], can_log: bool) -> dict[str, Any]:
-        """Those that a function with these parameters takes; one of TRL's takes all as
+        """The arguments that a function with these parameters takes; one of TRL's takes all as
         ``**kwargs``. ``can_log``: it does not run in another process.
         """
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -314,8 +314,8 @@ async def call_async(
 
 
 def served(recipes: Sequence[tuple[Recipe, dict[str, Any]]]) -> Callable[..., list[Value]]:
-    """What worker processes serve: a call of the function with a number, of those that ``recipes``
-    and arguments of constructors make.
+    """What worker processes serve: calls of functions by number. ``recipes``: of each function,
+    with the arguments of its constructor.
     """
     functions = [rebuilt_function(*recipe) for recipe in recipes]
     return lambda number, kwargs, lengths: call(functions[number], kwargs, lengths)

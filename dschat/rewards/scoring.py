@@ -64,7 +64,7 @@ class Scoring:
     Add each prompt's samples as soon as all of them are there. Functions in a pool of several
     workers begin with some of them while others are generated; the other functions get all of them
     in one call, in `start`. What makes up a call depends on the order in which prompts complete,
-    never on a clock. A call has as many prompts as half a worker's share of those that are left:
+    never on a clock. A call has as many prompts as half a worker's share of the prompts left:
     calls are large at first, and the last ones small, so that little is left to score after the
     last answer (guided self-scheduling, Polychronopoulos and Kuck 1987).
 
@@ -172,7 +172,7 @@ class Scoring:
 def _complaint(values: list[Value], samples: Samples, timeout_s: float) -> str | None:
     """One line for the faults in ``values``, with a prompt and the remedy; None without faults.
 
-    The fault of one sample takes precedence over that of a call with several.
+    The fault of one sample takes precedence over the fault of a call with several samples.
     """
     faults = [(row, value) for row, value in enumerate(values) if isinstance(value, Fault)]
     if not faults:

@@ -36,7 +36,7 @@ class OpenPrompt:
     ids: list[int]
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
-    finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: goes on
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: unfinished
     experts: list[Tensor | None] = field(default_factory=list)  # of complete answers, if kept
     staleness: int = 0  # calls of `advance` since the one that drew its first token
 
@@ -92,10 +92,12 @@ def advance(
     answered: Answered | None = None,
 ) -> None:
     """Collective in the tensor-parallel group. Continue ``prompts`` until ``wanted`` of them are
-    complete on every rank, those before included, and the first ``num_due`` of them are.
+    complete on every rank, and the first ``num_due`` of them are. Prompts that were complete before
+    count.
 
     ``numbers``: of the prompts in the rollout, on which the draws depend (with ``sampling.seed``
-    and the position in the answer). ``answered``: see `Generator`; called for those before, too.
+    and the position in the answer). ``answered``: see `Generator`; called for prompts that were
+    complete before, too.
     """
     mine = [p.request(sampling, number) for p, number in zip(prompts, numbers, strict=True)]
     rows = {request: row for row, request in enumerate(mine)}
@@ -215,7 +217,7 @@ class PartialRollouts(RolloutPolicy):
     probability over that. The samples of a prompt stay together.
 
     Args:
-        oversample: prompts under way in addition to a rollout's, as a share of those.
+        oversample: prompts under way in addition to a rollout's, as a share of a rollout's.
         max_staleness: iterations after which a prompt's answers are completed, however long.
         more: where the additional prompts come from.
     """

@@ -65,7 +65,7 @@ class DeepSpeedPPOTrainer:
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
         reward_functions: what ``args`` name, already loaded; excludes ``reward_fns``.
         environment, tools: a class or function, and functions; see `dschat.environments`. Default:
-            those of ``args``. Prompts must show the tools, as `prompt_dataset` does.
+            what ``args`` name. Prompts must show the tools, as `prompt_dataset` does.
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
@@ -280,6 +280,9 @@ class DeepSpeedPPOTrainer:
         self, experience: Experience, rows: list[int], train_actor: bool
     ) -> dict[str, float]:
         """Collective. One optimizer step of actor and any critic; ``rows``: this rank's."""
+        # NOTE: every rank runs the same collectives in this order, also without rows: the sums, the
+        # numbers of micro-batches and of the text's, the actor's forwards, backwards and step, then
+        # the critic's. What is left out depends on flags and on sums over all ranks alone.
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
         policy_count = float(
             losses.aggregation_count(experience.loss_mask[rows], self.args.aggregation)
