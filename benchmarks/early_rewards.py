@@ -96,8 +96,9 @@ def main() -> None:
         for text in dict.fromkeys(questions)
     ]
     trainers = {side: DeepSpeedPPOTrainer(engine, config) for side in ("after", "early")}
-    for source in trainers["after"].reward_functions.sources:
-        source.takes_parts = False
+    functions = trainers["after"].reward_functions
+    begin = functions.scoring
+    functions.scoring = lambda prompts, num_certain: begin(prompts)  # no prompt is certain early
     times: dict[str, list[float]] = {side: [] for side in trainers}
     scored: dict[str, list[float]] = {side: [] for side in trainers}
     generated: dict[str, list[float]] = {side: [] for side in trainers}

@@ -137,7 +137,7 @@ class Environment:
         return _finite(called(self.instance.get_reward), "get_reward returned")
 
     def told(self, fault: Fault) -> Observation | None:
-        """How the model hears of a failed step; None: the episode cannot go on."""
+        """How the model hears of a failed step; None: the episode cannot continue."""
         if fault.timed_out and self.instance is not None:
             return None  # the step may still change it
         text = f"error: {fault}"
@@ -159,7 +159,7 @@ class Environment:
         return {"label": label, "sampling_params": None, **self._columns}
 
     def _given(self, function: Any, *args: Any, **more: Any) -> Any:
-        """``function`` of ``args`` and of those of the row's columns that it takes; ``label`` and
+        """``function`` of ``args`` and of the columns of the row that it takes; ``label`` and
         ``states`` only where it names them.
         """
         accepted = list(inspect.signature(function).parameters.values())[len(args) :]

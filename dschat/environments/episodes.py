@@ -35,7 +35,7 @@ class Episode:
 
     Attributes:
         prompt: P ids. What the environment's ``reset`` ``appended`` to it is part of it.
-        row: of the prompt among those that are run.
+        row: of the prompt in the call of `EpisodeRunner.run`.
         key: prompt and sample, on which the draws depend.
         tokens: A tokens after the prompt.
         drawn: (A,) whether the model drew them.
@@ -249,30 +249,32 @@ class EpisodeRunner:
         return [future for future in self._replying if future.done()]
 
     def _follow(self, episode: Episode, reply: Any) -> None:
-        """Continue an episode: it has been reset (with a text), its environment observed an answer,
-        or rewards its end (a number). Raises ``Fault`` where it cannot be continued.
-        """
-        if isinstance(reply, Fault):
-            environment = episode.environment
-            tells = self._args.on_environment_error == "feedback"
-            tells |= environment.tells_calls and bool(environment.calls)
-            if not (tells and episode.num_turns and not episode.is_over):
-                episode.problem = str(reply)
-                return
-            told = environment.told(reply)
-            if told is None:  # a step that hangs still holds the environment
-                episode.is_over = episode.is_complete = True
-                return
-            reply = told
-        if isinstance(reply, float):
+        """Continue an episode by one of four events. Raises ``Fault`` where it cannot continue."""
+        if isinstance(reply, Fault):  # its environment failed
+            self._fail(episode, reply)
+        elif isinstance(reply, Observation):  # it observed an answer
+            self._observe(episode, reply)
+        elif isinstance(reply, float):  # it rewarded the end
             episode.rewards[-1] += reply
             episode.is_complete = True
-        elif isinstance(reply, Observation):
-            self._observe(episode, reply)
-        else:
+        else:  # it was reset, and may have returned text for the prompt
             if reply:
                 episode.prompt, episode.appended = self._appended(episode.row, reply), reply
             self._decode(episode)
+
+    def _fail(self, episode: Episode, fault: Fault) -> None:
+        """Tell the model, where flags ask for it and it can answer; else the run fails."""
+        environment = episode.environment
+        tells = self._args.on_environment_error == "feedback"
+        tells |= environment.tells_calls and bool(environment.calls)
+        if not (tells and episode.num_turns and not episode.is_over):
+            episode.problem = str(fault)
+            return
+        told = environment.told(fault)
+        if told is None:  # a step that hangs still holds the environment
+            episode.is_over = episode.is_complete = True
+        else:
+            self._observe(episode, told)
 
     def _observe(self, episode: Episode, observation: Observation) -> None:
         episode.rewards[-1] += observation.reward

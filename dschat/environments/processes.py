@@ -55,7 +55,7 @@ class _Lane:
         self.worker = Worker(f"{__name__}:{Host.__name__}", (recipes,))
         self.pool, self.limit_s = Pool(1), limit_s
         self.numbers = itertools.count()  # of its environments
-        self.finished: deque[int] = deque()  # the numbers of those that it need not keep
+        self.finished: deque[int] = deque()  # numbers of environments that it need not keep
 
 
 class RemoteEnvironment(Environment):

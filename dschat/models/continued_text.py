@@ -36,21 +36,19 @@ def _anchors(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
 def continued_ids(
     tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
 ) -> list[list[int]]:
-    """The ids of the second text of each pair, as it follows the first.
-
-    ``("<|user|>Hi<|end|>", " there")``: SentencePiece alone would write " there" without its space,
-    since it stands at the start. So the ids of an anchor, "<|end|>", are taken off those of
-    "<|end|> there"; where the two have merged, the next anchor is tried, at last none.
-    """
+    """The ids of the second text of each pair, as it follows the first."""
     anchors = *_anchors(tokenizer), ""
     tails: list[str] = [anchors[0]] * len(pairs)
     if anchors[0]:
-        # Some tokenizers start anew after an added token, and some such tokens absorb spaces.
+        # Some tokenizers restart after an added token, and some such tokens absorb spaces.
         added = "|".join(map(re.escape, sorted(tokenizer.get_added_vocab(), key=len, reverse=True)))
         found = [re.search(rf"(?:{added})\s*\Z", before[-64:]) for before, _ in pairs]
         tails = [match[0] if match and added else anchors[0] for match in found]
+    # Llama 2 puts a space in front of a text: ids("b") is [_b], but "b" in "ab" is [b].
+    # Behind the anchor ":" it is not in front: ids(":") is [_:], ids(":b") is [_:, b], less [_:].
+    # An anchor that merges with the text, as ":" with ")" into one token, leaves it to the next.
     out: dict[int, list[int]] = {}
-    for anchor in (None, *anchors):  # those with which a text merges do not serve it
+    for anchor in (None, *anchors):  # None: each pair's own, in `tails`
         if not (left := [i for i in range(len(pairs)) if i not in out]):
             break
         heads = [tails[i] if anchor is None else anchor for i in left]

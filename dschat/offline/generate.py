@@ -97,10 +97,10 @@ class AnswerScorer:
         sources, repeated = [], [row for row in rows for _ in range(self._config.n)]
         if self._model is not None:
             weight, scores = self._config.reward_model_weight, self._model_scores(repeated, answers)
-            sources.append(SourceScores(REWARD_MODEL, weight, scores))
+            sources.append(SourceScores(REWARD_MODEL, weight, scores.tolist()))
         if self._functions.names:
             sources += self._functions.score(self._samples(repeated, answers)).result()
-        total, _ = combine(sources, None)
+        total = combine(sources, None)[0].float()
         scored = any_applies(sources) & total.isfinite()
         return [
             value if known else None

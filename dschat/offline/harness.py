@@ -237,7 +237,7 @@ def _sampling(wanted: dict[str, Any], config: EvalConfig) -> tuple[SamplingParam
     """A task's generation_kwargs: sampling, and stop strings.
 
     Raises:
-        UserError: one that dschat's generator has not, or a wrong value.
+        UserError: an argument that dschat's generator does not have, or a wrong value.
     """
     given: dict[str, Any] = {**normalize_gen_kwargs(wanted, config.max_new_tokens)}
     until, length = given.pop("until"), given.pop("max_gen_toks")

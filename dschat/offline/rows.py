@@ -59,7 +59,7 @@ class Rows:
 
     Attributes:
         columns: names in any source.
-        prompt_columns: those that hold prompts.
+        prompt_columns: names of the columns that hold prompts.
 
     Raises:
         UserError: a source that cannot be read, or that has no prompts.

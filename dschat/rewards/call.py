@@ -1,9 +1,9 @@
-"""Calls reward functions, those of other trainers as there, and validates what they return: one
-value per sample, or a `Fault`.
+"""Calls reward functions, as the trainer does that they were written for, and validates what they
+return: one value per sample, or a `Fault`.
 
 Their input are `Samples`: prompts, answers and the columns of their rows. The parameters of a
-function tell which trainer it was written for. TRL's need no adapter: `GIVEN` has their
-names, `Logs` those that are about the run.
+function tell which trainer it was written for. TRL's functions need no adapter: `GIVEN`
+has the names of their parameters, `Logs` the names that are about the run.
 
 No torch here: worker processes import this module and should start fast.
 """
@@ -111,39 +111,34 @@ class Samples:
             picked[name] = [copy(getattr(self, name)[row]) for row in rows]
         return replace(self, **picked)
 
-    def part(self, start: int, stop: int) -> "Samples":
-        """A copy of samples ``start`` to ``stop``, or to the last one."""
-        return self.pick(range(start, min(stop, len(self))))
-
-    def cuts(self, count: int) -> list[tuple[int, int]]:
-        """At most ``count`` parts of similar size, as (start, stop).
+    def cuts(self, rows: Sequence[int], count: int) -> list[Sequence[int]]:
+        """``rows`` in at most ``count`` parts of similar size.
 
         The samples of a prompt stay in one part, for functions that compare them.
         """
-        size, cuts, start = len(self), [], 0
+        size, cuts, start = len(rows), list[Sequence[int]](), 0
         for part in range(1, count + 1):
             stop = max(start, size * part // count)
-            while 0 < stop < size and self.prompt_ids[stop] == self.prompt_ids[stop - 1]:
+            while 0 < stop < size and self._are_alike(rows[stop - 1], rows[stop]):
                 stop += 1
             if stop > start:
-                cuts.append((start, stop))
+                cuts.append(rows[start:stop])
             start = stop
         return cuts
 
     def apart(self, rows: Sequence[int]) -> list[list[int]]:
-        """``rows`` in lists where no two prompts are neighbours that are equal and were none: a
-        function would take them for one.
+        """``rows`` in lists without neighbours that have equal prompts and were not neighbours
+        before: a function would take them for one prompt.
         """
         lists: list[list[int]] = []
         for before, row in zip([None, *rows], rows, strict=False):
-            fits = before is not None and (
-                before == row - 1 or self.prompt_ids[before] != self.prompt_ids[row]
-            )
-            if fits:
-                lists[-1].append(row)
-            else:
-                lists.append([row])
+            if before is None or (before != row - 1 and self._are_alike(before, row)):
+                lists.append([])
+            lists[-1].append(row)
         return lists
+
+    def _are_alike(self, row: int, other: int) -> bool:
+        return self.prompt_ids[row] == self.prompt_ids[other]
 
 
 _LISTS = ("prompts", "answers", "prompt_ids", "answer_ids", "finish_reasons", "chats")
@@ -261,7 +256,7 @@ class Logs:
         self.clear()
 
     def arguments(self, accepted: Mapping[str, inspect.Parameter], can_log: bool) -> dict[str, Any]:
-        """Those that a function with these parameters takes; one of TRL's takes all as
+        """The arguments that a function with these parameters takes; one of TRL's takes all as
         ``**kwargs``. ``can_log``: it does not run in another process.
         """
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -280,22 +275,19 @@ class Logs:
         self.extra[column].extend(values)
 
 
-# One score, one per token, or None: the function does not score this sample.
-Value = float | list[float] | None
+# Of a sample: one score, one per token, None where the function does not score it, or the fault. A
+# call that failed as a whole is the same fault for all its samples.
+Value = float | list[float] | Fault | None
 
 LONGEST_CALL_S = 1800.0  # for functions with their own limits; collectives time out after an hour
 _LARGEST = 3.4e38  # of fp32
-
-
-# Of S samples. A call that failed as a whole is the same fault in the place of each of them.
-Values = list[Value | Fault]
 
 
 class MissingColumn(Fault):
     """The samples lack a column that the function needs; retrying single samples cannot help."""
 
 
-def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> Values:
+def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> list[Value]:
     """One value per sample, from one call; a fault in place of each invalid value.
 
     ``lengths``: number of tokens of each answer.
@@ -313,7 +305,7 @@ def call(function: Callable, kwargs: Mapping[str, Any], lengths: list[int]) -> V
 
 async def call_async(
     function: Callable[..., Awaitable[Any]], kwargs: Mapping[str, Any], lengths: list[int]
-) -> Values:
+) -> list[Value]:
     """`call` for a function declared with ``async def``."""
     try:
         return values_of(await function(**kwargs), lengths)
@@ -321,14 +313,12 @@ async def call_async(
         raise fault_of(error) from None
 
 
-class Functions:
-    """What worker processes serve: reward functions, of recipes and arguments of constructors."""
-
-    def __init__(self, recipes: Sequence[tuple[Recipe, dict[str, Any]]]) -> None:
-        self._functions = [rebuilt_function(*recipe) for recipe in recipes]
-
-    def __call__(self, number: int, kwargs: Mapping[str, Any], lengths: list[int]) -> Values:
-        return call(self._functions[number], kwargs, lengths)
+def served(recipes: Sequence[tuple[Recipe, dict[str, Any]]]) -> Callable[..., list[Value]]:
+    """What worker processes serve: calls of functions by number. ``recipes``: of each function,
+    with the arguments of its constructor.
+    """
+    functions = [rebuilt_function(*recipe) for recipe in recipes]
+    return lambda number, kwargs, lengths: call(functions[number], kwargs, lengths)
 
 
 def rebuilt_function(recipe: Recipe, settings: dict[str, Any]) -> Callable[..., Any]:
@@ -339,7 +329,7 @@ def rebuilt_function(recipe: Recipe, settings: dict[str, Any]) -> Callable[..., 
     return adapted(target, settings)[0]
 
 
-def values_of(result: Any, lengths: list[int]) -> Values:
+def values_of(result: Any, lengths: list[int]) -> list[Value]:
     """A function's result as one value per sample. Accepts lists, tuples, arrays and tensors.
 
     Raises:
@@ -356,7 +346,7 @@ def values_of(result: Any, lengths: list[int]) -> Values:
     return [_value(value, length) for value, length in zip(values, lengths, strict=True)]
 
 
-def _value(value: Any, length: int) -> Value | Fault:
+def _value(value: Any, length: int) -> Value:
     if value is None:
         return None
     tokens = _listed(value)

@@ -366,7 +366,7 @@ class VerdictCache:
 
     @cached_property
     def _known(self) -> dict[str, float]:
-        """The verdicts by key: those in the folder, read at the first use, and those added."""
+        """The verdicts by key: read from the folder at the first use, or added since."""
         known: dict[str, float] = {}
         for path in sorted(self._folder.glob("*.jsonl")) if self._folder else ():
             with path.open(encoding="utf-8", errors="replace") as lines:

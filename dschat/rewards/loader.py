@@ -5,84 +5,19 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.config.reward import REFERENCE
-from dschat.rewards.call import GIVEN, INNER, TRL, adapted, is_async
-from dschat.user_code.calls import Recipe, load, portable, raised
+from dschat.rewards.call import GIVEN, adapted
+from dschat.rewards.function import RewardFunction
+from dschat.user_code.calls import load, raised
 from dschat.user_code.surroundings import restored
 
 logger = logging.getLogger("dschat")
-
-
-@dataclass
-class RewardFunction:
-    """A reward function with its name, weight and fixed arguments."""
-
-    name: str  # in metrics and --reward_args; unique
-    label: str  # in messages: the flag and its value, or the function's name
-    weight: float
-    function: Any  # None once other processes have their own
-    spec: str = ""  # from which another process makes it; "" if it was given as an object
-    # of the constructor of a class, or of every call
-    settings: dict[str, Any] = field(default_factory=dict)
-    accepted: dict[str, inspect.Parameter] = field(default_factory=dict)  # its parameters
-    bound: dict[str, Any] = field(default_factory=dict)  # the same arguments for every call
-    mapped: dict[str, str] = field(default_factory=dict)  # parameter -> column, from @COLUMN
-    target: Any = None  # the function as it was written
-    limit_per_answer_s: float = 0.0  # the function's own time limit; extends the call's if longer
-
-    @property
-    def is_async(self) -> bool:
-        return is_async(self.function)
-
-    def recipe(self) -> tuple[Recipe, dict[str, Any]]:
-        """What a worker process makes it of.
-
-        Raises:
-            UserError: the function cannot be imported by name there.
-        """
-        found = portable(self.target, self.spec, self.label, "--reward_pool thread")
-        return found, self.settings
-
-    def sources(self, columns: Collection[str]) -> dict[str, str]:
-        """The source of each argument, for samples with ``columns``: parameter -> column, or name
-        in `GIVEN`.
-
-        Raises:
-            UserError: a column is missing.
-        """
-        chosen: dict[str, str] = {}
-        for name, parameter in self.accepted.items():
-            if parameter.kind is parameter.VAR_POSITIONAL or name in self.bound:
-                continue
-            if parameter.kind is parameter.VAR_KEYWORD:
-                rest = [c for c in (*GIVEN, *columns) if c not in chosen and c not in self.bound]
-                chosen |= {c: c for c in rest}
-                continue
-            candidates = list(REFERENCE) if name == "reference" else [name]
-            if name in self.mapped:
-                candidates = [self.mapped[name]]
-            known = {*columns, *GIVEN, *INNER}
-            source = next((c for c in candidates if {c, c.partition(".")[0]} & known), None)
-            if source is not None:
-                chosen[name] = source
-            elif name in self.mapped or parameter.default is parameter.empty:
-                available = ", ".join(sorted(columns)) or "none"
-                raise UserError(
-                    f"needs the column {' or '.join(candidates)}, which the data lacks "
-                    f"(it has: {available}); give {name} a default, or name the column with "
-                    f"--reward_args {self.name}.{name}=@COLUMN"
-                )
-        if TRL & {*self.accepted} and "prompts" in chosen:
-            chosen["prompts"] = "prompt_messages"  # as TRL gives them
-        return chosen
 
 
 def load_reward_functions(

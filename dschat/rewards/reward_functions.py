@@ -3,12 +3,9 @@
 import functools
 import json
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +13,10 @@ import torch
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import (
-    LONGEST_CALL_S,
-    Functions,
-    Logs,
-    MissingColumn,
-    Samples,
-    Values,
-    call,
-    call_async,
-)
-from dschat.rewards.loader import RewardFunction, load_reward_functions
-from dschat.rewards.scoring import RewardError, RewardSource, Scoring
+from dschat.rewards.call import Logs, Samples, Value, call, call_async, served
+from dschat.rewards.function import RewardFunction
+from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.scoring import RewardError, Scoring
 from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, called, within
 from dschat.user_code.processes import Workers
 from dschat.user_code.surroundings import restored
@@ -41,7 +30,7 @@ _NOT_JSON = "let it return JSON types, in time, for checkpoints, or rename it"
 class RewardFunctions:
     """The reward functions of a run.
 
-    ``overlaps``: at least one source scores in the background.
+    ``overlaps``: at least one scores in the background.
     """
 
     def __init__(self, config: RewardSourcesConfig, reward_fns: Sequence[Any] = ()) -> None:
@@ -64,10 +53,10 @@ class RewardFunctions:
             reward.bound = self.logs.arguments(reward.accepted, can_log) | reward.bound
         self.state_dict()
         self._raise_problem()  # now if a state cannot be saved
-        self.sources = self._make_sources()
-        self.weights = {source.name: source.weight for source in self.sources}
+        self._place()
+        self.weights = {reward.name: reward.weight for reward in self._functions}
         self.names = list(self.weights)
-        self.overlaps = any(source.overlaps for source in self.sources)
+        self.overlaps = any(reward.overlaps for reward in self._functions)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` if a function needs a column that is not in ``columns``."""
@@ -85,7 +74,7 @@ class RewardFunctions:
         """
         self._raise_problem()
         self.logs.clear()
-        return Scoring(self.sources, self._config, prompts, num_certain)
+        return Scoring(self._functions, self._config, prompts, num_certain)
 
     def score(self, samples: Samples) -> Scoring:
         """Start scoring samples of any number of prompts, all at once; raises as `scoring` does.
@@ -166,9 +155,10 @@ class RewardFunctions:
                 )
         return [reward for reward in stateful if reward.is_async]
 
-    # -- sources -----------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
-    def _make_sources(self) -> list[RewardSource]:
+    def _place(self) -> None:
+        """Say of each function where its calls run."""
         config, pool = self._config, self._config.reward_pool
         plain = [reward for reward in self._functions if not reward.is_async]
         num_parts = 1 if pool == "none" else config.reward_workers
@@ -177,97 +167,30 @@ class RewardFunctions:
             submit = self._closed_later(Pool(num_parts)).submit
         if pool == "process" and plain:
             recipes = [reward.recipe() for reward in plain]
-            served = f"{Functions.__module__}:{Functions.__name__}", (recipes,)
-            workers = self._closed_later(Workers(*served, num_parts))
-        retries = config.on_reward_error == "skip"
-        sources: list[RewardSource] = []
+            spec = f"{served.__module__}:{served.__name__}"
+            workers = self._closed_later(Workers(spec, (recipes,), num_parts))
         for reward in self._functions:
             function = _on_own_device(reward.function)
-            place: tuple[Any, ...] = submit, num_parts
-            run: Callable[..., Values] = functools.partial(_in_thread, function)
+            reward.timeout_s = config.reward_timeout_s
+            reward.retries = config.on_reward_error == "skip"
             if reward.is_async:
-                run = functools.partial(_in_loop, self._closed_later(Loop()), function)
-                place = background, 1
+                reward.submit, loop = background, self._closed_later(Loop())
+                run = functools.partial(_in_loop, loop, function)
             elif pool == "process":
+                reward.submit, reward.num_parts = background, num_parts
+                reward.prepare = workers.prepare
                 run = functools.partial(workers.call, plain.index(reward))
-                place = background, num_parts, workers.prepare
                 if reward.spec:  # a function that they unpickle is kept
                     reward.function = reward.target = None
-            run = restored(reward.label)(run)
-            sources.append(FunctionSource(reward, run, config.reward_timeout_s, retries, *place))
-        return sources
+            else:
+                reward.submit, reward.num_parts = submit, num_parts
+                run = functools.partial(_in_thread, function)
+            reward.run = restored(reward.label)(run)
 
     def _closed_later(self, resource: Any) -> Any:
         """Registers ``resource`` for `close` and returns it."""
         self._resources.callback(resource.close)
         return resource
-
-
-@dataclass
-class FunctionSource:
-    """A reward function: where its calls run, and how they are retried."""
-
-    reward: RewardFunction
-    run: Callable[..., Values]  # (arguments, lengths, limit_s=)
-    timeout_s: float  # of a call
-    retries: bool = False  # after a failed call, call again sample by sample
-    submit: Callable[..., "Future[Values]"] = at_once  # starts such calls
-    num_parts: int = 1
-    prepare: Callable[[], None] = lambda: None  # before each of these, outside its time limit
-
-    def __post_init__(self) -> None:
-        reward = self.reward
-        self.name, self.label, self.weight = reward.name, reward.label, reward.weight
-        self.overlaps = self.submit is not at_once
-        self.takes_parts = self.num_parts > 1
-
-    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
-        cuts = samples.cuts(1 if in_one_call else self.num_parts)
-        return [self.submit(self._values, samples.part(*cut)) for cut in cuts]
-
-    def _values(self, samples: Samples) -> Values:
-        try:
-            return self.call(samples, self.timeout_s)
-        except Fault as fault:
-            if not self.retries or isinstance(fault, MissingColumn) or len(samples) == 1:
-                return [fault] * len(samples)
-            return self._one_by_one(samples, fault)
-
-    def _one_by_one(self, samples: Samples, fault: Fault) -> Values:
-        """The values of calls with one sample each, all within the time limit of one call."""
-        values: Values = [fault] * len(samples)
-        left_s = self.timeout_s
-        for row in range(len(samples)):
-            self.prepare()
-            started = time.monotonic()
-            try:
-                (values[row],) = self.call(samples.part(row, row + 1), left_s)
-            except Fault as retried:
-                if retried.timed_out and left_s < self.timeout_s / 2:
-                    break  # too little time left to tell whether this sample hangs
-                if retried.timed_out and fault.timed_out:
-                    retried = Fault(fault.problem, timed_out=True)  # it names the whole limit
-                values[row] = retried
-            left_s -= time.monotonic() - started
-            if left_s <= 0:
-                break
-        return values
-
-    def call(self, samples: Samples, limit_s: float) -> Values:
-        """One call of the function.
-
-        Raises:
-            Fault: it failed as a whole.
-        """
-        try:
-            sources = self.reward.sources(samples.columns)
-        except UserError as error:
-            raise MissingColumn(str(error)) from None
-        # A copy: a function may change its arguments, and a retry needs the original ones.
-        kwargs = self.reward.bound | samples.part(0, len(samples)).arguments(sources)
-        own_limit_s = min(len(samples) * self.reward.limit_per_answer_s, LONGEST_CALL_S)
-        lengths = [len(ids) for ids in samples.answer_ids]
-        return self.run(kwargs, lengths, limit_s=max(limit_s, own_limit_s))
 
 
 def _state_of(function: Any) -> Any:
@@ -282,11 +205,11 @@ def _is_stateful(function: object) -> bool:
     return has_both and not isinstance(function, torch.nn.Module)
 
 
-def _in_thread(function: Callable, *args: Any, limit_s: float) -> Values:
+def _in_thread(function: Callable, *args: Any, limit_s: float) -> list[Value]:
     return within(limit_s, call, function, *args)
 
 
-def _in_loop(loop: Loop, function: Callable, *args: Any, limit_s: float) -> Values:
+def _in_loop(loop: Loop, function: Callable, *args: Any, limit_s: float) -> list[Value]:
     return loop.run(call_async(function, *args), limit_s)
 
 

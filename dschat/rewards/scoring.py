@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import MissingColumn, Samples, Value, Values
+from dschat.rewards.call import MissingColumn, Samples, Value
+from dschat.rewards.function import RewardFunction
 from dschat.user_code.calls import Fault, shortened
 
 logger = logging.getLogger("dschat")
@@ -36,64 +37,63 @@ class RewardError(UserError):
 
 @dataclass
 class SourceScores:
-    """One source's scores of this rank's samples."""
+    """One source's scores of this rank's samples.
 
-    name: str
-    weight: float
-    scores: Tensor  # (S,) fp32; NaN where the source failed under on_reward_error=skip
-    token_scores: list[list[float]] | None = None  # (S,) of (A,); `scores` is then their sum
-    applies: Tensor | None = None  # (S,) bool, False where the source returned None (scores 0)
-
-
-class RewardSource(Protocol):
-    """Scores samples in calls that follow each other. ``label`` names it in messages.
-
-    ``overlaps``: it scores in the background after `score` returns. ``takes_parts``: it may get the
-    prompts of a rollout a few at a time.
+    Attributes:
+        values: (S,) NaN where the source failed under ``on_reward_error`` skip.
+        scores: (S,) fp32; the sum of one score per token, and 0 for None.
+        applies: (S,) bool, False for None.
+        token_scores: (S,) of (A,) for one score per token, else empty; None if no sample has any.
     """
 
     name: str
-    label: str
     weight: float
-    overlaps: bool
-    takes_parts: bool
+    values: Sequence[float | list[float] | None]
 
-    def score(self, samples: Samples, in_one_call: bool = False) -> "list[Future[Values]]":
-        """Start scoring. ``in_one_call``: of a function, however many workers there are."""
+    def __post_init__(self) -> None:
+        by_token = [value if isinstance(value, list) else [] for value in self.values]
+        self.token_scores = by_token if any(by_token) else None
+        sums = [sum(v) if isinstance(v, list) else v or 0.0 for v in self.values]
+        self.scores = torch.tensor(sums, dtype=torch.float32)
+        self.applies = torch.tensor([v is not None for v in self.values], dtype=torch.bool)
 
 
 class Scoring:
-    """The answers of a rollout being scored by all sources.
+    """The answers of a rollout being scored by all functions.
 
-    Add each prompt's samples as soon as all of them are there. Sources that take parts (functions
-    in a pool of several workers) begin with some of them while others are generated; the other
-    sources get all of them in one call, in `start`. What makes up a call depends on the order in
-    which prompts complete, never on a clock. A call has as many prompts as half a worker's share of
-    those that are left: calls are large at first, and the last ones small, so that little is left
-    to score after the last answer (guided self-scheduling, Polychronopoulos and Kuck 1987).
+    Add each prompt's samples as soon as all of them are there. Functions in a pool of several
+    workers begin with some of them while others are generated; the other functions get all of them
+    in one call, in `start`. What makes up a call depends on the order in which prompts complete,
+    never on a clock. A call has as many prompts as half a worker's share of the prompts left:
+    calls are large at first, and the last ones small, so that little is left to score after the
+    last answer (guided self-scheduling, Polychronopoulos and Kuck 1987).
 
     Args:
         prompts: ids of each prompt that may be added.
         num_certain: as many of the first prompts will be part of the rollout; the others may be.
+
+    Attributes:
+        others: scores that the answers came with.
     """
 
     def __init__(
         self,
-        sources: Sequence[RewardSource],
+        functions: Sequence[RewardFunction],
         config: RewardSourcesConfig,
         prompts: Sequence[Sequence[int]] = (),
         num_certain: int = 0,
     ) -> None:
-        self._sources, self._config, self._prompts = sources, config, prompts
-        self._early = [source for source in sources if source.takes_parts]
+        self._functions, self._config, self._prompts = functions, config, prompts
+        self._early = [function for function in functions if function.num_parts > 1]
         self._num_certain = self._num_left = num_certain
         # Functions tell the answers to two prompts apart by their ids: equal ones wait for `start`.
         self._uses = Counter(map(tuple, prompts))
         self._samples: dict[int, Samples] = {}  # by row of the prompt
         self._waiting: list[int] = []
-        self._calls: dict[str, list[tuple[list[Sample], list[Future[Values]]]]] = {
-            source.name: [] for source in sources
+        self._calls: dict[str, list[tuple[list[Sample], Future[list[Value]]]]] = {
+            function.name: [] for function in functions
         }
+        self.others: list[SourceScores] = []
 
     def add(self, row: int, samples: Samples) -> None:
         """Take all samples of the prompt in ``row``."""
@@ -104,75 +104,75 @@ class Scoring:
         if 2 * self._config.reward_workers * len(self._waiting) >= self._num_left:
             rows, self._waiting = sorted(self._waiting), []
             self._num_left -= len(rows)
-            part = Samples.joined([self._samples[row] for row in rows])
-            for source in self._early:
-                futures = source.score(part, in_one_call=True)
-                self._calls[source.name].append((self._numbered(rows), futures))
+            samples, numbered = self._joined(rows)
+            for function in self._early:
+                self._calls[function.name].append((numbered, function.score(samples)))
 
     def start(self, rows: Sequence[int] | None = None) -> None:
         """Start scoring what has not begun of the prompts in ``rows``, ascending (default: all);
         the others are left out.
         """
-        if not self._sources:
+        if not self._functions:
             return
         rows = sorted(self._samples) if rows is None else rows
         self._samples = {row: self._samples[row] for row in rows}
         self._num_left -= len(self._waiting)
         self._waiting = []
-        samples, numbered = Samples.joined(list(self._samples.values())), self._numbered(rows)
-        # Background sources first: a source that runs in this thread blocks the loop.
-        for source in sorted(self._sources, key=lambda source: not source.overlaps):
-            calls = self._calls[source.name]
+        samples, numbered = self._joined(rows)
+        # Background functions first: a function that runs in this thread blocks the loop.
+        for function in sorted(self._functions, key=lambda function: not function.overlaps):
+            calls = self._calls[function.name]
             begun = {sample for call, _ in calls for sample in call}
             left = [place for place, sample in enumerate(numbered) if sample not in begun]
-            for places in samples.apart(left):
-                futures = source.score(samples.pick(places))
-                calls.append(([numbered[place] for place in places], futures))
+            for neighbours in samples.apart(left):
+                for places in samples.cuts(neighbours, function.num_parts):
+                    future = function.score(samples.pick(places))
+                    calls.append(([numbered[place] for place in places], future))
 
     def result(self) -> list[SourceScores]:
-        """Collective. Wait for the scores: one entry per source, in their order.
+        """Collective. Wait for the scores: one entry per function, in their order; then `others`.
 
         Raises:
-            RewardError: a source failed on any rank and ``on_reward_error`` is error.
+            RewardError: a function failed on any rank and ``on_reward_error`` is error.
         """
-        if not self._sources:
-            return []
-        samples = Samples.joined(list(self._samples.values()))
-        values = [self._values(source) for source in self._sources]
-        scores = [
-            _scores(source, row, samples) for source, row in zip(self._sources, values, strict=True)
-        ]
+        if not self._functions:
+            return self.others
+        samples, _ = self._joined(list(self._samples))
+        values = [self._values(function) for function in self._functions]
+        scores = [*map(_scores, self._functions, values)]
         complaints = [_complaint(row, samples, self._config.reward_timeout_s) for row in values]
         num_failed = [int(source.scores.isnan().sum()) for source in scores]
         ranks = dist.gather_objects((complaints, num_failed, len(samples)))
-        for number, source in enumerate(self._sources):
+        for number, function in enumerate(self._functions):
             line = next((lines[number] for lines, _, _ in ranks if lines[number]), None)
             if line is None:
                 continue
+            label = function.label
             if self._config.on_reward_error == "error":
-                raise RewardError(f"{source.label} {line}")
+                raise RewardError(f"{label} {line}")
             lost = sum(counts[number] for _, counts, _ in ranks)
             total = sum(size for _, _, size in ranks)
             line = line.removesuffix(_SKIP)
-            logger.warning("%d of %d samples have no score: %s %s", lost, total, source.label, line)
-        return scores
+            logger.warning("%d of %d samples have no score: %s %s", lost, total, label, line)
+        return scores + self.others
 
-    def _numbered(self, rows: Sequence[int]) -> list[Sample]:
-        return [(row, number) for row in rows for number in range(len(self._samples[row]))]
+    def _joined(self, rows: Sequence[int]) -> tuple[Samples, list[Sample]]:
+        """The samples of the prompts in ``rows``, and which ones they are."""
+        numbered = [(row, number) for row in rows for number in range(len(self._samples[row]))]
+        return Samples.joined([self._samples[row] for row in rows]), numbered
 
-    def _values(self, source: RewardSource) -> Values:
+    def _values(self, function: RewardFunction) -> list[Value]:
         """Waits for the value of each sample, or the fault in its place."""
-        values: dict[Sample, Value | Fault] = {}
-        for samples, futures in self._calls[source.name]:
-            results = [value for future in futures for value in future.result()]
-            values |= zip(samples, results, strict=True)
+        values: dict[Sample, Value] = {}
+        for samples, future in self._calls[function.name]:
+            values |= zip(samples, future.result(), strict=True)
         return [values[sample] for sample in sorted(values)]
 
 
-def _complaint(values: Values, samples: Samples, timeout_s: float) -> str | None:
+def _complaint(values: list[Value], samples: Samples, timeout_s: float) -> str | None:
     """One line for the faults in ``values``, with a prompt and the remedy; None without faults.
 
-    The fault of one sample takes precedence over that of a call with several.
+    The fault of one sample takes precedence over the fault of a call with several samples.
     """
     faults = [(row, value) for row, value in enumerate(values) if isinstance(value, Fault)]
     if not faults:
@@ -187,26 +187,9 @@ def _complaint(values: Values, samples: Samples, timeout_s: float) -> str | None
     return f"{fault.problem} on {several}the prompt {prompt!r}; {remedy}{_SKIP}"
 
 
-def _scores(source: RewardSource, values: Values, samples: Samples) -> SourceScores:
-    """Values as tensors; NaN for a fault, 0 for None."""
-    by_token = any(isinstance(value, list) for value in values)
-    scores, tokens = [], []
-    for value, ids in zip(values, samples.answer_ids, strict=True):
-        if isinstance(value, Fault):
-            value = float("nan")
-        if isinstance(value, list):
-            scores.append(sum(value))
-            tokens.append(value)
-        else:  # one score for the whole answer goes to its last token
-            scores.append(value or 0.0)
-            tokens.append([0.0] * (len(ids) - 1) + [value or 0.0] if ids else [])
-    return SourceScores(
-        source.name,
-        source.weight,
-        torch.tensor(scores, dtype=torch.float32),
-        tokens if by_token else None,
-        torch.tensor([value is not None for value in values], dtype=torch.bool),
-    )
+def _scores(function: RewardFunction, values: list[Value]) -> SourceScores:
+    valid = [math.nan if isinstance(value, Fault) else value for value in values]
+    return SourceScores(function.name, function.weight, valid)
 
 
 def combine(
@@ -218,9 +201,9 @@ def combine(
     where it returned None. A source of weight 0 adds nothing, not even NaN.
 
     Returns:
-        scores (S,) fp32, NaN where a weighted source failed; and the weighted sum of token scores,
-        (S,) of (A,), if a weighted source gave any. The scores include the token scores: the
-        difference belongs to the answer as a whole.
+        scores (S,) float64, NaN where a weighted source failed; and the weighted sum of token
+        scores, (S,) of (A,), if a weighted source gave any. The scores include the token scores:
+        the difference belongs to the answer as a whole.
     """
     if scale is not None:
         scale.update({source.name: source.scores[_scored(source)] for source in sources})
@@ -231,13 +214,11 @@ def combine(
             continue
         mean, std = (0.0, 1.0) if scale is None else scale.mean_and_std(source.name)
         normal = (source.scores.double() - mean) / std
-        if source.applies is not None:
-            normal = torch.where(source.applies, normal, 0.0)
-        total += source.weight * normal
+        total += source.weight * torch.where(source.applies, normal, 0.0)
         if source.token_scores is not None:
             factor = source.weight / std
             by_token = _added(by_token or [[] for _ in total], source.token_scores, factor)
-    return total.float(), by_token
+    return total, by_token
 
 
 def any_applies(sources: list[SourceScores]) -> Tensor:
@@ -248,7 +229,7 @@ def any_applies(sources: list[SourceScores]) -> Tensor:
     weighted = [source for source in sources if source.weight]
     applies = torch.full((len(sources[0].scores),), not weighted)
     for source in weighted:
-        applies |= True if source.applies is None else source.applies
+        applies |= source.applies
     return applies
 
 
@@ -277,8 +258,7 @@ def source_means(
 
 def _scored(source: SourceScores) -> Tensor:
     """Samples with a score: (S,) bool."""
-    finite = torch.isfinite(source.scores)
-    return finite if source.applies is None else finite & source.applies
+    return torch.isfinite(source.scores) & source.applies
 
 
 def _added(sums: list[list[float]], rows: list[list[float]], factor: float) -> list[list[float]]:

@@ -1,5 +1,5 @@
 """Fills in an experience's advantages, returns, loss mask and importance weights, by the formulas
-that flags name: those of `dschat.losses`, and the user's, file.py:NAME.
+that flags name: functions of `dschat.losses`, or the user's, file.py:NAME.
 
 Statistics are over the whole rollout on all ranks, even where one prompt's samples lie on several.
 Answers without a score count in none of them and get advantage 0, but for a teacher's.

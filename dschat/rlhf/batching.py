@@ -5,12 +5,9 @@ runs the same number of forwards. The rank that generated an answer also runs th
 on it; their scores follow.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import dschat.distributed as dist
@@ -40,20 +37,18 @@ def micro_batches(
     """Collective. ``rows`` of ``e`` in micro-batches of ``size`` or, if set, within the engine's
     token budget; equally many on every rank.
     """
-    parts = micro_batch_size(engine, size).split(e.tokens_of(rows))
+    parts = micro_batch_size(engine, size).split(row_tokens(e, rows))
     return [[rows[i] for i in part] for part in parts]
 
 
-def pieces(
-    engine: DeepSpeedRLHFEngine, e: Experience, size: int, rows: list[int] | None = None
-) -> Iterator[tuple[list[int], Experience]]:
-    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number.
-
-    ``rows``: of ``e``; default: all.
-    """
-    rows = list(range(e.num_sequences)) if rows is None else rows
-    for part in micro_batches(engine, e, rows, size):
-        yield part, e.take(part, dist.device())
+def row_tokens(e: Experience, rows: list[int]) -> list[RowTokens]:
+    """What ``rows`` of ``e`` take in a micro-batch."""
+    lengths, prompts = e.lengths.tolist(), e.prompt_lengths.tolist()
+    ids = e.input_ids.numpy()
+    return [
+        RowTokens(lengths[i], lengths[i], 1, ids[i, : prompts[i]].tobytes(), prompts[i])
+        for i in rows
+    ]
 
 
 def settle_token_budget(engine: DeepSpeedRLHFEngine, args: RLHFConfig) -> None:
@@ -97,25 +92,14 @@ class Moves:
 
     def experience(self, e: Experience) -> Experience:
         """Collective. The rows of ``e`` that this rank receives, in the order of their numbers."""
-        return joined(dist.exchange_objects([e.pick(rows) for rows in self.sent])).pick(self.order)
+        received = joined(dist.exchange_objects([e.pick(rows) for rows in self.sent]))
+        return replace(received.pick(self.order), metrics=e.metrics)
 
     def scores(self, source: SourceScores) -> SourceScores:
         """Collective. The scores of the answers that this rank receives."""
-        count = len(source.scores)
-        applies = [True] * count if source.applies is None else source.applies.tolist()
-        by_token: list[Any] = source.token_scores or []
-        by_token = by_token or [None] * count
-        rows = list(zip(source.scores.tolist(), applies, by_token, strict=True))
-        parts = dist.exchange_objects([[rows[i] for i in sent] for sent in self.sent])
-        received = [row for part in parts for row in part]
-        scores, applies, by_token = ([received[i][k] for i in self.order] for k in range(3))
-        has_tokens = any(tokens is not None for tokens in by_token)
-        return replace(
-            source,
-            scores=torch.tensor(scores, dtype=torch.float32),
-            applies=torch.tensor(applies, dtype=torch.bool),
-            token_scores=[tokens or [] for tokens in by_token] if has_tokens else None,
-        )
+        parts = dist.exchange_objects([[source.values[i] for i in sent] for sent in self.sent])
+        received = [value for part in parts for value in part]
+        return replace(source, values=[received[i] for i in self.order])
 
 
 def plan_moves(e: Experience, mini_batch: np.ndarray, samples: int, budget: int) -> Moves:

@@ -2,101 +2,40 @@
 
 A prompt with all its answers is a group. Reward functions get a group as soon as it is complete,
 while others are generated. A rollout policy says which prompts are asked and what of them is kept.
-Prompts come in any form in which a caller gives them, or from a rank's queue.
 """
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import compress, count
 from typing import Any
 
-from torch import Tensor
+import torch
 
 import dschat.distributed as dist
-from dschat.config import UserError
-from dschat.data.batches import PromptTable, position_of, seek
-from dschat.inference.protocol import Generator, Rollout, SamplingParams, prompt_problem
+from dschat.config import RLHFConfig, UserError
+from dschat.data.batches import PromptTable
+from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
 from dschat.rewards.call import Samples
-from dschat.rewards.scoring import SourceScores
+from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rewards.scoring import (
+    RunningScale,
+    Scoring,
+    SourceScores,
+    any_applies,
+    combine,
+    source_means,
+)
+from dschat.rlhf.batching import Moves
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience, from_rollout
+from dschat.rlhf.forwards import reward_scores
 from dschat.rlhf.metrics import generation_metrics
-from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+from dschat.rlhf.prompts import PromptQueue
 
-PromptBatch = PromptTable | list[list[int]] | Mapping[str, Tensor | list[list[int]]]
-
-
-def prompt_table(batch: PromptBatch, columns: Mapping[str, Any] | None = None) -> PromptTable:
-    """Any form of prompt batch as a table, without padding; ``UserError`` for another type.
-    ``columns``: further ones, each a list, array or tensor of one value per prompt.
-    """
-    table = _table(batch)
-    for name, values in (columns or {}).items():
-        table.columns[name] = values.tolist() if hasattr(values, "tolist") else list(values)
-        if (count := len(table.columns[name])) != len(table):
-            raise UserError(f"columns: {name} has {count} values for {len(table)} prompts")
-    return table
-
-
-def _table(batch: PromptBatch) -> PromptTable:
-    if isinstance(batch, PromptTable):
-        return replace(batch, ids=_checked(batch.ids), columns=dict(batch.columns))
-    if not isinstance(batch, Mapping):
-        return PromptTable(_checked(batch))
-    if "input_ids" not in batch:
-        raise UserError(f"a prompt batch needs input_ids; it has {', '.join(map(str, batch))}")
-    rows = _checked(batch["input_ids"])
-    if (mask := batch.get("attention_mask")) is not None:
-        masks = _checked(mask)
-        if list(map(len, masks)) != list(map(len, rows)):
-            raise UserError("a prompt batch's attention_mask has another shape than its input_ids")
-        rows = _checked([list(compress(row, keep)) for row, keep in zip(rows, masks, strict=True)])
-    return PromptTable(rows)
-
-
-class PromptQueue:
-    """Prompts for rollouts that take more than a batch of them, for the whole run.
-
-    From ``batches``. Without it, or once it is exhausted on any rank, the prompts that the
-    caller falls back on.
-    """
-
-    def __init__(self, batches: Iterator[PromptBatch] | None = None) -> None:
-        self._batches = batches
-        self._left = PromptTable()  # of all ranks, drawn and not yet taken
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able state that the next rollout depends on, the same on all ranks."""
-        return {"left": vars(self._left), "taken": position_of(self._batches)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._left = PromptTable(**state["left"])
-        seek(self._batches, state["taken"])
-
-    def take(self, size: int, fallback: PromptTable) -> PromptTable:
-        """Collective. This rank's share of the next ``size`` prompts, whose order does not depend
-        on the number of ranks.
-        """
-        while len(self._left.ids) < size:
-            batch = None if self._batches is None else next(self._batches, None)
-            prompts = fallback if batch is None else prompt_table(batch)
-            for of_rank, is_exhausted in dist.gather_objects((prompts, batch is None)):
-                self._left = self._left.concat(of_rank)
-                if is_exhausted:  # on one rank, therefore on all
-                    self._batches = None
-        rows = list(range(len(self._left.ids)))
-        taken, self._left = self._left.pick(rows[:size]), self._left.pick(rows[size:])
-        return taken.pick(dist.my_share(rows[:size]))
-
-
-def _checked(rows: Iterable[Any]) -> list[list[int]]:
-    prompts = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in rows]
-    for problem in filter(None, map(prompt_problem, count(), prompts)):
-        raise UserError(problem)
-    return [list(map(int, prompt)) for prompt in prompts]
+logger = logging.getLogger("dschat")
 
 
 @dataclass
@@ -109,9 +48,6 @@ class Group:
     rewards: list[list[float]] | None = None  # of an environment, for each token of each answer
 
 
-Ask = Callable[..., Collected]  # see `Collector.ask`
-
-
 class RolloutPolicy:
     """What a rollout asks and what it keeps: all answers to an iteration's prompts, in one round.
 
@@ -121,11 +57,11 @@ class RolloutPolicy:
     def __init__(self, more: PromptQueue) -> None:
         self._more = more
 
-    def rollout(self, prompts: PromptTable, num_samples: int, ask: Ask) -> Collected:
-        """Collective. The rollout of an iteration that takes ``prompts`` of this rank, with
-        ``num_samples`` answers to each. ``ask``: `Collector.ask`.
-        """
-        return ask(prompts)
+    def rollout(
+        self, collector: "Collector", prompts: PromptTable, sampling: SamplingParams
+    ) -> tuple[Experience, Scoring | None]:
+        """Collective. See `Collector.collect`; ``collector`` asks and scores."""
+        return collector.ask(sampling, prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
@@ -137,38 +73,74 @@ class RolloutPolicy:
 
 
 class Collector:
-    """Collects the rollouts of a run.
+    """Collects the rollouts of a run, and scores them by all sources: reward model, reward
+    functions, environment.
 
     Attributes:
         cuts_rounds: whether functions may score the answers of a call of the generator during the
             next; the same on every rank: tensor-parallel ranks generate together.
+        scale: running statistics of each source's scores.
     """
 
     cuts_rounds = True
 
     def __init__(
-        self, engine: DeepSpeedRLHFEngine, scorer: RolloutScorer, policy: RolloutPolicy
+        self,
+        engine: DeepSpeedRLHFEngine,
+        args: RLHFConfig,
+        functions: RewardFunctions,
+        policy: RolloutPolicy,
+        others: Sequence[str] = (),
     ) -> None:
-        self.scorer, self.policy = scorer, policy
-        self._engine, self._functions = engine, scorer.functions
+        """``others``: names of further sources, of weight 1.
+
+        Raises:
+            UserError: nothing scores.
+        """
+        has_model = engine.reward is not None or engine.teacher is not None
+        if not (has_model or functions.names or others):
+            raise UserError(
+                "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
+                "give --reward_fn or reward_fns=[...]"
+            )
+        self.args, self.functions, self.policy = args, functions, policy
+        self.scale = RunningScale()
+        self._engine = engine
+        self._warned = False  # of answers without a score
+        weights = {} if engine.reward is None else {REWARD_MODEL: args.reward_model_weight}
+        weights |= functions.weights | dict.fromkeys(others, 1.0)
+        terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
+        bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
+        logger.info("score: %s, %s", " + ".join(terms) or "none, the teacher alone", bound)
+
+    @property
+    def clip(self) -> float | None:
+        """The bound that clips an answer's score in its reward; None: not clipped."""
+        alone = self._engine.reward is not None and not any(self.functions.weights.values())
+        return self.args.clip_where(model_alone=alone)
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-        return self.scorer.state_dict() | self.policy.state_dict()
+        own = {"scale": self.scale.state_dict(), "programs": self.functions.state_dict()}
+        return own | self.policy.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scorer.load_state_dict(state)
+        self.scale.load_state_dict(state["scale"])
+        self.functions.load_state_dict(state.get("programs", {}))
         self.policy.load_state_dict(state)
 
-    def collect(self, prompts: PromptTable, sampling: SamplingParams) -> Collected:
+    def collect(
+        self, prompts: PromptTable, sampling: SamplingParams
+    ) -> tuple[Experience, Scoring | None]:
         """Collective. The rollout of an iteration that takes ``prompts`` of this rank, each
-        answered ``sampling.n`` times.
-
-        The caller may do other work before `Collected.score`, while reward functions run.
+        answered ``sampling.n`` times; and its reward functions, which may still run: the caller may
+        do other work before `score`. None: it has its scores.
         """
         if prompts.ids:
-            self._functions.check_columns(prompts.columns)
-        return self.policy.rollout(prompts, sampling.n, partial(self.ask, sampling))
+            self.functions.check_columns(prompts.columns)
+        return self.policy.rollout(self, prompts, sampling)
+
+    # -- answers -----------------------------------------------------------------------------------
 
     def ask(
         self,
@@ -177,7 +149,7 @@ class Collector:
         before: int = 0,
         wanted: int | None = None,
         through: Callable[[Generator], Generator] = lambda generator: generator,
-    ) -> Collected:
+    ) -> tuple[Experience, Scoring]:
         """Collective. One round of a rollout: answers to this rank's ``prompts``.
 
         Args:
@@ -189,17 +161,19 @@ class Collector:
         num_asked = len(prompts.ids)
         counts = dist.gather_objects((num_asked, num_asked if wanted is None else wanted))
         first, first_kept = (before + sum(of[: dist.rank()]) for of in zip(*counts, strict=True))
-        is_cut = self.cuts_rounds and self._functions.overlaps and wanted is None
-        calls = self.scorer.args.generation_batches if is_cut else 1
+        is_cut = self.cuts_rounds and self.functions.overlaps and wanted is None
+        calls = self.args.generation_batches if is_cut else 1
         with self._engine.rollout_mode() as generator:
-            answered = self.answers_of(through(generator), prompts, sampling, first, calls, wanted)
-            answered.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
-        # Draws depend on the numbers of all prompts that are asked; those of an experience are
-        # consecutive over the ranks' kept ones.
-        answered.experience.numbers += (first_kept - first) * sampling.n
-        answered.num_prompts = sum(num_kept for _, num_kept in counts)
-        answered.metrics["time/generate_s"] = time.perf_counter() - started
-        return answered
+            e, scoring = self.answers_of(
+                through(generator), prompts, sampling, first, calls, wanted
+            )
+            e.metrics |= generation_metrics(self._engine.rollout.last_refresh, generator)
+        # Draws depend on the numbers of all prompts that are asked; the numbers of an experience
+        # are consecutive over the ranks' kept prompts.
+        e.numbers += (first_kept - first) * sampling.n
+        e.num_prompts = sum(num_kept for _, num_kept in counts)
+        e.metrics["time/generate_s"] = time.perf_counter() - started
+        return e, scoring
 
     def answers_of(
         self,
@@ -209,7 +183,7 @@ class Collector:
         first: int,
         calls: int = 1,
         wanted: int | None = None,
-    ) -> Collected:
+    ) -> tuple[Experience, Scoring]:
         """Collective. Answer ``prompts`` in ``calls`` calls of ``generator``, and start the reward
         functions on the answers.
 
@@ -218,11 +192,11 @@ class Collector:
         """
         num_asked, groups, metrics = len(prompts.ids), list[Group](), dict[str, float]()
         wanted = num_asked if wanted is None else wanted
-        scoring = self._functions.scoring(prompts.ids, wanted)
+        scoring = self.functions.scoring(prompts.ids, wanted)
 
         def add(group: Group) -> None:
             groups.append(group)
-            if self._functions.names:
+            if self.functions.names:
                 scoring.add(group.number - first, self._samples(group))
 
         size = max(1, -(-num_asked // calls))
@@ -233,9 +207,10 @@ class Collector:
             groups = sorted(groups, key=lambda group: group.number)[:wanted]
             scoring.start([group.number - first for group in groups])
         assert len(groups) == wanted, "the generator did not report all prompts"
+        scoring.others = self._scores_of(groups)
         e = self._experience(groups, first * sampling.n)
-        others = self._scores_of(groups)
-        return Collected(e, len(groups), metrics, self.scorer, scoring, others)
+        e.metrics = metrics
+        return e, scoring
 
     def answers(
         self,
@@ -280,7 +255,7 @@ class Collector:
         answers = Rollout.joined(group.answers for group in groups)
         if any(group.answers.drawn is not None for group in groups):
             answers.drawn = [drawn for group in groups for drawn in group.answers.drawn or ()]
-        if groups and answers.experts is None and self.scorer.args.moe_routing_replay:
+        if groups and answers.experts is None and self.args.moe_routing_replay:
             raise UserError(
                 "--moe_routing_replay needs the inference engine, which does not run this model"
             )
@@ -294,3 +269,62 @@ class Collector:
     def _scores_of(self, groups: list[Group]) -> list[SourceScores]:
         """The scores that the groups came with."""
         return []
+
+    # -- scores ------------------------------------------------------------------------------------
+
+    def score(
+        self, e: Experience, scoring: Scoring | None, moves: Moves | None = None
+    ) -> Experience:
+        """Collective. Wait for ``scoring`` and fill in the scores of ``e``, not clipped, and their
+        metrics. ``moves``: of the answers, since `collect`.
+
+        A sequence that a weighted reward function failed on is dropped. A sequence that every
+        weighted source declined (None) stays, but is not ``scored``. A NaN of the reward model
+        stays, for the trainer to detect. Without a source, where a teacher is all that is learned
+        from, all scores are 0.
+
+        Raises ``RewardError`` on all ranks where a reward function failed on one of them.
+        """
+        if scoring is None:
+            return e
+        sources = self.sources(e, scoring, self.args.per_device_training_batch_size, moves)
+        if not sources:
+            return e
+        e.metrics |= source_means("objective/scores", sources, with_std=True)
+        e.metrics |= self.functions.logged()
+        scores, token_scores = combine(sources, self.scale if self.args.normalize_reward else None)
+        e.scores = scores.float()
+        for row, values in enumerate(token_scores or ()):
+            e.token_scores[row, : len(values)] = torch.tensor(values)
+        e.scored = any_applies(sources)
+        failed = torch.zeros(e.num_sequences, dtype=torch.bool)
+        for source in sources:
+            if source.name != REWARD_MODEL and source.weight:
+                failed |= source.scores.isnan()
+        counts = [float(failed.sum()), float((~e.scored & ~failed).sum()), float(len(failed))]
+        num_failed, num_declined, total = dist.sum_floats(counts)
+        if num_failed or num_declined:
+            e.metrics["rollout/unscored"] = num_failed + num_declined
+        if num_declined and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%.0f of %.0f answers have no score: every source returned None; such answers are "
+                "%s (counted as rollout/unscored)",
+                *(num_declined, total),
+                "learned from the teacher alone" if self.args.has_teacher else "not trained on",
+            )
+        return e.pick((~failed).nonzero().flatten().tolist()) if num_failed else e
+
+    def sources(
+        self, e: Experience, scoring: Scoring, size: int, moves: Moves | None = None
+    ) -> list[SourceScores]:
+        """Collective. Every source's scores of ``e``, after waiting for reward functions.
+
+        ``size``: sequences per forward of the reward model, unless there is a token budget.
+        """
+        of_model = []
+        if self._engine.reward is not None:  # before the wait: the functions run meanwhile
+            values = reward_scores(self._engine, e, size).tolist()
+            of_model = [SourceScores(REWARD_MODEL, self.args.reward_model_weight, values)]
+        others = scoring.result()
+        return of_model + (others if moves is None else [*map(moves.scores, others)])

@@ -347,7 +347,7 @@ class DeepSpeedRLHFEngine:
         tokenizer: PreTrainedTokenizerBase,
         is_average: bool = False,
     ) -> None:
-        """Collective. Write the weights of ``stream``, those of ``model`` or their average, and the
+        """Collective. Write the weights of ``model``, or their average, from ``stream``; and the
         LoRA adapter beside them where the base was frozen: it fits no other weights.
         """
         module, config = unwrap(model), base_of(model).config

@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
@@ -24,10 +22,10 @@ from dschat.models.continued_text import whole_texts
 from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import RewardError, SourceScores
-from dschat.rlhf.collector import Collector, Group, PromptQueue, RolloutPolicy
+from dschat.rlhf.collector import Collector, Group, RolloutPolicy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import policy_of
-from dschat.rlhf.rollout_scorer import RolloutScorer
 from dschat.user_code.calls import Fault
 
 ENVIRONMENT = "environment"  # the name of its rewards
@@ -41,13 +39,14 @@ class EpisodeCollector(Collector):
     def __init__(
         self,
         engine: DeepSpeedRLHFEngine,
-        scorer: RolloutScorer,
-        source: EnvironmentSource,
+        args: RLHFConfig,
+        functions: RewardFunctions,
         policy: RolloutPolicy,
+        source: EnvironmentSource,
     ) -> None:
-        super().__init__(engine, scorer, policy)
-        self._source = source
-        args, feedback = scorer.args, scorer.args.on_tool_error == "feedback"
+        others = (ENVIRONMENT,) if source.rewards else ()
+        super().__init__(engine, args, functions, policy, others)
+        self._source, feedback = source, args.on_tool_error == "feedback"
         self._make: Callable[[], Environment] = source.maker(engine.tokenizer, feedback)
         if args.environment_pool == "process":
             self._make = source.processes(
@@ -79,7 +78,7 @@ class EpisodeCollector(Collector):
             self._engine.tokenizer,
             self._make,
             self._observations_of(prompts),
-            self.scorer.args,
+            self.args,
             partial(self._appended, prompts),
             partial(_begun, prompts),
         )
@@ -114,8 +113,7 @@ class EpisodeCollector(Collector):
         if not self._source.rewards:
             return []
         rewards = [row for group in groups for row in group.rewards or ()]
-        totals = torch.tensor([sum(row) for row in rewards], dtype=torch.float32)
-        return [SourceScores(ENVIRONMENT, 1.0, totals, rewards)]
+        return [SourceScores(ENVIRONMENT, 1.0, rewards)]
 
     def _appended(self, prompts: PromptTable, row: int, text: str) -> list[int]:
         """The ids of the prompt ``row`` with ``text`` after it, in a chat in its last turn.
@@ -126,7 +124,7 @@ class EpisodeCollector(Collector):
         if prompts.sources is None:
             raise Fault("reset returned text, but of the prompts only ids are known")
         source = _with_text(prompts.sources[row], text)
-        limit = self.scorer.args.max_prompt_seq_len
+        limit = self.args.max_prompt_seq_len
         inputs = prompts.inputs[row] if prompts.inputs else {"tools": self._source.schemas}
         try:
             ids = prompt_text_ids(self._engine.tokenizer, source, **inputs)
@@ -175,12 +173,10 @@ def collector_of(
     Raises:
         UserError: nothing scores.
     """
-    others = (ENVIRONMENT,) if environment is not None and environment.rewards else ()
-    scorer = RolloutScorer(engine, args, functions, others)
-    policy = policy_of(args, scorer, more)
+    policy = policy_of(args, more)
     if environment is None:
-        return Collector(engine, scorer, policy)
-    return EpisodeCollector(engine, scorer, environment, policy)
+        return Collector(engine, args, functions, policy)
+    return EpisodeCollector(engine, args, functions, policy, environment)
 
 
 def own_prompts(prompts: PromptTable, episodes: list[Episode]) -> PromptTable:

@@ -23,12 +23,12 @@ from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import continued_texts
 from dschat.models.training_engine import ModelOrEngine, evaluating
 from dschat.rewards.reward_functions import REWARD_MODEL
-from dschat.rewards.scoring import SourceScores, any_applies, source_means
-from dschat.rlhf.batching import pieces
-from dschat.rlhf.collector import Collector, prompt_table
+from dschat.rewards.scoring import SourceScores, any_applies, combine, source_means
+from dschat.rlhf.collector import Collector
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.forwards import action_logprobs
+from dschat.rlhf.forwards import action_logprobs, pieces
+from dschat.rlhf.prompts import prompt_table
 from dschat.runtime.best_model import NO_HELD_OUT, check_best
 from dschat.runtime.gold_eval import EVAL_SEED, gold_knows
 
@@ -74,17 +74,15 @@ def evaluate_policy(
     """
     args = engine.args
     sampling = SamplingParams.from_config(args, EVAL_SEED, args.eval_num_samples)
-    rollout = collector.answers_of(generator, held_out.prompts, sampling, held_out.first_index)
-    e = rollout.experience
-    sources = rollout.sources(args.eval_batch_size)
+    at = held_out.first_index
+    e, scoring = collector.answers_of(generator, held_out.prompts, sampling, at)
+    sources = collector.sources(e, scoring, args.eval_batch_size)
     by_source = source_means("eval/scores", sources)
-    logged = collector.scorer.functions.logged()
+    logged = collector.functions.logged()
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
     if sources:
+        scores, _ = combine(sources, None)
         scores[~any_applies(sources)] = math.nan
-    for source in sources:
-        if source.weight:  # 0 x NaN would be NaN
-            scores += source.weight * source.scores.double()
     scored = torch.isfinite(scores)
     show(replace(e, scores=scores, scored=scored))
     partial = scored & (scores.abs() > _ROUNDING) & ((scores - 1).abs() > _ROUNDING)
@@ -121,7 +119,7 @@ def evaluate_policy(
             penalty = args.kl_coef * metrics["eval/kl"]
             metrics["eval/rlhf_reward"] = metrics["eval/score"] - penalty
     # of episodes: turns and the environment's tokens
-    metrics |= {n.replace("rollout/", "eval/"): value for n, value in rollout.metrics.items()}
+    metrics |= {n.replace("rollout/", "eval/"): value for n, value in e.metrics.items()}
     metrics |= {f"eval/{name}": value for name, value in logged.items()}
     return metrics | (by_source if len(sources) > 1 else {})
 
@@ -142,8 +140,6 @@ def _kl(engine: DeepSpeedRLHFEngine, other: ModelOrEngine, e: Experience) -> flo
 def _scores_of(name: str, sources: list[SourceScores]) -> Tensor:
     """The scores of source ``name``: (S,) float64, NaN where it declined."""
     (source,) = (source for source in sources if source.name == name)
-    if source.applies is None:
-        return source.scores.double()
     return torch.where(source.applies, source.scores.double(), math.nan)
 
 

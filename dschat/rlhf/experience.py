@@ -8,7 +8,7 @@ have places too, at which the mask is False. Masks come from lengths and from th
 pad may equal EOS. Only `Experience.take` does this arithmetic.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dschat.data.micro_batches import RowTokens
+import dschat.distributed as dist
 from dschat.data.sources.adapters import Content
 from dschat.inference.protocol import Rollout
 from dschat.models.packing import PackedRows, pack
@@ -60,9 +60,11 @@ class Experience:
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
+    num_prompts: int = 0  # of the whole rollout, over all ranks
     num_mini_batches: int = 1  # optimizer steps of an epoch, the same on all ranks
     together: int = 1  # sequences, consecutive by number, that are in one mini-batch
     problem: str = ""  # why the update must be skipped, the same on all ranks; "" if it need not
+    metrics: dict[str, float] = field(default_factory=dict)  # of its generation and scoring
 
     def __repr__(self) -> str:
         """In a few lines what its tensors, which fill the screen, amount to."""
@@ -87,6 +89,14 @@ class Experience:
         """Actions of the answers that have a score: (S, A) bool."""
         return self.answer_mask & self.scored.unsqueeze(1)
 
+    def cut_into(self, num_mini_batches: int, samples: int) -> None:
+        """Plan an epoch's optimizer steps, the same on all ranks. One step has all answers to a
+        prompt, which it then computes once; but not where a rank would have no answers in a step.
+        """
+        self.num_mini_batches = num_mini_batches
+        if self.num_prompts % (num_mini_batches * dist.world_size()) == 0:
+            self.together = samples
+
     def take(self, rows: list[int], device: torch.device) -> "Experience":
         """A micro-batch of these rows on ``device``, trimmed to the longest and packed.
 
@@ -103,15 +113,6 @@ class Experience:
         if part.candidates.shape[-1]:
             part.rows.candidates = part.candidates[part.answer_mask]
         return part.to(device)
-
-    def tokens_of(self, rows: list[int]) -> list[RowTokens]:
-        """What these rows take in a micro-batch."""
-        lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
-        ids = self.input_ids.numpy()
-        return [
-            RowTokens(lengths[i], lengths[i], 1, ids[i, : prompts[i]].tobytes(), prompts[i])
-            for i in rows
-        ]
 
     def by_action(self, values: Tensor) -> Tensor:
         """What a forward read of ``rows``, (M,) or (M, K), as (S, A) or (S, A, K): 0 where there is
@@ -152,7 +153,9 @@ class Experience:
 
 
 def joined(parts: list[Experience]) -> Experience:
-    """Concatenate the rows of ``parts`` (at least one), in order; padding ids are 0."""
+    """Concatenate the rows of ``parts`` (at least one), in order; padding ids are 0. It has no
+    metrics.
+    """
     parts = [part for part in parts if part.num_sequences] or parts[:1]
 
     def concatenated(name: str) -> Any:
@@ -165,6 +168,8 @@ def joined(parts: list[Experience]) -> Experience:
             return torch.cat([F.pad(v, (*inner, 0, width - v.shape[1])) for v in values])
         if isinstance(values[0], (int, str)):
             return max(values)  # a problem, if any part has one
+        if isinstance(values[0], dict):
+            return {}
         if any(value is None or isinstance(value, PackedRows) for value in values):
             return None
         return [row for value in values for row in value]

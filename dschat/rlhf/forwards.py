@@ -1,4 +1,6 @@
-"""Computes an experience's log-probs, entropies and values, with forwards of all models."""
+"""Computes an experience's log-probs, entropies, values and scores, with forwards of all models."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.models.tokenizer import num_ids
 from dschat.models.training_engine import ModelOrEngine, evaluating
-from dschat.rlhf.batching import pieces
+from dschat.rlhf.batching import micro_batches
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
 
@@ -26,6 +28,18 @@ def action_logprobs(
 def action_values(critic: ModelOrEngine, batch: Experience) -> Tensor:
     """The critic's value before each action: (B, A) fp32."""
     return batch.by_action(critic(batch.rows))
+
+
+def pieces(
+    engine: DeepSpeedRLHFEngine, e: Experience, size: int, rows: list[int] | None = None
+) -> Iterator[tuple[list[int], Experience]]:
+    """Collective. Yield (rows, micro-batch on the device); every rank yields the same number.
+
+    ``rows``: of ``e``; default: all.
+    """
+    rows = list(range(e.num_sequences)) if rows is None else rows
+    for part in micro_batches(engine, e, rows, size):
+        yield part, e.take(part, dist.device())
 
 
 # Largest mean difference of the rollout's log-probs from the training form's, in nats, that counts
@@ -166,6 +180,21 @@ def _fill_in_candidates(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFCo
             logprobs[part, :width] = on_host[:, :, 1:]
             e.teacher_logprobs[part, :width] = on_host[:, :, 0]
     e.candidates, e.teacher_candidates = candidates, logprobs
+
+
+@torch.no_grad()
+def reward_scores(engine: DeepSpeedRLHFEngine, e: Experience, size: int) -> Tensor:
+    """Collective. The reward model's scores: (S,) fp32. ``size``: sequences per forward, unless
+    there is a token budget.
+    """
+    scores = torch.zeros(e.num_sequences)
+    parts = micro_batches(engine, e, list(range(e.num_sequences)), size)
+    values = [engine.score(e.pick_or_dummy(part)) for part in parts]
+    on_host = torch.cat(values).cpu().split([len(value) for value in values])
+    for part, value in zip(parts, on_host, strict=True):
+        if part:
+            scores[part] = value
+    return scores
 
 
 def _keep(e: Experience, filled: list[tuple[list[int], dict[str, Tensor]]]) -> None:

@@ -189,7 +189,7 @@ def check_reward(
 ) -> tuple[PreTrainedTokenizerBase | None, list[str]]:
     """Check a reward model for answers in the ids of ``tokenizer``.
 
-    Returns its own tokenizer, None where it reads those ids; and warnings for the user.
+    Returns its own tokenizer, None where it reads ids of ``tokenizer``; and warnings for the user.
 
     Raises:
         UserError: missing, not a reward model, or unusable with ``tokenizer``.

@@ -130,7 +130,7 @@ class Reporter:
         self._evaluate_if_due()
 
     def _warn(self, metrics: dict[str, float]) -> str:
-        """Log what is wrong anew; returns the line of a collapse, if it is one."""
+        """Log new warnings; returns the line of a collapse, "" without one."""
         found = self._health.read(self._trainer.iteration, metrics)
         self._log.write_warnings(self._trainer.iteration, found)
         return next((str(finding) for finding in found if finding.kind == "collapse"), "")

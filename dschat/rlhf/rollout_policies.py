@@ -21,9 +21,10 @@ from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import Answered, FinishReason, Generator, Rollout, SamplingParams
 from dschat.inference.requests.sequence import Request
 from dschat.losses import clip_scores, group_has_variance, group_stats
-from dschat.rlhf.collector import Ask, PromptQueue, RolloutPolicy
+from dschat.rewards.scoring import Scoring
+from dschat.rlhf.collector import Collector, RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
-from dschat.rlhf.rollout_scorer import Collected, RolloutScorer
+from dschat.rlhf.prompts import PromptQueue
 
 logger = logging.getLogger("dschat")
 
@@ -35,7 +36,7 @@ class OpenPrompt:
     ids: list[int]
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
-    finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: goes on
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)  # None: unfinished
     experts: list[Tensor | None] = field(default_factory=list)  # of complete answers, if kept
     staleness: int = 0  # calls of `advance` since the one that drew its first token
 
@@ -91,10 +92,12 @@ def advance(
     answered: Answered | None = None,
 ) -> None:
     """Collective in the tensor-parallel group. Continue ``prompts`` until ``wanted`` of them are
-    complete on every rank, those before included, and the first ``num_due`` of them are.
+    complete on every rank, and the first ``num_due`` of them are. Prompts that were complete before
+    count.
 
     ``numbers``: of the prompts in the rollout, on which the draws depend (with ``sampling.seed``
-    and the position in the answer). ``answered``: see `Generator`; called for those before, too.
+    and the position in the answer). ``answered``: see `Generator`; called for prompts that were
+    complete before, too.
     """
     mine = [p.request(sampling, number) for p, number in zip(prompts, numbers, strict=True)]
     rows = {request: row for row, request in enumerate(mine)}
@@ -114,10 +117,10 @@ def advance(
         open_prompt.follow(request)
 
 
-def policy_of(args: RLHFConfig, scorer: RolloutScorer, more: PromptQueue) -> RolloutPolicy:
+def policy_of(args: RLHFConfig, more: PromptQueue) -> RolloutPolicy:
     """The policy that the flags ask for. ``more``: prompts in addition to an iteration's."""
     if args.dynamic_sampling:
-        return DynamicSampling(scorer, args.max_sampling_rounds, more)
+        return DynamicSampling(args.max_sampling_rounds, more)
     if args.partial_rollout:
         return PartialRollouts(args.oversample, args.staleness_bound, more)
     return RolloutPolicy(more)
@@ -131,11 +134,13 @@ class DynamicSampling(RolloutPolicy):
     rounds sample as many prompts of ``more`` as are likely missing.
     """
 
-    def __init__(self, scorer: RolloutScorer, max_rounds: int, more: PromptQueue) -> None:
+    def __init__(self, max_rounds: int, more: PromptQueue) -> None:
         super().__init__(more)
-        self._scorer, self._max_rounds = scorer, max_rounds
+        self._max_rounds = max_rounds
 
-    def rollout(self, prompts: PromptTable, num_samples: int, ask: Ask) -> Collected:
+    def rollout(
+        self, collector: Collector, prompts: PromptTable, sampling: SamplingParams
+    ) -> tuple[Experience, None]:
         needed, asked = sum(dist.gather_objects(len(prompts.ids))), prompts
         rounds, sums = list[Experience](), dict[str, float]()
         found = list[int]()  # numbers of prompts whose scores differ, over all ranks
@@ -144,13 +149,13 @@ class DynamicSampling(RolloutPolicy):
             if rounds:
                 likely = math.ceil((needed - len(found)) * sampled / max(len(found), 1))
                 asked = self._more.take(min(needed, likely), prompts)
-            answered = ask(asked, sampled)
-            rounds.append(answered.score())
-            found += self._with_variance(rounds[-1], num_samples, sampled, answered.num_prompts)
-            for name, value in answered.metrics.items():
-                added = value if _adds_up(name) else value * answered.num_prompts
+            e = collector.score(*collector.ask(sampling, asked, sampled))
+            rounds.append(e)
+            found += _with_variance(e, sampling.n, sampled, collector.clip)
+            for name, value in e.metrics.items():
+                added = value if _adds_up(name) else value * e.num_prompts
                 sums[name] = sums.get(name, 0.0) + added
-            sampled += answered.num_prompts
+            sampled += e.num_prompts
         kept = found[:needed]
         if not kept:
             logger.warning(
@@ -162,27 +167,28 @@ class DynamicSampling(RolloutPolicy):
         score, num_scored = dist.sum_floats(
             [float(every.scores.double().sum()), float(every.scored.sum())]
         )
-        metrics = {n: v if _adds_up(n) else v / sampled for n, v in sums.items()} | {
+        e = _renumbered(every, kept, sampling.n)
+        e.num_prompts = len(kept)
+        e.metrics = {n: v if _adds_up(n) else v / sampled for n, v in sums.items()} | {
             "sampling/rounds": float(len(rounds)),
             "sampling/prompts": float(sampled),
             "sampling/kept_prompts": float(len(kept)),
             "sampling/waste": 1 - len(kept) / sampled,
             "sampling/scores": score / max(num_scored, 1.0),
         }
-        return Collected(_renumbered(every, kept, num_samples), len(kept), metrics)
+        return e, None
 
-    def _with_variance(self, e: Experience, n: int, before: int, total: int) -> list[int]:
-        """Collective. Numbers of this round's prompts whose clipped scores differ, or are not
-        finite. Answers without a score do not count. ``before``: prompts of earlier rounds.
-        """
-        groups = e.numbers // n - before
-        scores = torch.where(
-            e.scores.isfinite(), clip_scores(e.scores, self._scorer.clip), e.scores
-        )
-        stats = group_stats(scores[e.scored], groups[e.scored], total)
-        stats = dist.all_reduce_sum(stats)
-        differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
-        return (before + differ.nonzero().flatten()).tolist()
+
+def _with_variance(e: Experience, n: int, before: int, clip: float | None) -> list[int]:
+    """Collective. Numbers of this round's prompts whose clipped scores differ, or are not finite.
+    Answers without a score do not count. ``before``: prompts of earlier rounds.
+    """
+    groups = e.numbers // n - before
+    scores = torch.where(e.scores.isfinite(), clip_scores(e.scores, clip), e.scores)
+    stats = group_stats(scores[e.scored], groups[e.scored], e.num_prompts)
+    stats = dist.all_reduce_sum(stats)
+    differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
+    return (before + differ.nonzero().flatten()).tolist()
 
 
 def _renumbered(e: Experience, kept: list[int], n: int) -> Experience:
@@ -211,7 +217,7 @@ class PartialRollouts(RolloutPolicy):
     probability over that. The samples of a prompt stay together.
 
     Args:
-        oversample: prompts under way in addition to a rollout's, as a share of those.
+        oversample: prompts under way in addition to a rollout's, as a share of a rollout's.
         max_staleness: iterations after which a prompt's answers are completed, however long.
         more: where the additional prompts come from.
     """
@@ -245,13 +251,15 @@ class PartialRollouts(RolloutPolicy):
             order = sorted(range(len(self._ages)), key=lambda i: -self._ages[i])
             self._leave(dist.my_share(order))
 
-    def rollout(self, prompts: PromptTable, num_samples: int, ask: Ask) -> Collected:
+    def rollout(
+        self, collector: Collector, prompts: PromptTable, sampling: SamplingParams
+    ) -> tuple[Experience, Scoring]:
         """The oldest complete prompts are in the rollout; the others grow older."""
         self._num_wanted = wanted = len(prompts.ids)
         self._start(prompts)
         missing = wanted + math.ceil(self._oversample * wanted) - len(self._open)
         self._start(self._more.take(sum(dist.gather_objects(max(0, missing))), prompts))
-        answered = ask(self._table, 0, wanted, self._through)
+        e, scoring = collector.ask(sampling, self._table, 0, wanted, self._through)
         done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][:wanted]
         staleness = [self._open[i].staleness for i in done]
         self._leave([i for i in range(len(self._open)) if i not in set(done)])
@@ -261,13 +269,13 @@ class PartialRollouts(RolloutPolicy):
         total, count, num_open, tokens = dist.sum_floats(
             [float(sum(staleness)), float(len(staleness)), float(len(self._open)), float(carried)]
         )
-        answered.metrics |= {
+        e.metrics |= {
             "rollout/staleness": total / max(count, 1.0),
             "rollout/staleness_max": float(oldest),
             "rollout/carried_prompts": num_open,
             "rollout/carried_tokens": tokens,
         }
-        return answered
+        return e, scoring
 
     def _through(self, generator: Generator) -> Generator:
         if not isinstance(generator, InferenceEngine):

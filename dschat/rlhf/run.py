@@ -36,7 +36,7 @@ def train(
     """Collective. Train an actor as ``args`` say, and save it; returns the trainer, still loaded.
 
     Args:
-        reward_fns, environment, tools: Python objects beside those that ``args`` name; see
+        reward_fns, environment, tools: Python objects in addition to what ``args`` name; see
             `DeepSpeedPPOTrainer`.
         callbacks: likewise; see `dschat.runtime.start`.
 

@@ -22,12 +22,18 @@ from dschat.inference.protocol import SamplingParams
 from dschat.models.routing import add_router_loss, router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.advantages import fill_in_advantages, policy_loss
-from dschat.rlhf.batching import micro_batches, settle_token_budget
-from dschat.rlhf.collector import PromptBatch, PromptQueue, prompt_table
+from dschat.rlhf.batching import plan_moves, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
-from dschat.rlhf.forwards import action_logprobs, action_values, fill_in, not_finite, update_kl
+from dschat.rlhf.forwards import (
+    action_logprobs,
+    action_values,
+    fill_in,
+    not_finite,
+    pieces,
+    update_kl,
+)
 from dschat.rlhf.metrics import (
     experience_metrics,
     mismatch_sums,
@@ -35,6 +41,7 @@ from dschat.rlhf.metrics import (
     training_metrics,
     warn_of_gap,
 )
+from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
 from dschat.runtime import optimizer_step
 from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
@@ -58,7 +65,7 @@ class DeepSpeedPPOTrainer:
             full. Without it, or once it is exhausted on a rank, the same prompts are sampled again.
         reward_functions: what ``args`` name, already loaded; excludes ``reward_fns``.
         environment, tools: a class or function, and functions; see `dschat.environments`. Default:
-            those of ``args``. Prompts must show the tools, as `prompt_dataset` does.
+            what ``args`` name. Prompts must show the tools, as `prompt_dataset` does.
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
@@ -168,24 +175,25 @@ class DeepSpeedPPOTrainer:
         prompts = prompt_table(prompt_batch, columns)
         num_prompts = int(dist.sum_floats([float(len(prompts))])[0])
         num_steps = self.args.mini_batches_of(num_prompts, dist.world_size())
-        rollout = self.collector.collect(prompts, self.sampling())
-        rollout.cut_into(num_steps, self.args.num_samples_per_prompt)
+        e, scoring = self.collector.collect(prompts, self.sampling())
+        samples = self.args.num_samples_per_prompt
+        e.cut_into(num_steps, samples)
         settle_token_budget(self.engine, self.args)
+        moves = None
         if self.engine.token_budget and dist.world_size() > 1:
-            samples = self.args.num_samples_per_prompt
-            mini_batch = self._mini_batches(rollout.experience, epoch=0)
             budget = self.engine.token_budget * self.args.sequence_parallel_size
-            rollout.balance(mini_batch, samples, budget)
+            moves = plan_moves(e, self._mini_batches(e, epoch=0), samples, budget)
+            e = moves.experience(e)
         # Before the scores: reward functions may run meanwhile.
-        self._say_old_logprobs(fill_in(self.engine, rollout.experience, self.args))
-        e = rollout.score()
+        self._say_old_logprobs(fill_in(self.engine, e, self.args))
+        e = self.collector.score(e, scoring, moves)
         e.problem = not_finite(e)
-        clip = self.collector.scorer.clip
+        clip = self.collector.clip
         rewards, corrected = fill_in_advantages(
-            e, self.args, self.kl.value, max(rollout.num_prompts, 1), clip
+            e, self.args, self.kl.value, max(e.num_prompts, 1), clip
         )
         self.metrics = experience_metrics(e, rewards, corrected, self.engine, clip)
-        self.metrics |= rollout.metrics | {"objective/kl_coef": self.kl.value}
+        self.metrics |= e.metrics | {"objective/kl_coef": self.kl.value}
         moved = self.iteration >= self.args.critic_warmup_steps
         if moved and "objective/kl" in self.metrics and not e.problem:
             self.kl.update(self.metrics["objective/kl"], int(self.metrics["rollout/sequences"]))
@@ -272,15 +280,17 @@ class DeepSpeedPPOTrainer:
         self, experience: Experience, rows: list[int], train_actor: bool
     ) -> dict[str, float]:
         """Collective. One optimizer step of actor and any critic; ``rows``: this rank's."""
+        # NOTE: every rank runs the same collectives in this order, also without rows: the sums, the
+        # numbers of micro-batches and of the text's, the actor's forwards, backwards and step, then
+        # the critic's. What is left out depends on flags and on sums over all ranks alone.
         num_actions = float(experience.scored_mask[rows].sum()) if rows else 0.0
         policy_count = float(
             losses.aggregation_count(experience.loss_mask[rows], self.args.aggregation)
         )
         all_actions, all_policy = dist.sum_floats([num_actions, policy_count])
         size = self.args.per_device_training_batch_size
-        cut = micro_batches(self.engine, experience, rows, size)
         # All on the device before the first forward: a copy from host memory waits for the device.
-        batches = [experience.take(part, dist.device()) for part in cut]
+        batches = [batch for _, batch in pieces(self.engine, experience, size, rows)]
         sums = {"actions": num_actions, "policy_count": policy_count}
         parts: list[DeviceSums] = []
         if train_actor and not all_policy:

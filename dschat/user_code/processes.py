@@ -266,7 +266,7 @@ def _listen(pipe: Connection, messages: "queue.SimpleQueue[Any]") -> None:
             messages.put(pipe.recv())
         except (EOFError, OSError):
             if os.getpgrp() == os.getpid():
-                os.killpg(0, signal.SIGKILL)  # this process and those that functions started
+                os.killpg(0, signal.SIGKILL)  # this process and its children
             os._exit(0)
         except Exception as error:  # unpickling raises nearly anything
             messages.put(Fault(f"cannot unpickle its samples in its process: it {raised(error)}"))

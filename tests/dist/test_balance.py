@@ -42,14 +42,13 @@ def test_answers_move_with_what_belongs_to_them(case, two_processes, run_here):
         assert abs(tokens[0] - tokens[1]) <= 2 * longest, tokens  # a prompt's two answers
 
 
-@pytest.mark.parametrize("applies", [None, torch.tensor([True, False, True])])
-@pytest.mark.parametrize("by_token", [None, [[0.25], [], [1.5, 1.5]]])
-def test_scores_follow_their_answers(by_token, applies):
-    source = SourceScores("rule", 0.5, torch.tensor([0.1, float("nan"), 3.0]), by_token, applies)
+@pytest.mark.parametrize("last", [3.0, [1.5, 1.5], None])
+def test_scores_follow_their_answers(last):
+    source = SourceScores("rule", 0.5, [0.1, float("nan"), last])
     moved = Moves(sent=[[2, 0]], order=[1, 0]).scores(source)  # the second is lost
-    assert torch.equal(moved.scores, torch.tensor([0.1, 3.0]))
-    assert moved.token_scores == (by_token and [[0.25], [1.5, 1.5]])
-    assert moved.applies.tolist() == [True, True]
+    assert torch.equal(moved.scores, torch.tensor([0.1, 3.0 if last else 0.0]))
+    assert moved.token_scores == ([[], last] if isinstance(last, list) else None)
+    assert moved.applies.tolist() == [True, last is not None]
     assert (moved.name, moved.weight) == ("rule", 0.5)
     assert Moves(sent=[[]], order=[]).scores(source).scores.tolist() == []
 

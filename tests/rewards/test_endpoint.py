@@ -83,7 +83,7 @@ def test_numbers_by_token_and_null(server, ask):
     server.reply = in_turn({"rewards": [None, [0.5, 1.0]]})  # of 1 and 2 tokens
     source = ask(2)
     assert source.scores.tolist() == [0, 1.5]
-    assert source.token_scores == [[0], [0.5, 1]]
+    assert source.token_scores == [[], [0.5, 1]]
     assert source.applies.tolist() == [False, True]
 
 

@@ -19,7 +19,6 @@ from dschat.config import UserError
 from dschat.rewards import library, math_answers
 from dschat.rewards.call import LONGEST_CALL_S, Samples
 from dschat.rewards.loader import load_reward_functions
-from dschat.rewards.reward_functions import FunctionSource
 from dschat.user_code.calls import Fault
 from dschat.user_code.processes import Killable
 
@@ -192,11 +191,12 @@ def test_the_limit_of_a_call_has_an_end(monkeypatch):
         return [1.0] * len(lengths)
 
     (reward,) = load_reward_functions(["math_equal"], [], [], [])
+    reward.run = run
     for number in (1, 2, 1000):
         texts = ["1"] * number
         ids = [[1]] * number
         given = Samples(texts, texts, ids, ids, ["stop"] * number, {"reference": texts})
-        FunctionSource(reward, run, 60.0).call(given, 60.0)
+        reward.call(given, 60.0)
     assert limits == [123, 246, 1800]
 
 

@@ -5,8 +5,8 @@ import tiny_models
 
 from dschat.config import RLHFConfig
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.collector import Collector, PromptQueue, RolloutPolicy
-from dschat.rlhf.rollout_scorer import RolloutScorer
+from dschat.rlhf.collector import Collector, RolloutPolicy
+from dschat.rlhf.prompts import PromptQueue
 from dschat.runtime.deepspeed_engine import unwrap
 
 
@@ -22,8 +22,7 @@ def collector_of():
         engine = SimpleNamespace(reward=reward, teacher=None, num_iters=1, tokenizer=tokenizer)
         args = RLHFConfig(**flags)
         made.append(RewardFunctions(args, functions))
-        policy = RolloutPolicy(PromptQueue())
-        return Collector(engine, RolloutScorer(engine, args, made[-1]), policy)
+        return Collector(engine, args, made[-1], RolloutPolicy(PromptQueue()))
 
     yield make
     for functions in made:

@@ -12,10 +12,9 @@ from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import SourceScores, any_applies
-from dschat.rlhf.collector import PromptQueue
 from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.rollout_policies import DynamicSampling
-from dschat.rlhf.rollout_scorer import Collected
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 
@@ -38,8 +37,8 @@ def test_what_bounds_the_score(
 ):
     reward = object() if reward_model else None
     with caplog.at_level(logging.INFO, "dschat"):
-        scorer = collector_of(*functions, reward=reward, clip_reward=clip_reward).scorer
-    assert scorer.clip == bound
+        collector = collector_of(*functions, reward=reward, clip_reward=clip_reward)
+    assert collector.clip == bound
     assert said in caplog.text
 
 
@@ -50,58 +49,50 @@ def test_groups_that_the_clip_makes_equal_are_dropped(collector_of):
     scored = torch.tensor([True] * 11 + [False] * 3)  # 1 and nothing is one score, no difference
     rollout = Rollout([[5]] * 14, [[-1.0]] * 14, ["stop"] * 14)
     for functions, reward, kept in (([], object(), [1, 2, 3, 4]), ([rule], None, range(5))):
-        scorer = collector_of(*functions, reward=reward).scorer
-        sampling = DynamicSampling(scorer, 1, PromptQueue())
+        collector = collector_of(*functions, reward=reward)
         e = from_rollout([[i // 2] for i in range(14)], rollout, 0)
-        e.scores, e.scored = scores, scored
-        made = sampling.rollout(PromptTable([[1]] * 7), 2, lambda *_, e=e: Collected(e, 7, {}))
-        ids = made.experience.input_ids
-        assert ids[::2, 0].tolist() == [*kept]
+        e.scores, e.scored, e.num_prompts = scores, scored, 7
+        collector.ask = lambda *_, e=e: (e, None)
+        collector.policy = DynamicSampling(1, PromptQueue())
+        e, _ = collector.collect(PromptTable([[1]] * 7), SamplingParams(n=2))
+        assert e.input_ids[::2, 0].tolist() == [*kept]
 
 
-def scored(scorer, *sources):
-    """Answers that came with the scores of ``sources``, and the experience of those."""
+def scored(collector, *sources):
+    """The experience of answers that came with the scores of ``sources``."""
     count = len(sources[0].scores)
     answers = Rollout([[5, 6]] * count, [[-1.0, -1.0]] * count, ["stop"] * count)
-    made = Collected(from_rollout([[1]] * count, answers, 0), count, {}, scorer, others=sources)
-    return made, made.score()
+    came_with = SimpleNamespace(result=lambda: [*sources])
+    return collector.score(from_rollout([[1]] * count, answers, 0), came_with)
 
 
 def test_a_source_that_is_only_logged_decides_nothing(collector_of):
-    scores = torch.tensor([1.0, 2.0, 3.0])
-    logged = torch.tensor([math.nan, math.inf, 0.5])
-    steps = [[math.nan] * 2] * 3
-    sources = [SourceScores("rule", 1.0, scores), SourceScores("rule_2", 0.0, logged, steps)]
-    rollout, e = scored(collector_of(rule, (rule, 0)).scorer, *sources)
+    logged = [[math.nan] * 2, math.inf, [0.25, 0.25]]
+    sources = [SourceScores("rule", 1.0, [1.0, 2.0, 3.0]), SourceScores("rule_2", 0.0, logged)]
+    e = scored(collector_of(rule, (rule, 0)), *sources)
     assert e.scores.tolist() == [1, 2, 3]
     assert not e.token_scores.any()
     means = {"objective/scores/rule": 2, "objective/scores/rule_2": 0.5}
     spread = {"objective/scores/rule_std": (2 / 3) ** 0.5, "objective/scores/rule_2_std": 0}
-    assert rollout.metrics == pytest.approx(means | spread)
-
-
-def said(name, weight, *values):
-    """A source whose None are None, and whose failures are NaN."""
-    applies = torch.tensor([value is not None for value in values])
-    return SourceScores(name, weight, torch.tensor([v or 0.0 for v in values]), applies=applies)
+    assert e.metrics == pytest.approx(means | spread)
 
 
 def test_an_answer_that_every_source_declines_has_no_score(collector_of, caplog):
     """Nor does it count in a source's mean. What failed is left out; what is only logged, and what
     scores 0, is something else.
     """
-    scorer = collector_of(rule, (rule, 2.0), (rule, 0.0)).scorer
+    collector = collector_of(rule, (rule, 2.0), (rule, 0.0))
     sources = [
-        said("rule", 1.0, 1.0, None, None, 0.0, None, 2.0),
-        said("rule_2", 2.0, None, None, 3.0, None, math.nan, -1.0),
-        said("rule_3", 0.0, 5.0, 5.0, None, None, None, None),
+        SourceScores("rule", 1.0, [1.0, None, None, 0.0, None, 2.0]),
+        SourceScores("rule_2", 2.0, [None, None, 3.0, None, math.nan, -1.0]),
+        SourceScores("rule_3", 0.0, [5.0, 5.0, None, None, None, None]),
     ]
     for _ in range(2):
-        rollout, e = scored(scorer, *sources)
+        e = scored(collector, *sources)
         assert e.numbers.tolist() == [0, 1, 2, 3, 5]
         assert e.scores.tolist() == [1, 0, 6, 0, 0]
         assert e.scored.tolist() == [True, False, True, True, True]
-        means = {name: v for name, v in rollout.metrics.items() if not name.endswith("_std")}
+        means = {name: v for name, v in e.metrics.items() if not name.endswith("_std")}
         assert means == {
             "objective/scores/rule": 1,
             "objective/scores/rule_2": 1,
@@ -120,7 +111,7 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(collector_of)
     differ = [[1, 2, 3, 4, 5, 6, 0, 0], [7, 0, 0], [8, 9]]  # one more than is missing
     asked = []
 
-    def answered(prompts, before):
+    def ask(sampling, prompts, before):
         pairs, total = differ[len(asked)], len(prompts.ids)
         asked.append(len(prompts.ids))
         rollout = Rollout([[5]] * 2 * total, [[-1.0]] * 2 * total, ["stop"] * 2 * total)
@@ -131,21 +122,23 @@ def test_later_rounds_sample_as_many_prompts_as_are_likely_missing(collector_of)
             before * 2,
         )
         e.scores = torch.tensor([x for pair in pairs for x in (0.0, float(pair))])
-        counts = dict.fromkeys(COUNTS, 1.0)
-        return Collected(e, total, counts | {"throughput/occupancy": float(total)})
+        e.num_prompts = total
+        e.metrics = dict.fromkeys(COUNTS, 1.0) | {"throughput/occupancy": float(total)}
+        return e, None
 
     more = PromptQueue([[i]] for i in range(100))
-    sampling = DynamicSampling(collector_of(rule).scorer, 10, more)
-    rollout = sampling.rollout(PromptTable([[i] for i in range(8)]), 2, answered)
+    collector = collector_of(rule)
+    collector.ask, collector.policy = ask, DynamicSampling(10, more)
+    e, _ = collector.collect(PromptTable([[i] for i in range(8)]), SamplingParams(n=2))
     assert asked == [8, 3, 2]
-    assert rollout.num_prompts == 8
-    assert rollout.experience.numbers.tolist() == list(range(16))
-    assert rollout.experience.scores.tolist() == [x for k in range(1, 9) for x in (0, k)]
-    assert rollout.metrics["sampling/kept_prompts"] == 8
-    assert rollout.metrics["sampling/waste"] == pytest.approx(5 / 13)
+    assert e.num_prompts == 8
+    assert e.numbers.tolist() == list(range(16))
+    assert e.scores.tolist() == [x for k in range(1, 9) for x in (0, k)]
+    assert e.metrics["sampling/kept_prompts"] == 8
+    assert e.metrics["sampling/waste"] == pytest.approx(5 / 13)
     weighed = (8 * 8 + 3 * 3 + 2 * 2) / 13  # what is no count is a mean over prompts
-    assert rollout.metrics["throughput/occupancy"] == pytest.approx(weighed)
-    assert [rollout.metrics[name] for name in COUNTS] == [3, 3, 3]
+    assert e.metrics["throughput/occupancy"] == pytest.approx(weighed)
+    assert [e.metrics[name] for name in COUNTS] == [3, 3, 3]
 
 
 def test_every_iteration_samples_with_its_own_seed():

@@ -13,8 +13,8 @@ from tiny_models import causal_lm
 from dschat.inference.protocol import SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
-from dschat.rlhf.collector import prompt_table
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy
+from dschat.rlhf.prompts import prompt_table
 from dschat.runtime.gold_eval import EVAL_SEED
 
 ALONE = (("teacher_model_name_or_path", "gpt2"), ("advantage_estimator", "reinforce"))

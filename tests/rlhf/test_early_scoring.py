@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -59,10 +60,11 @@ class Scripted:
 
 
 def pending(collector, rollout, order, prompts=None, calls=1, wait=lambda: None):
-    """What ``collector`` has of ``rollout``, whose prompts complete in that order."""
+    """Waits for the scores of ``rollout``, whose prompts complete in that order."""
     prompts = prompts or PromptTable([[2 + i] for i in range(len(rollout) // N)])
     generator = Scripted(rollout, order, wait)
-    return collector.answers_of(generator, prompts, SamplingParams(n=N), 0, calls)
+    made = collector.answers_of(generator, prompts, SamplingParams(n=N), 0, calls)
+    return partial(collector.sources, *made, 8)
 
 
 def rollout_of(draw, count):
@@ -91,7 +93,7 @@ def test_scores_are_those_of_one_call(seed, collector_of):
     calls = draw.choice([1, 1, 2, 3])
     for pool in ("none", "thread"):
         collector = collector_of(*functions, reward_pool=pool, reward_workers=3)
-        seen.append(plain(pending(collector, rollout, reported, prompts, calls).sources(8)))
+        seen.append(plain(pending(collector, rollout, reported, prompts, calls)()))
     assert seen[0] == seen[1]
 
 
@@ -112,7 +114,7 @@ def test_calls_get_smaller_and_none_is_of_a_part_of_a_prompt(collector_of):
     collector = collector_of(noted, reward_pool="thread", reward_workers=2)
     order = list(range(16))
     random.Random(1).shuffle(order)
-    pending(collector, rollout_of(random.Random(0), 16), order, wait=wait).sources(8)
+    pending(collector, rollout_of(random.Random(0), 16), order, wait=wait)()
     assert sorted(len(call) // N for call in calls) == [1, 1, 1, 1, 2, 3, 3, 4]
     assert sorted(x for call in calls for x in call) == [i for i in range(16) for _ in range(N)]
     (largest,) = (call for call in calls if len(call) == 4 * N)
@@ -130,7 +132,7 @@ def test_functions_that_see_all_samples_still_do(flags, collector_of):
         return [0.0] * len(answers)
 
     collector = collector_of(noted, whole, **flags)
-    sources = pending(collector, rollout_of(random.Random(0), 5), range(5)).sources(8)
+    sources = pending(collector, rollout_of(random.Random(0), 5), range(5))()
     assert sizes == [15]
     assert sources[1].scores.tolist() == [15.0] * 15
 
@@ -150,9 +152,9 @@ def test_samples_that_fail_are_those_that_fail_in_one_call(mode, collector_of):
         with pytest.raises(
             RewardError, match="too long on 6 samples, the first on the prompt 'w2'"
         ):
-            made.sources(8)
+            made()
     else:
-        (source,) = made.sources(8)
+        (source,) = made()
         failed = [math.isnan(x) for x in source.scores.tolist()]
         assert failed == [len(ids) > 6 for ids in rollout.token_ids]
 

@@ -173,7 +173,7 @@ def test_a_prompt_with_the_text_of_reset_shows_the_tools_of_its_row(own, tmp_pat
         config.output_dir = str(tmp_path)
         tables.append(prompts_of(list(prompt_dataset(config, tokenizer, tools=own))))
     collector = SimpleNamespace(
-        scorer=SimpleNamespace(args=config),
+        args=config,
         _engine=SimpleNamespace(tokenizer=tokenizer),
         _source=SimpleNamespace(schemas=own),
     )

@@ -22,9 +22,9 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Rollout
 from dschat.rewards.scoring import SourceScores
-from dschat.rlhf.collector import prompt_table
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_policy, pass_at
 from dschat.rlhf.experience import from_rollout
+from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.reporter import Reporter
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED
@@ -383,12 +383,11 @@ def test_a_collapse_ends_the_run_if_asked_to(keeper):
 def evaluated(sources, passes=None, **knobs):
     """The metrics of 2 prompts x 2 answers that ``sources`` scored so."""
     rollout = Rollout([[5]] * 4, [[-1.0]] * 4, ["stop"] * 4)
-    scored = SimpleNamespace(
-        experience=from_rollout([[1]] * 4, rollout, 0), metrics={}, sources=lambda _: sources
-    )
-    functions = SimpleNamespace(logged=dict)
+    e = from_rollout([[1]] * 4, rollout, 0)
     collector = SimpleNamespace(
-        answers_of=lambda *_: scored, scorer=SimpleNamespace(functions=functions)
+        answers_of=lambda *_: (e, None),
+        sources=lambda *_: sources,
+        functions=SimpleNamespace(logged=dict),
     )
     args = RLHFConfig(eval_num_samples=2, **knobs)
     engine = SimpleNamespace(args=args, has_reference=False, teacher=None, tokenizer=tokenizer())
@@ -396,14 +395,10 @@ def evaluated(sources, passes=None, **knobs):
     return evaluate_policy(engine, None, held_out, collector, passes=passes)
 
 
-def source(name, weight, scores, **more):
-    return SourceScores(name, weight, torch.tensor(scores), **more)
-
-
 def test_rounding_fails_no_answer():
     weights = (0.7, 0.2, 0.1)
     assert sum(weights) < 1
-    parts = [source(str(weight), weight, [1.0] * 4) for weight in weights]
+    parts = [SourceScores(str(weight), weight, [1.0] * 4) for weight in weights]
     assert evaluated(parts)["eval/pass@1"] == 1
     assert evaluated(parts, eval_pass_score=1.001)["eval/pass@1"] == 0
 
@@ -412,13 +407,13 @@ def test_one_source_may_decide_what_passes():
     """By what it gave, not by its weight, nor what shapes the sum. What it did not score is left
     out.
     """
-    right = source("right", 0.5, [1.0, 0.0, 0.0, 1.0], applies=torch.tensor([1, 1, 1, 0]).bool())
-    parts = [right, source("length", 1.0, [0.5] * 4)]
+    right = SourceScores("right", 0.5, [1.0, 0.0, 0.0, None])
+    parts = [right, SourceScores("length", 1.0, [0.5] * 4)]
     assert "eval/pass@1" not in evaluated(parts)
-    assert evaluated(parts, eval_pass_score=1.0)["eval/pass@1"] == 0.5
+    assert evaluated(parts, eval_pass_score=1.0)["eval/pass@1"] == 0.25
     own = evaluated(parts, eval_pass_source="right")
     assert (own["eval/pass@1"], own["eval/pass@2"]) == pytest.approx((1 / 3, 2 / 3))
-    model = [source("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
+    model = [SourceScores("reward_model", 1.0, [2.0, 0.0, 0.0, 0.0])]
     assert "eval/pass@1" not in evaluated(model)
     judged = evaluated(model, eval_pass_source="reward_model")
     assert judged["eval/pass@1"] == 0.25
@@ -437,18 +432,17 @@ def test_one_source_may_decide_what_passes():
     ],
 )
 def test_which_evaluations_have_pass_at_k(scores, knobs, earlier, has):
-    metrics = evaluated([source("rule", 1.0, scores)], passes=earlier, **knobs)
+    metrics = evaluated([SourceScores("rule", 1.0, scores)], passes=earlier, **knobs)
     assert [f"eval/pass@{k}" in metrics for k in (1, 2)] == [has, has]
     assert metrics["eval/score"] == sum(scores) / 4
     assert "eval/partial" not in metrics
 
 
 def test_declined_answers_are_in_no_mean_and_no_share():
-    applies = torch.tensor([True, False, True, True])
-    parts = [source("right", 2.0, [1.0, 0.0, 0.5, 0.0], applies=applies)]
+    parts = [SourceScores("right", 2.0, [1.0, None, 0.5, 0.0])]
     metrics = evaluated(parts, eval_pass_score=0.0)
     assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 1)
-    both = evaluated([*parts, source("length", 1.0, [3.0] * 4)], eval_pass_score=0.0)
+    both = evaluated([*parts, SourceScores("length", 1.0, [3.0] * 4)], eval_pass_score=0.0)
     assert (both["eval/score"], both["eval/pass@1"]) == (3.75, 1)
 
 
@@ -456,7 +450,7 @@ def test_declined_answers_are_in_no_mean_and_no_share():
 def test_answers_on_which_a_function_failed_are_not_wrong(knobs):
     """With --on_reward_error skip: of scores that are 0 or 1, pass@1 is the mean, as score is."""
     for scores in itertools.product((0.0, 1.0, math.nan), repeat=4):
-        metrics = evaluated([source("right", 1.0, scores)], **knobs)
+        metrics = evaluated([SourceScores("right", 1.0, scores)], **knobs)
         assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/score"])
         known = [[x for x in pair if x == x] for pair in (scores[:2], scores[2:])]
         both = sum(len(pair) * max(pair, default=0.0) for pair in known)
@@ -465,7 +459,7 @@ def test_answers_on_which_a_function_failed_are_not_wrong(knobs):
 
 
 def test_a_source_that_is_only_logged_fails_no_answer():
-    parts = [source("right", 1.0, [1.0] * 4), source("logged", 0.0, [math.nan] * 4)]
+    parts = [SourceScores("right", 1.0, [1.0] * 4), SourceScores("logged", 0.0, [math.nan] * 4)]
     metrics = evaluated(parts)
     assert (metrics["eval/score"], metrics["eval/pass@1"]) == (1, 1)
 
@@ -550,7 +544,7 @@ def test_known_before_weights_load(name):
 
 
 def test_metric_names_are_known_before_an_evaluation():
-    parts = [source("a", 1.0, [1.0] * 4), source("b", 1.0, [1.0] * 4)]
+    parts = [SourceScores("a", 1.0, [1.0] * 4), SourceScores("b", 1.0, [1.0] * 4)]
     for name in evaluated(parts):
         args = RLHFConfig(keep_best=name, eval_num_samples=2)
         check_evaluation(args, ["a", "b"], 1)

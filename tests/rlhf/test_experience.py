@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dschat.inference.protocol import Rollout
+from dschat.rlhf.batching import row_tokens
 from dschat.rlhf.experience import from_rollout, joined, mini_batch_of
 
 CPU = torch.device("cpu")
@@ -125,8 +126,8 @@ def test_rows_count_the_tokens_that_they_pack_into():
     e = small()
     twice = joined([e, e])  # every prompt has two answers
     for rows in ([0, 1, 2], [0, 3], [1, 4, 5, 2]):
-        prompts = {t.prompt: t.prompt_tokens for t in twice.tokens_of(rows)}
-        own = [t.total - t.prompt_tokens for t in twice.tokens_of(rows)]
+        prompts = {t.prompt: t.prompt_tokens for t in row_tokens(twice, rows)}
+        own = [t.total - t.prompt_tokens for t in row_tokens(twice, rows)]
         assert sum(prompts.values()) + sum(own) == twice.take(rows, CPU).rows.num_tokens
 
 

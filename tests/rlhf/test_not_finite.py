@@ -66,9 +66,7 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
     assert trainer.metrics["throughput/train_tokens_per_s"] == 0
     assert trainer.iteration == 1
     assert f"iteration 0: the update skipped: {problem} (1 in a row)" in caplog.text
-    assert all(
-        value == value for value in trainer.collector.scorer.scale.state_dict()["reward_model"]
-    )
+    assert all(value == value for value in trainer.collector.scale.state_dict()["reward_model"])
 
     e = trainer.generate_experience(PROMPTS[4:8])
     assert e.problem == ""

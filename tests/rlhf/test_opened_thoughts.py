@@ -13,10 +13,10 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import AnswerLines, Row
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.collector import Group, PromptQueue, RolloutPolicy
+from dschat.rlhf.collector import Group, RolloutPolicy
 from dschat.rlhf.episodes import EpisodeCollector
+from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.retokenize import Retokenizer
-from dschat.rlhf.rollout_scorer import RolloutScorer
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 OPENED = ["<think>\n", "<think>", "[THINK]", "<reasoning>\n\n", "<|START_THINKING|>"]
@@ -52,11 +52,11 @@ def seen_of(tokenizer, rollout, tools):
         return [0.0] * len(completions)
 
     engine, args = SimpleNamespace(reward=None, teacher=None, tokenizer=tokenizer), RLHFConfig()
-    scorer = RolloutScorer(engine, args, RewardFunctions(args, [reward]))
     source = SimpleNamespace(tools=tools, rewards=False, maker=lambda *_: None)
     prompts = PromptTable([prompt_text_ids(tokenizer, ASKED)])
-    collector = Told(engine, scorer, source, RolloutPolicy(PromptQueue()))
-    collector.answers_of(rollout, prompts, SamplingParams(), 0).sources(8)
+    functions, policy = RewardFunctions(args, [reward]), RolloutPolicy(PromptQueue())
+    collector = Told(engine, args, functions, policy, source)
+    collector.sources(*collector.answers_of(rollout, prompts, SamplingParams(), 0), 8)
     return seen
 
 

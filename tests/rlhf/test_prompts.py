@@ -6,7 +6,7 @@ import torch
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.data.batches import PromptTable
-from dschat.rlhf.collector import PromptQueue, prompt_table
+from dschat.rlhf.prompts import PromptQueue, prompt_table
 
 IDS, MASK = [[7, 7, 5], [8, 9, 7]], [[0, 0, 1], [1, 1, 0]]
 
