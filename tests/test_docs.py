@@ -12,9 +12,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import forked
 import pyarrow
@@ -36,6 +37,7 @@ from test_from_deepspeed_chat import DS_CHAT_FLAGS
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, parser
+from dschat.config.algorithm import Estimator
 from dschat.data.sources.known_datasets import _LABEL_COLUMNS, ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
@@ -392,3 +394,10 @@ def test_the_columns_are_those_of_the_table():
     known |= {*_LABEL_COLUMNS}
     for columns, _ in tables(PAGES["data.md"], "rows have", "they are"):
         assert set(re.findall(r"`([^`]+)`", columns)) <= known
+
+
+def test_the_estimators_are_those_of_the_table():
+    rows = tables(PAGES["algorithms.md"], "KL by default in", "source")
+    assert [name.strip("`") for name, *_ in rows] == [*get_args(Estimator)]
+    (field,) = (f for f in fields(RLHFConfig) if f.name == "advantage_estimator")
+    assert all(name in field.metadata["help"] for name in get_args(Estimator))

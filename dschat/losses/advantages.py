@@ -168,7 +168,7 @@ def dr_grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tens
     """Score minus its group's mean: (S,) fp32 (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
 
     Args:
-        scores: (S,) any float.
+        scores: (S,) any float; of this rank, where there are several.
         group_ids: (S,) int64 in [0, G).
         stats: (3, G), as `group_stats` returns them, summed over ranks.
     """

@@ -30,8 +30,8 @@ from dschat.models.long_rows import num_positions
 from dschat.observability import console
 from dschat.offline.flags import GenerateConfig
 from dschat.offline.rows import AnswerFile, AnswerLines, Progress, Prompts, Row, Rows
-from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import SourceScores, any_applies, combine
 from dschat.rlhf.initial_checkpoints import check_reward
 from dschat.rlhf.retokenize import Retokenizer

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from dschat.config.errors import require
 from dschat.config.fields import require_valid
-from dschat.rewards.call import GIVEN
+from dschat.rewards.samples import GIVEN
 from dschat.user_code.calls import Fault, shortened, within
 
 _LONGEST_REQUEST_S = 900.0  # with its retries

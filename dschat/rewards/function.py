@@ -9,16 +9,9 @@ from typing import Any
 
 from dschat.config import UserError
 from dschat.config.reward import REFERENCE
-from dschat.rewards.call import (
-    GIVEN,
-    INNER,
-    LONGEST_CALL_S,
-    TRL,
-    MissingColumn,
-    Samples,
-    Value,
-    is_async,
-)
+from dschat.rewards.call import LONGEST_CALL_S, MissingColumn, Value
+from dschat.rewards.conventions import TRL, is_async
+from dschat.rewards.samples import GIVEN, INNER, Samples
 from dschat.user_code.calls import Fault, Recipe, at_once, portable
 
 

@@ -12,8 +12,9 @@ import yaml
 
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
-from dschat.rewards.call import GIVEN, adapted
+from dschat.rewards.conventions import adapted
 from dschat.rewards.function import RewardFunction
+from dschat.rewards.samples import GIVEN
 from dschat.user_code.calls import load, raised
 from dschat.user_code.surroundings import restored
 

@@ -13,9 +13,11 @@ import torch
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import Logs, Samples, Value, call, call_async, served
+from dschat.rewards.call import Value, call, call_async, served
+from dschat.rewards.conventions import Logs
 from dschat.rewards.function import RewardFunction
 from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, Scoring
 from dschat.user_code.calls import Fault, Loop, Pool, at_once, background, called, within
 from dschat.user_code.processes import Workers

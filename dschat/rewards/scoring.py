@@ -19,8 +19,9 @@ from torch import Tensor
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.reward import RewardSourcesConfig
-from dschat.rewards.call import MissingColumn, Samples, Value
+from dschat.rewards.call import MissingColumn, Value
 from dschat.rewards.function import RewardFunction
+from dschat.rewards.samples import Samples
 from dschat.user_code.calls import Fault, shortened
 
 logger = logging.getLogger("dschat")

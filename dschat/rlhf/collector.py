@@ -18,8 +18,8 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
-from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import (
     RunningScale,
     Scoring,

@@ -19,8 +19,8 @@ from dschat.environments.template_text import ObservationTokens
 from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
-from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, SourceScores
 from dschat.rlhf.collector import Collector, Group, RolloutPolicy
 from dschat.rlhf.engine import DeepSpeedRLHFEngine

@@ -104,7 +104,7 @@ def compared(total, totals, kind):
         return float((total - mean) / (np.std(totals, ddof=1) + 1e-6))
     if kind == "dr_grpo":  # arXiv 2503.20783
         return float(total - mean)
-    assert kind == "rloo"  # arXiv 2402.14740
+    assert kind == "rloo", f"no formula of {kind} here"  # arXiv 2402.14740
     return float(total - (sum(totals) - total) / (len(totals) - 1))
 
 

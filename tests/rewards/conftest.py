@@ -10,8 +10,8 @@ from others_rewards import FILE
 
 from dschat.config import RLHFConfig
 from dschat.rewards import endpoint
-from dschat.rewards.call import Samples
 from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rewards.samples import Samples
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from others_rewards import scores_of
 
 from dschat.config import UserError
-from dschat.rewards.call import adapted
+from dschat.rewards.conventions import adapted
 
 
 @pytest.mark.parametrize("pool", ["none", pytest.param("process", marks=pytest.mark.slow)])

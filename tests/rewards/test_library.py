@@ -17,8 +17,9 @@ from quick import slow
 import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.rewards import library, math_answers
-from dschat.rewards.call import LONGEST_CALL_S, Samples
+from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.samples import Samples
 from dschat.user_code.calls import Fault
 from dschat.user_code.processes import Killable
 

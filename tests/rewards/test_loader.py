@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from dschat.config import UserError
-from dschat.rewards.call import Samples, rebuilt_function
+from dschat.rewards.call import rebuilt_function
 from dschat.rewards.library import ExactMatch, JsonSchema
 from dschat.rewards.loader import load_reward_functions
+from dschat.rewards.samples import Samples
 
 SCORES = """
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from forked import run_ranks
 
 import dschat.distributed as dist
 from dschat.config import UserError
-from dschat.rewards.call import Samples
+from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RewardError, SourceScores
 from dschat.user_code.calls import resolve
 
@@ -388,7 +388,7 @@ import dschat.distributed as dist
 from dschat.config import RLHFConfig
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rewards.scoring import RewardError
-from dschat.rewards.call import Samples
+from dschat.rewards.samples import Samples
 from dschat.rewards.scoring import RunningScale, combine
 import torch, logging
 logging.basicConfig(format="%(message)s")

@@ -10,8 +10,8 @@ from documentation import PAGES, blocks, inline, tables
 
 from dschat.config import RLHFConfig
 from dschat.config.reward import REFERENCE
-from dschat.rewards.call import GIVEN, Samples
 from dschat.rewards.library import READY_MADE
+from dschat.rewards.samples import GIVEN, Samples
 
 PAGE = PAGES["rewards.md"]
 OF_JUDGES = tables(PAGE, "judge's argument", "default", "meaning")
