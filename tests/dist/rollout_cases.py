@@ -15,7 +15,7 @@ from tiny_models import causal_lm
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, CodeGenConfig, LlamaConfig, OPTConfig
 
 import dschat.distributed as dist
 from dschat.config import UserError
@@ -52,7 +52,7 @@ def large_model(name: str) -> torch.nn.Module:
         "large_llama": lambda: LlamaConfig(
             **ids, **sizes, num_hidden_layers=8, intermediate_size=512, num_key_value_heads=2
         ),
-        "gptj": lambda: GPTJConfig(
+        "codegen": lambda: CodeGenConfig(
             **ids | {"vocab_size": VOCAB},
             n_embd=32,
             n_layer=2,
@@ -321,7 +321,7 @@ def run_refusals(case: Case, models: Path, out: Path) -> dict[str, Any]:
         "heads": message(causal_lm("llama"), tp_size=2),
         "zero_copy": message(build("llama"), tp_size=2, layout="zero_copy"),
         "partitions": message(Actor(build("llama"), 3).module, sharded=True, layout="zero_copy"),
-        "family": message(large_model("gptj"), tp_size=2),
+        "family": message(large_model("codegen"), tp_size=2),
         "states": message(causal_lm("nemotron_h"), tp_size=2),
         "nan": _loading_a_nan(out),
     }

@@ -265,7 +265,7 @@ def test_what_two_ranks_cannot_share_is_refused_in_one_line(case, two_processes)
     assert "--inference_tp_size 1" in said["zero_copy"]
     assert said["partitions"] == said["zero_copy"]
     assert said["family"].startswith(
-        "--inference_tp_size 2: GPTJForCausalLM: queries and keys are not"
+        "--inference_tp_size 2: CodeGenForCausalLM: values are not those of a linear layer"
     )
     assert "NemotronHForCausalLM: not every layer has one attention" in said["states"]
     assert "NaN or infinite (in float32) in 1 weights, such as model.layers.1.mlp" in said["nan"]
