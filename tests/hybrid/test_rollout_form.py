@@ -122,7 +122,7 @@ def test_quantized_weights_are_not_borrowed_by_the_table_s_decoder(tiny):
 
 @pytest.mark.parametrize("zero", [*slow([0]), 3])
 def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
-    actor = Actor(large_model("gptj"), zero)
+    actor = Actor(large_model("codegen"), zero)
     with caplog.at_level(logging.INFO, logger="dschat"):
         form = actor.form()
     assert isinstance(form, ModuleRollout)
@@ -145,7 +145,7 @@ def test_other_families_generate_with_their_module_and_say_so(zero, caplog):
 
 def test_a_family_is_held_against_plain_forwards_once(monkeypatch):
     checks = noted(monkeypatch, hf_generator, "decoding_problem")
-    form = Actor(large_model("gptj"), 3).form(release_weights=True)
+    form = Actor(large_model("codegen"), 3).form(release_weights=True)
     for version in range(2):
         form.enter(version)
         form.leave()

@@ -166,6 +166,9 @@ def test_norms_without_weights_and_other_rotations():
     assert (spec.bare_norms, spec.norm) == (norms | {"final_norm"}, "layernorm")
     with pytest.raises(UnsupportedModel, match="values are not those of a linear layer"):
         found(CONFIG_MAPPING["olmo"](**SMALL, **HEADS, clip_qkv=0.5))
+    bare = CONFIGS["opt"]()
+    bare.layer_norm_elementwise_affine = False
+    assert found(bare).bare_norms >= {"layers.1.norm2", "final_norm"}
     spec = found(CONFIGS["nanochat"]())
     assert {"embed_norm", "layers.1.q_norm", "final_norm"} <= spec.bare_norms
     assert (spec.norm, spec.backward_rotary, spec.rotates_first) == ("rmsnorm", True, True)

@@ -126,7 +126,7 @@ def test_evaluation_measures_the_kl_to_the_teacher(models_folder):
     with engine.rollout_mode() as generator:
         held_out = HeldOutPrompts(prompts, 0, 4, gold=False)
         metrics = evaluate_policy(engine, generator, held_out, trainer.collector)
-        e = trainer.collector.answers_of(generator, prompts, sampling, 0).experience
+        e, _ = trainer.collector.answers_of(generator, prompts, sampling, 0)
     actor, teacher = (drawn(plain_logprobs(causal_lm(name), e), e) for name in ("llama", "gpt2"))
     assert metrics["eval/teacher_kl"] == pytest.approx((actor - teacher).sum() / 4, rel=1e-4)
     assert set(metrics) == {"eval/teacher_kl", "eval/answer_length", "eval/eos_share"}
