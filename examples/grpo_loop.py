@@ -167,7 +167,7 @@ def micro_batch_loss(
     # The first step of a rollout starts from the policy that drew it: its ratio is 1.
     old = logprobs.detach() if one_step else batch.logprobs
     low_and_high = settings.cliprange_sides
-    loss, _ = losses.policy_loss(
+    loss, _ = losses.ppo_loss(
         logprobs, old, batch.advantages, mask, low_and_high, weights=mask.float()
     )
     kl = losses.kl_penalty(logprobs, batch.ref_logprobs, settings.kl_by)

@@ -12,10 +12,9 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import get_args
 
 import forked
 import pyarrow
@@ -37,7 +36,7 @@ from test_from_deepspeed_chat import DS_CHAT_FLAGS
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, parser
-from dschat.config.algorithm import Estimator
+from dschat.config.methods import ESTIMATORS, POLICY_LOSSES
 from dschat.data.sources.known_datasets import _LABEL_COLUMNS, ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
@@ -396,8 +395,25 @@ def test_the_columns_are_those_of_the_table():
         assert set(re.findall(r"`([^`]+)`", columns)) <= known
 
 
-def test_the_estimators_are_those_of_the_table():
-    rows = tables(PAGES["algorithms.md"], "KL by default in", "source")
-    assert [name.strip("`") for name, *_ in rows] == [*get_args(Estimator)]
-    (field,) = (f for f in fields(RLHFConfig) if f.name == "advantage_estimator")
-    assert all(name in field.metadata["help"] for name in get_args(Estimator))
+def test_estimators_and_losses_are_the_rows_of_their_tables():
+    """The tables are written from the rows: each cell is what its row says."""
+    shown = {
+        f"`{name}`": (
+            row.formula,
+            "yes" if row.has_critic else "no",
+            f"loss, {row.kl_of_loss}" if row.kl_in_loss else "reward, k1",
+            row.source,
+        )
+        for name, row in ESTIMATORS.items()
+    }
+    rows = tables(PAGES["algorithms.md"], "A of an action", "critic", "KL by default in", "source")
+    assert {name: tuple(cells) for name, *cells in rows} == shown
+    shown = {
+        f"`{n}`": (r.summary, _clipped(r.cliprange), r.source) for n, r in POLICY_LOSSES.items()
+    }
+    rows = tables(PAGES["algorithms.md"], "what it does", "clip range", "source")
+    assert {name: tuple(cells) for name, *cells in rows} == shown
+
+
+def _clipped(sides: tuple[float, float]) -> str:
+    return " ".join(f"{side:g}" for side in dict.fromkeys(sides))

@@ -9,27 +9,32 @@ from typing import Literal, Optional, Union
 
 from dschat.config.errors import require
 from dschat.config.fields import flag, speed_flag
+from dschat.config.methods import (
+    ESTIMATORS,
+    OWN_ESTIMATOR,
+    OWN_POLICY_LOSS,
+    POLICY_LOSSES,
+    Aggregation,
+    Estimator,
+    PolicyLoss,
+    named,
+)
 
-Estimator = Literal[
-    "gae", "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
-]
-# Estimators whose papers put the KL penalty in the loss; the others put it in the reward.
-_KL_IN_LOSS = ("grpo", "dr_grpo", "reinforce_pp_baseline")
-# Estimators that compare several answers to the same prompt.
-GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-# Clip ranges below and above 1, by --policy_loss.
-CLIPRANGES = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+_CLIPRANGES = ", ".join(
+    f"{' '.join(f'{side:g}' for side in row.cliprange)} for {name}"
+    for name, row in POLICY_LOSSES.items()
+)
 
 
 @dataclass
 class AlgorithmConfig:
     """Algorithm: how the rewards of a rollout become a loss."""
 
-    advantage_estimator: Union[Estimator, str] = flag(
+    advantage_estimator: Union[Literal[tuple(ESTIMATORS)], str] = flag(  # type: ignore[valid-type]
         "gae",
-        "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt (grpo, "
-        "dr_grpo, rloo, reinforce_pp_baseline), the batch (reinforce_pp), or none (reinforce); or "
-        "a function of yours, file.py:NAME.",
+        "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt "
+        f"({named(ESTIMATORS, 'compares_group')}), the batch (reinforce_pp), or none (reinforce); "
+        "or a function of yours, file.py:NAME.",
         short=True,
         reads="files",
     )
@@ -37,7 +42,9 @@ class AlgorithmConfig:
     gamma: float = flag(1.0, "Discount factor (gae, reinforce, reinforce_pp*).", ge=0, le=1)
     lam: float = flag(0.95, "GAE's lambda.", ge=0, le=1)
     whiten_advantages: bool = flag(
-        True, "Whiten gae's advantages over the rollout; reinforce_pp* always do, others never."
+        True,
+        f"Whiten gae's advantages over the rollout; of the others {named(ESTIMATORS, 'whitens')} "
+        "always do.",
     )
     critic_warmup_steps: int = flag(
         0, "Number of initial iterations that train the critic only.", ge=0
@@ -56,13 +63,13 @@ class AlgorithmConfig:
     )
     kl_in_loss: Optional[bool] = flag(
         None,
-        "Put the KL penalty in the loss, not in the reward; default: true for grpo, dr_grpo and "
-        "reinforce_pp_baseline.",
+        "Put the KL penalty in the loss, not in the reward; default: true for "
+        f"{named(ESTIMATORS, 'kl_in_loss')}.",
     )
     kl_estimator: Optional[Literal["k1", "k2", "k3"]] = flag(
         None,
         "Estimator of the per-token KL (Schulman 2020); default: k1 in the reward, k3 in the loss "
-        "(k2 for reinforce_pp_baseline).",
+        f"(k2 for {named(ESTIMATORS, 'kl_of_loss', 'k2')}).",
     )
     kl_target: Optional[float] = flag(
         None,
@@ -79,7 +86,7 @@ class AlgorithmConfig:
         read_once="set trainer.kl.horizon",
     )
     # policy and value loss
-    policy_loss: Union[Literal["ppo", "gspo", "cispo"], str] = flag(
+    policy_loss: Union[Literal[tuple(POLICY_LOSSES)], str] = flag(  # type: ignore[valid-type]
         "ppo",
         "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo); or a "
         "function of yours, file.py:NAME.",
@@ -88,7 +95,7 @@ class AlgorithmConfig:
     cliprange: Optional[list[float]] = flag(
         None,
         "Clip range of the probability ratio, below and above 1, or one number for both sides; "
-        "default: 0.2 for ppo, 3e-4 4e-4 for gspo, 1 4 for cispo.",
+        f"default: {_CLIPRANGES}.",
         gt=0,
     )
     dual_clip: Optional[float] = flag(
@@ -100,8 +107,9 @@ class AlgorithmConfig:
     loss_aggregation: Literal["auto", "token", "sequence", "constant"] = flag(
         "auto",
         "token: mean over all tokens. sequence: mean of per-sequence means. constant: mean of "
-        "per-sequence sums / --max_answer_seq_len. auto: constant for dr_grpo, sequence for gspo, "
-        "else token.",
+        "per-sequence sums / --max_answer_seq_len. auto: constant for "
+        f"{named(ESTIMATORS, 'aggregation', 'constant')}, sequence for "
+        f"{named(POLICY_LOSSES, 'aggregation', 'sequence')}, else token.",
     )
     entropy_coef: float = flag(0.0, "Weight of the entropy bonus.", ge=0)
     cliprange_value: float = flag(0.2, "Clip range of values around the old values.", gt=0)
@@ -145,20 +153,24 @@ class AlgorithmConfig:
     )
 
     @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS.get(self.advantage_estimator, OWN_ESTIMATOR)
+
+    @property
+    def loss_of_policy(self) -> PolicyLoss:
+        return POLICY_LOSSES.get(self.policy_loss, OWN_POLICY_LOSS)
+
+    @property
     def has_critic(self) -> bool:
-        return self.advantage_estimator == "gae"
+        return self.estimator.has_critic
 
     @property
     def kl_is_in_loss(self) -> bool:
-        if self.kl_in_loss is None:
-            return self.advantage_estimator in _KL_IN_LOSS
-        return self.kl_in_loss
+        return self.estimator.kl_in_loss if self.kl_in_loss is None else self.kl_in_loss
 
     @property
     def kl_by(self) -> Literal["k1", "k2", "k3"]:
-        if self.kl_estimator or not self.kl_is_in_loss:
-            return self.kl_estimator or "k1"
-        return "k2" if self.advantage_estimator == "reinforce_pp_baseline" else "k3"
+        return self.kl_estimator or (self.estimator.kl_of_loss if self.kl_is_in_loss else "k1")
 
     @property
     def needs_reference(self) -> bool:
@@ -168,16 +180,14 @@ class AlgorithmConfig:
     @property
     def cliprange_sides(self) -> tuple[float, float]:
         """Clip range of the ratio (below 1, above 1)."""
-        given = self.cliprange or CLIPRANGES.get(self.policy_loss, CLIPRANGES["ppo"])
+        given = self.cliprange or self.loss_of_policy.cliprange
         return given[0], given[-1]
 
     @property
-    def aggregation(self) -> Literal["token", "sequence", "constant"]:
+    def aggregation(self) -> Aggregation:
         if self.loss_aggregation != "auto":
             return self.loss_aggregation
-        if self.policy_loss == "gspo":
-            return "sequence"
-        return "constant" if self.advantage_estimator == "dr_grpo" else "token"
+        return self.loss_of_policy.aggregation or self.estimator.aggregation
 
     @property
     def importance_range(self) -> tuple[float, float]:
@@ -189,14 +199,16 @@ class AlgorithmConfig:
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
         low, num_sides = self.cliprange_sides[0], len(self.cliprange or (0, 0))
         require(
-            num_sides == 2 or (num_sides == 1 and self.policy_loss == "ppo"),
+            num_sides == 2 or (num_sides == 1 and self.loss_of_policy.is_symmetric),
             f"--cliprange {' '.join(map(str, self.cliprange or ()))}: give two numbers, the ranges "
-            "below and above 1, or leave it out; one number, for both, is for --policy_loss ppo",
+            "below and above 1, or leave it out; one number, for both, is for --policy_loss "
+            f"{named(POLICY_LOSSES, 'is_symmetric')}",
         )
         require(low <= 1, f"--cliprange {low} below 1 must be at most 1: a ratio is never negative")
         require(
-            self.dual_clip is None or self.policy_loss == "ppo",
-            f"--dual_clip is for --policy_loss ppo; leave it out with {self.policy_loss}",
+            self.dual_clip is None or self.loss_of_policy.has_dual_clip,
+            f"--dual_clip is for --policy_loss {named(POLICY_LOSSES, 'has_dual_clip')}; leave it "
+            f"out with {self.policy_loss}",
         )
         require(
             not (self.kl_is_in_loss and self.kl_by == "k1" and self.kl_coef > 0),
@@ -208,7 +220,7 @@ class AlgorithmConfig:
         )
         name = self.advantage_estimator
         for given, compares in (
-            (f"--advantage_estimator {name}", name in GROUPED),
+            (f"--advantage_estimator {name}", self.estimator.compares_group),
             ("--dynamic_sampling", self.dynamic_sampling),
         ):
             require(

@@ -19,7 +19,7 @@ from dschat.distributed import entrypoint
 from dschat.estimate import PlanRequest
 from dschat.estimate.report import log_lines
 from dschat.models.checkpoint import Checkpoint
-from dschat.rlhf.advantages import group_estimator, policy_loss
+from dschat.rlhf.formulas import estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.runtime.hub import check_hub
 
@@ -69,7 +69,7 @@ def _check_base(config: SupervisedConfig, request: PlanRequest) -> None:
 
 def _check_rlhf(config: RLHFConfig) -> None:
     """Check the user's formulas, and that step 3's models fit each other, if all exist here."""
-    group_estimator(config.advantage_estimator)
+    estimator(config.advantage_estimator)
     policy_loss(config.policy_loss)
     names = (
         config.actor_model_name_or_path,

@@ -31,12 +31,11 @@ from dschat.losses.advantages import (
 )
 from dschat.losses.logprobs import linear_logprobs, linear_top_ids
 from dschat.losses.policy import (
-    POLICY_LOSSES,
     aggregation_count,
     aggregation_weights,
     cispo_loss,
     gspo_loss,
-    policy_loss,
+    ppo_loss,
     rollout_weights,
     value_loss,
 )

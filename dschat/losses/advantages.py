@@ -203,6 +203,27 @@ def rloo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def baselined_returns(
+    rewards: Tensor,
+    answer_mask: Tensor,
+    gamma: float,
+    scores_without_kl: Tensor,
+    group_ids: Tensor,
+    stats_without_kl: Tensor,
+) -> Tensor:
+    """`returns_to_go` of rewards less their group's mean: (S, A) fp32.
+
+    REINFORCE++-baseline (arXiv 2501.03262). The mean is of the rewards without KL, and is taken
+    off at the last action. Arguments as in `returns_to_go` and `dr_grpo_advantages`.
+    """
+    scores = scores_without_kl
+    minus_mean = dr_grpo_advantages(scores, group_ids, stats_without_kl) - scores
+    no_kl = torch.zeros_like(rewards)
+    baselined = rewards + shape_rewards(minus_mean, no_kl, answer_mask, 0.0)
+    return returns_to_go(baselined, answer_mask, gamma)
+
+
+@torch.no_grad()
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, penalty: float) -> Tensor:
     """Soft length penalty of each answer (DAPO, arXiv 2503.14476, eq. 13): (S,) fp32, <= 0.
 

@@ -4,7 +4,6 @@ Each loss is a sum over actions. `aggregation_weights` weighs the actions, `aggr
 what the sum over the whole optimizer step is divided by. Conventions: see `dschat.losses`.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -72,7 +71,7 @@ def rollout_weights(
     return weights, {"is_weight": weights.sum(), "is_cut": (cut & answer_mask).float().sum()}
 
 
-def policy_loss(
+def ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -126,7 +125,7 @@ def gspo_loss(
     """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' ratios.
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071) in its token-level form (eq. 13-14): with weights
-    1/|o_i|, value and gradient are eq. 5's. Arguments and metrics as in `policy_loss`.
+    1/|o_i|, value and gradient are eq. 5's. Arguments and metrics as in `ppo_loss`.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     num_actions = answer_mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -151,7 +150,7 @@ def cispo_loss(
     """REINFORCE weighted by the clipped ratio, so that every action keeps a gradient.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5): ``-sg(clip(ratio)) * A * log-prob``. Arguments
-    and metrics as in `policy_loss`; ``clipped`` counts ratios outside the range.
+    and metrics as in `ppo_loss`; ``clipped`` counts ratios outside the range.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
     low, high = _sides(cliprange)
@@ -162,14 +161,6 @@ def cispo_loss(
         _summed(losses, weights, answer_mask),
         _metrics(log_ratio, log_ratio, ratio != coefficient, answer_mask),
     )
-
-
-# By the value of --policy_loss.
-POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
-    "ppo": policy_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-}
 
 
 def _sides(cliprange: CLIPRANGE) -> tuple[float, float]:

@@ -71,7 +71,7 @@ class Reporter:
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
         args = self._args
-        most_clipped = 0.4 if args.policy_loss == "gspo" else 0.3  # all tokens of a sequence
+        most_clipped = args.loss_of_policy.most_clipped
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
         self._passes: bool | None = None  # whether evaluations have pass@k: the first decides

@@ -11,10 +11,10 @@ from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
-from dschat.rlhf.advantages import group_estimator, policy_loss
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
+from dschat.rlhf.formulas import estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
@@ -47,7 +47,7 @@ def train(
     """
     call = start_step(args, callbacks)
     output_dir = str(args.output_dir)
-    group_estimator(args.advantage_estimator)  # raises for a function that does not fit
+    estimator(args.advantage_estimator)  # raises for a function that does not fit
     policy_loss(args.policy_loss)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # raises for a wrong DeepSpeed file

@@ -21,11 +21,12 @@ from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
 from dschat.models.routing import add_router_loss, router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
-from dschat.rlhf.advantages import fill_in_advantages, policy_loss
+from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.batching import plan_moves, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
+from dschat.rlhf.formulas import policy_loss
 from dschat.rlhf.forwards import (
     action_logprobs,
     action_values,

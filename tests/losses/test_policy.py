@@ -28,13 +28,13 @@ SUMS = ("clipped", "approxkl", "ratio", "ratio_abs_dev", "tokens")
 
 
 def dual_loss(*args, **kwargs):
-    return losses.policy_loss(*args, **kwargs, dual_clip=1.5)
+    return losses.ppo_loss(*args, **kwargs, dual_clip=1.5)
 
 
 # Name: ours, options of `float64_step`, a range that clips some sequences or actions of `an_update`
 # and not others.
 KINDS: dict[str, tuple[Callable, dict, tuple[float, float]]] = {
-    "ppo": (losses.policy_loss, {"policy_loss": "ppo"}, (0.2, 0.28)),
+    "ppo": (losses.ppo_loss, {"policy_loss": "ppo"}, (0.2, 0.28)),
     "dual": (dual_loss, {"policy_loss": "ppo", "dual_clip": 1.5}, (0.2, 0.28)),
     "gspo": (losses.gspo_loss, {"policy_loss": "gspo"}, (0.1, 0.15)),
     "cispo": (losses.cispo_loss, {"policy_loss": "cispo"}, (0.3, 0.2)),
@@ -165,7 +165,7 @@ def test_bf16_is_computed_in_fp32(kind):
 def test_dual_clip_of_three_by_hand(advantage, ratio, objective, slope):
     new = torch.tensor([[math.log(ratio)]], requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    loss, metrics = losses.policy_loss(
+    loss, metrics = losses.ppo_loss(
         new, torch.zeros(1, 1), torch.tensor([[advantage]]), mask, (0.2, 0.28), dual_clip=3.0
     )
     loss.backward()
@@ -174,7 +174,7 @@ def test_dual_clip_of_three_by_hand(advantage, ratio, objective, slope):
     clipped = float(advantage != 0 and slope == 0)
     assert metrics["clipped"].item() == clipped
     assert metrics["clipped_low"].item() == clipped * (ratio < 1)
-    without, _ = losses.policy_loss(
+    without, _ = losses.ppo_loss(
         new, torch.zeros(1, 1), torch.tensor([[advantage]]), mask, (0.2, 0.28)
     )
     assert_close(without, -min(objective, advantage * ratio if advantage < 0 else objective))
