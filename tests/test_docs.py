@@ -36,7 +36,7 @@ from test_from_deepspeed_chat import DS_CHAT_FLAGS
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, parser
-from dschat.config.methods import ESTIMATORS, POLICY_LOSSES
+from dschat.config.methods import ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from dschat.data.sources.known_datasets import _LABEL_COLUMNS, ADAPTERS, GENERIC
 from dschat.launch import recipe, run_plan
 from dschat.launch.cluster import read_hostfile
@@ -408,12 +408,12 @@ def test_estimators_and_losses_are_the_rows_of_their_tables():
     }
     rows = tables(PAGES["algorithms.md"], "A of an action", "critic", "KL by default in", "source")
     assert {name: tuple(cells) for name, *cells in rows} == shown
-    shown = {
-        f"`{n}`": (r.summary, _clipped(r.cliprange), r.source) for n, r in POLICY_LOSSES.items()
-    }
+    losses = POLICY_LOSSES.items()
+    shown = {f"`{name}`": (row.summary, _clipped(row), row.source) for name, row in losses}
     rows = tables(PAGES["algorithms.md"], "what it does", "clip range", "source")
     assert {name: tuple(cells) for name, *cells in rows} == shown
 
 
-def _clipped(sides: tuple[float, float]) -> str:
-    return " ".join(f"{side:g}" for side in dict.fromkeys(sides))
+def _clipped(row: PolicyLoss) -> str:
+    sides = dict.fromkeys(row.cliprange) if row.has_range else ()
+    return " ".join(f"{side:g}" for side in sides)

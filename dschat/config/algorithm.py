@@ -1,15 +1,14 @@
-"""Flags of what is learned: the RL algorithm (advantages, losses, KL, dynamic sampling, off-policy
-correction), on-policy distillation, and the loss on preference pairs.
-
-Parts of `dschat.config.RLHFConfig`; `PreferenceConfig` of `dschat.config.RewardConfig`.
+"""Flags of what is learned in step 3: the RL algorithm (advantages, losses, KL, dynamic sampling,
+off-policy correction) and on-policy distillation. Parts of `dschat.config.RLHFConfig`.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from dschat.config.errors import require
-from dschat.config.fields import flag, speed_flag
+from dschat.config.fields import flag
 from dschat.config.methods import (
+    CORRECTIONS,
     ESTIMATORS,
     OWN_ESTIMATOR,
     OWN_POLICY_LOSS,
@@ -20,10 +19,14 @@ from dschat.config.methods import (
     named,
 )
 
-_CLIPRANGES = ", ".join(
-    f"{' '.join(f'{side:g}' for side in row.cliprange)} for {name}"
-    for name, row in POLICY_LOSSES.items()
-)
+
+def _defaults(ranges: dict[str, tuple[float, float]]) -> str:
+    shown = {name: " ".join(f"{x:g}" for x in dict.fromkeys(ends)) for name, ends in ranges.items()}
+    return ", ".join(f"{ends} for {name}" for name, ends in shown.items())
+
+
+_CLIPRANGES = _defaults({n: row.cliprange for n, row in POLICY_LOSSES.items() if row.has_range})
+_RANGES = _defaults({name: row.range for name, row in CORRECTIONS.items()})
 
 
 @dataclass
@@ -43,8 +46,7 @@ class AlgorithmConfig:
     lam: float = flag(0.95, "GAE's lambda.", ge=0, le=1)
     whiten_advantages: bool = flag(
         True,
-        f"Whiten gae's advantages over the rollout; of the others {named(ESTIMATORS, 'whitens')} "
-        "always do.",
+        "Whiten gae's advantages over the rollout; the others do as their formulas say.",
     )
     critic_warmup_steps: int = flag(
         0, "Number of initial iterations that train the critic only.", ge=0
@@ -88,8 +90,9 @@ class AlgorithmConfig:
     # policy and value loss
     policy_loss: Union[Literal[tuple(POLICY_LOSSES)], str] = flag(  # type: ignore[valid-type]
         "ppo",
-        "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo); or a "
-        "function of yours, file.py:NAME.",
+        "Clip token ratios (ppo), sequence ratios (gspo), or detached weights (cispo), gate them "
+        "softly (sapo), or leave out tokens that cost entropy (clip_cov); or a function of yours, "
+        "file.py:NAME.",
         reads="files",
     )
     cliprange: Optional[list[float]] = flag(
@@ -110,6 +113,13 @@ class AlgorithmConfig:
         "per-sequence sums / --max_answer_seq_len. auto: constant for "
         f"{named(ESTIMATORS, 'aggregation', 'constant')}, sequence for "
         f"{named(POLICY_LOSSES, 'aggregation', 'sequence')}, else token.",
+    )
+    top_entropy_share: float = flag(
+        1.0,
+        "Learn from this share of a rollout's tokens alone, those of the highest entropy (0.2 in "
+        "arXiv 2506.01939); recomputes all old log-probs.",
+        gt=0,
+        le=1,
     )
     entropy_coef: float = flag(0.0, "Weight of the entropy bonus.", ge=0)
     cliprange_value: float = flag(0.2, "Clip range of values around the old values.", gt=0)
@@ -141,15 +151,29 @@ class AlgorithmConfig:
         "Old log-probs of the ratio and the KL: recomputed by the training model, the rollout's "
         "own, or auto: the rollout's where an eighth of the answers, recomputed, agrees.",
     )
-    rollout_is: Literal["off", "tis", "icepop"] = flag(
+    rollout_is: Literal[tuple(["off", *CORRECTIONS])] = flag(  # type: ignore[valid-type]
         "off",
-        "Importance weights, training / rollout probability, per token: truncated at "
-        "the end of --rollout_is_range (tis), or masked outside it (icepop).",
+        "Importance weights, training / rollout probability. Per token: truncated at the end of "
+        "--rollout_is_range (tis), or masked outside it (icepop). By the product over an answer: "
+        "truncated (seq_tis), or the answer dropped above (seq_mask). geo_mask: drop answers whose "
+        "geometric mean is outside.",
     )
     rollout_is_range: Optional[list[float]] = flag(
         None,
-        "Smallest importance weight that icepop keeps, and the largest that both keep; default: "
-        "0.5 2 for tis, 0.5 5 for icepop.",
+        f"Smallest importance weight that {named(CORRECTIONS, 'has_smallest')} keep, and the "
+        f"largest; default: {_RANGES}.",
+        needs="rollout_is",
+    )
+    off_policy_mask_threshold: Optional[float] = flag(
+        None,
+        "Leave out negative advantages of answers whose log-probs fell by more than this on "
+        "average since they were drawn, in nats per token (DeepSeek-V3.2; 0.5 is usual).",
+        gt=0,
+    )
+    use_bias_correction_kl: bool = flag(
+        False,
+        "Weigh the KL in the loss by the ratio to the old policy, so that its gradient stays "
+        "unbiased after the first step.",
     )
 
     @property
@@ -192,11 +216,15 @@ class AlgorithmConfig:
     @property
     def importance_range(self) -> tuple[float, float]:
         """Importance weights that are used unchanged: (smallest, largest)."""
-        is_icepop = self.rollout_is == "icepop"
-        low, high = self.rollout_is_range or (0.5, 5.0 if is_icepop else 2.0)
-        return (low if is_icepop else 0.0, high)
+        row = CORRECTIONS.get(self.rollout_is, CORRECTIONS["tis"])
+        low, high = self.rollout_is_range or row.range
+        return (low if row.has_smallest else 0.0, high)
 
     def validate_algorithm(self, num_samples_per_prompt: int, max_answer_seq_len: int) -> None:
+        require(
+            self.cliprange is None or self.loss_of_policy.has_range,
+            f"--cliprange is not used by --policy_loss {self.policy_loss}; leave it out",
+        )
         low, num_sides = self.cliprange_sides[0], len(self.cliprange or (0, 0))
         require(
             num_sides == 2 or (num_sides == 1 and self.loss_of_policy.is_symmetric),
@@ -204,7 +232,10 @@ class AlgorithmConfig:
             "below and above 1, or leave it out; one number, for both, is for --policy_loss "
             f"{named(POLICY_LOSSES, 'is_symmetric')}",
         )
-        require(low <= 1, f"--cliprange {low} below 1 must be at most 1: a ratio is never negative")
+        require(
+            low <= 1 or not self.loss_of_policy.has_range,
+            f"--cliprange {low} below 1 must be at most 1: a ratio is never negative",
+        )
         require(
             self.dual_clip is None or self.loss_of_policy.has_dual_clip,
             f"--dual_clip is for --policy_loss {named(POLICY_LOSSES, 'has_dual_clip')}; leave it "
@@ -236,6 +267,20 @@ class AlgorithmConfig:
             self.overlong_buffer_len < max_answer_seq_len,
             f"--overlong_buffer_len {self.overlong_buffer_len} must be less than "
             f"--max_answer_seq_len {max_answer_seq_len}",
+        )
+        require(
+            not self.estimator.by_source or self.kl_is_in_loss or self.kl_coef == 0,
+            f"--advantage_estimator {name} normalizes every reward, so that a KL in the reward has "
+            "no weight; leave --no_kl_in_loss out",
+        )
+        require(
+            self.top_entropy_share == 1 or self.old_logprobs != "rollout",
+            "--top_entropy_share needs the entropies that --old_logprobs recompute computes",
+        )
+        require(
+            not self.use_bias_correction_kl or (self.kl_is_in_loss and self.kl_coef > 0),
+            "--use_bias_correction_kl is for a KL in the loss; pass --kl_in_loss and a --kl_coef "
+            "above 0, or leave it out",
         )
         require(
             self.rollout_is == "off" or self.old_logprobs != "rollout",
@@ -311,86 +356,3 @@ class DistillationConfig:
             self.distill_coef > 0,
             f"{only} and with --distill_coef 0 has nothing to learn; raise it, e.g. to 1",
         )
-
-
-# flag -> the losses that use it
-_LOSSES = {
-    "beta": ("dpo", "cdpo", "ipo", "kto"),
-    "label_smoothing": ("dpo", "cdpo"),
-    "kto_desirable_weight": ("kto",),
-    "kto_undesirable_weight": ("kto",),
-    "precompute_ref_logprobs": ("dpo", "cdpo", "ipo", "kto"),
-}
-
-
-@dataclass
-class PreferenceConfig:
-    """Loss on pairs."""
-
-    loss: Literal["pairwise", "dpo", "cdpo", "ipo", "kto"] = flag(
-        "pairwise",
-        "pairwise: train a reward model for step 3. Others: train the policy (step 1's causal LM) "
-        "on the pairs, in place of step 3; dropout is off unless --dropout is given.",
-        short=True,
-    )
-    beta: Optional[float] = flag(
-        None,
-        "Strength of the KL constraint of dpo, cdpo and kto; of ipo (tau): train up to a margin of "
-        "1 / (2 beta) nats, so that dpo's larger values learn little; default: 0.1.",
-        short=True,
-        gt=0,
-    )
-    label_smoothing: Optional[float] = flag(
-        None,
-        "Assumed share of wrong labels; default: 0.1 for cdpo, else 0.",
-        ge=0,
-        lt=0.5,
-        remedy=": with half of the labels wrong, pairs carry no information",
-    )
-    kto_desirable_weight: Optional[float] = flag(
-        None, "Weight of chosen answers in kto; default: 1.", ge=0
-    )
-    kto_undesirable_weight: Optional[float] = flag(
-        None, "Weight of rejected answers in kto; default: 1.", ge=0
-    )
-    precompute_ref_logprobs: bool = speed_flag(
-        False,
-        "Compute reference log-probs with the policy before the first step, and load no reference "
-        "model.",
-    )
-
-    @property
-    def trains_policy(self) -> bool:
-        return self.loss != "pairwise"
-
-    @property
-    def used_beta(self) -> float:
-        return 0.1 if self.beta is None else self.beta
-
-    @property
-    def used_label_smoothing(self) -> float:
-        if self.label_smoothing is None:
-            return 0.1 if self.loss == "cdpo" else 0.0
-        return self.label_smoothing
-
-    @property
-    def kto_weights(self) -> tuple[float, float]:
-        """Weights of (chosen, rejected) answers."""
-        given = (self.kto_desirable_weight, self.kto_undesirable_weight)
-        return tuple(1.0 if weight is None else weight for weight in given)  # type: ignore[return-value]
-
-    def validate_preferences(self, streaming: bool) -> None:
-        for name, losses in _LOSSES.items():
-            require(
-                getattr(self, name) in (None, False) or self.loss in losses,
-                f"--{name} is not used by --loss {self.loss}; leave it out, or choose --loss "
-                f"{' or '.join(losses)}",
-            )
-        for option, given in (
-            ("--loss kto", self.loss == "kto"),
-            ("--precompute_ref_logprobs", self.precompute_ref_logprobs),
-        ):
-            require(
-                not (streaming and given),
-                f"{option} reads all pairs before training; leave --streaming out",
-            )

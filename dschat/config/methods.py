@@ -1,9 +1,10 @@
-"""Estimators of advantages and policy losses: one row each, with all that flags, documentation and
-the trainer ask about it.
+"""Estimators of advantages, policy losses and corrections of the rollout's probabilities: one row
+each, with all that flags, documentation and the trainer ask about it.
 
 To add one: a row here, and the function that it names in `dschat.losses`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ class Estimator:
         kl_in_loss: the KL penalty is in the loss by default, not in the reward.
         kl_of_loss: estimator of the KL in the loss by default; in the reward it is k1.
         compares_group: compares the answers to one prompt, so that there must be several.
+        by_source: compares each source's scores, not their sum.
         whitens: whitens the advantages over the rollout; ``--whiten_advantages`` is for a critic's.
     """
 
@@ -30,6 +32,7 @@ class Estimator:
     source: str
     has_critic: bool = False
     compares_group: bool = False
+    by_source: bool = False
     whitens: bool = False
     kl_in_loss: bool = False
     kl_of_loss: KL = "k3"
@@ -58,6 +61,15 @@ ESTIMATORS = {
         compares_group=True,
         kl_in_loss=True,
         aggregation="constant",
+    ),
+    "gdpo": Estimator(
+        "gdpo_advantages",
+        "`grpo` of each reward alone, added by weight, whitened",
+        "arXiv 2601.05242",
+        compares_group=True,
+        by_source=True,
+        whitens=True,
+        kl_in_loss=True,
     ),
     "rloo": Estimator(
         "rloo_advantages",
@@ -91,8 +103,10 @@ class PolicyLoss:
         function: in `dschat.losses.policy`, with the arguments of `ppo_loss` there.
         summary, source: of the documentation's table.
         cliprange: default clip range of the ratio, below and above 1.
+        has_range: ``--cliprange`` changes it.
         is_symmetric: one number of ``--cliprange`` is for both sides.
         has_dual_clip: takes ``dual_clip``.
+        clips_covariance: some of the actions that `dschat.losses.is_covariant` finds are left out.
         most_clipped: a larger share of clipped actions is logged as a warning.
         aggregation: by default; None: the estimator's.
     """
@@ -101,8 +115,10 @@ class PolicyLoss:
     summary: str
     source: str
     cliprange: tuple[float, float] = (0.2, 0.2)
+    has_range: bool = True
     is_symmetric: bool = False
     has_dual_clip: bool = False
+    clips_covariance: bool = False
     most_clipped: float = 0.3
     aggregation: Aggregation | None = None
 
@@ -129,13 +145,50 @@ POLICY_LOSSES = {
         "arXiv 2506.13585",
         cliprange=(1.0, 4.0),
     ),
+    "sapo": PolicyLoss(
+        "sapo_loss",
+        "a soft gate instead of a clip, of temperature 1.05 where A < 0, else 1",
+        "arXiv 2511.20347",
+        cliprange=(1.05, 1.0),
+        has_range=False,
+        aggregation="sequence",
+    ),
+    "clip_cov": PolicyLoss(
+        "ppo_loss",
+        "`ppo` without a few tokens, drawn where log-prob and A are both high",
+        "arXiv 2505.22617",
+        has_dual_clip=True,
+        is_symmetric=True,
+        clips_covariance=True,
+    ),
 }
 OWN_POLICY_LOSS = PolicyLoss("", "", "")
 
 
-def named(
-    table: dict[str, Estimator] | dict[str, PolicyLoss], fact: str, is_so: object = True
-) -> str:
+@dataclass(frozen=True)
+class Correction:
+    """A value of ``--rollout_is``.
+
+    Attributes:
+        range: default of the smallest importance weight that is kept, and the largest.
+        has_smallest: the smaller end counts.
+    """
+
+    range: tuple[float, float]
+    has_smallest: bool = False
+
+
+# Bounds: TRL's (seq_mask), verl's (tis, seq_tis), their papers' (icepop), OpenRLHF's (geo_mask).
+CORRECTIONS = {
+    "tis": Correction((0.5, 2.0)),
+    "icepop": Correction((0.5, 5.0), has_smallest=True),
+    "seq_tis": Correction((0.5, 2.0)),
+    "seq_mask": Correction((0.5, 3.0)),
+    "geo_mask": Correction((0.5, 5.0), has_smallest=True),
+}
+
+
+def named(table: Mapping[str, object], fact: str, is_so: object = True) -> str:
     """The names of the rows of ``table`` whose ``fact`` has this value, for a help text."""
     names = [name for name, row in table.items() if getattr(row, fact) == is_so]
     return ", ".join(names[:-1]) + " and " * (len(names) > 1) + names[-1]

@@ -7,12 +7,13 @@ import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
-from dschat.config.algorithm import AlgorithmConfig, DistillationConfig, PreferenceConfig
+from dschat.config.algorithm import AlgorithmConfig, DistillationConfig
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
 from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
 from dschat.config.errors import UserError, require
 from dschat.config.fields import Named, flag, log_flag, place_flag, require_valid, speed_flag
 from dschat.config.lora import LoraConfig
+from dschat.config.preference import PreferenceConfig
 from dschat.config.renamed import hint, set_in, translated, unknown
 from dschat.config.reward import EnvironmentConfig
 

@@ -17,6 +17,7 @@ from dschat.losses.advantages import (
     distillation_advantages,
     dr_grpo_advantages,
     gae,
+    gdpo_advantages,
     group_has_variance,
     group_stats,
     grpo_advantages,
@@ -35,8 +36,11 @@ from dschat.losses.policy import (
     aggregation_weights,
     cispo_loss,
     gspo_loss,
+    is_covariant,
+    off_policy_mask,
     ppo_loss,
     rollout_weights,
+    sapo_loss,
     value_loss,
 )
 from dschat.losses.preference import dpo_loss, ipo_loss, kto_loss, pairwise_loss

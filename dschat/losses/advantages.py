@@ -144,7 +144,7 @@ def group_stats(scores: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
     return stats.index_add_(1, group_ids, columns)
 
 
-def _mean_and_variance(stats: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_variance(stats: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance (n - 1) of each group, (G,) float64; a variance below rounding is 0."""
     count, total, total_sq = stats
     mean = total / count.clamp(min=1)
@@ -160,7 +160,7 @@ def group_has_variance(stats: Tensor) -> Tensor:
     A group of equal scores has no advantages; dynamic sampling drops it (DAPO, arXiv 2503.14476,
     eq. 11).
     """
-    return _mean_and_variance(stats)[1] > 0
+    return mean_and_variance(stats)[1] > 0
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def dr_grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor) -> Tens
         group_ids: (S,) int64 in [0, G).
         stats: (3, G), as `group_stats` returns them, summed over ranks.
     """
-    mean, _ = _mean_and_variance(stats)
+    mean, _ = mean_and_variance(stats)
     return (scores.double() - mean[group_ids]).float()
 
 
@@ -184,7 +184,7 @@ def grpo_advantages(scores: Tensor, group_ids: Tensor, stats: Tensor, eps: float
     TRL and verl; the paper does not say. A group of one gets 0. Arguments as in
     `dr_grpo_advantages`.
     """
-    mean, variance = _mean_and_variance(stats)
+    mean, variance = mean_and_variance(stats)
     advantages = (scores.double() - mean[group_ids]) / (variance.sqrt()[group_ids] + eps)
     return torch.where(variance[group_ids] > 0, advantages, 0.0).float()
 
@@ -221,6 +221,27 @@ def baselined_returns(
     no_kl = torch.zeros_like(rewards)
     baselined = rewards + shape_rewards(minus_mean, no_kl, answer_mask, 0.0)
     return returns_to_go(baselined, answer_mask, gamma)
+
+
+@torch.no_grad()
+def gdpo_advantages(
+    source_scores: Tensor, source_weights: Tensor, group_ids: Tensor, source_stats: Tensor
+) -> Tensor:
+    """The weighted sum of `grpo_advantages` of each source alone: (S,) fp32, to be whitened.
+
+    GDPO (Liu et al. 2026, arXiv 2601.05242): a source of small numbers, or one that rarely differs
+    in a group, counts as much as its weight says.
+
+    Args:
+        source_scores: (S, K) any float, NaN where a source declined, which then adds 0.
+        source_weights: (K,).
+        group_ids: (S,) int64 in [0, G).
+        source_stats: (K, 3, G), `group_stats` of each source, summed over ranks.
+    """
+    total = torch.zeros(len(source_scores))
+    for scores, weight, stats in zip(source_scores.T, source_weights, source_stats, strict=True):
+        total += weight * grpo_advantages(scores, group_ids, stats).nan_to_num()
+    return total
 
 
 @torch.no_grad()

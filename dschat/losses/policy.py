@@ -11,6 +11,7 @@ from torch import Tensor
 
 CLIPRANGE = float | tuple[float, float]
 Aggregation = Literal["token", "sequence", "constant"]
+Correction = Literal["off", "tis", "icepop", "seq_tis", "seq_mask", "geo_mask"]
 
 
 def aggregation_weights(answer_mask: Tensor, how: Aggregation, max_len: int) -> Tensor:
@@ -37,16 +38,19 @@ def rollout_weights(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     answer_mask: Tensor,
-    how: Literal["off", "tis", "icepop"],
+    how: Correction,
     low: float,
     high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Importance weights that correct for the generator sampling from other probabilities.
 
-    The weight is training's probability / the generator's, both before the update. ``tis``
-    truncates it at ``high`` (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"; Ionides 2008); ``icepop`` drops actions outside [low, high] (arXiv
-    2510.18855).
+    The weight of an action is training's probability / the generator's, both before the update.
+    ``tis`` truncates it at ``high`` (Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training"; Ionides 2008); ``icepop`` drops actions outside [low, high] (arXiv
+    2510.18855). By answer (Liu et al. 2025, "When speed kills stability"): ``seq_tis`` truncates
+    the product of an answer's ratios, ``seq_mask`` drops answers whose product is outside the
+    range; both give it to all actions. ``geo_mask`` drops answers by the geometric mean, and weighs
+    the others' actions each by its own ratio.
 
     Args:
         logprobs, rollout_logprobs: (B, A), training's and the generator's.
@@ -54,21 +58,54 @@ def rollout_weights(
 
     Returns:
         weights: (B, A) fp32, 0 outside the mask; 1 inside where ``how`` is "off".
-        metrics: sums over actions of ``is_weight`` and ``is_cut`` (truncated or dropped).
+        metrics: sums over actions of ``is_weight`` and ``is_cut`` (truncated or dropped), and
+            ``is_dropped``, answers of which no action is left.
     """
     ones = answer_mask.float()
     if how == "off":
-        return ones, {"is_weight": ones.sum(), "is_cut": ones.new_zeros(())}
-    gap = torch.where(answer_mask, logprobs.float() - rollout_logprobs.float(), 0.0)
-    ratio = gap.exp()
-    if how == "tis":
+        zero = ones.new_zeros(())
+        return ones, {"is_weight": ones.sum(), "is_cut": zero, "is_dropped": zero}
+    log_ratio = torch.where(answer_mask, logprobs.float() - rollout_logprobs.float(), 0.0)
+    compared = log_ratio
+    if how in ("seq_tis", "seq_mask"):
+        compared = log_ratio.sum(dim=1, keepdim=True)
+    elif how == "geo_mask":
+        compared = _mean_over_actions(log_ratio, answer_mask)
+    ratio = compared.exp()
+    if how in ("tis", "seq_tis"):
         weights, cut = ratio.clamp(max=high), ratio > high
     else:
-        assert how == "icepop", f"unknown correction {how!r}; choose off, tis or icepop"
         cut = (ratio < low) | (ratio > high)
-        weights = torch.where(cut, 0.0, ratio)
+        weights = torch.where(cut, 0.0, log_ratio.exp() if how == "geo_mask" else ratio)
     weights = torch.where(answer_mask, weights, 0.0)
-    return weights, {"is_weight": weights.sum(), "is_cut": (cut & answer_mask).float().sum()}
+    is_dropped = answer_mask.any(dim=1) & (weights == 0).all(dim=1)
+    metrics = {"is_cut": cut & answer_mask, "is_dropped": is_dropped}
+    return weights, {"is_weight": weights.sum()} | {n: m.float().sum() for n, m in metrics.items()}
+
+
+@torch.no_grad()
+def off_policy_mask(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    answer_mask: Tensor,
+    threshold: float,
+) -> Tensor:
+    """Actions to learn from: (B, A) bool. Leaves out those of negative advantage in answers that
+    the policy has moved away from (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+
+    Args:
+        logprobs, rollout_logprobs: (B, A), of the policy being trained, and as drawn.
+        threshold: largest mean of ``rollout_logprobs - logprobs`` over an answer's actions, nats.
+    """
+    moved = torch.where(answer_mask, rollout_logprobs.float() - logprobs.float(), 0.0)
+    is_near = _mean_over_actions(moved, answer_mask) <= threshold
+    return answer_mask & ((advantages >= 0) | is_near)
+
+
+def _mean_over_actions(x: Tensor, answer_mask: Tensor) -> Tensor:
+    """(B, 1) of ``x`` (B, A), which is 0 outside the mask."""
+    return x.sum(dim=1, keepdim=True) / answer_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def ppo_loss(
@@ -128,8 +165,7 @@ def gspo_loss(
     1/|o_i|, value and gradient are eq. 5's. Arguments and metrics as in `ppo_loss`.
     """
     log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
-    num_actions = answer_mask.sum(dim=1, keepdim=True).clamp(min=1)
-    of_sequence = log_ratio.detach().sum(dim=1, keepdim=True) / num_actions
+    of_sequence = _mean_over_actions(log_ratio.detach(), answer_mask)
     # NOTE: keep the brackets. Adding a large log-ratio first would round off the low digits of
     # the sequence's.
     ratio = (of_sequence + (log_ratio - log_ratio.detach())).exp()
@@ -161,6 +197,47 @@ def cispo_loss(
         _summed(losses, weights, answer_mask),
         _metrics(log_ratio, log_ratio, ratio != coefficient, answer_mask),
     )
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    answer_mask: Tensor,
+    temperatures: CLIPRANGE,
+    *,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's surrogate with a gate that closes softly in place of the clip.
+
+    SAPO (arXiv 2511.20347, eq. 5-6): ``-4 / tau * sigmoid(tau * (ratio - 1)) * A``, whose gradient
+    is PPO's at ratio 1 and fades on both sides. ``temperatures``: tau where the advantage is
+    negative, and elsewhere. Other arguments and metrics as in `ppo_loss`; none is ``clipped``.
+    """
+    log_ratio, advantages = _inputs(logprobs, old_logprobs, advantages, answer_mask)
+    negative, positive = _sides(temperatures)
+    tau = torch.where(advantages > 0, positive, negative)
+    losses = -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages
+    metrics = _metrics(log_ratio, log_ratio, torch.zeros_like(answer_mask), answer_mask)
+    return _summed(losses, weights, answer_mask), metrics
+
+
+# Clip-Cov's bounds, and the share of all actions that it leaves out: the authors' and verl's.
+_COVARIANCES, CLIP_COV_SHARE = (1.0, 5.0), 2e-4
+
+
+@torch.no_grad()
+def is_covariant(logprobs: Tensor, advantages: Tensor, answer_mask: Tensor, sums: Tensor) -> Tensor:
+    """Actions of which Clip-Cov leaves out some: (B, A) bool, where log-prob and advantage are both
+    far from their means on the same side, so that learning from them takes entropy.
+
+    Cui et al. 2025, arXiv 2505.22617, eq. 10-11: the product of both differences is in (1, 5).
+    ``sums``: number of actions, and sums of log-probs and advantages, over all ranks.
+    """
+    count, of_logprobs, of_advantages = sums
+    product = (logprobs - of_logprobs / count) * (advantages - of_advantages / count)
+    low, high = _COVARIANCES
+    return answer_mask & (product > low) & (product < high)
 
 
 def _sides(cliprange: CLIPRANGE) -> tuple[float, float]:

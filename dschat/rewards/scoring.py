@@ -234,6 +234,16 @@ def any_applies(sources: list[SourceScores]) -> Tensor:
     return applies
 
 
+def by_answer(sources: list[SourceScores], num_answers: int) -> list[dict[str, float]]:
+    """The raw scores of each answer, by the names of the sources that scored it."""
+    rows: list[dict[str, float]] = [{} for _ in range(num_answers)]
+    for source in sources:
+        for row, score, applies in zip(rows, source.scores, source.applies, strict=True):
+            if applies:
+                row[source.name] = float(score)
+    return rows
+
+
 def source_means(
     prefix: str, sources: list[SourceScores], with_std: bool = False
 ) -> dict[str, float]:

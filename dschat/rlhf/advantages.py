@@ -5,6 +5,7 @@ Statistics are over the whole rollout on all ranks, even where one prompt's samp
 Answers without a score count in none of them and get advantage 0, but for a teacher's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class Given:
     args: RLHFConfig
     num_groups: int
     clip: float | None
+    weights: Mapping[str, float]  # of sources, by name
     rewards: Tensor  # (S, A) fp32
 
     @property
@@ -70,14 +72,48 @@ class Given:
         """Collective."""
         return self._stats_of(self.scores_without_kl)
 
+    @property
+    def source_scores(self) -> Tensor:
+        """Of each source, and the penalties of the answer's length: (S, K + 1)."""
+        eos, overlong = _penalties(self.e, self.args)
+        scores = self.e.by_source(self.weights)
+        return torch.cat([scores, (overlong - eos).unsqueeze(1)], dim=1)
+
+    @property
+    def source_weights(self) -> Tensor:
+        return torch.tensor([*self.weights.values(), 1.0])
+
+    @property
+    def source_stats(self) -> Tensor:
+        """Collective."""
+        scores = torch.where(self.e.scored.unsqueeze(1), self.source_scores, torch.nan)
+        return source_stats(scores, self.group_ids, self.num_groups)
+
     def _stats_of(self, scores: Tensor) -> Tensor:
         scored = self.e.scored
         own = losses.group_stats(scores[scored], self.group_ids[scored], self.num_groups)
         return dist.all_reduce_sum(own)
 
 
+def source_stats(scores: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """Collective. `group_stats` of each source, over all ranks: (K, 3, G).
+
+    ``scores`` (S, K), NaN where a source declined, which then does not count.
+    """
+    own = []
+    for column in scores.T:
+        valid = ~column.isnan()
+        own.append(losses.group_stats(column[valid], group_ids[valid], num_groups))
+    return dist.all_reduce_sum(torch.stack(own))
+
+
 def fill_in_advantages(
-    e: Experience, args: RLHFConfig, kl_coef: float, num_groups: int, clip: float | None = None
+    e: Experience,
+    args: RLHFConfig,
+    kl_coef: float,
+    num_groups: int,
+    clip: float | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Collective. Fill in ``e`` by the advantage estimator of ``args``.
 
@@ -85,6 +121,7 @@ def fill_in_advantages(
         kl_coef: weight of the KL in the reward; not used where the KL is in the loss.
         num_groups: prompts of the whole rollout, over all ranks.
         clip: see `token_rewards`.
+        weights: by name, of the sources that `Experience.source_scores` has.
 
     Returns:
         rewards: (S, A) fp32.
@@ -92,7 +129,7 @@ def fill_in_advantages(
     """
     rewards = token_rewards(e, args, 0.0 if args.kl_is_in_loss else kl_coef, clip)
     function, takes = estimator(args.advantage_estimator)
-    given = Given(e, args, num_groups, clip, rewards)
+    given = Given(e, args, num_groups, clip, weights or {}, rewards)
     found = function(*(getattr(given, name) for name in takes))
     if isinstance(found, tuple):
         e.advantages, e.returns = found
@@ -132,15 +169,18 @@ def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float, clip: float |
     if kl_coef != 0:
         kl = losses.kl_penalty(e.logprobs, e.ref_logprobs, args.kl_by)
     scores = losses.clip_scores(e.scores, clip) - e.token_scores.sum(dim=1)
-    scores = scores - args.missing_eos_penalty * (~e.finished).float()
-    scores = scores + losses.overlong_penalty(
-        e.answer_mask.sum(dim=1),
-        args.max_answer_seq_len,
-        args.overlong_buffer_len,
-        args.overlong_penalty,
-    )
+    eos, overlong = _penalties(e, args)
+    scores = scores - eos + overlong
     token_scores = torch.where(e.answer_mask, e.token_scores, 0.0)
     return losses.shape_rewards(scores, kl, e.answer_mask, kl_coef) + token_scores
+
+
+def _penalties(e: Experience, args: RLHFConfig) -> tuple[Tensor, Tensor]:
+    """Of an answer without EOS, to subtract, and of a long one, to add: (S,) each."""
+    longest, buffer = args.max_answer_seq_len, args.overlong_buffer_len
+    lengths = e.answer_mask.sum(dim=1)
+    overlong = losses.overlong_penalty(lengths, longest, buffer, args.overlong_penalty)
+    return args.missing_eos_penalty * (~e.finished).float(), overlong
 
 
 def _whitened(x: Tensor, mask: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from dschat.rewards.scoring import (
     Scoring,
     SourceScores,
     any_applies,
+    by_answer,
     combine,
     source_means,
 )
@@ -80,6 +81,7 @@ class Collector:
         cuts_rounds: whether functions may score the answers of a call of the generator during the
             next; the same on every rank: tensor-parallel ranks generate together.
         scale: running statistics of each source's scores.
+        weights: by name, of the sources that have one.
     """
 
     cuts_rounds = True
@@ -109,6 +111,7 @@ class Collector:
         self._warned = False  # of answers without a score
         weights = {} if engine.reward is None else {REWARD_MODEL: args.reward_model_weight}
         weights |= functions.weights | dict.fromkeys(others, 1.0)
+        self.weights = {name: weight for name, weight in weights.items() if weight}
         terms = [f"{name} x {w:g}" if w else f"{name} (logged)" for name, w in weights.items()]
         bound = "not clipped" if self.clip is None else f"clipped to +-{self.clip:g}"
         logger.info("score: %s, %s", " + ".join(terms) or "none, the teacher alone", bound)
@@ -297,6 +300,7 @@ class Collector:
         for row, values in enumerate(token_scores or ()):
             e.token_scores[row, : len(values)] = torch.tensor(values)
         e.scored = any_applies(sources)
+        e.source_scores = by_answer([s for s in sources if s.weight], e.num_sequences)
         failed = torch.zeros(e.num_sequences, dtype=torch.bool)
         for source in sources:
             if source.name != REWARD_MODEL and source.weight:

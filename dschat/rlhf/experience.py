@@ -8,6 +8,8 @@ have places too, at which the mask is False. Masks come from lengths and from th
 pad may equal EOS. Only `Experience.take` does this arithmetic.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -56,6 +58,7 @@ class Experience:
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
+    source_scores: list[dict[str, float]] | None = None  # (S,) of weighted sources, as they came
     inputs: list[dict[str, Any]] | None = None  # (S,) what their chat template got beside them
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
@@ -88,6 +91,12 @@ class Experience:
     def scored_mask(self) -> Tensor:
         """Actions of the answers that have a score: (S, A) bool."""
         return self.answer_mask & self.scored.unsqueeze(1)
+
+    def by_source(self, names: Iterable[str]) -> Tensor:
+        """The scores of these sources: (S, K) fp32, NaN where one declined."""
+        names = list(names)
+        rows = [[row.get(name, math.nan) for name in names] for row in self.source_scores or ()]
+        return torch.tensor(rows, dtype=torch.float32).view(self.num_sequences, len(names))
 
     def cut_into(self, num_mini_batches: int, samples: int) -> None:
         """Plan an epoch's optimizer steps, the same on all ranks. One step has all answers to a

@@ -75,6 +75,7 @@ def _fill_in_from_actor(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFCo
     rows = list(range(e.num_sequences))
     # Importance weights compare both log-probs of every token; older policies drew other ones.
     needs_all = args.old_logprobs == "recompute" or args.rollout_is != "off" or args.partial_rollout
+    needs_all = needs_all or args.top_entropy_share < 1  # of all tokens' entropies
     if not needs_all:
         _recompute(engine, e, args, _checked(e, args))
         if not _reads_old_logprobs(engine, args, e) or _agree(e):

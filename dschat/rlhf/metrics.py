@@ -6,6 +6,7 @@ TRL's where TRL has one.
 
 import logging
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from dschat.hybrid.rollout_form import Refresh
 from dschat.inference import InferenceEngine
 from dschat.inference.protocol import Generator
 from dschat.losses import group_has_variance, group_stats, kl_penalty
+from dschat.losses.advantages import mean_and_variance
 from dschat.models.routing import METRIC
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
+from dschat.rlhf.advantages import source_stats
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience
 from dschat.runtime.optimizer_step import DeviceSums
@@ -45,6 +48,7 @@ def experience_metrics(
     corrected: dict[str, float],
     engine: DeepSpeedRLHFEngine,
     clip: float | None,
+    weights: Mapping[str, float],
 ) -> dict[str, float]:
     """Collective. Means over all sequences or all actions of a rollout; NaN over none.
 
@@ -55,6 +59,7 @@ def experience_metrics(
         rewards: (S, A).
         corrected: this rank's sums of importance weights, see `dschat.losses.rollout_weights`.
         clip: the bound that rewards clip scores to; the scores reported here are not clipped.
+        weights: by name, of the sources that have one.
     """
     mask, args = e.answer_mask, engine.args
     scores = e.scores[e.scored].double()
@@ -103,6 +108,7 @@ def experience_metrics(
     finished = max(totals["finished"], 1.0)  # TRL has 0 where none is
     metrics["completions/mean_terminated_length"] = totals["finished_tokens"] / finished
     metrics |= _extremes(mask.sum(1)) | _zero_std(e, args.num_samples_per_prompt)
+    metrics |= _spread_by_source(e, weights, args.num_samples_per_prompt)
     if clip is not None:
         metrics["objective/clipped_share"] = totals["clipped"] / scored
     if engine.has_reference:
@@ -124,6 +130,7 @@ def experience_metrics(
     if args.rollout_is != "off":
         metrics["rollout/is_weight"] = totals["is_weight"] / tokens
         metrics["rollout/is_cut_share"] = totals["is_cut"] / tokens
+        metrics["rollout/is_dropped_share"] = totals["is_dropped"] / n
     return metrics
 
 
@@ -147,6 +154,23 @@ def _zero_std(e: Experience, num_samples: int) -> dict[str, float]:
     stats = dist.all_reduce_sum(group_stats(e.scores[e.scored], groups, num_groups))
     differ = group_has_variance(stats)[stats[0] > 0].double()
     return {"frac_reward_zero_std": 1 - float(differ.sum()) / max(len(differ), 1)}
+
+
+def _spread_by_source(
+    e: Experience, weights: Mapping[str, float], num_samples: int
+) -> dict[str, float]:
+    """Collective. ``reward/NAME/std`` of each source: the mean of its standard deviations (n - 1)
+    among the answers to a prompt. No metric with one answer per prompt, or one source.
+    """
+    if num_samples == 1 or len(weights) < 2:
+        return {}
+    groups = e.numbers // num_samples
+    stats = source_stats(e.by_source(weights), groups, max(e.num_prompts, 1))
+    spreads = {}
+    for name, of_source in zip(weights, stats, strict=True):
+        _, variance = mean_and_variance(of_source[:, of_source[0] > 0])
+        spreads[f"reward/{name}/std"] = float(variance.sqrt().sum()) / max(len(variance), 1)
+    return spreads
 
 
 def generation_metrics(refresh: Refresh, generator: Generator) -> dict[str, float]:
@@ -208,6 +232,7 @@ def training_metrics(sums: dict[str, float]) -> dict[str, float]:
     optional = {
         "loss/ptx_avg": ("ptx_loss", "ptx_tokens"),
         "loss/kl_avg": ("kl_loss", "policy_count"),
+        "policy/off_policy_share": ("off_policy", "policy_tokens"),
         "loss/distill_avg": ("distill_loss", "policy_count"),
         "loss/entropy_avg": ("entropy", "policy_count"),
         METRIC: (METRIC, "policy_count"),
@@ -253,7 +278,8 @@ def warn_of_gap(metrics: dict[str, float], dtype: torch.dtype, backend: str) -> 
         "rollout/logprob_gap is %.3g nats per token, above %g: answers are sampled from another "
         "distribution than the one that is trained (dropout, low precision, or a model that the "
         "generator computes wrongly). Compare with --enable_hybrid_engine false or --dtype fp32; "
-        "--rollout_is tis corrects for it; if it persists, report it with the model's name",
+        "--rollout_is tis corrects for it, seq_mask drops the answers that are furthest off; if it "
+        "persists, report it with the model's name",
         gap,
         bound,
     )

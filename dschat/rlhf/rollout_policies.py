@@ -22,6 +22,7 @@ from dschat.inference.protocol import Answered, FinishReason, Generator, Rollout
 from dschat.inference.requests.sequence import Request
 from dschat.losses import clip_scores, group_has_variance, group_stats
 from dschat.rewards.scoring import Scoring
+from dschat.rlhf.advantages import source_stats
 from dschat.rlhf.collector import Collector, RolloutPolicy
 from dschat.rlhf.experience import Experience, joined
 from dschat.rlhf.prompts import PromptQueue
@@ -151,7 +152,7 @@ class DynamicSampling(RolloutPolicy):
                 asked = self._more.take(min(needed, likely), prompts)
             e = collector.score(*collector.ask(sampling, asked, sampled))
             rounds.append(e)
-            found += _with_variance(e, sampling.n, sampled, collector.clip)
+            found += _with_variance(e, collector, sampling.n, sampled)
             for name, value in e.metrics.items():
                 added = value if _adds_up(name) else value * e.num_prompts
                 sums[name] = sums.get(name, 0.0) + added
@@ -179,15 +180,21 @@ class DynamicSampling(RolloutPolicy):
         return e, None
 
 
-def _with_variance(e: Experience, n: int, before: int, clip: float | None) -> list[int]:
-    """Collective. Numbers of this round's prompts whose clipped scores differ, or are not finite.
-    Answers without a score do not count. ``before``: prompts of earlier rounds.
+def _with_variance(e: Experience, collector: Collector, n: int, before: int) -> list[int]:
+    """Collective. Numbers of this round's prompts whose clipped scores differ, or are not finite;
+    of an estimator by source, those of any source. Answers without a score do not count.
+    ``before``: prompts of earlier rounds.
     """
-    groups = e.numbers // n - before
-    scores = torch.where(e.scores.isfinite(), clip_scores(e.scores, clip), e.scores)
-    stats = group_stats(scores[e.scored], groups[e.scored], e.num_prompts)
-    stats = dist.all_reduce_sum(stats)
-    differ = group_has_variance(stats) | ~stats.isfinite().all(dim=0)
+    groups, clip = e.numbers // n - before, collector.clip
+    if collector.args.estimator.by_source:
+        by_source = source_stats(e.by_source(collector.weights), groups, e.num_prompts)
+    else:
+        scores = torch.where(e.scores.isfinite(), clip_scores(e.scores, clip), e.scores)
+        stats = group_stats(scores[e.scored], groups[e.scored], e.num_prompts)
+        by_source = dist.all_reduce_sum(stats).unsqueeze(0)
+    differ = torch.zeros(e.num_prompts, dtype=torch.bool)
+    for stats in by_source:
+        differ |= group_has_variance(stats) | ~stats.isfinite().all(dim=0)
     return (before + differ.nonzero().flatten()).tolist()
 
 

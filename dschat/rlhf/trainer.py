@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 import dschat.distributed as dist
 from dschat import losses
@@ -19,25 +18,24 @@ from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
-from dschat.models.routing import add_router_loss, router_metrics, routing_metrics
+from dschat.models.routing import router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
+from dschat.rlhf.actor_loss import actor_loss
 from dschat.rlhf.advantages import fill_in_advantages
 from dschat.rlhf.batching import plan_moves, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
 from dschat.rlhf.experience import Experience, mini_batch_of
-from dschat.rlhf.formulas import policy_loss
 from dschat.rlhf.forwards import (
-    action_logprobs,
     action_values,
     fill_in,
     not_finite,
     pieces,
     update_kl,
 )
+from dschat.rlhf.left_out import leave_out
 from dschat.rlhf.metrics import (
     experience_metrics,
-    mismatch_sums,
     throughput,
     training_metrics,
     warn_of_gap,
@@ -190,10 +188,12 @@ class DeepSpeedPPOTrainer:
         e = self.collector.score(e, scoring, moves)
         e.problem = not_finite(e)
         clip = self.collector.clip
+        weights = self.collector.weights
         rewards, corrected = fill_in_advantages(
-            e, self.args, self.kl.value, max(e.num_prompts, 1), clip
+            e, self.args, self.kl.value, max(e.num_prompts, 1), clip, weights
         )
-        self.metrics = experience_metrics(e, rewards, corrected, self.engine, clip)
+        self.metrics = leave_out(e, self.args, self.iteration)
+        self.metrics |= experience_metrics(e, rewards, corrected, self.engine, clip, weights)
         self.metrics |= e.metrics | {"objective/kl_coef": self.kl.value}
         moved = self.iteration >= self.args.critic_warmup_steps
         if moved and "objective/kl" in self.metrics and not e.problem:
@@ -323,52 +323,9 @@ class DeepSpeedPPOTrainer:
         return sums
 
     def _actor_micro_batch(self, step: OptimizerStep, batch: Experience) -> DeviceSums:
-        """Backward of the actor's loss: policy, KLs to reference and teacher, entropy, each summed
-        over actions with the weights of the aggregation. Returns sums of metrics.
-        """
-        args, mask = self.args, batch.loss_mask
-        logprobs, entropy = action_logprobs(
-            self.engine.actor, batch, args.temperature, args.entropy_coef > 0
-        )
-        of_candidates = batch.teacher_candidates
-        if logprobs.dim() == 3:  # and log-probs of the teacher's candidates
-            logprobs, of_candidates = logprobs[:, :, 0], logprobs[:, :, 1:]
-        # The only step of an experience starts from the policy that the ratio divides by.
-        is_on_policy = args.old_logprobs == "auto" and args.ppo_epochs * batch.num_mini_batches == 1
-        weights = losses.aggregation_weights(mask, args.aggregation, args.max_answer_seq_len)
-        loss, metrics = policy_loss(args.policy_loss)(
-            logprobs,
-            logprobs.detach() if is_on_policy else batch.logprobs,
-            batch.advantages,
-            mask,
-            args.cliprange_sides,
-            weights=weights * batch.weights,
-            **({} if args.dual_clip is None else {"dual_clip": args.dual_clip}),
-        )
-        sums = {f"policy_{name}": value for name, value in metrics.items()}
-        sums["policy_loss"] = loss.detach()
-        if args.kl_is_in_loss and self.engine.has_reference:
-            kl = torch.where(mask, losses.kl_penalty(logprobs, batch.ref_logprobs, args.kl_by), 0.0)
-            kl = (weights * kl).sum()
-            if self.kl.value:  # 0 times an infinite KL is NaN
-                loss = loss + self.kl.value * kl
-            sums["kl_loss"] = kl.detach()
-        if args.distill_top_k:
-            kl = losses.top_k_reverse_kl(
-                of_candidates, batch.teacher_candidates, batch.candidates, mask
-            )
-            kl = (weights * kl).sum()
-            loss = loss + args.distill_coef * kl
-            sums["distill_loss"] = kl.detach()
-        if entropy is not None:
-            bonus = (weights * torch.where(mask, entropy, 0.0)).sum()
-            loss = loss - args.entropy_coef * bonus
-            sums["entropy"] = bonus.detach()
-        if self._measures_gap:
-            sums |= mismatch_sums(logprobs.detach(), batch)
-        assert batch.rows is not None
-        weight = losses.aggregation_count(mask, args.aggregation)
-        loss, sums = add_router_loss(self.engine.actor, loss, sums, batch.rows, weight)
+        """Backward of the actor's loss; sums of metrics."""
+        gap = self._measures_gap
+        loss, sums = actor_loss(self.engine, self.args, batch, self.kl.value, gap)
         step.backward(loss)
         return sums
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dschat.distributed as dist
 from dschat.config import RewardConfig
-from dschat.config.algorithm import PreferenceConfig
+from dschat.config.preference import PreferenceConfig
 from dschat.data.batches import RowStream, RowTable, rows_of
 from dschat.data.micro_batches import (
     MicroBatchSize,

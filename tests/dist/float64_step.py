@@ -47,6 +47,7 @@ def recorded(e, args):
                 group=int(e.numbers[i]) // args.num_samples_per_prompt,
                 finished=bool(e.finished[i]),
                 score=float(e.scores[i]),
+                sources=dict(e.source_scores[i]) if e.source_scores else {},
                 **{to: getattr(e, of)[i, : len(ids)].double() for to, of in of_actions.items()},
             )
         )
@@ -69,12 +70,14 @@ def shape(a, args, kl_coef, bound):
     """Rewards of one answer's tokens: KL at each, everything else at the last."""
     kl = KL_TERMS[args.kl_by](a.old - a.ref)
     rewards = torch.zeros_like(kl) if args.kl_is_in_loss else -kl_coef * kl
-    score = a.score if bound is None else min(max(a.score, -bound), bound)
+    clipped = a.score if bound is None else min(max(a.score, -bound), bound)
+    score = clipped
     if not a.finished:
         score -= args.missing_eos_penalty
     over = a.n - (args.max_answer_seq_len - args.overlong_buffer_len)
     if args.overlong_buffer_len and over > 0:
         score -= args.overlong_penalty * over / args.overlong_buffer_len
+    a.sources = getattr(a, "sources", {}) | {"penalties": score - clipped}
     rewards[-1] += score
     a.rewards, a.outcome = rewards, score
 
@@ -108,15 +111,28 @@ def compared(total, totals, kind):
     return float(total - (sum(totals) - total) / (len(totals) - 1))
 
 
+def by_source(answer, group, args):
+    """The weighted sum of GRPO's advantages of each source; penalties are one of weight 1."""
+    total = 0.0
+    for name, weight in (args.source_weights | {"penalties": 1.0}).items():
+        scores = [a.sources[name] for a in group if name in a.sources]
+        if name in answer.sources:
+            total += weight * compared(answer.sources[name], scores, "grpo")
+    return total
+
+
 def advantages(known, args):
     """Fills in ``advantages`` (n,) and, for a critic, ``returns``."""
     kind = args.advantage_estimator
     whitened = kind.startswith("reinforce_pp") or (kind == "gae" and args.whiten_advantages)
+    whitened |= kind == "gdpo"
     for a in known:
         group = [b for b in known if b.group == a.group]
         totals = [float(b.rewards.sum()) for b in group]
         total = float(a.rewards.sum())
-        if kind == "gae":
+        if kind == "gdpo":  # arXiv 2601.05242, section 3: by source, then whitened
+            a.advantages = torch.full((a.n,), by_source(a, group, args), dtype=torch.float64)
+        elif kind == "gae":
             a.advantages = gae(a, args.gamma, args.lam)
             a.returns = a.advantages + a.values
         elif kind.startswith("reinforce"):
@@ -138,18 +154,32 @@ def weigh(a, args):
     """Importance weights against the rollout: truncated, or dropped outside of the range."""
     ratio = (a.old - a.drawn).exp()
     low, high = args.importance_range
-    a.weights, a.cut = torch.ones_like(ratio), 0
+    a.weights, a.cut, of_answer = torch.ones_like(ratio), 0, float(ratio.prod())
     if args.rollout_is == "tis":
         a.weights, a.cut = ratio.clamp(max=high), int((ratio > high).sum())
     if args.rollout_is == "icepop":
         is_out = (ratio < low) | (ratio > high)
         a.weights, a.cut = torch.where(is_out, 0.0, ratio), int(is_out.sum())
+    if args.rollout_is == "seq_tis":  # verl: rollout_is "sequence", truncated
+        a.weights *= min(of_answer, high)
+        a.cut = a.n * (of_answer > high)
+    if args.rollout_is == "seq_mask":  # TRL: vllm_importance_sampling_mode "sequence_mask"
+        kept = low <= of_answer <= high
+        a.weights *= of_answer * kept
+        a.cut = a.n * (not kept)
+    if args.rollout_is == "geo_mask":  # OpenRLHF: is_correction_level seq, mode mask
+        kept = low <= of_answer ** (1 / a.n) <= high
+        a.weights, a.cut = ratio * kept, a.n * (not kept)
+    a.dropped = not a.weights.any()
 
 
 def token_losses(a, args):
     """(n,) with a graph, and how many have no gradient because a clip took it."""
     low, high = args.cliprange_sides
     ratio, adv = (a.new - a.old).exp(), a.advantages
+    if args.policy_loss == "sapo":  # arXiv 2511.20347, eq. 5 and 6
+        tau = torch.where(adv > 0, torch.tensor(high), torch.tensor(low)).double()
+        return -adv * 4 / tau / (1 + (tau * (1 - ratio)).exp()), 0
     if args.policy_loss == "cispo":  # arXiv 2506.13585, eq. 4
         near = ratio.detach().clamp(1 - low, 1 + high)
         return -near * adv * a.new, int((near != ratio.detach()).sum())
@@ -220,6 +250,7 @@ def iteration(e, args, bound, actor, reference, critic=None):
     if args.rollout_is != "off":
         metrics["rollout/is_weight"] = mean(lambda a: a.weights)
         metrics["rollout/is_cut_share"] = sum(a.cut for a in known) / tokens
+        metrics["rollout/is_dropped_share"] = sum(a.dropped for a in known) / count
     coef = args.kl_coef  # arXiv 1909.08593, section 2.2: after this rollout
     if args.kl_target is not None:
         error = min(max(metrics["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
@@ -228,6 +259,11 @@ def iteration(e, args, bound, actor, reference, critic=None):
 
     learned = [a for a in known if a.finished or not args.overlong_filter]
     parts = [token_losses(a, args) for a in learned]
+    for a in learned:  # arXiv 2512.02556, eq. 9
+        a.left = args.off_policy_mask_threshold is not None and (a.advantages < 0) & bool(
+            (a.drawn - a.new.detach()).mean() > args.off_policy_mask_threshold
+        )
+        a.weights = torch.where(torch.as_tensor(a.left), 0.0, a.weights)
     policy = aggregate([x * a.weights for (x, _), a in zip(parts, learned, strict=True)], args)
     entropy = aggregate([a.entropy for a in learned], args)
     loss = policy - args.entropy_coef * entropy
@@ -240,10 +276,15 @@ def iteration(e, args, bound, actor, reference, critic=None):
         "val/ratio": float(difference.exp().mean()),
         "val/ratio_abs_dev": float((difference.exp() - 1).abs().mean()),
     }
+    if args.off_policy_mask_threshold is not None:
+        metrics["policy/off_policy_share"] = sum(int(a.left.sum()) for a in learned) / num_learned
     if args.entropy_coef:
         metrics["loss/entropy_avg"] = float(entropy.detach())
     if args.kl_is_in_loss:
-        kl = aggregate([KL_TERMS[args.kl_by](a.new - a.ref) for a in learned], args)
+        kls = [KL_TERMS[args.kl_by](a.new - a.ref) for a in learned]
+        if args.use_bias_correction_kl:
+            kls = [kl * (a.new - a.old).exp() for kl, a in zip(kls, learned, strict=True)]
+        kl = aggregate(kls, args)
         loss = loss + coef * kl
         metrics["loss/kl_avg"] = float(kl.detach())
     losses = {"actor": loss}

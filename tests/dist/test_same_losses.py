@@ -29,7 +29,7 @@ def close(value, expected):
         return len(value) == len(expected) and all(map(close, value, expected))
     scale = max(map(abs, expected), default=0.0) or 1.0
     # The first KL is 0 but for rounding.
-    near_zero = max(TOLERANCE * min(scale, 0.05), 1e-6)
+    near_zero = max(TOLERANCE * min(scale, 0.1), 1e-6)
     return value == pytest.approx(expected, rel=TOLERANCE, abs=near_zero)
 
 

@@ -22,6 +22,7 @@ from loss_rows import (
 )
 
 from dschat import losses
+from dschat.config.methods import CORRECTIONS
 
 NUM_ROWS, WIDTH = 8, 6
 SUMS = ("clipped", "approxkl", "ratio", "ratio_abs_dev", "tokens")
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[Callable, dict, tuple[float, float]]] = {
     "dual": (dual_loss, {"policy_loss": "ppo", "dual_clip": 1.5}, (0.2, 0.28)),
     "gspo": (losses.gspo_loss, {"policy_loss": "gspo"}, (0.1, 0.15)),
     "cispo": (losses.cispo_loss, {"policy_loss": "cispo"}, (0.3, 0.2)),
+    "sapo": (losses.sapo_loss, {"policy_loss": "sapo"}, (1.05, 1.0)),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -85,7 +87,8 @@ def test_loss_gradient_and_metrics(kind, is_weighted, seed):
     if not is_weighted:
         arrays, sides = (*arrays[:3], np.ones(mask.shape)), (0.1, 0.1)
     loss, grad, metrics = in_float64(kind, sides, arrays, lens)
-    assert 0 < metrics["clipped"] < metrics["tokens"]  # both branches are exercised
+    # Both branches are exercised; SAPO has no clip.
+    assert 0 < metrics["clipped"] < metrics["tokens"] or kind == "sapo"
 
     new, old, advantages, weights = (with_garbage(x, mask, rng).requires_grad_() for x in arrays)
     given = (sides, {"weights": weights}) if is_weighted else (0.1, {})
@@ -286,7 +289,7 @@ def test_value_loss(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("how", ["off", "tis", "icepop"])
+@pytest.mark.parametrize("how", ["off", *CORRECTIONS])
 @pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (0.9, 1.1), (0.0, 5.0)])
 def test_rollout_weights(how, low, high, seed):
     rng = np.random.default_rng(seed)
@@ -294,13 +297,15 @@ def test_rollout_weights(how, low, high, seed):
     mask = mask_of(lens, WIDTH)
     train = in_fp32(rng.normal(-2, 1, mask.shape))
     rollout = in_fp32(train + rng.normal(0, 1, mask.shape))
-    expected, cut = np.zeros(mask.shape), 0
+    expected, cut, dropped = np.zeros(mask.shape), 0, 0
     args = SimpleNamespace(rollout_is=how, importance_range=(low, high))
     for b, n in enumerate(lens):
-        answer = {"old": torch.tensor(train[b, :n]), "drawn": torch.tensor(rollout[b, :n])}
+        if not n:
+            continue
+        answer = {"old": torch.tensor(train[b, :n]), "drawn": torch.tensor(rollout[b, :n]), "n": n}
         weigh(answer := SimpleNamespace(**answer), args)
         expected[b, :n] = answer.weights
-        cut += answer.cut
+        cut, dropped = cut + answer.cut, dropped + answer.dropped
     weights, metrics = losses.rollout_weights(
         with_garbage(train, mask, rng).requires_grad_(),
         with_garbage(rollout, mask, rng).requires_grad_(),
@@ -311,7 +316,8 @@ def test_rollout_weights(how, low, high, seed):
     )
     assert not weights.requires_grad
     assert_close(weights, expected)
-    check_metrics(metrics, {"is_weight": expected.sum(), "is_cut": cut})
+    given = {"is_weight": expected.sum(), "is_cut": cut, "is_dropped": dropped}
+    check_metrics(metrics, given)
 
 
 def test_rollout_weights_of_the_paper_by_hand():
@@ -322,17 +328,17 @@ def test_rollout_weights_of_the_paper_by_hand():
     rollout = torch.zeros(1, 9)
     weights, metrics = losses.rollout_weights(train, rollout, mask, "icepop", 0.5, 5.0)
     assert_close(weights, [[0.0, 0.51, 1.0, 1.99, 2.01, 4.99, 0.0, 0.0, 0.0]])
-    check_metrics(metrics, {"is_weight": 10.5, "is_cut": 4.0})
+    check_metrics(metrics, {"is_weight": 10.5, "is_cut": 4.0, "is_dropped": 0.0})
     weights, metrics = losses.rollout_weights(train, rollout, mask, "tis", 0.0, 2.0)
     assert_close(weights, [[0.49, 0.51, 1.0, 1.99, 2.0, 2.0, 2.0, 2.0, 0.0]])
-    check_metrics(metrics, {"is_weight": 11.99, "is_cut": 4.0})
+    check_metrics(metrics, {"is_weight": 11.99, "is_cut": 4.0, "is_dropped": 0.0})
 
 
-@pytest.mark.parametrize("how", ["off", "tis", "icepop"])
+@pytest.mark.parametrize("how", ["off", *CORRECTIONS])
 def test_equal_probabilities_have_weight_one(how):
     """The ends of icepop's range belong to it."""
     logprobs = torch.tensor([[-0.3, -7.1, math.nan]])
     mask = torch.tensor([[True, True, False]])
     weights, metrics = losses.rollout_weights(logprobs, logprobs, mask, how, 1.0, 1.0)
     assert weights.tolist() == [[1.0, 1.0, 0.0]]
-    check_metrics(metrics, {"is_weight": 2.0, "is_cut": 0.0})
+    check_metrics(metrics, {"is_weight": 2.0, "is_cut": 0.0, "is_dropped": 0.0})

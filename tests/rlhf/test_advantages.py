@@ -17,6 +17,7 @@ from dschat.rlhf.experience import Experience, from_rollout
 WIDTH, PROMPTS, SAMPLES = 6, 4, 3
 CLIP = 3.0
 TEACHER = {"teacher_model_name_or_path": "t", "distill_coef": 0.3}
+SOURCES = {"large": 1.0, "small": 0.5}
 DECLINED = [1, 6, 7, 8, 9, 11]  # one of prompt 0, all of prompt 2, all but one of prompt 3
 ESTIMATORS = tuple(ROWS)
 
@@ -37,6 +38,11 @@ def experience(seed: int = 0, declined: list[int] | None = None) -> Experience:
         setattr(e, name, torch.where(e.answer_mask, noise, 0.0))
     e.scores = torch.tensor(rng.normal(0, 2, count), dtype=torch.float32)
     e.scores[3:6] = 0.5
+    small = torch.tensor(rng.integers(0, 2, count) * 0.1)  # a second source, which often declines
+    by_source = zip(e.scores - 0.5 * small, small, rng.random(count) < 0.3, strict=True)
+    e.source_scores = [
+        {"large": float(a)} | ({} if gone else {"small": float(b)}) for a, b, gone in by_source
+    ]
     e.scored[declined or []] = False
     e.scores[~e.scored] = 0.0
     noise = rng.normal(-1, 0.5, e.answer_mask.shape)
@@ -47,7 +53,12 @@ def experience(seed: int = 0, declined: list[int] | None = None) -> Experience:
 def config(estimator: str, **options) -> RLHFConfig:
     defaults = {"kl_in_loss": False, "kl_estimator": "k1", "num_samples_per_prompt": SAMPLES}
     defaults |= {"max_answer_seq_len": WIDTH, "gamma": 0.9, "lam": 0.8}
-    return RLHFConfig(advantage_estimator=estimator, **(defaults | options))
+    if ROWS[estimator].by_source:
+        defaults |= {"kl_in_loss": True, "kl_estimator": "k3"}
+        options = {name: value for name, value in options.items() if name != "kl_estimator"}
+    args = RLHFConfig(advantage_estimator=estimator, **(defaults | options))
+    args.source_weights = SOURCES
+    return args
 
 
 def by_hand(e: Experience, args: RLHFConfig, kl_coef: float, clip: float | None = CLIP):
@@ -94,7 +105,7 @@ def test_estimators_by_hand(estimator, options, clip, declined):
     """Answers without a score count in no statistics and have advantage 0, but for a teacher's."""
     e, args = experience(declined=declined), config(estimator, **options)
     known = by_hand(e, args, 0.2, clip)
-    rewards, _ = fill_in_advantages(e, args, 0.2, PROMPTS, clip)
+    rewards, _ = fill_in_advantages(e, args, 0.2, PROMPTS, clip, SOURCES)
     mask = e.answer_mask
     assert not rewards[~mask].any()
     np.testing.assert_allclose(rewards[mask].numpy(), joined(known, e, "rewards"), atol=1e-5)
@@ -109,13 +120,13 @@ def test_estimators_by_hand(estimator, options, clip, declined):
 @pytest.mark.parametrize("cut", [0, *slow([1, 6]), 4])
 def test_a_group_may_be_split_over_ranks(estimator, cut, monkeypatch):
     whole = experience(1, DECLINED)
-    fill_in_advantages(whole, config(estimator), 0.1, PROMPTS, CLIP)
+    fill_in_advantages(whole, config(estimator), 0.1, PROMPTS, CLIP, SOURCES)
     rows = [list(range(cut)), list(range(cut, whole.num_sequences))]
     monkeypatch.setattr(dist, "all_reduce_sum", lambda x: this_rank().all_reduce_sum(x))
 
     def on_rank(member):
         e = experience(1, DECLINED).pick(rows[member.rank])
-        fill_in_advantages(e, config(estimator), 0.1, PROMPTS, CLIP)
+        fill_in_advantages(e, config(estimator), 0.1, PROMPTS, CLIP, SOURCES)
         return e.advantages[e.answer_mask]
 
     got = torch.cat(on_ranks(2, on_rank))

@@ -264,3 +264,33 @@ def test_the_gap_is_measured_by_the_first_mini_batch_that_trains(models_folder):
     assert metrics["rollout/logprob_gap"] == pytest.approx(0.5, abs=1e-5)
     k3 = np.exp(0.5) - 1 - 0.5
     assert metrics["rollout/mismatch_kl"] == pytest.approx(k3, abs=1e-5)
+
+
+def test_gdpo_compares_each_source_alone(models_folder):
+    """Sources whose weighted sum is always 0 leave GRPO nothing; GDPO weighs each by its spread."""
+
+    def even(answers):
+        return [float(len(answer) % 2) for answer in answers]
+
+    def odd(answers):
+        return [-10 * score for score in even(answers)]
+
+    options = {"num_samples_per_prompt": 4, "max_sampling_rounds": 1, "dynamic_sampling": True}
+    fns = [(even, 1.0), (odd, 0.1)]
+    none = trainer_of(models_folder, fns, advantage_estimator="grpo", **options)
+    assert none.generate_experience(PROMPTS[:4]).num_prompts == 0
+    trainer = trainer_of(models_folder, fns, advantage_estimator="gdpo", **options)
+    e = trainer.generate_experience(PROMPTS[:4])
+    assert 0 < e.num_prompts <= 4
+    by_answer = np.array([[row["even"], row["odd"]] for row in e.source_scores]).reshape(-1, 4, 2)
+    assert (by_answer.std(axis=1) > 0).all()  # dynamic sampling looks at each source
+    normal = by_answer - by_answer.mean(1, keepdims=True)
+    normal /= by_answer.std(1, ddof=1, keepdims=True) + 1e-6
+    total = torch.tensor((normal * [1.0, 0.1]).sum(-1).reshape(-1, 1)).expand(e.answer_mask.shape)
+    chosen = total[e.answer_mask]
+    expected = (chosen - chosen.mean()) / chosen.std(unbiased=False)
+    actual = e.advantages[e.answer_mask].double()
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    spread = by_answer.std(axis=1, ddof=1).mean(axis=0)
+    assert trainer.metrics["reward/even/std"] == pytest.approx(spread[0], rel=1e-5)
+    assert trainer.metrics["reward/odd/std"] == pytest.approx(spread[1], rel=1e-5)

@@ -6,7 +6,6 @@ loss is made of.
 import copy
 import functools
 import itertools
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,21 +20,22 @@ from transformers import (
     GenerationConfig,
 )
 
-from dschat.config.algorithm import Estimator
+from dschat.config.methods import CORRECTIONS, POLICY_LOSSES
+from dschat.config.methods import ESTIMATORS as ROWS
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 
-ESTIMATORS = get_args(Estimator)
-LOSSES = ("ppo", "gspo", "cispo")
+ESTIMATORS = tuple(ROWS)
+LOSSES = tuple(name for name, row in POLICY_LOSSES.items() if not row.clips_covariance)
 AGGREGATIONS = ("token", "sequence", "constant")
 ENDS = [EOS, *range(2, 12)]
 EVERY = list(itertools.product(ESTIMATORS, LOSSES, AGGREGATIONS))
 
 
 def is_quick(case):
-    """One for each estimator; in three, losses and aggregations are all different."""
+    """One for each estimator, and each loss and aggregation."""
     estimator, *others = map(tuple.index, (ESTIMATORS, LOSSES, AGGREGATIONS), case)
-    return others == [estimator % 3, (estimator + estimator // 3) % 3]
+    return others == [estimator % len(LOSSES), estimator % 3]
 
 
 def the_rest(number, estimator, loss):
@@ -69,8 +69,14 @@ def the_rest(number, estimator, loss):
         "rollout_is": "off",
     }
     if options["old_logprobs"] == "recompute":
-        options["rollout_is"] = one_of("off", "tis", "icepop")
+        options["rollout_is"] = one_of("off", *CORRECTIONS)
         options["rollout_is_range"] = [0.9, 1.1]
+    options["use_bias_correction_kl"] = in_loss and one_of(True, False)
+    options["off_policy_mask_threshold"] = one_of(None, 0.02)
+    if not POLICY_LOSSES[loss].has_range:
+        options["cliprange"] = None
+    if estimator == "gdpo" and not in_loss:
+        options |= {"kl_in_loss": True, "kl_estimator": "k3"}
     return options
 
 
@@ -171,6 +177,7 @@ def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch,
     trainer.train_rlhf(e)
 
     bound = 5.0 if args.clip_reward is None else args.clip_reward
+    args.source_weights = trainer.collector.weights
     known, losses, metrics = iteration(e, args, bound, actor, reference, critic)
     of_text = text_loss(actor, next(texts))
     losses["actor"] = losses["actor"] + 0.7 * of_text
