@@ -172,7 +172,7 @@ def micro_batch_loss(
     )
     kl = losses.kl_penalty(logprobs, batch.ref_logprobs, settings.kl_by)
     kl = torch.where(mask, kl, 0.0).sum()
-    return loss + settings.kl_coef * kl, kl.detach()
+    return loss + settings.kl_weight * kl, kl.detach()
 
 
 if __name__ == "__main__":

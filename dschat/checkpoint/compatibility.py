@@ -192,8 +192,9 @@ def differences(
     counted = of_result(config_class, then.settings, now.settings) - CHECKED
     known = {f.name: f.metadata for f in dataclasses.fields(config_class)}
     changed: list[Change] = []
+    before, after = (_used(config_class, run.settings) for run in (then, now))
     for name in [*known, *(then.settings.keys() - known)]:
-        old, new = then.settings.get(name), now.settings.get(name)
+        old, new = before.get(name), after.get(name)
         is_left_out = name == BASE and not new if compared is None else name not in compared
         if is_left_out or (name in known and name not in counted):
             continue
@@ -207,6 +208,13 @@ def differences(
         if not same:
             changed.append((name, old, new))
     return changed
+
+
+def _used(config_class: type[CommonConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings``, with what is used where other flags choose a default."""
+    known = {f.name for f in dataclasses.fields(config_class)}
+    config = config_class(**{name: value for name, value in settings.items() if name in known})
+    return {**settings, **config.chosen()}
 
 
 def _same_files(name: str, then: RunRecord, now: RunRecord) -> bool:

@@ -7,10 +7,10 @@ Imports the standard library only, except ``parser``: yaml.
 """
 
 from dschat.config.errors import UserError
+from dschat.config.rlhf import RLHFConfig
 from dschat.config.steps import (
     CommonConfig,
     RewardConfig,
-    RLHFConfig,
     SFTConfig,
     SupervisedConfig,
 )

@@ -20,6 +20,19 @@ from dschat.config.methods import (
 )
 
 
+def _by_estimator(fact: str) -> str:
+    """``0.1 for gae, 0 for grpo and dr_grpo, else 0.01``: the defaults that rows have."""
+    usual = getattr(OWN_ESTIMATOR, fact)
+    values = dict.fromkeys(getattr(row, fact) for row in ESTIMATORS.values())
+    shown = {v: f"{v:g}" if isinstance(v, float) else v for v in values}
+    others = [f"{shown[v]} for {named(ESTIMATORS, fact, v)}" for v in values if v != usual]
+    return ", ".join([*others, f"else {shown[usual]}"])
+
+
+_KL_COEFS = _by_estimator("kl_coef")
+RATES, SCHEDULES = _by_estimator("learning_rate"), _by_estimator("schedule")
+
+
 def _defaults(ranges: dict[str, tuple[float, float]]) -> str:
     shown = {name: " ".join(f"{x:g}" for x in dict.fromkeys(ends)) for name, ends in ranges.items()}
     return ", ".join(f"{ends} for {name}" for name, ends in shown.items())
@@ -35,7 +48,7 @@ class AlgorithmConfig:
 
     advantage_estimator: Union[Literal[tuple(ESTIMATORS)], str] = flag(  # type: ignore[valid-type]
         "gae",
-        "Baseline of the advantages: a critic (gae, PPO), the other answers to the prompt "
+        "Baseline: a critic (gae, PPO), the other answers to the prompt "
         f"({named(ESTIMATORS, 'compares_group')}), the batch (reinforce_pp), or none (reinforce); "
         "or a function of yours, file.py:NAME.",
         short=True,
@@ -52,9 +65,10 @@ class AlgorithmConfig:
         0, "Number of initial iterations that train the critic only.", ge=0
     )
     # KL
-    kl_coef: float = flag(
-        0.1,
-        "Weight of the KL penalty; 0 loads no reference model; see --log_kl.",
+    kl_coef: Optional[float] = flag(
+        None,
+        "Weight of the KL penalty; 0 loads no reference model; see --log_kl. "
+        f"Default: {_KL_COEFS}.",
         short=True,
         aliases=["--kl_ctl"],
         ge=0,
@@ -189,6 +203,10 @@ class AlgorithmConfig:
         return self.estimator.has_critic
 
     @property
+    def kl_weight(self) -> float:
+        return self.estimator.kl_coef if self.kl_coef is None else self.kl_coef
+
+    @property
     def kl_is_in_loss(self) -> bool:
         return self.estimator.kl_in_loss if self.kl_in_loss is None else self.kl_in_loss
 
@@ -199,7 +217,7 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model is needed: for the KL penalty, or to log the KL."""
-        return self.kl_coef > 0 or self.kl_target is not None or self.log_kl
+        return self.kl_weight > 0 or self.kl_target is not None or self.log_kl
 
     @property
     def cliprange_sides(self) -> tuple[float, float]:
@@ -242,11 +260,11 @@ class AlgorithmConfig:
             f"out with {self.policy_loss}",
         )
         require(
-            not (self.kl_is_in_loss and self.kl_by == "k1" and self.kl_coef > 0),
+            not (self.kl_is_in_loss and self.kl_by == "k1" and self.kl_weight > 0),
             "--kl_estimator k1 has zero expected gradient in the loss; choose k2 or k3",
         )
         require(
-            self.kl_target is None or self.kl_coef > 0,
+            self.kl_target is None or self.kl_weight > 0,
             "--kl_target adapts --kl_coef, which is 0 and would stay 0; set it, e.g. to 0.1",
         )
         name = self.advantage_estimator
@@ -269,7 +287,7 @@ class AlgorithmConfig:
             f"--max_answer_seq_len {max_answer_seq_len}",
         )
         require(
-            not self.estimator.by_source or self.kl_is_in_loss or self.kl_coef == 0,
+            not self.estimator.by_source or self.kl_is_in_loss or self.kl_weight == 0,
             f"--advantage_estimator {name} normalizes every reward, so that a KL in the reward has "
             "no weight; leave --no_kl_in_loss out",
         )
@@ -278,7 +296,7 @@ class AlgorithmConfig:
             "--top_entropy_share needs the entropies that --old_logprobs recompute computes",
         )
         require(
-            not self.use_bias_correction_kl or (self.kl_is_in_loss and self.kl_coef > 0),
+            not self.use_bias_correction_kl or (self.kl_is_in_loss and self.kl_weight > 0),
             "--use_bias_correction_kl is for a KL in the loss; pass --kl_in_loss and a --kl_coef "
             "above 0, or leave it out",
         )

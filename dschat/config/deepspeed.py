@@ -159,7 +159,6 @@ class DeepSpeedConfig(QuantizedConfig):
             "gradient_clipping": "max_grad_norm",
             "gradient_accumulation_steps": "gradient_accumulation_steps",
             "train_micro_batch_size_per_gpu": micro,
-            "optimizer.params.lr": _flag_of(model, "learning_rate"),
             "optimizer.params.weight_decay": _flag_of(model, "weight_decay"),
             "optimizer.params.betas": "adam_betas",
             "scheduler.params.warmup_num_steps": "num_warmup_steps",
@@ -169,11 +168,13 @@ class DeepSpeedConfig(QuantizedConfig):
             for key, name in flags.items()
             if (value := getattr(self, name)) is not None
         }
+        rate = config.rate_of(model)
+        decided["optimizer.params.lr"] = f"--{_flag_of(model, 'learning_rate')} {rate}", (rate,)
         if world_size is not None:
             size = (config.mini_batch_size if model else config.global_batch_size)(world_size)
             product = f"--{micro} x --gradient_accumulation_steps x {world_size} processes"
             decided["train_batch_size"] = (f"{product} = {size}", (size,))
-        schedule = config.lr_scheduler_type
+        schedule = config.schedule
         accepted = _SCHEDULES.get(schedule, ())
         decided["scheduler.type"] = (f"--lr_scheduler_type {schedule}", accepted)
         if self._flag(model, "zero_stage") == 3 and (

@@ -25,6 +25,8 @@ class Estimator:
         compares_group: compares the answers to one prompt, so that there must be several.
         by_source: compares each source's scores, not their sum.
         whitens: whitens the advantages over the rollout; ``--whiten_advantages`` is for a critic's.
+        learning_rate, schedule, kl_coef: defaults of the actor's rate, of its schedule, and of the
+            weight of the KL. gae has DeepSpeed-Chat's, the others today's usual ones.
     """
 
     function: str
@@ -36,6 +38,9 @@ class Estimator:
     whitens: bool = False
     kl_in_loss: bool = False
     kl_of_loss: KL = "k3"
+    learning_rate: float = 1e-6
+    schedule: Literal["cosine", "constant"] = "constant"
+    kl_coef: float = 0.01
     aggregation: Aggregation = "token"
 
 
@@ -46,6 +51,9 @@ ESTIMATORS = {
         "PPO: arXiv 1506.02438, 1707.06347",
         has_critic=True,
         whitens=True,
+        learning_rate=9.65e-6,
+        schedule="cosine",
+        kl_coef=0.1,
     ),
     "grpo": Estimator(
         "grpo_advantages",
@@ -53,6 +61,7 @@ ESTIMATORS = {
         "arXiv 2402.03300",
         compares_group=True,
         kl_in_loss=True,
+        kl_coef=0.0,
     ),
     "dr_grpo": Estimator(
         "dr_grpo_advantages",
@@ -60,6 +69,7 @@ ESTIMATORS = {
         "arXiv 2503.20783",
         compares_group=True,
         kl_in_loss=True,
+        kl_coef=0.0,
         aggregation="constant",
     ),
     "gdpo": Estimator(
@@ -70,12 +80,14 @@ ESTIMATORS = {
         by_source=True,
         whitens=True,
         kl_in_loss=True,
+        kl_coef=0.0,
     ),
     "rloo": Estimator(
         "rloo_advantages",
         "r - mean of the group's others",
         "arXiv 2402.14740",
         compares_group=True,
+        kl_coef=0.05,
     ),
     "reinforce": Estimator("returns_to_go", "sum of rewards from the action on", "Williams 1992"),
     "reinforce_pp": Estimator(

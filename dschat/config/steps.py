@@ -1,29 +1,27 @@
-"""The flags of the three steps: one dataclass per step, with ``validate()``.
+"""The flags of steps 1 and 2, and of every step: one dataclass per step, with ``validate()``; step
+3's are in `dschat.config.rlhf`.
 
-Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived here and nowhere else.
+Names are DeepSpeed-Chat's where it has one. Global batch sizes are derived in these two alone.
 """
 
 import logging
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, TypeVar
 
-from dschat.config.algorithm import AlgorithmConfig, DistillationConfig
+from dschat.config.algorithm import SCHEDULES
 from dschat.config.data import DataConfig, MicroBatchConfig, SavingConfig
-from dschat.config.deepspeed import FROZEN, DeepSpeedConfig
+from dschat.config.deepspeed import DeepSpeedConfig
 from dschat.config.errors import UserError, require
-from dschat.config.fields import Named, flag, log_flag, place_flag, require_valid, speed_flag
-from dschat.config.lora import LoraConfig
+from dschat.config.fields import Named, flag, place_flag, require_valid, speed_flag
 from dschat.config.preference import PreferenceConfig
 from dschat.config.renamed import hint, set_in, translated, unknown
-from dschat.config.reward import EnvironmentConfig
 
 logger = logging.getLogger("dschat")
 Config = TypeVar("Config", bound="CommonConfig")
 # An AdamW step moves each weight by about the rate: more destroys any model.
-_RATE: dict[str, Any] = {"ge": 0, "le": 10}
-_RATES = "set base_lrs of the schedule, trainer.engine.actor.lr_scheduler (or critic)"
+RATE: dict[str, Any] = {"ge": 0, "le": 10}
 _REMAKE = "make the engine again: its schedule is laid"
-_STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2 and 3"}
+STAGE: dict[str, Any] = {"ge": 0, "le": 3, "remedy": ": ZeRO has stages 0, 1, 2 and 3"}
 
 
 @dataclass
@@ -49,8 +47,13 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, 
         short=True,
     )
     max_grad_norm: float = flag(1.0, "Maximum global 2-norm of the gradient; 0: no clipping.", ge=0)
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = flag(
-        "cosine", "Learning-rate schedule over optimizer steps.", short=True, read_once=_REMAKE
+    lr_scheduler_type: Optional[Literal["cosine", "linear", "constant", "constant_with_warmup"]] = (
+        flag(
+            None,
+            f"Learning-rate schedule over optimizer steps; default: cosine; in step 3 {SCHEDULES}.",
+            short=True,
+            read_once=_REMAKE,
+        )
     )
     num_warmup_steps: int = flag(
         0, "Linear warm-up, in optimizer steps.", short=True, ge=0, read_once=_REMAKE
@@ -97,11 +100,40 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, 
         self.validate_deepspeed()
 
     def require_unchanged(self, before: dict[str, Any]) -> None:
-        """Raise ``UserError`` where a field that is read once is not as ``before``."""
+        """Raise ``UserError`` where a field that is read once is not as in ``before``, which has
+        what is `chosen` too.
+        """
+        chosen = self.chosen()
         for f in fields(self):
-            remedy, then, now = f.metadata.get("read_once"), before[f.name], getattr(self, f.name)
+            remedy, then = f.metadata.get("read_once"), before[f.name]
+            now = chosen.get(f.name, getattr(self, f.name))
             if remedy and now != then:
                 raise UserError(f"args.{f.name} {now} comes too late, {then} is in use; {remedy}")
+
+    @property
+    def schedule(self) -> str:
+        return self.lr_scheduler_type or "cosine"
+
+    def rate_of(self, model: str = "") -> float:
+        """Peak learning rate of a model: actor, critic, or "" in steps 1 and 2."""
+
+        def flag_of(name: str) -> Any:
+            return getattr(self, f"{model}_{name}".removeprefix("_"))
+
+        if (given := flag_of("learning_rate")) is not None:
+            return given
+        only_adapters = flag_of("lora_dim") > 0 and getattr(self, "only_optimize_lora")  # noqa: B009
+        rate = self._default_rate(model)
+        return float(f"{10 * rate:g}") if only_adapters else rate
+
+    def _default_rate(self, model: str) -> float:
+        return 1e-5
+
+    def chosen(self) -> dict[str, Any]:
+        """What is used of the flags whose default other flags choose."""
+        rates = {f"{m}_learning_rate".removeprefix("_"): m for m in self.deepspeed_models}
+        used: dict[str, Any] = {name: self.rate_of(model) for name, model in rates.items()}
+        return used | {"lr_scheduler_type": self.schedule}
 
     @property
     def tokenizer_flags(self) -> dict[str, Any]:
@@ -155,9 +187,11 @@ class SupervisedConfig(CommonConfig):
     per_device_eval_batch_size: int = speed_flag(
         16, "Examples per evaluation micro-batch and process.", ge=1
     )
-    learning_rate: float = flag(1e-5, "Peak learning rate.", short=True, **_RATE)
+    learning_rate: Optional[float] = flag(
+        None, "Peak learning rate; default: 1e-5, adapters 1e-4.", short=True, **RATE
+    )
     weight_decay: float = flag(
-        0.0, "AdamW's weight decay; not applied to biases and norms.", **_RATE
+        0.0, "AdamW's weight decay; not applied to biases and norms.", **RATE
     )
     dropout: Optional[float] = flag(None, "Dropout rate; default: the model's.", ge=0, lt=1)
     eval_steps: int = flag(
@@ -167,7 +201,7 @@ class SupervisedConfig(CommonConfig):
         aliases=["--eval_interval"],
         ge=0,
     )
-    zero_stage: int = speed_flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **_STAGE)
+    zero_stage: int = speed_flag(0, "ZeRO stage: 0, 1, 2 or 3.", short=True, **STAGE)
     gradient_checkpointing: bool = speed_flag(
         False, "Recompute activations in the backward pass.", short=True
     )
@@ -236,157 +270,3 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
         )
         answers = 3 if self.loss == "kto" else 2
         self.validate_micro_batches(answers * self.max_seq_len, f"{answers} x --max_seq_len")
-
-
-@dataclass
-class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentConfig, CommonConfig):
-    """Step 3: RLHF. Counts are global unless the name says per_device."""
-
-    default_output_dir = "output/step3_rlhf"
-    deepspeed_models = ("actor", "critic")
-    offload_values = (*CommonConfig.offload_values, *FROZEN, "frozen", "rollout")
-    quantizable = ("actor", "critic", "reward", "teacher")
-
-    actor_model_name_or_path: str = flag(
-        "", "Initial actor: step 1's folder, or any causal LM.", short=True
-    )
-    critic_model_name_or_path: str = flag(
-        "",
-        "Initial critic, and the reward model if there is no other reward source; default: "
-        "--reward_model_name_or_path, else the actor.",
-        short=True,
-    )
-    save_steps: int = log_flag(
-        10,
-        "Save a checkpoint every N iterations; 0: never, and a signal then stops the step "
-        "without saving.",
-        short=True,
-        ge=0,
-    )
-    # optimization
-    per_device_training_batch_size: int = flag(
-        16, "Sequences per training micro-batch and process.", short=True, ge=1
-    )
-    actor_learning_rate: float = flag(
-        9.65e-6, "Peak learning rate of the actor.", short=True, **_RATE, read_once=_RATES
-    )
-    critic_learning_rate: float = flag(
-        5e-6, "Peak learning rate of the critic.", short=True, **_RATE, read_once=_RATES
-    )
-    actor_weight_decay: float = flag(0.0, "Weight decay of the actor.", **_RATE)
-    critic_weight_decay: float = flag(0.0, "Weight decay of the critic.", **_RATE)
-    actor_dropout: Optional[float] = flag(
-        None,
-        "Dropout rate of the actor; default: 0. Above 0, the first ratio is not 1.",
-        ge=0,
-        lt=1,
-    )
-    critic_dropout: Optional[float] = flag(
-        None, "Dropout rate of the critic; default: 0.", ge=0, lt=1
-    )
-    enable_ema: bool = flag(False, "Keep an exponential moving average of the actor.")
-    ema_decay: float = flag(
-        0.992, "Decay of --enable_ema per optimizer step.", ge=0, le=1, needs="enable_ema"
-    )
-    unsupervised_dataset_name: Optional[str] = flag(
-        None,
-        "Text of the pretraining loss (ptx): a local file or a hub name (`NAME:CONFIG` for one "
-        "configuration).",
-        reads="files",
-    )
-    unsup_column: str = flag("text", "Text column of --unsupervised_dataset_name.")
-    unsup_coef: float = flag(
-        27.8, "Weight of the pretraining loss.", ge=0, needs="unsupervised_dataset_name"
-    )
-    # DeepSpeed and memory
-    actor_zero_stage: int = speed_flag(
-        0, "ZeRO stage of the actor and the reference model.", short=True, **_STAGE
-    )
-    critic_zero_stage: int = speed_flag(
-        0, "ZeRO stage of the critic and the reward model.", short=True, **_STAGE
-    )
-    actor_deepspeed_config: Optional[str] = flag(
-        None, "DeepSpeed file of the actor; default: --deepspeed_config.", reads="files"
-    )
-    critic_deepspeed_config: Optional[str] = flag(
-        None, "DeepSpeed file of the critic; default: --deepspeed_config.", reads="files"
-    )
-    align_overflow: bool = flag(
-        False, "If the gradient of actor or critic is not finite, skip the step of both."
-    )
-    actor_gradient_checkpointing: bool = speed_flag(
-        False, "Recompute the actor's activations in the backward pass."
-    )
-    critic_gradient_checkpointing: bool = speed_flag(
-        False, "Recompute the critic's activations in the backward pass."
-    )
-    # evaluation and printing
-    eval_steps: int = flag(
-        0,
-        "Evaluate every N iterations, and before and after training; 0: only these two.",
-        short=True,
-        ge=0,
-    )
-    eval_batch_size: int = speed_flag(
-        32, "Held-out prompts per evaluation batch and process.", ge=1
-    )
-    eval_num_samples: int = flag(1, "Answers per held-out prompt; k of pass@k.", ge=1)
-    stop_on: Literal["never", "collapse"] = log_flag(
-        "never",
-        "End the run where metrics say that the policy has collapsed; the last line names the "
-        "latest checkpoint. A warning says so in any case.",
-    )
-    sample_steps: int = log_flag(
-        10,
-        "Log sample answers, also to samples.jsonl, every N iterations; 0: never.",
-        aliases=["--print_answers_interval"],
-        ge=0,
-    )
-
-    def __post_init__(self, _named: Any) -> None:
-        critic, reward = self.critic_model_name_or_path, self.reward_model_name_or_path
-        if not reward and not self.has_reward_functions:
-            self.reward_model_name_or_path = critic
-        if not critic:
-            actor = self.actor_model_name_or_path if self.has_reward_functions else ""
-            self.critic_model_name_or_path = reward or actor
-        if self.share_base:
-            self.critic_lora_dim = self.critic_lora_dim or self.actor_lora_dim
-
-    def mini_batch_size(self, world_size: int) -> int:
-        """Sequences in one optimizer step, over all processes."""
-        return self.per_device_training_batch_size * self.gradient_accumulation_steps * world_size
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest prompt and answer together."""
-        return self.max_prompt_seq_len + self.max_answer_seq_len
-
-    def validate(self) -> None:
-        """`validate_models`, and require a reward source or a teacher."""
-        self.validate_models()
-        if not (self.reward_model_name_or_path or self.has_reward_functions):
-            require(
-                self.has_teacher,
-                "nothing scores; name --reward_model_name_or_path or --reward_fn",
-            )
-            self.validate_teacher_alone(self.advantage_estimator, self.dynamic_sampling)
-
-    def validate_models(self) -> None:
-        """Raise ``UserError`` for the first invalid flag, whatever the reward source."""
-        super().validate()
-        self.validate_rollout()
-        self.validate_algorithm(self.num_samples_per_prompt, self.max_answer_seq_len)
-        self.validate_rewards()
-        self.validate_distillation()
-        self.validate_shared_base()
-        require(
-            bool(self.actor_model_name_or_path),
-            "--actor_model_name_or_path is missing; name a folder or a hub model",
-        )
-        require(
-            not (self.partial_rollout and self.dynamic_sampling),
-            "--partial_rollout and --dynamic_sampling exclude each other: leave one out",
-        )
-        self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
-        self.mini_batches_of(self.rollout_prompts(1), 1)

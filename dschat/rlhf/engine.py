@@ -160,7 +160,7 @@ class DeepSpeedRLHFEngine:
         them to their place there, unless they have it already (``is_there``).
         """
         before, self.updates = self.updates, updates
-        form, warmup = self.args.lr_scheduler_type, self.args.num_warmup_steps
+        form, warmup = self.args.schedule, self.args.num_warmup_steps
         for name, model in self.trained.items() if updates != before else ():
             schedule, optimizer = model.lr_scheduler, model.lr_scheduler.optimizer
             new = get_scheduler(form, optimizer, warmup, self._num_steps(name))

@@ -116,7 +116,7 @@ def evaluate_policy(
     if sources:
         metrics["eval/score"] = totals["score"] / max(totals["scored"], 1.0)
         if engine.has_reference:
-            penalty = args.kl_coef * metrics["eval/kl"]
+            penalty = args.kl_weight * metrics["eval/kl"]
             metrics["eval/rlhf_reward"] = metrics["eval/score"] - penalty
     # of episodes: turns and the environment's tokens
     metrics |= {n.replace("rollout/", "eval/"): value for n, value in e.metrics.items()}
@@ -161,7 +161,7 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
     check_best(args, _metric_names(args, sources), num_held_out)
     if args.eval_steps and not num_held_out:
         logger.warning("--eval_steps evaluates nothing: %s", NO_HELD_OUT)
-    if args.keep_best == "eval/rlhf_reward" and not args.kl_coef:
+    if args.keep_best == "eval/rlhf_reward" and not args.kl_weight:
         logger.warning("--keep_best eval/rlhf_reward: with --kl_coef 0 it is eval/score")
 
 

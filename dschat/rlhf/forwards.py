@@ -94,7 +94,7 @@ def _checked(e: Experience, args: RLHFConfig) -> list[int]:
 
 def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig, e: Experience) -> bool:
     """Whether a reward, an advantage or a ratio is computed from the old log-probs."""
-    in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_coef != 0
+    in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_weight != 0
     return in_reward or engine.teacher is not None or args.ppo_epochs * e.num_mini_batches > 1
 
 

@@ -91,8 +91,8 @@ class DeepSpeedPPOTrainer:
             )
         self.engine = engine
         self.args = RLHFConfig.from_namespace(args) if args is not None else engine.args
-        self._began_with = vars(self.args).copy()
-        self.kl = losses.AdaptiveKL(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
+        self._began_with = vars(self.args) | self.args.chosen()
+        self.kl = losses.AdaptiveKL(self.args.kl_weight, self.args.kl_target, self.args.kl_horizon)
         self.iteration = 0
         self.metrics: dict[str, float] = {}
         self.reward_functions = reward_functions or RewardFunctions(self.args, reward_fns)
@@ -117,7 +117,7 @@ class DeepSpeedPPOTrainer:
             "iteration": self.iteration,
             "version": engine.version,
             "kl_coef": self.kl.value,
-            "kl_began_at": self.args.kl_coef,
+            "kl_began_at": self.args.kl_weight,
             "updates": self.engine.updates,
             "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
             "unsupervised": position_of(self._unsupervised),
@@ -133,7 +133,7 @@ class DeepSpeedPPOTrainer:
         """
         self.iteration = values["iteration"]
         self.engine.version = values["version"]
-        if self.kl.target is not None and values["kl_began_at"] == self.args.kl_coef:
+        if self.kl.target is not None and values["kl_began_at"] == self.args.kl_weight:
             self.kl.value = values["kl_coef"]
         for name, skipped in self._skipped.items():
             skipped.in_a_row = values["bad"][name]

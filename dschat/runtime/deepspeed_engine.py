@@ -350,10 +350,10 @@ def trained_engine(
     return initialize_training(
         packed,
         zero,
-        flag("learning_rate"),
+        config.rate_of(name),
         flag("weight_decay"),
         config.adam_betas,
-        config.lr_scheduler_type,
+        config.schedule,
         config.num_warmup_steps,
         num_total_steps,
     )

@@ -220,7 +220,7 @@ def iteration(e, args, bound, actor, reference, critic=None):
     """
     known = answers(e, args, actor, reference)
     for a in known:
-        shape(a, args, args.kl_coef, bound)
+        shape(a, args, args.kl_weight, bound)
         weigh(a, args)
     advantages(known, args)
     count, tokens = len(known), sum(a.n for a in known)
@@ -251,7 +251,7 @@ def iteration(e, args, bound, actor, reference, critic=None):
         metrics["rollout/is_weight"] = mean(lambda a: a.weights)
         metrics["rollout/is_cut_share"] = sum(a.cut for a in known) / tokens
         metrics["rollout/is_dropped_share"] = sum(a.dropped for a in known) / count
-    coef = args.kl_coef  # arXiv 1909.08593, section 2.2: after this rollout
+    coef = args.kl_weight  # arXiv 1909.08593, section 2.2: after this rollout
     if args.kl_target is not None:
         error = min(max(metrics["objective/kl"] / args.kl_target - 1, -0.2), 0.2)
         coef *= 1 + error * min(count / args.kl_horizon, 1)

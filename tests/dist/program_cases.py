@@ -55,6 +55,7 @@ def trainer_of(models_folder, reward_fns=(parity,), more=None, critic=None, **op
     config = ppo_config(Case("ppo"), models_folder)
     defaults = {"advantage_estimator": "grpo", "critic_model_name_or_path": ""}
     defaults |= {"reward_model_name_or_path": "", "enable_ema": False}
+    defaults |= {"kl_coef": 0.1, "lr_scheduler_type": "cosine"}
     for name, value in (defaults | options).items():
         setattr(config, name, value)
     tokenizer = load_tokenizer(config.actor_model_name_or_path, "--actor_model_name_or_path")

@@ -23,11 +23,11 @@ PROGRAM = {"reward_fn": ["length"], "critic_model_name_or_path": ""}
 @pytest.mark.parametrize(
     ("knobs", "absent"),
     [
-        *slow([({}, set()), (GRPO, {"critic"}), (PROGRAM, {"reward"})]),
+        *slow([({}, set()), (GRPO | {"kl_coef": 0.1}, {"critic"}), (PROGRAM, {"reward"})]),
         *slow([({"kl_coef": 0.0}, {"reference"}), ({"kl_coef": 0.0, "log_kl": True}, set())]),
         (GRPO | PROGRAM | {"kl_coef": 0.0}, {"critic", "reference", "reward"}),
         # the actor without adapters is the reference
-        (GRPO | PROGRAM | {"actor_lora_dim": 8}, {"critic", "reference", "reward"}),
+        (GRPO | PROGRAM | {"actor_lora_dim": 8, "kl_coef": 0.1}, {"critic", "reference", "reward"}),
         # critic, reward model of another checkpoint, and a reward function
         (PROGRAM | {"reward_model_name_or_path": "small"}, set()),
     ],
@@ -45,7 +45,7 @@ def test_models_that_are_not_loaded_take_no_memory(tiny, knobs, absent):
     text = " ".join(done.models)
     assert ("critic: " in text) == ("critic" not in absent)
     assert ("reward model: none" in text) == ("reward" in absent)
-    needed = "kl_coef" not in knobs or "log_kl" in knobs
+    needed = knobs.get("kl_coef", 0.1) > 0 or "log_kl" in knobs
     assert ("reference: none" in text) == (not needed)
 
 

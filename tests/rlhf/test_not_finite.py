@@ -61,7 +61,7 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
     assert value != value
     for model, old in zip(models, before, strict=True):
         assert all(map(torch.equal, weights_of(model), old))
-    assert trainer.kl.value == trainer.args.kl_coef
+    assert trainer.kl.value == trainer.args.kl_weight
     assert trainer.metrics["train/bad_steps"] == 1
     assert trainer.metrics["throughput/train_tokens_per_s"] == 0
     assert trainer.iteration == 1
@@ -73,7 +73,7 @@ def test_a_non_finite_experience_is_skipped(problem, models_folder, monkeypatch,
     policy, value = trainer.train_rlhf(e)
     assert policy == policy
     assert trainer.metrics["train/bad_steps"] == 0
-    assert trainer.kl.value != trainer.args.kl_coef
+    assert trainer.kl.value != trainer.args.kl_weight
 
 
 def test_bad_experiences_in_a_row_end_the_run_and_one_that_learned_nothing(

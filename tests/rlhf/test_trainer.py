@@ -218,7 +218,7 @@ def test_schedules_end_with_the_run_and_critic_warmup_leaves_the_actor_alone(war
         one_iteration(trainer)
         assert trainer.metrics["policy/learning_rate"] == rate
         same = all(map(torch.equal, actor, weights_of(engine.actor)))
-        assert same == (trainer.kl.value == args.kl_coef) == (done <= warmup)
+        assert same == (trainer.kl.value == args.kl_weight) == (done <= warmup)
         assert not all(map(torch.equal, critic, weights_of(engine.critic)))
         num_trained = max(0, done - warmup)
         for model, rate, share in (
