@@ -322,11 +322,15 @@ class DistillationConfig:
         "Teacher: a causal LM of any size with the actor's tokenizer. Its log-probs of the actor's "
         "answers are learned from, without or in addition to rewards.",
     )
+    teacher_prompt: str = flag(
+        "",
+        "Function, file.py:NAME, of prompt, completion, score, reference and other columns of a "
+        "row, which returns the prompt that the teacher reads in front of the completion, or None; "
+        "without a teacher model the actor is the teacher (SDFT, SDPO).",
+        reads="files",
+    )
     distill_coef: float = flag(
-        1.0,
-        "Weight of the reverse KL to the teacher in the advantages.",
-        ge=0,
-        needs="teacher_model_name_or_path",
+        1.0, "Weight of the reverse KL to the teacher in the advantages.", ge=0
     )
     distill_gamma: float = flag(
         0.0,
@@ -334,7 +338,6 @@ class DistillationConfig:
         "from the token on.",
         ge=0,
         le=1,
-        needs="teacher_model_name_or_path",
     )
     distill_top_k: int = flag(
         0,
@@ -346,9 +349,14 @@ class DistillationConfig:
 
     @property
     def has_teacher(self) -> bool:
-        return bool(self.teacher_model_name_or_path)
+        return bool(self.teacher_model_name_or_path or self.teacher_prompt)
 
     def validate_distillation(self) -> None:
+        require(
+            self.distill_top_k == 0 or not self.teacher_prompt,
+            f"--distill_top_k {self.distill_top_k} is of a teacher that reads the actor's prompt; "
+            "leave it out, or --teacher_prompt",
+        )
         require(
             self.distill_top_k == 0 or self.has_teacher,
             f"--distill_top_k {self.distill_top_k} needs --teacher_model_name_or_path",

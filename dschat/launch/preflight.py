@@ -21,6 +21,7 @@ from dschat.estimate.report import log_lines
 from dschat.models.checkpoint import Checkpoint
 from dschat.rlhf.formulas import estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
+from dschat.rlhf.teacher_prompts import teacher_prompt
 from dschat.runtime.hub import check_hub
 
 BASE = "--model_name_or_path"
@@ -71,6 +72,8 @@ def _check_rlhf(config: RLHFConfig) -> None:
     """Check the user's formulas, and that step 3's models fit each other, if all exist here."""
     estimator(config.advantage_estimator)
     policy_loss(config.policy_loss)
+    if config.teacher_prompt:
+        teacher_prompt(config.teacher_prompt)
     names = (
         config.actor_model_name_or_path,
         config.critic_model_name_or_path,

@@ -99,7 +99,7 @@ class Collector:
         Raises:
             UserError: nothing scores.
         """
-        has_model = engine.reward is not None or engine.teacher is not None
+        has_model = engine.reward is not None or args.has_teacher
         if not (has_model or functions.names or others):
             raise UserError(
                 "nothing scores the answers: name a reward model (--critic_model_name_or_path), or "
@@ -267,6 +267,12 @@ class Collector:
         for name in ("sources", "inputs"):
             values = [v for group in groups for v in getattr(group.prompts, name) or ()]
             setattr(e, name, values or None)
+        if self.args.teacher_prompt:
+            e.columns = [
+                {name: of[row] for name, of in group.prompts.columns.items()}
+                for group in groups
+                for row in range(len(group.prompts))
+            ]
         return e
 
     def _scores_of(self, groups: list[Group]) -> list[SourceScores]:

@@ -93,7 +93,7 @@ def evaluate_policy(
     if engine.has_reference:
         with engine.reference() as reference:
             sums["kl"] = _kl(engine, reference, e)
-    if engine.teacher is not None:
+    if engine.teacher is not None and not args.teacher_prompt:
         sums["teacher_kl"] = _kl(engine, engine.teacher, e)
     sums |= _answer_sums(engine, e, held_out, sampling.n)
     if args.sets_passing or any(source.name != REWARD_MODEL for source in sources):
@@ -174,7 +174,7 @@ def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
         names.append("gold")
     if args.needs_reference or (args.actor_lora_dim and args.only_optimize_lora):
         names += ["kl", *(["rlhf_reward"] if sources else [])]
-    if args.has_teacher:
+    if args.teacher_model_name_or_path and not args.teacher_prompt:
         names.append("teacher_kl")
     if args.sets_passing or any(name != REWARD_MODEL for name in sources):
         names += _passes(torch.zeros(0), torch.zeros(0), args.eval_num_samples)

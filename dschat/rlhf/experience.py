@@ -59,6 +59,7 @@ class Experience:
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
     source_scores: list[dict[str, float]] | None = None  # (S,) of weighted sources, as they came
+    columns: list[dict[str, Any]] | None = None  # (S,) of the rows, for --teacher_prompt
     inputs: list[dict[str, Any]] | None = None  # (S,) what their chat template got beside them
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None

@@ -95,7 +95,7 @@ def _checked(e: Experience, args: RLHFConfig) -> list[int]:
 def _reads_old_logprobs(engine: DeepSpeedRLHFEngine, args: RLHFConfig, e: Experience) -> bool:
     """Whether a reward, an advantage or a ratio is computed from the old log-probs."""
     in_reward = engine.has_reference and not args.kl_is_in_loss and args.kl_weight != 0
-    return in_reward or engine.teacher is not None or args.ppo_epochs * e.num_mini_batches > 1
+    return in_reward or args.has_teacher or args.ppo_epochs * e.num_mini_batches > 1
 
 
 def _agree(e: Experience) -> bool:
@@ -151,7 +151,7 @@ def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFC
         if engine.has_reference:
             with engine.reference() as reference:
                 values["ref_logprobs"], _ = action_logprobs(reference, batch, args.temperature)
-        if engine.teacher is not None and not args.distill_top_k:
+        if engine.teacher is not None and not (args.distill_top_k or args.teacher_prompt):
             logprobs, _ = action_logprobs(engine.teacher, batch, args.temperature)
             values["teacher_logprobs"] = logprobs
         if engine.critic is not None:

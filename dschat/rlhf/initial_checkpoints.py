@@ -170,7 +170,7 @@ def find_checkpoints(
     if args.has_critic:
         name = critic or (found.reward.name if found.reward else None)
         _find_critic(found, name)
-    if args.has_teacher:
+    if args.teacher_model_name_or_path:
         found.teacher = Checkpoint(teacher, TEACHER, trust)
         _check_teacher(found.teacher, args, tokenizer)
     if args.share_base:

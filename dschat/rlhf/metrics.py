@@ -113,7 +113,7 @@ def experience_metrics(
         metrics["objective/clipped_share"] = totals["clipped"] / scored
     if engine.has_reference:
         metrics["objective/kl"] = totals["kl"] / n
-    if engine.teacher is not None:
+    if args.has_teacher:
         metrics["objective/teacher_kl"] = totals["teacher_kl"] / n
     if engine.critic is not None:
         metrics["val/values"] = totals["values"] / tokens

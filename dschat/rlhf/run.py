@@ -18,6 +18,7 @@ from dschat.rlhf.formulas import estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
+from dschat.rlhf.teacher_prompts import teacher_prompt
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
@@ -49,6 +50,8 @@ def train(
     output_dir = str(args.output_dir)
     estimator(args.advantage_estimator)  # raises for a function that does not fit
     policy_loss(args.policy_loss)
+    if args.teacher_prompt:
+        teacher_prompt(args.teacher_prompt)
     for model in args.deepspeed_models:
         zero_settings(args, model)  # raises for a wrong DeepSpeed file
 

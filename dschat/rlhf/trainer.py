@@ -42,6 +42,7 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
+from dschat.rlhf.teacher_prompts import fill_in_taught
 from dschat.runtime import optimizer_step
 from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
 
@@ -186,6 +187,7 @@ class DeepSpeedPPOTrainer:
         # Before the scores: reward functions may run meanwhile.
         self._say_old_logprobs(fill_in(self.engine, e, self.args))
         e = self.collector.score(e, scoring, moves)
+        taught = fill_in_taught(self.engine, e, self.args) if self.args.teacher_prompt else None
         e.problem = not_finite(e)
         clip = self.collector.clip
         weights = self.collector.weights
@@ -193,6 +195,9 @@ class DeepSpeedPPOTrainer:
             e, self.args, self.kl.value, max(e.num_prompts, 1), clip, weights
         )
         self.metrics = leave_out(e, self.args, self.iteration)
+        if taught is not None:
+            found, total = dist.sum_floats([taught, float(e.num_sequences)])
+            self.metrics["objective/taught_share"] = found / max(total, 1.0)
         self.metrics |= experience_metrics(e, rewards, corrected, self.engine, clip, weights)
         self.metrics |= e.metrics | {"objective/kl_coef": self.kl.value}
         moved = self.iteration >= self.args.critic_warmup_steps

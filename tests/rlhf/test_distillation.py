@@ -10,6 +10,7 @@ from step_cases import Case, build_trainer, my_prompts, ppo_config, probe_logpro
 from step_rows import PROMPTS
 from tiny_models import causal_lm
 
+from dschat.config import UserError
 from dschat.inference.protocol import SamplingParams
 from dschat.models.heads import LanguageModel
 from dschat.models.packing import pack
@@ -27,6 +28,8 @@ def trainer_of(models_folder, zero=0, **options):
     case = Case("ppo", zero, reward="", options=ALONE + tuple(options.items()))
     config = ppo_config(case, models_folder)
     config.critic_model_name_or_path = config.reward_model_name_or_path = ""
+    if options.get("teacher_model_name_or_path") == "":
+        config.teacher_model_name_or_path = ""  # the actor is its own
     return build_trainer(config), case
 
 
@@ -141,3 +144,63 @@ def test_picked_sequences_keep_their_candidates(models_folder):
     width = part.answer_mask.shape[1]
     assert torch.equal(part.candidates, e.candidates[[3, 1], :width])
     assert part.teacher_candidates.shape == (2, width, 2 * TOP_K)
+
+
+HINTS = """
+def hint(prompt, completion, secret):
+    return None if secret is None else f"{prompt} {secret}"
+
+def broken(prompt, completion):
+    return 3
+
+def wants(prompt, absent):
+    return prompt
+"""
+
+
+def hinted(models_folder, tmp_path, name="hint", **options):
+    (tmp_path / "hints.py").write_text(HINTS)
+    options["teacher_prompt"] = f"{tmp_path}/hints.py:{name}"
+    trainer, case = trainer_of(models_folder, **options)
+    prompts = prompt_table(my_prompts(case, 0, trainer.args))
+    prompts.columns["secret"] = [None if i % 3 == 0 else f"se{i}cret" for i in range(len(prompts))]
+    return trainer, prompts
+
+
+@pytest.mark.parametrize("teacher", ["", *slow(["gpt2"])])
+def test_a_teacher_that_reads_more_than_the_actor(models_folder, tmp_path, teacher):
+    """Its log-probs are plain transformers' after its prompt; without one it teaches nothing."""
+    trainer, prompts = hinted(models_folder, tmp_path, teacher_model_name_or_path=teacher)
+    e = trainer.generate_experience(prompts)
+    tokenizer, model = trainer.engine.tokenizer, causal_lm(teacher or "llama")
+    actor = drawn(plain_logprobs(causal_lm("llama"), e), e)
+    expected, taught, place = actor.copy(), 0, 0
+    for row in range(e.num_sequences):
+        own, end = int(e.prompt_lengths[row]), int(e.lengths[row])
+        answer, secret = e.input_ids[row, own:end], e.columns[row]["secret"]
+        if secret is not None:
+            text = tokenizer.decode(e.input_ids[row, :own], skip_special_tokens=True)
+            ids = torch.tensor([*tokenizer(f"{text} {secret}").input_ids, *answer.tolist()])
+            with torch.no_grad():
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            table = logits[-len(answer) - 1 : -1].double().log_softmax(-1)
+            values = table.gather(1, answer.unsqueeze(1)).squeeze(1)
+            expected[place : place + len(answer)] = values
+            taught += 1
+        place += len(answer)
+    assert 0 < taught < e.num_sequences
+    np.testing.assert_allclose(e.teacher_logprobs[e.answer_mask], expected, atol=3e-5)
+    np.testing.assert_allclose(e.advantages[e.answer_mask], expected - actor, atol=6e-5)
+    assert trainer.metrics["objective/taught_share"] == taught / e.num_sequences
+    trainer.train_rlhf(e)
+    assert trainer.metrics["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("broken", "must return text, messages or None"), ("wants", "takes absent, .*has: .*secret")],
+)
+def test_a_teacher_prompt_that_does_not_fit(models_folder, tmp_path, name, words):
+    trainer, prompts = hinted(models_folder, tmp_path, name)
+    with pytest.raises(UserError, match=f"^--teacher_prompt .*hints.py:{name} {words}"):
+        trainer.generate_experience(prompts)
