@@ -38,7 +38,7 @@ class Estimator:
     whitens: bool = False
     kl_in_loss: bool = False
     kl_of_loss: KL = "k3"
-    learning_rate: float = 1e-6
+    learning_rate: float = 5e-6
     schedule: Literal["cosine", "constant"] = "constant"
     kl_coef: float = 0.01
     aggregation: Aggregation = "token"
