@@ -325,8 +325,8 @@ class DistillationConfig:
     teacher_prompt: str = flag(
         "",
         "Function, file.py:NAME, of prompt, completion, score, reference and other columns of a "
-        "row, which returns the prompt that the teacher reads in front of the completion, or None; "
-        "without a teacher model the actor is the teacher (SDFT, SDPO).",
+        "row, which returns the prompt that the teacher reads in front of the completion, or None "
+        "for the actor's; without a teacher model the actor is the teacher (SDFT, SDPO).",
         reads="files",
     )
     distill_coef: float = flag(
@@ -344,7 +344,6 @@ class DistillationConfig:
         "Put the KL to the teacher in the loss, over the N likeliest tokens of the teacher and "
         "of the actor at each position; 0: in the advantage of the sampled token.",
         ge=0,
-        needs="teacher_model_name_or_path",
     )
 
     @property
@@ -352,11 +351,6 @@ class DistillationConfig:
         return bool(self.teacher_model_name_or_path or self.teacher_prompt)
 
     def validate_distillation(self) -> None:
-        require(
-            self.distill_top_k == 0 or not self.teacher_prompt,
-            f"--distill_top_k {self.distill_top_k} is of a teacher that reads the actor's prompt; "
-            "leave it out, or --teacher_prompt",
-        )
         require(
             self.distill_top_k == 0 or self.has_teacher,
             f"--distill_top_k {self.distill_top_k} needs --teacher_model_name_or_path",

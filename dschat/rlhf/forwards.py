@@ -61,8 +61,8 @@ def fill_in(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> boo
         are_rollouts = _fill_in_from_actor(engine, e, args)
         if engine.has_reference or engine.teacher is not None or engine.critic is not None:
             _fill_in_from_others(engine, e, args)
-        if args.distill_top_k:
-            _fill_in_candidates(engine, e, args)
+        if args.distill_top_k and not args.teacher_prompt:
+            fill_in_candidates(engine, e, e, args)
     return are_rollouts
 
 
@@ -160,20 +160,38 @@ def _fill_in_from_others(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFC
     _keep(e, filled)
 
 
-def _fill_in_candidates(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> None:
-    """Collective. The likeliest ids of actor and teacher, and the teacher's log-probs.
+def fill_in_teacher(
+    engine: DeepSpeedRLHFEngine, teacher: ModelOrEngine, e: Experience, args: RLHFConfig
+) -> None:
+    """Collective. The log-probs of a teacher that reads other prompts than the actor."""
+    filled = []
+    for part, batch in pieces(engine, e, args.per_device_training_batch_size):
+        logprobs, _ = action_logprobs(teacher, batch, args.temperature)
+        filled.append((part, {"teacher_logprobs": logprobs}))
+    _keep(e, filled)
+
+
+def fill_in_candidates(
+    engine: DeepSpeedRLHFEngine, e: Experience, view: Experience, args: RLHFConfig
+) -> None:
+    """Collective. The likeliest ids of actor and teacher, and the teacher's log-probs, which reads
+    ``view``: ``e``, or with other prompts in front of the same answers.
 
     NOTE: last of all, as every forward on ``e`` computes the log-probs of its candidates.
     """
+    rows = list(range(e.num_sequences))
     top = args.distill_top_k, num_ids(engine.tokenizer)
     shape = (*e.answer_mask.shape, 2 * min(top))
     candidates, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for part, batch in pieces(engine, e, args.per_device_training_batch_size):
+    for part in micro_batches(engine, view, rows, args.per_device_training_batch_size):
+        batch = e.take(part, dist.device())
+        read = batch if view is e else view.take(part, dist.device())
         assert batch.rows is not None
-        for model in (engine.actor, engine.teacher):
-            assert model is not None
-            values, _, ids = model(batch.rows, args.temperature, False, *top)
-            batch.rows.candidates = ids[:, 1:]
+        assert read.rows is not None
+        *_, ids = engine.actor(batch.rows, args.temperature, False, *top)
+        read.rows.candidates = ids[:, 1:]
+        teacher = engine.actor if engine.teacher is None else engine.teacher
+        values, _, ids = teacher(read.rows, args.temperature, False, *top)
         if part:
             width = batch.answer_mask.shape[1]
             candidates[part, :width] = batch.by_action(ids[:, 1:]).cpu()

@@ -23,7 +23,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.models.training_engine import evaluating
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.forwards import action_logprobs, pieces
+from dschat.rlhf.forwards import fill_in_candidates, fill_in_teacher
 from dschat.user_code.calls import Fault, called, load
 
 
@@ -41,8 +41,8 @@ def teacher_prompt(spec: str) -> Callable[..., Any]:
 
 @torch.no_grad()
 def fill_in_taught(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> float:
-    """Collective. The teacher's log-probs after its own prompts; the actor's where it has none, so
-    that their difference is 0. Returns the number of this rank's answers that have one.
+    """Collective. What `dschat.rlhf.forwards` fills in of a teacher, after its own prompts. Returns
+    the number of this rank's answers that have one.
 
     Raises:
         UserError: on all ranks, where the function failed on one of them.
@@ -55,14 +55,14 @@ def fill_in_taught(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig)
         problem = f"--teacher_prompt {args.teacher_prompt} {error}"
     for line in filter(None, dist.gather_objects(problem)):
         raise UserError(line)
-    model = engine.actor if engine.teacher is None else engine.teacher
-    e.teacher_logprobs = e.logprobs.clone()
-    size, view = args.per_device_training_batch_size, _with_prompts(e, prompts)
+    view = _with_prompts(e, prompts)
     with evaluating(engine.actor):
-        for part, batch in pieces(engine, view, size, [*prompts]):
-            logprobs = action_logprobs(model, batch, args.temperature)[0].cpu()
-            for row, values in zip(part, logprobs, strict=False):  # without rows: one, masked
-                e.teacher_logprobs[row, : len(values)] = values
+        if args.distill_top_k:
+            fill_in_candidates(engine, e, view, args)
+        else:
+            model = engine.actor if engine.teacher is None else engine.teacher
+            fill_in_teacher(engine, model, view, args)
+            e.teacher_logprobs = view.teacher_logprobs
     return float(len(prompts))
 
 

@@ -167,31 +167,40 @@ def hinted(models_folder, tmp_path, name="hint", **options):
     return trainer, prompts
 
 
+@pytest.mark.parametrize("top_k", [0, TOP_K])
 @pytest.mark.parametrize("teacher", ["", *slow(["gpt2"])])
-def test_a_teacher_that_reads_more_than_the_actor(models_folder, tmp_path, teacher):
-    """Its log-probs are plain transformers' after its prompt; without one it teaches nothing."""
-    trainer, prompts = hinted(models_folder, tmp_path, teacher_model_name_or_path=teacher)
+def test_a_teacher_that_reads_more_than_the_actor(models_folder, tmp_path, teacher, top_k):
+    """Its log-probs are plain transformers' after its prompt, or else after the actor's."""
+    options = {"teacher_model_name_or_path": teacher, "distill_top_k": top_k}
+    trainer, prompts = hinted(models_folder, tmp_path, **options)
     e = trainer.generate_experience(prompts)
     tokenizer, model = trainer.engine.tokenizer, causal_lm(teacher or "llama")
     actor = drawn(plain_logprobs(causal_lm("llama"), e), e)
-    expected, taught, place = actor.copy(), 0, 0
+    tables, answers, taught = [], [], 0
     for row in range(e.num_sequences):
         own, end = int(e.prompt_lengths[row]), int(e.lengths[row])
-        answer, secret = e.input_ids[row, own:end], e.columns[row]["secret"]
-        if secret is not None:
-            text = tokenizer.decode(e.input_ids[row, :own], skip_special_tokens=True)
-            ids = torch.tensor([*tokenizer(f"{text} {secret}").input_ids, *answer.tolist()])
-            with torch.no_grad():
-                logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            table = logits[-len(answer) - 1 : -1].double().log_softmax(-1)
-            values = table.gather(1, answer.unsqueeze(1)).squeeze(1)
-            expected[place : place + len(answer)] = values
+        ids, answer = e.input_ids[row, :own].tolist(), e.input_ids[row, own:end]
+        if secret := e.columns[row]["secret"]:
+            ids = tokenizer(f"{tokenizer.decode(ids, skip_special_tokens=True)} {secret}").input_ids
             taught += 1
-        place += len(answer)
+        both = torch.tensor([[*ids, *answer.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=both, use_cache=False).logits[0]
+        tables.append(logits[-len(answer) - 1 : -1].double().log_softmax(-1))
+        answers.append(answer)
     assert 0 < taught < e.num_sequences
-    np.testing.assert_allclose(e.teacher_logprobs[e.answer_mask], expected, atol=3e-5)
-    np.testing.assert_allclose(e.advantages[e.answer_mask], expected - actor, atol=6e-5)
     assert trainer.metrics["objective/taught_share"] == taught / e.num_sequences
+    table, ids = torch.cat(tables), torch.cat(answers)
+    expected = table.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
+    np.testing.assert_allclose(e.teacher_logprobs[e.answer_mask], expected, atol=3e-5)
+    if top_k:
+        candidates = e.candidates[e.answer_mask]
+        of_teacher = table.topk(top_k).indices.sort().values
+        assert torch.equal(candidates[:, top_k:].sort().values, of_teacher)
+        given = e.teacher_candidates[e.answer_mask].numpy()
+        np.testing.assert_allclose(given, table.gather(1, candidates), atol=3e-5)
+    else:
+        np.testing.assert_allclose(e.advantages[e.answer_mask], expected - actor, atol=6e-5)
     trainer.train_rlhf(e)
     assert trainer.metrics["policy/grad_norm"] > 0
 
