@@ -347,29 +347,8 @@ def test_learning(tmp_path):
 
 
 @pytest.mark.slow
-def test_products():
-    """All sides compute; decoding is what `benchmarks/decoders.py` measures."""
-    flags = ["--rows", "2", "--shapes", "64x512", "--rounds", "1"]
-    (_, line), _ = run_script("products.py", *flags)
-    assert {"plain", "panels"} <= set(line["seconds"])
-    for name, seconds in line["seconds"].items():
-        assert line["gb_per_s"][name] == pytest.approx(4 * 64 * 512 / seconds / 1e9, rel=1e-3)
-        assert line["gflop_per_s"][name] == pytest.approx(
-            2 * 2 * 64 * 512 / seconds / 1e9, rel=1e-3
-        )
-
-
-@pytest.mark.slow
 def test_decoders():
     (_, *lines), _ = run_script("decoders.py", "--tiny", "--rounds", "1", "llama", "qwen3_5_text")
     cases = ["even", "ragged", "samples", "shared"]
     assert [line["case"] for line in lines] == 2 * cases
     assert [set(line["ratio"]) for line in lines] == 4 * [{"module", "blocks"}] + 4 * [{"module"}]
-
-
-@pytest.mark.slow
-def test_dialogues_are_computed_once():
-    flags = ("--dialogues", "4", "--turns", "3", "--steps", "1")
-    (apart, shared, together), _ = run_script("dialogue_rows.py", *flags)
-    assert apart["rows"] == shared["rows"] == together["rows"] == 12
-    assert apart["tokens"] > shared["tokens"] == together["tokens"]  # one step has all rows
