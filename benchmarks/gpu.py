@@ -27,8 +27,8 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
   share_of_floor: floor / measured.
 - copy_tb_per_s, matmul_tflops: measured first. card, driver, versions, commit, command.
 
-By turns with them run transformers' generate, DeepSpeed's hybrid engine and vLLM (--others), where
-they can; a line on stderr names those that are skipped, and why.
+By turns with them run transformers' generate and vLLM (--others), where they can; a line on stderr
+names those that are skipped, and why.
 
 opt-13b-lora measures memory: GiB that are allocated after each phase, at most meanwhile, and
 reserved, and its seconds. train-1b is a case of iteration.py and has its fields. kernels times the
@@ -46,11 +46,9 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import gpu_kernels
@@ -58,7 +56,7 @@ import torch
 from gpu_cases import CASES, OTHERS, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
 from gpu_operations import OPERATIONS, operations
-from report import commit, note, rounded
+from report import commit, flags, note, rounded
 from rollout_workloads import MODELS, runs_blocks
 from transformers.utils import logging as transformers_logging
 
@@ -105,14 +103,11 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flags(__doc__, rounds=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--sides", nargs="+", default=list(SIDES), metavar="SIDE")
     only = "only these of the case kernels"
     parser.add_argument("--kernels", nargs="+", choices=OPERATIONS, default=[], help=only)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     loaded = "keep all sides of llama-7b and refresh-7b loaded, too: 50 GiB each"
     parser.add_argument("--in_turns", action="store_true", help=loaded)
     parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
@@ -121,8 +116,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help=beside)
     parser.add_argument("--commit", help="to record outside a git checkout")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds} must be at least 1")
     for side in args.sides:
         try:
             parse_side(side)
@@ -195,7 +188,11 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """The lines of a case on the device."""
     if case.iteration:
-        yield from iteration_lines(name, case, args)
+        import iteration
+
+        torch.cuda.empty_cache()  # its sides have processes of their own
+        sides_here = iteration.SIDES if args.others else iteration.SIDES[:1]
+        yield from iteration.measure(case.iteration, list(sides_here), args.rounds, args.tiny)
         return
     if case.kernels:
         chosen = operations(case.kernels, args.kernels)
@@ -208,23 +205,6 @@ def measure(
         yield gpu_sides.memory(case)
         return
     yield from gpu_sides.measure(name, case, sides, args.others, args.rounds, rates)
-
-
-def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The lines of a case of `iteration.py`, whose sides have processes of their own."""
-    import iteration
-
-    found = iteration.find_case(case.iteration, args.tiny)
-    chosen = argparse.Namespace(
-        sides=list(iteration.SIDES if args.others else iteration.SIDES[:1]),
-        rounds=args.rounds,
-        tiny=args.tiny,
-        trl_python=sys.executable,
-    )
-    torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as folder:
-        iteration.in_new_process(iteration.write_models, found, Path(folder))
-        yield from iteration.measure(case.iteration, found, chosen, Path(folder))
 
 
 if __name__ == "__main__":

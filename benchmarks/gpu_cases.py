@@ -13,7 +13,7 @@ from dschat.config.rollout import STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
 # Engines of others, of gpu_others.py.
-OTHERS = ("generate", "hybrid-engine", "hybrid-engine-graphs", "vllm")
+OTHERS = ("generate", "vllm")
 _DECODERS = ("blocks", "module")
 _STOP = 2  # a token that ends answers; a fake device draws 1
 

@@ -14,7 +14,6 @@ import torch
 from gpu_cases import GpuCase, Side, sampling
 from gpu_floor import weight_bytes
 from report import ROOT
-from rollout_sides import make_prompts
 from rollout_workloads import MODELS, Case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,7 +140,7 @@ def _decode_step(
     engine: InferenceEngine, watch: Any, traffic: Traffic, case: Case, side: Side
 ) -> tuple[Counter, Counter]:
     """What one token more costs: operators, and bytes read."""
-    prompts = make_prompts(case, engine.spec.vocab_size).tolist()
+    prompts = case.make_prompts()
     steps, reads = [], []
     for num_tokens in (3, 3, 4):  # the first rollout makes decoder and graphs
         watch.counts.clear()

@@ -2,6 +2,7 @@
 libraries and machine for its JSON lines.
 """
 
+import argparse
 import platform
 import socket
 import statistics
@@ -19,6 +20,24 @@ import dschat.distributed as dist
 
 K = TypeVar("K")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def flags(docstring: str, rounds: int = 0) -> argparse.ArgumentParser:
+    """A parser that prints ``docstring``; with ``rounds``, the default, it has --rounds."""
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if rounds:
+        times = "measurements of each side"
+        parser.add_argument("--rounds", type=positive, default=rounds, help=times)
+    return parser
+
+
+def positive(text: str) -> int:
+    """A flag's value: 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
 
 
 def note(text: str) -> None:
@@ -62,25 +81,6 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The machine's current speed: the best of five copies and of five matrix products.
-
-    ``copy_gb_per_s`` counts bytes read and written; ``matmul_tflops`` is for square matrices in
-    ``dtype``. They give lower bounds of times, and reveal load on a shared machine.
-    """
-    on_gpu = device.type == "cuda"
-    source = torch.ones((2**31 if on_gpu else 2**27) // dtype.itemsize, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    size = 8192 if on_gpu else 1024
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    copy_s = best_s(lambda: target.copy_(source), device)
-    matmul_s = best_s(lambda: matrix @ matrix, device)
-    return {
-        "copy_gb_per_s": rounded(2 * source.numel() * dtype.itemsize / copy_s / 1e9),
-        "matmul_tflops": rounded(2 * size**3 / matmul_s / 1e12),
-    }
 
 
 def best_s(action, device: torch.device, repeats: int = 5) -> float:

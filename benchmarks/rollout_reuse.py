@@ -17,14 +17,13 @@ ratio_*: without the feature / with it, of the medians.
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from report import spread
+from report import note, spread
 from rollout_sides import make_module
 from rollout_workloads import Case
 from torch import nn
@@ -76,7 +75,7 @@ class Setting:
         """The first round, 0, is the warm-up."""
         if number:
             self.timings.setdefault(side, {}).setdefault(name, []).append(seconds)
-        sys.stderr.write(f"round {number} of {self.rounds}, {side}: {name} {seconds:.4g}\n")
+        note(f"round {number} of {self.rounds}, {side}: {name} {seconds:.4g}")
 
     def line(self) -> dict:
         """Spreads, and the ratios of the side without the feature to the one with it."""
