@@ -217,15 +217,18 @@ def test_rollout_reuse():
 
     device = torch.device("cpu")
     module = make_module(Case("opt-tiny", 0, 0, 0, 0), device, torch.float32)
+
+    def medians(name, **setting):
+        found = reuse.compare(name, reuse.Setting(module, device, **setting), 1)
+        return [{k: v["median"] for k, v in found[side].items()} for side in ("with", "without")]
+
     # A tenth of 512 + 32 tokens, of which 32 fill the only common page.
-    line = reuse.prefix(reuse.Setting(module, device, 1, 0.1))
-    assert line["prefill_tokens"] == {"with": 54 + 63 * (54 - 32), "without": 64 * 54}
+    computed = [side["prefill_tokens"] for side in medians("prefix", scale=0.1)]
+    assert computed == [54 + 63 * (54 - 32), 64 * 54]
     # Greedily, 3 x 8 answers of 13 tokens: 12 steps of 3 rows instead of 24.
-    line = reuse.alike(reuse.Setting(module, device, 1, 0.2, rows=3))
-    assert line["rows"] == {"with": 36, "without": 288}
-    line = reuse.chat(reuse.Setting(module, device, 1, 0.05))
-    assert {f"ratio_turn{number}" for number in range(1, 6)} <= line.keys()
-    assert reuse.partial(reuse.Setting(module, device, 2, 0.1, rows=4))["ratio_answer"] > 0
+    assert [side["rows"] for side in medians("alike", scale=0.2, rows=3)] == [36, 288]
+    assert set(medians("chat", scale=0.05)[0]) == {f"turn{number}_s" for number in range(1, 6)}
+    assert medians("partial", scale=0.1, rows=4)[0]["answer_s"] > 0
 
 
 @pytest.mark.slow
