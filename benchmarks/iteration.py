@@ -14,12 +14,13 @@ Models have random weights: nothing is downloaded. In each round all sides get t
 answers are generated to lengths drawn from a seed, then replaced by drawn tokens, so that all sides
 score and train on the same ones. Losses are reported to show that. The sides stay loaded and take
 turns after a warm-up round; where memory is the question (vocab-150k) or scarce, one runs after the
-other. zero3 runs in two processes under ZeRO-3 and ZeRO-2. One JSON line per case and side:
+other. zero3 runs in two processes under ZeRO-3 and ZeRO-2. row-64k-2 is a step of SFT on one row of
+64k tokens that two ranks share, with gradient checkpointing. One JSON line per case and side:
 
 - generate_s (weight refresh included), score_s (old and reference log-probs, values, scores,
   advantages), train_s, iteration_s: medians over the rounds, with spread.
-- peak_gib: peak memory of the process (the largest of the ranks), loaded_gib: before the first
-  round.
+- loaded_gib, peak_gib: memory of the process (the largest of the ranks) before the first round, and
+  at most. held_gib, round_gib: before the last round, and at most in it.
 - ratio: this side / the first side, of seconds (within each round) and peak_gib.
 """
 
@@ -38,7 +39,7 @@ from iteration_cases import CASES, Case, find_case, write_models
 from report import ROOT, environment, figures, flags, free_port, note, rounded, spread, take_turns
 
 import dschat.distributed as dist
-from dschat.distributed.memory import free_bytes, peak_memory_gib
+from dschat.distributed.memory import free_bytes, peak_bytes, peak_memory_gib, restart_peak
 
 DSCHAT, PADDED, REFERENCE, LONGEST = SIDES = (
     "dschat",
@@ -107,10 +108,13 @@ def work(name: str, tiny: bool, side: str, stage: int, folder: str) -> None:
     from dschat.observability import console
     from dschat.startup.performance import return_freed_memory
 
-    def reply(message: dict[str, Any]) -> None:
-        peaks = dist.gather_objects(peak_memory_gib(dist.device()))
+    def reply(message: dict[str, Any], held: int = 0) -> None:
+        device = dist.device()
+        peaks = peak_memory_gib(device), held / 2**30, peak_bytes(device) / 2**30
+        most = map(max, zip(*dist.gather_objects(peaks), strict=True))
+        message |= dict(zip(("peak_gib", "held_gib", "round_gib"), most, strict=True))
         if dist.is_main_process():
-            print(json.dumps(message | {"peak_gib": max(peaks)}), file=replies, flush=True)
+            print(json.dumps(message), file=replies, flush=True)
 
     # The gap between the generator's log-probs and those of the given answers is no mistake here.
     console.setup("error")
@@ -118,9 +122,10 @@ def work(name: str, tiny: bool, side: str, stage: int, folder: str) -> None:
     made = make_side(side, find_case(name, tiny), Path(folder), stage)
     reply({"threads": torch.get_num_threads()})
     for line in sys.stdin:
+        held = restart_peak(dist.device())
         measured = made.run(int(line))
+        reply(measured, held)
         return_freed_memory()  # the other sides run next
-        reply(measured)
     dist.shutdown()
 
 
@@ -187,6 +192,8 @@ class Worker:
 def sides_of(name: str, case: Case, chosen: list[str]) -> list[tuple[str, int]]:
     """Side and ZeRO stage of everything to measure; says which sides are left out."""
     left_out = {LONGEST} if case.is_rlhf else set()
+    if case.is_shared:
+        left_out = {PADDED, REFERENCE, LONGEST}
     if 3 in case.stages:
         left_out.add(REFERENCE)  # `generate` fails there
     # Logits, their log-softmax and the gradients of both.
@@ -238,7 +245,7 @@ def summary(
     return {part: spread([r[part] for r in rounds]) for part in parts} | {
         "threads": loaded["threads"],
         "loaded_gib": rounded(loaded["peak_gib"]),
-        "peak_gib": rounded(rounds[-1]["peak_gib"]),
+        **{name: rounded(rounds[-1][name]) for name in ("peak_gib", "held_gib", "round_gib")},
         "losses": [r["losses"] for r in rounds],
         "ratio": ratio,
     }

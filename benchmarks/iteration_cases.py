@@ -27,6 +27,15 @@ MODELS = {
     "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
     "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
     "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
+    "llama-40m": lambda: LlamaConfig(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=8192,
+        max_position_embeddings=2**16,
+    ),
     "llama-1b": lambda: LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
@@ -73,6 +82,7 @@ class Case:
     stages: tuple[int, ...] = (2,)  # of ZeRO; each is a side of its own
     logits: int = 0  # tokens x vocabulary of a micro-batch, where memory is the question
     needs_gpu: bool = False
+    is_shared: bool = False  # the ranks compute each row together
 
     @property
     def is_rlhf(self) -> bool:
@@ -81,7 +91,7 @@ class Case:
     @property
     def in_turns(self) -> bool:
         """Whether the sides stay loaded and take turns; else one runs after the other."""
-        return not self.needs_gpu and not self.logits
+        return not self.needs_gpu and not self.logits and not self.is_shared
 
     @property
     def max_prompt(self) -> int:
@@ -102,7 +112,7 @@ class Case:
         return replace(
             self,
             model="opt-tiny" if self.model.startswith("opt") else "llama-tiny",
-            rows=4,
+            rows=1 if self.is_shared else 4,
             micro_batch=4,
             samples=min(self.samples, 2),
             prompt=Lengths(3, 16),
@@ -125,6 +135,17 @@ CASES = {
     "vocab-150k": Case(
         "sft", "llama-256x4", 16, Lengths(1, 1), Lengths(511, 511), logits=16 * 512 * 150_000
     ),
+    **{
+        f"row-{kilo}k-{ranks}": Case(
+            *("sft", "llama-40m", 1, Lengths(1024 * kilo - 256, 1024 * kilo - 256)),
+            answer=Lengths(256, 256),
+            ranks=ranks,
+            stages=(0,),
+            is_shared=True,
+        )
+        for kilo in (4, 16, 64)
+        for ranks in (1, 2)
+    },
     "zero3": replace(_PPO, rows=8, micro_batch=8, ranks=2, stages=(3, 2)),
     "train-1b": Case(
         "sft", "llama-1b", 46, _PROMPT, _ANSWER, 1, 46, logits=46 * 512 * 128_256, needs_gpu=True
@@ -244,6 +265,8 @@ def supervised_config(case: Case, folder: Path, stage: int, **changes: Any) -> S
         "per_device_train_batch_size": case.micro_batch,
         "zero_stage": stage,
     }
+    if case.is_shared:
+        given |= {"gradient_checkpointing": True, "sequence_parallel_size": case.ranks}
     if case.task == "sft":
         return SFTConfig(**given, **changes)
     return RewardConfig(loss="dpo" if case.task == "dpo" else "pairwise", **given, **changes)

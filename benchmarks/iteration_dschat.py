@@ -127,10 +127,14 @@ class SupervisedSide:
         self.case = case
         config = supervised_config(case, folder, stage, **flags)
         self.engine, self.task = make_task(case, config)
-        self.size = MicroBatchSize(config.per_device_train_batch_size)
+        self.size = MicroBatchSize(
+            config.per_device_train_batch_size, ranks=config.sequence_parallel_size
+        )
 
     def run(self, number: int) -> Measured:
         rows = supervised_rows(self.case, number, dist.rank())
+        if self.case.is_shared and not dist.is_main_process():
+            rows = []
         device = dist.device()
         started = clock(device)
         metrics, _ = loop.train_step(self.engine, self.task, rows, self.size)
