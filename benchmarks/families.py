@@ -27,7 +27,6 @@ Rollouts are by the engine with its own blocks (blocks) or transformers' module 
 transformers' `generate` with our draws (fallback).
 """
 
-import argparse
 import csv
 import gc
 import json
@@ -55,7 +54,7 @@ import family_rows  # noqa: E402
 import torch  # noqa: E402
 from family_checks import Checked  # noqa: E402
 from family_steps import Runs, load_published, write_data  # noqa: E402
-from report import environment, note  # noqa: E402
+from report import environment, flags, note  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from dschat.config import UserError  # noqa: E402
@@ -209,9 +208,7 @@ def silence() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flags(__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--log", default="/dev/null", help="file for tracebacks")

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                                    # every case, sides A to F
     python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C F graphs=on,lag=2 --rounds 5
     python benchmarks/gpu.py --cases kernels --kernels qkv up   # two of the kernels, one by one
-    python benchmarks/gpu.py --dry                              # counts, without a GPU
+    python benchmarks/gpu.py --dry                              # bytes and floors, without a GPU
 
 Models have random weights: nothing is downloaded. A side is a letter or a list of switches:
 
@@ -35,20 +35,14 @@ reserved, and its seconds. train-1b is a case of iteration.py and has its fields
 operations of decode steps one by one, as Triton kernels, torch and inductor compute them: one line
 per operation and shape, with the fields of gpu_kernels.py.
 
---dry runs a decode step and a refresh of every rollout on fake tensors and counts operators, host
-reads, copies and bytes; of kernels it prints shapes, bytes and floors.
+--dry prints what needs no device: bytes and floors of every rollout and of every kernel's shapes.
 """
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import gpu_kernels
@@ -56,24 +50,24 @@ import torch
 from gpu_cases import CASES, OTHERS, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
 from gpu_operations import OPERATIONS, operations
-from report import commit, flags, note, rounded
-from rollout_workloads import MODELS, runs_blocks
+from report import environment, flags, note, rounded
+from rollout_workloads import MODELS
 from transformers.utils import logging as transformers_logging
 
-from dschat.config.errors import UserError, first_line
+from dschat.config.errors import first_line
 
 DRY_RATES = {"h200": Rates(4.3e12), "h100": Rates(3.0e12)}
-_LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "vllm")
 
 
 def main() -> None:
     args = parse()
     if not args.dry and not torch.cuda.is_available():
-        print("gpu.py: torch sees no CUDA device; --dry counts without one", file=sys.stderr)
+        print("gpu.py: torch sees no CUDA device; --dry needs none", file=sys.stderr)
         sys.exit(2)
     transformers_logging.set_verbosity_error()
     sides = {text: parse_side(text) for text in args.sides}
-    about = environment(args.commit)
+    device = torch.device("cpu" if args.dry else "cuda")
+    about = environment(device) | ({"commit": args.commit} if args.commit else {})
     rates = None if args.dry else card_rates(torch.device("cuda", 0))
     if rates is not None:
         about["copy_tb_per_s"] = rounded(rates.copy_bytes_per_s / 1e12)
@@ -86,7 +80,7 @@ def main() -> None:
         if case.others:
             head["others"] = case.others
         lines = (
-            count(name, case, sides, args.kernels)
+            count(name, case, args.kernels)
             if rates is None
             else measure(name, case, sides, args, rates)
         )
@@ -110,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=OPERATIONS, default=[], help=only)
     loaded = "keep all sides of llama-7b and refresh-7b loaded, too: 50 GiB each"
     parser.add_argument("--in_turns", action="store_true", help=loaded)
-    parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
+    parser.add_argument("--dry", action="store_true", help="bytes and floors, time nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
     beside = "engines beside those of dschat: without a name none, left out all"
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help=beside)
@@ -124,63 +118,19 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def environment(given_commit: str | None) -> dict[str, Any]:
-    """Card, driver, versions, commit and command."""
-    has_card = torch.cuda.is_available()
-    versions = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "card": torch.cuda.get_device_name(0) if has_card else None,
-        "driver": _driver() if has_card else None,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": given_commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DSCHAT_")},
-    }
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except OSError:
-        return None
-    return found.stdout.strip() or None
-
-
-def count(
-    name: str, case: GpuCase, sides: dict[str, Side], kernels: list[str]
-) -> Iterator[dict[str, Any]]:
+def count(name: str, case: GpuCase, kernels: list[str]) -> Iterator[dict[str, Any]]:
     """The lines of ``--dry``."""
     if case.kernels:
         yield from gpu_kernels.count(operations(case.kernels, kernels), DRY_RATES)
-        return
-    import gpu_dry
-
-    if case.rollout is None:
+    elif case.rollout is None:
         note(f"{name}: skipped, it has no rollout to count")
-        return
-    config, dtype = MODELS[case.rollout.model](), gpu_dry.DTYPE
-    floors: dict[str, Any] = rollout_bytes(config, case.rollout, dtype).fields()
-    for card, rates in DRY_RATES.items():
-        found = floor_ms(config, case.rollout, dtype, rates)
-        floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
-    for label, side in sides.items():
-        if side.decoder != "blocks" or not runs_blocks(case.rollout.model):
-            note(f"{name}: side {label} skipped, only steps of our decoder are counted")
-            continue
-        try:
-            counted = gpu_dry.count(name, case, side)
-        except UserError as reason:  # kernels without Triton
-            note(f"{name}: side {label} skipped, {reason}")
-            continue
-        yield {"side": label} | counted | floors
+    else:
+        config = MODELS[case.rollout.model]()
+        line: dict[str, Any] = rollout_bytes(config, case.rollout, torch.bfloat16).fields()
+        for card, rates in DRY_RATES.items():
+            found = floor_ms(config, case.rollout, torch.bfloat16, rates)
+            line[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
+        yield line
 
 
 def measure(

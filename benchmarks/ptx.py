@@ -7,7 +7,6 @@ sums alone, without KL: once without ptx, once with the sorting demonstrations a
 JSON line: the share of held-out rows that the SFT model and every actor answer right.
 """
 
-import argparse
 import itertools
 import json
 import random
@@ -16,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from report import ROOT, environment
+from report import ROOT, environment, flags
 
 from dschat.builtin.tiny_model import tiny_tokenizer
 from dschat.data.segments import render_chat
@@ -43,13 +42,9 @@ def write_sorting(folder: Path) -> None:
         rows.append({"prompt": [prompt], "answer": answer["content"]})
         text = render_chat(tokenizer, [prompt, answer]).removesuffix(tokenizer.eos_token)
         texts.append({"text": text})
-    write(folder / "sort.jsonl", rows[HELD_OUT:])
-    write(folder / "sort_eval.jsonl", rows[:HELD_OUT])
-    write(folder / "sort_text.jsonl", texts[HELD_OUT:])
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = {"sort": rows[HELD_OUT:], "sort_eval": rows[:HELD_OUT], "sort_text": texts[HELD_OUT:]}
+    for name, part in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
 def run(script: str, *words: str) -> None:
@@ -65,7 +60,7 @@ def right(models: list[Path], data: str, out: Path) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = flags(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output_dir", type=Path, default=Path("output/ptx"))
     args = parser.parse_args()

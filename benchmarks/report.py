@@ -3,23 +3,27 @@ libraries and machine for its JSON lines.
 """
 
 import argparse
+import os
 import platform
+import shlex
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 
 import dschat.distributed as dist
 
 K = TypeVar("K")
 ROOT = Path(__file__).resolve().parent.parent
+_DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
 
 
 def flags(docstring: str, rounds: int = 0) -> argparse.ArgumentParser:
@@ -45,32 +49,34 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def commit() -> str:
-    """Short hash of the checkout, with ``-dirty`` if tracked files are modified; or ``unknown``."""
+def commit() -> str | None:
+    """Short hash of the checkout, with ``-dirty`` if tracked files are modified."""
+    return _output("git", "describe", "--always", "--dirty", "--exclude=*")
+
+
+def _output(*command: str) -> str | None:
     try:
-        describe = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     except OSError:
-        return "unknown"
-    return describe.stdout.strip() or "unknown"
+        return None
+    return done.stdout.strip() or None
 
 
-def environment(device: torch.device) -> dict:
-    """The commit, versions and machine."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """Commit, command, versions and machine."""
+    on_gpu = device.type == "cuda"
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "commit": commit(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": device.type,
-        "device_name": (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-        ),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions,
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "driver": _output("nvidia-smi", *_DRIVER) if on_gpu else None,
         "threads": torch.get_num_threads(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DSCHAT_")},
     }
 
 
