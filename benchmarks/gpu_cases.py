@@ -14,7 +14,12 @@ from dschat.inference import SamplingParams
 
 # Engines of others, of gpu_others.py.
 OTHERS = ("generate", "vllm")
-_DECODERS = ("blocks", "module")
+_SWITCHES: dict[str, dict[str, object]] = {
+    "graphs": {"on": True, "off": False},
+    "kernels": {"all": STEP_PARTS, "none": ()},
+    "layout": {"copy": "copy", "zero_copy": "zero_copy"},
+    "decoder": {"table": "blocks", "module": "module"},
+}
 _STOP = 2  # a token that ends answers; a fake device draws 1
 
 
@@ -66,21 +71,17 @@ def parse_side(text: str) -> Side:
     changes: dict[str, object] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name == "graphs" and value in ("on", "off"):
-            changes[name] = value == "on"
-        elif value in {"layout": ("copy", "zero_copy"), "decoder": _DECODERS}.get(name, ()):
-            changes[name] = value
-        elif name == "kernels" and value in ("all", "none"):
-            changes[name] = STEP_PARTS if value == "all" else ()
+        if value in _SWITCHES.get(name, ()):
+            changes[name] = _SWITCHES[name][value]
         elif name == "kernels" and set(value.split("+")) <= set(STEP_PARTS):
             changes[name] = tuple(value.split("+"))
         elif name == "lag" and value.isdecimal():
             changes[name] = int(value)
         else:
+            switches = ", ".join(f"{key}={'|'.join(known)}" for key, known in _SWITCHES.items())
             raise ValueError(
-                f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor graphs=on|off, "
-                f"kernels=all|none|{'+'.join(STEP_PARTS)}, layout=copy|zero_copy, "
-                f"decoder={'|'.join(_DECODERS)} or lag=STEPS"
+                f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor {switches}, "
+                f"kernels={'+'.join(STEP_PARTS)} or lag=STEPS"
             )
     return replace(Side(), **changes)
 

@@ -15,14 +15,13 @@ Both run on the CPU, each in its own process, in turn, once per seed.
 
 The clock starts when everything is loaded. Weights are saved every --snapshot_every rollouts with
 the clock stopped; afterwards one engine answers the held-out prompts with the weights of both
-sides, at the temperature of training. Without TRL, only dschat is measured. One JSON line per side
-goes to stdout:
+sides, at the temperature of training. One JSON line per side goes to stdout:
 
 - curve: samples drawn, seconds, held-out accuracy; medians over the seeds.
-- target: samples and seconds until the accuracy is --target, interpolated between two snapshots;
-  null if a seed does not reach it.
-- step_s: seconds of a rollout and its updates, and of its parts: generate (decoding to text
-  included), score (old log-probs, reward, advantages), train.
+- samples_to_target, seconds_to_target: until the accuracy is --target, interpolated between two
+  snapshots; null if a seed does not reach it.
+- step_s: seconds of a rollout and its updates, and of its parts: generate_s (decoding to text
+  included), score_s (old log-probs, reward, advantages), train_s.
 - ratio: this side / dschat with the same seed: seconds, and samples and seconds to the target.
 
 With --replay, TRL trains on the answers that dschat drew instead of its own, with one optimizer
@@ -91,7 +90,7 @@ def main() -> None:
             )
     for side, side_runs in runs.items():
         line = {"benchmark": "learning", "side": side} | common | side_runs[0].about
-        line |= {"seeds": args.seeds} | summary(side_runs, args.target)
+        line |= {"seeds": args.seeds, "target": args.target} | summary(side_runs, args.target)
         if side != DSCHAT and DSCHAT in runs:
             line["ratio"] = ratio(side_runs, runs[DSCHAT], args.target)
         print(json.dumps(line), flush=True)
@@ -120,11 +119,6 @@ def parse() -> tuple[argparse.Namespace, RLHFConfig]:
     parser.add_argument("--replay", action="store_true", help="compare updates, not speed")
     args, others = parser.parse_known_args()
     config = settings(args.recipe, others, one_step=args.replay)
-    if any(side != DSCHAT for side in args.sides) and not has_trl(args.trl_python):
-        if args.replay:
-            raise UserError(f"--replay needs TRL in {args.trl_python}: pip install trl")
-        note(f"no TRL in {args.trl_python} (pip install trl): only dschat is measured")
-        args.sides = [DSCHAT]
     return args, config
 
 
@@ -144,14 +138,6 @@ def settings(recipe: str, words: list[str], one_step: bool) -> RLHFConfig:
     if not config.max_steps:
         raise UserError("--max_steps is missing: the number of rollouts of each side")
     return config
-
-
-def has_trl(python: str) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
-    try:
-        return subprocess.run([python, "-c", code]).returncode == 0
-    except OSError as error:
-        raise UserError(f"--trl_python {python}: {error.strerror}; name an interpreter") from None
 
 
 # -- judging -------------------------------------------------------------------------------------

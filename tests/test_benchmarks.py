@@ -304,11 +304,12 @@ def test_ratios_to_the_target_are_of_one_seed():
     # Three quarters of the way from 0.5 to 0.9; the first time counts.
     runs = [run(3.0, (100, 10.0, 0.5), (200, 30.0, 0.9)), run(4.0, (100, 40.0, 0.8), (200, 41, 0))]
     ratios = ratio(runs, baseline, 0.8)
-    assert ratios["step"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert ratios["step_s"] == {"median": 2.5, "min": 2.0, "max": 3.0}
     assert ratios["samples_to_target"] == {"median": 1.125, "min": 0.5, "max": 1.75}
     assert ratios["seconds_to_target"] == {"median": 2.25, "min": 2.0, "max": 2.5}
     runs = [run(1.0, (100, 10.0, 0.79)), run(1.0, (100, 10.0, 0.8))]
-    assert summary(runs, 0.8)["target"] == {"accuracy": 0.8, "samples": None, "seconds": None}
+    assert summary(runs, 0.8)["seconds_to_target"] is None
+    assert summary(baseline, 0.8)["samples_to_target"] == {"median": 150, "min": 100, "max": 200}
     assert ratio(runs, runs, 0.8)["seconds_to_target"] is None
 
 
