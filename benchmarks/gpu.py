@@ -77,8 +77,6 @@ def main() -> None:
         case = CASES[name].tiny() if args.tiny else CASES[name]
         case = replace(case, in_turns=case.in_turns or args.in_turns)
         head = {"benchmark": "gpu", "case": name, "dry": args.dry, "tiny": args.tiny}
-        if case.others:
-            head["others"] = case.others
         lines = (
             count(name, case, args.kernels)
             if rates is None
@@ -126,7 +124,7 @@ def count(name: str, case: GpuCase, kernels: list[str]) -> Iterator[dict[str, An
         note(f"{name}: skipped, it has no rollout to count")
     else:
         config = MODELS[case.rollout.model]()
-        line: dict[str, Any] = rollout_bytes(config, case.rollout, torch.bfloat16).fields()
+        line: dict[str, Any] = rollout_bytes(config, case.rollout, torch.bfloat16)
         for card, rates in DRY_RATES.items():
             found = floor_ms(config, case.rollout, torch.bfloat16, rates)
             line[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
@@ -140,7 +138,6 @@ def measure(
     if case.iteration:
         import iteration
 
-        torch.cuda.empty_cache()  # its sides have processes of their own
         sides_here = iteration.SIDES if args.others else iteration.SIDES[:1]
         yield from iteration.measure(case.iteration, list(sides_here), args.rounds, args.tiny)
         return

@@ -131,10 +131,6 @@ def num_copies(operation: Operation, device: torch.device) -> int:
     return min(max(-(-2 * cache_bytes // operation.num_bytes), 2), _MOST_COPIES)
 
 
-class _WrongResults(RuntimeError):
-    pass
-
-
 def _runners(
     operation: Operation,
     device: torch.device,
@@ -145,8 +141,8 @@ def _runners(
 ) -> tuple[dict[str, "Timed"], dict[str, float | None]]:
     """The sides that give torch's results, and how far each is from them (None: NaN).
 
-    Raises whatever torch raises. Other sides that fail are left out, and added to ``failed``;
-    inductor only if its results are wrong, since it need not be able to compile an operation.
+    Raises whatever torch raises. Other sides that fail are left out, and added to ``failed``, but
+    inductor, which need not be able to compile an operation.
     """
     runners: dict[str, Timed] = {}
     differences: dict[str, float | None] = {}
@@ -162,14 +158,14 @@ def _runners(
                 apart = operation.difference(results, expected)
                 differences[side] = rounded(apart) if math.isfinite(apart) else None
                 if not apart <= operation.limit:  # NaN is not
-                    raise _WrongResults(f"differ by {apart:.3g}, more than {operation.limit:.3g}")
+                    raise ValueError(f"differ by {apart:.3g}, more than {operation.limit:.3g}")
             runners[side] = Timed(launch, operands, device, capture)
         except Exception as error:  # Triton's, inductor's and CUDA's have no type in common
             if side == "torch":
                 raise
-            reason = f"{type(error).__name__.lstrip('_')}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             note(f"{operation.label}: {side} left out: {reason}")
-            if side != "inductor" or isinstance(error, _WrongResults):
+            if side != "inductor":
                 failed.append(f"{operation.label} ({side})")
     return runners, differences
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gpu_cases import SIDES, GpuCase, Side, sampling
 from gpu_floor import Rates, floor_ms, rollout_bytes
-from gpu_others import VLLM, Generate, Unavailable, make
+from gpu_others import Unavailable, make
 from report import clock, figures, note, rounded, spread, take_turns
 from rollout_sides import make_module
 from rollout_workloads import MODELS, Case, runs_blocks
@@ -132,9 +132,6 @@ class Rollouts:
         train_step(self.engine, SFTTask(), rows, MicroBatchSize(len(rows)))
 
 
-Runner = Rollouts | Generate | VLLM
-
-
 def _reset_peak(device: torch.device) -> int:
     """Bytes allocated now; the peak is counted from here."""
     if device.type != "cuda":
@@ -158,10 +155,14 @@ def measure(
         module, engine = _actor(case, stage)
         names = [*sides, *others]
         for group in [names] if case.in_turns else [[name] for name in names]:
-            runners: dict[str, Runner] = {}
+            runners: dict[str, Any] = {}
             for one in group:
                 try:
-                    runners[one] = _runner(one, case, sides, module, stage, engine)
+                    if one in sides:
+                        trained = engine if case.trains else None
+                        runners[one] = Rollouts(sides[one], case.rollout, module, stage, trained)
+                    else:
+                        runners[one] = make(one, case, module, stage)
                 except Unavailable as reason:
                     note(f"{label}: {one} skipped, {reason}")
             results = take_turns(label, runners, rounds, figures)
@@ -238,20 +239,6 @@ def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]
     return unwrap(engine), engine
 
 
-def _runner(
-    name: str,
-    case: GpuCase,
-    sides: dict[str, Side],
-    module: nn.Module,
-    stage: int,
-    engine: TrainingEngine | None,
-) -> Runner:
-    assert case.rollout is not None
-    if name not in sides:
-        return make(name, case, module, stage)
-    return Rollouts(sides[name], case.rollout, module, stage, engine if case.trains else None)
-
-
 def _summary(case: GpuCase, rounds: list[dict[str, float]], rates: Rates) -> Fields:
     """Medians and spread, the floor, and the share of it: 1 is the floor itself."""
     assert case.rollout is not None
@@ -260,7 +247,7 @@ def _summary(case: GpuCase, rounds: list[dict[str, float]], rates: Rates) -> Fie
     config = MODELS[case.rollout.model]()
     floor = floor_ms(config, case.rollout, dtype, rates)
     line["floor_ms"] = {key: rounded(value) for key, value in floor.items()}
-    line |= rollout_bytes(config, case.rollout, dtype).fields()
+    line |= rollout_bytes(config, case.rollout, dtype)
     line["share_of_floor"] = {
         key: rounded(floor[key] / line[f"{key}_ms"]["median"])
         for key in ("rollout", "step")

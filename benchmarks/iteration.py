@@ -26,7 +26,6 @@ other. zero3 runs in two processes under ZeRO-3 and ZeRO-2. row-64k-2 is a step 
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -84,15 +83,6 @@ def unavailable(case: Case) -> str:
     if gpus and case.ranks > gpus:
         return f"it needs {case.ranks} CUDA devices, torch sees {gpus}"
     return ""
-
-
-def in_new_process(function: Any, *args: Any) -> None:
-    """Call ``function`` in a process of its own, so that this one stays small."""
-    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
-    process.start()
-    process.join()
-    if process.exitcode:
-        sys.exit(f"{function.__name__} failed; see above")
 
 
 # -- one rank of a side ----------------------------------------------------------------------------
@@ -210,7 +200,7 @@ def measure(name: str, chosen: list[str], rounds: int, tiny: bool) -> list[dict[
     case, results = find_case(name, tiny), {}
     sides = sides_of(name, case, chosen)
     with tempfile.TemporaryDirectory() as folder:
-        in_new_process(write_models, case, Path(folder))
+        write_models(case, Path(folder))
         for group in [sides] if case.in_turns else [[side] for side in sides]:
             workers: dict[tuple[str, int], Worker] = {}
             try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from rollout_workloads import MODELS as ROLLOUT_MODELS
-from rollout_workloads import llama, opt
+from rollout_workloads import llama
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
@@ -22,10 +22,9 @@ PAD, EOS, UNK = range(3)
 FIRST_ID = 3  # of the ids that rows are drawn from
 SCHEDULE_STEPS = 1000  # of the learning rate: nearly constant over a measurement
 
-
 MODELS = {
-    "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
-    "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
+    **ROLLOUT_MODELS,
+    "opt-125m": lambda: OPTConfig(vocab_size=32_000),
     "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
     "llama-40m": lambda: LlamaConfig(
         hidden_size=512,
@@ -45,10 +44,6 @@ MODELS = {
         vocab_size=128_256,
         tie_word_embeddings=True,
     ),
-    "opt-tiny": lambda: opt(
-        32, 2, 2, ffn_dim=64, vocab_size=256, max_position_embeddings=128, dropout=0.0
-    ),
-    "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
 }
 
 
@@ -105,13 +100,14 @@ class Case:
     def config(self) -> PretrainedConfig:
         config = MODELS[self.model]()
         config.pad_token_id, config.eos_token_id, config.bos_token_id = PAD, EOS, None
+        config.dropout = 0.0  # of OPT
         return config
 
     def tiny(self) -> "Case":
         """The same with a tiny model and at most 16 tokens of prompt and answer each."""
         return replace(
             self,
-            model="opt-tiny" if self.model.startswith("opt") else "llama-tiny",
+            model="opt-tiny" if self.model.startswith("opt") else "llama3-tiny",
             rows=1 if self.is_shared else 4,
             micro_batch=4,
             samples=min(self.samples, 2),

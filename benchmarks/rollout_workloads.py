@@ -136,22 +136,7 @@ MODELS = {
     ),
     "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
     "llama3-tiny": lambda: llama(64, 2, 4, 96, 256, kv_heads=2),
-    "qwen3.5-tiny": partial(
-        Qwen3_5TextConfig,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        vocab_size=256,
-        max_position_embeddings=64,
-    ),
-    "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=64),
+    "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=128),
     "gpt2-tiny": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=64),
 }
 
