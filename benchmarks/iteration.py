@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from iteration_cases import CASES, Case, find_case, write_models
@@ -156,8 +156,7 @@ class Worker:
 
     def reply(self) -> dict[str, Any]:
         """The next reply of rank 0."""
-        replies: IO[str] = self.processes[0].stdout
-        line = replies.readline()
+        line = self.processes[0].stdout.readline()
         if not line:
             self.close()
             sys.exit(f"{self.label} failed; see above")
@@ -179,8 +178,8 @@ class Worker:
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def sides_of(name: str, case: Case, chosen: list[str]) -> list[tuple[str, int]]:
-    """Side and ZeRO stage of everything to measure; says which sides are left out."""
+def sides_of(name: str, case: Case, chosen: list[str]) -> dict[str, tuple[str, int]]:
+    """Side and ZeRO stage of everything to measure, by label; says which sides are left out."""
     left_out = {LONGEST} if case.is_rlhf else set()
     if case.is_shared:
         left_out = {PADDED, REFERENCE, LONGEST}
@@ -192,7 +191,8 @@ def sides_of(name: str, case: Case, chosen: list[str]) -> list[tuple[str, int]]:
         for side in {REFERENCE, LONGEST} & set(chosen):
             note(f"{name}: {side} skipped, its logits need {needed / 2**30:.0f} GiB of free memory")
             left_out.add(side)
-    return [(side, stage) for stage in case.stages for side in chosen if side not in left_out]
+    sides = [side for side in chosen if side not in left_out]
+    return {f"{side}, ZeRO-{n}": (side, n) for n in case.stages for side in sides}
 
 
 def measure(name: str, chosen: list[str], rounds: int, tiny: bool) -> list[dict[str, Any]]:
@@ -201,22 +201,22 @@ def measure(name: str, chosen: list[str], rounds: int, tiny: bool) -> list[dict[
     sides = sides_of(name, case, chosen)
     with tempfile.TemporaryDirectory() as folder:
         write_models(case, Path(folder))
-        for group in [sides] if case.in_turns else [[side] for side in sides]:
-            workers: dict[tuple[str, int], Worker] = {}
+        for group in [[*sides]] if case.in_turns else [[key] for key in sides]:
+            workers: dict[str, Worker] = {}
             try:
-                for side, stage in group:
-                    workers[side, stage] = Worker(name, tiny, side, stage, folder)
-                    results[side, stage] = {"loaded": workers[side, stage].reply()}
+                for key in group:
+                    workers[key] = Worker(name, tiny, *sides[key], folder)
+                    results[key] = {"loaded": workers[key].reply()}
                 for key, (_, *measured) in take_turns(name, workers, rounds, _seconds).items():
                     results[key]["rounds"] = measured  # without the warm-up
             finally:
                 for worker in workers.values():
                     worker.close()
-    first = results[sides[0]]["rounds"]
+    first = next(iter(results.values()))["rounds"]
     about = {"task": case.task, "model": case.model, "ranks": case.ranks, "rounds": rounds}
     return [
-        {"side": side, "zero_stage": stage} | about | summary(**results[side, stage], first=first)
-        for side, stage in sides
+        {"side": side, "zero_stage": stage} | about | summary(**results[key], first=first)
+        for key, (side, stage) in sides.items()
     ]
 
 
