@@ -27,7 +27,6 @@ Rollouts are by the engine with its own blocks (blocks) or transformers' module 
 transformers' `generate` with our draws (fallback).
 """
 
-import argparse
 import csv
 import gc
 import json
@@ -39,7 +38,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,8 +52,8 @@ import family_configs  # noqa: E402
 import family_rows  # noqa: E402
 import torch  # noqa: E402
 from family_checks import Checked  # noqa: E402
-from family_steps import Runs, load_published, write_data  # noqa: E402
-from report import environment, note  # noqa: E402
+from family_steps import Runs, write_data  # noqa: E402
+from report import environment, flags, note  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from dschat.config import UserError  # noqa: E402
@@ -78,54 +76,52 @@ class Family:
 
     def run(self, columns: tuple[str, ...]) -> None:
         """Fill ``cells``. A family whose checkpoint is refused or not read gets no other cells."""
-        if not self._cell("loads", lambda: family_configs.save(self.family, self._checkpoint)):
+        if not self._cell("loads", family_configs.save, self.family, self._checkpoint):
             return
         self.cells.clear()
         checked = Checked(self._checkpoint)
-        if not self._cell("loads", lambda: self._loads(checked)):
+        if not self._cell("loads", family_checks.loads, checked, self.family):
             if not family_configs.is_refused(self.family):  # it should be loaded
                 self.cells["loads"] = self.cells["loads"].replace(REFUSED, "UserError: ")
             return
         if "rollout" in columns:
-            checked.notes.clear()
-            self._cell("rollout", lambda: family_checks.rollout_gap(checked), checked.notes)
+            self._cell("rollout", family_checks.rollout_gap, checked, notes=checked.notes)
         if "speed" in columns:
-            self._cell("speed", lambda: family_checks.speed(checked))
+            self._cell("speed", family_checks.speed, checked)
         if "packed" in columns:
             checked.notes.clear()
-            self._cell("packed", lambda: self._packed(checked), checked.notes)
-        if set(columns) - {*CHEAP, "speed"}:
-            write_data(self._work)
-            self._run_steps(Runs(self.family, self._checkpoint, self._work), columns)
-
-    def _loads(self, checked: Checked) -> float:
-        return family_checks.loads(checked, load_published(self.family, self._checkpoint))
+            self._cell("packed", self._packed, checked, notes=checked.notes)
+        if not set(columns) - {*CHEAP, "speed"}:
+            return
+        write_data(self._work)
+        runs = Runs(self.family, self._checkpoint, self._work)
+        for name in SFT:
+            if name in columns and self._cell(name, runs.run, name):
+                self._cell("names", runs.name_differences, name, worst=True)
+                self._cell("reloads", runs.reload_gap, name, notes=[name], worst=True)
+        if "reward" in columns and self._cell("reward", runs.run, "reward") and "PPO" in columns:
+            self._cell("PPO", runs.rlhf_gap, "PPO")
+        if "GRPO" in columns:
+            self._cell("GRPO", runs.rlhf_gap, "GRPO")
 
     def _packed(self, checked: Checked) -> float:
         gap, gradient = family_checks.packed_gaps(checked)
         self.cells["gradient"] = shown(gradient)
         return gap
 
-    def _run_steps(self, runs: Runs, columns: tuple[str, ...]) -> None:
-        flags = {"SFT": {}, "LoRA": {"lora_dim": 4}, "ZeRO-3": {"zero_stage": 3}}
-        for name in SFT:
-            if name in columns and self._cell(name, partial(runs.sft, name, **flags[name])):
-                saved = self._work / name
-                self._cell("names", partial(_names, name, runs, saved), worst=True)
-                self._cell("reloads", partial(runs.reload_gap, saved), [name], worst=True)
-        if "reward" in columns and self._cell("reward", runs.reward) and "PPO" in columns:
-            self._cell("PPO", lambda: runs.rlhf_gap(runs.ppo(self._work / "reward")))
-        if "GRPO" in columns:
-            self._cell("GRPO", lambda: runs.rlhf_gap(runs.grpo()))
-
     def _cell(
-        self, name: str, check: Callable[[], Any], notes: list[str] = (), worst: bool = False
+        self,
+        name: str,
+        check: Callable[..., Any],
+        *args: Any,
+        notes: Sequence[str] = (),
+        worst: bool = False,
     ) -> bool:
         """Run ``check`` and write its cell; whether it did not fail. ``worst``: keep a failure, or
         a larger gap, that an earlier check wrote.
         """
         try:
-            text, passed = shown(check()), True
+            text, passed = shown(check(*args)), True
         except UserError as error:
             text = f"{REFUSED}{error}".replace(f" {self._checkpoint}", "")
             passed = False
@@ -141,13 +137,6 @@ class Family:
         if not worst or before is None or _badness(text) > _badness(before):
             self.cells[name] = text
         return passed
-
-
-def _names(run: str, runs: Runs, saved: Path) -> str:
-    differences = runs.name_differences(saved)
-    if not differences:
-        return "ok"
-    return f"{run}: {len(differences)} differ, {differences[0]}"
 
 
 def shown(value: Any) -> str:
@@ -209,9 +198,7 @@ def silence() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flags(__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--log", default="/dev/null", help="file for tracebacks")

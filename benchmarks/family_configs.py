@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from family_rows import REFUSED, ROWS, WINDOW
+from family_rows import REFUSED, ROWS
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,7 +24,6 @@ from dschat.builtin.tiny_model import tiny_tokenizer
 
 PAD, END = 0, 1  # of the built-in tokenizer
 NUM_MARKS = 32  # rows of the embedding behind the tokenizer's: ids of images and other marks
-TOP_K = 4
 
 _WHOLE = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -36,103 +35,64 @@ _LAYERS = (
     *("num_encoder_layers", "num_decoder_layers", "num_blocks", "num_hidden_groups"),
 )
 
-# Field of a config -> its value in a tiny one. Only fields that the family's default config sets.
-SIZES: dict[str, Any] = {
-    "vocab_size": 0,  # see `tiny_config`
-    "initializer_range": 0.2,
-    "init_std": 0.2,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "n_ctx": 64,
-    "max_seq_len": 64,
-    "model_max_length": 64,
-    "context_length": 64,
-    "max_target_positions": 64,
-    # width
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim"), 32),
-    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), 32),
-    **dict.fromkeys(("word_embed_proj_dim", "lru_width", "out_hidden_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "dim_ff", "d_inner", "n_inner"), 48),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 48),
-    **dict.fromkeys(("feed_forward_size", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("shared_intermediate_size", "dense_intermediate_size"), 48),
-    **dict.fromkeys(("block_multiple_of", "ffn_round_up_to_multiple_of"), 16),
-    # heads
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
-    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
-    **dict.fromkeys(("head_dim", "global_head_dim", "dim_head", "d_head", "kv_channels"), 8),
-    **dict.fromkeys(("attention_head_size", "swa_head_dim"), 8),
-    **dict.fromkeys(("swa_num_attention_heads",), 4),
-    **dict.fromkeys(("swa_num_key_value_heads",), 2),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    "qk_head_dim": 16,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "o_lora_rank": 16,
-    "o_groups": 2,
-    "rotary_dim": 4,
-    "query_pre_attn_scalar": 8,
-    # windows, indexers
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), WINDOW),
-    **dict.fromkeys(("attention_window_size", "local_attention", "keep_window_size"), WINDOW),
-    **dict.fromkeys(("sliding_window_size", "local_attention_window_len"), WINDOW),
-    **dict.fromkeys(("rel_extent", "floor_scale", "log_scaling_n_floor"), WINDOW),
-    **dict.fromkeys(("block_size", "index_block_size", "mamba_chunk_size", "chunk_size"), WINDOW),
-    **dict.fromkeys(("local_attn_chunk_length", "lsh_attn_chunk_length"), WINDOW),
-    "original_max_position_embeddings": 16,
-    "index_topk": TOP_K,
-    "index_topk_blocks": 1,
-    "index_n_heads": 16,  # with few, scores tie at 0, and the order of ties depends on the length
-    "index_head_dim": 16,
-    # mixtures of experts
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
-    **dict.fromkeys(("moe_num_experts", "zero_expert_num"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("shared_experts_intermediate_size", "router_hidden_size"), 16),
-    **dict.fromkeys(("n_group", "num_expert_group"), 2),
-    "topk_group": 1,
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": 2,
-    "num_nextn_predict_layers": 0,
-    # recurrent layers
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
-    **dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4),
-    "mamba_d_ssm": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    "linear_num_heads": 4,
-    "attention_hidden_size": 32,
-    # vision, audio
-    **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel"), 32),
-    **dict.fromkeys(("nemo_conv_channels", "output_channels"), 32),
-    "mlp_dim": 48,
-    "image_size": 28,
-    "patch_size": 14,
-    "depth": 2,
-    "vision_output_dim": 32,
-    "num_position_embeddings": 16,
-    "vocab_size_per_layer_input": 0,  # see `tiny_config`
-    "hidden_size_per_layer_input": 8,
-    "global_attn_indexes": [1],
+# Value in a tiny config -> the fields that have it, where the family's default config sets them.
+# Windows, chunks and blocks are of 8 tokens. With fewer index heads scores would tie at 0, and the
+# order of ties depends on the length. 0: see `tiny_config`.
+_FIELDS: dict[float, str] = {
+    0: "vocab_size num_nextn_predict_layers vocab_size_per_layer_input",
+    0.2: "initializer_range init_std",
+    1: """
+        index_topk_blocks topk_group first_k_dense_replace num_dense_layers
+        moe_layer_start_index mamba_n_groups n_groups mamba_ngroups""",
+    2: """
+        num_key_value_heads num_kv_heads num_query_groups swa_num_key_value_heads o_groups
+        num_experts_per_tok num_experts_per_token moe_topk moe_k n_group num_expert_group
+        moe_layer_end_index linear_num_key_heads depth""",
+    4: """
+        num_attention_heads n_head n_heads num_heads decoder_attention_heads
+        encoder_attention_heads attention_heads num_encoder_attention_heads
+        num_decoder_attention_heads swa_num_attention_heads rotary_dim index_topk
+        num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num
+        mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank linear_num_value_heads
+        linear_num_heads""",
+    8: """
+        head_dim global_head_dim dim_head d_head kv_channels attention_head_size
+        swa_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim query_pre_attn_scalar
+        sliding_window attention_chunk_size window_size attention_window_size
+        local_attention keep_window_size sliding_window_size local_attention_window_len
+        rel_extent floor_scale log_scaling_n_floor block_size index_block_size
+        mamba_chunk_size chunk_size local_attn_chunk_length lsh_attn_chunk_length
+        mamba_d_state state_size ssm_state_size linear_key_head_dim linear_value_head_dim
+        linear_head_dim hidden_size_per_layer_input""",
+    14: "patch_size",
+    16: """
+        block_multiple_of ffn_round_up_to_multiple_of qk_head_dim kv_lora_rank q_lora_rank
+        o_lora_rank original_max_position_embeddings index_n_heads index_head_dim
+        moe_intermediate_size shared_expert_intermediate_size
+        moe_shared_expert_intermediate_size expert_ffn_hidden_size
+        shared_experts_intermediate_size router_hidden_size mamba_d_head mamba_head_dim
+        mamba_headdim num_position_embeddings""",
+    28: "image_size",
+    32: """
+        hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
+        output_embedding_size word_embed_proj_dim lru_width out_hidden_size
+        attention_hidden_size ext_pw_out_channel depthwise_separable_out_channel
+        nemo_conv_channels output_channels vision_output_dim""",
+    48: """
+        intermediate_size ffn_dim dff dim_ff d_inner n_inner decoder_ffn_dim encoder_ffn_dim
+        ffn_hidden_size feed_forward_size intermediate_size_mlp shared_intermediate_size
+        dense_intermediate_size mlp_dim""",
+    64: """
+        max_position_embeddings n_positions n_ctx max_seq_len model_max_length
+        context_length max_target_positions mamba_d_ssm""",
 }
-
-
-def tokenizer():
-    """The built-in tokenizer, by which the table's vocabulary is sized; made once."""
-    return _tokenizer()
+SIZES: dict[str, Any] = {name: size for size, names in _FIELDS.items() for name in names.split()}
+SIZES["global_attn_indexes"] = [1]
 
 
 @functools.cache
-def _tokenizer():
+def tokenizer():
+    """The built-in tokenizer, by which the table's vocabulary is sized."""
     return tiny_tokenizer()
 
 

@@ -17,9 +17,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import family_configs
 import torch
-from family_checks import difference, logits_of
+from family_checks import difference, load_published, logits_of
 from report import ROOT
 from safetensors import safe_open
 
@@ -54,6 +53,15 @@ RLHF = COMMON | {
     "actor_learning_rate": 1e-3,
     "critic_learning_rate": 1e-3,
 }
+# Column of the table -> the step's script and its flags.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("step1_sft", SUPERVISED),
+    "LoRA": ("step1_sft", SUPERVISED | {"lora_dim": 4}),
+    "ZeRO-3": ("step1_sft", SUPERVISED | {"zero_stage": 3}),
+    "reward": ("step2_reward", SUPERVISED | {"max_steps": 1}),
+    "PPO": ("step3_rlhf", RLHF),
+    "GRPO": ("step3_rlhf", RLHF | {"advantage_estimator": "grpo"}),
+}
 _WORDS = [f"word{number}" for number in range(24)]
 
 
@@ -83,32 +91,18 @@ class Runs:
         self.family, self.checkpoint, self.work = family, checkpoint, work
         self._logits: list[torch.Tensor] | None = None
 
-    def sft(self, name: str, **flags: Any) -> Path:
-        """Step 1; returns its folder."""
-        given = SUPERVISED | {"model_name_or_path": str(self.checkpoint)} | flags
-        return self._run("step1_sft", name, given)
-
-    def reward(self) -> Path:
-        """Step 2, a reward model."""
-        given = SUPERVISED | {"model_name_or_path": str(self.checkpoint), "max_steps": 1}
-        return self._run("step2_reward", "reward", given)
-
-    def ppo(self, reward: Path) -> Path:
-        """Step 3, PPO with critic and reward model; returns the actor's folder."""
-        models = {"actor_model_name_or_path": self.checkpoint, "critic_model_name_or_path": reward}
-        return self._run("step3_rlhf", "ppo", RLHF | models) / "actor"
-
-    def grpo(self) -> Path:
-        """Step 3, GRPO with a reward function; returns the actor's folder."""
-        given = RLHF | {
-            "actor_model_name_or_path": self.checkpoint,
-            "advantage_estimator": "grpo",
-            "reward_fn": [f"{self.work / 'rewards.py'}:score"],
-        }
-        return self._run("step3_rlhf", "grpo", given) / "actor"
-
-    def _run(self, step: str, name: str, given: dict[str, Any]) -> Path:
+    def run(self, name: str) -> Path:
+        """Run one of ``RUNS``; returns the folder of what it trained."""
+        step, given = RUNS[name]
         out = self.work / name
+        if step == "step3_rlhf":
+            given = given | {"actor_model_name_or_path": self.checkpoint}
+        else:
+            given = given | {"model_name_or_path": self.checkpoint}
+        if name == "PPO":
+            given |= {"critic_model_name_or_path": self.work / "reward"}
+        if name == "GRPO":
+            given |= {"reward_fn": [f"{self.work / 'rewards.py'}:score"]}
         files = {"data_path": [self.work / "train.jsonl"]}
         files |= {"eval_data_path": [self.work / "eval.jsonl"]}
         words = to_flags(given | files | {"output_dir": out})
@@ -121,7 +115,7 @@ class Runs:
             _quiet(),
         ):
             script(step).main()
-        return out
+        return out / "actor" if step == "step3_rlhf" else out
 
     def _keeping(self, save):
         """``save``, after the logits of what it saves have been kept."""
@@ -137,39 +131,27 @@ class Runs:
 
         return kept
 
-    def rlhf_gap(self, saved: Path) -> float:
-        """`reload_gap` of step 3's actor, or ``rollout/logprob_gap`` where that is larger."""
-        text = (saved.parent / "metrics.jsonl").read_text()
+    def rlhf_gap(self, name: str) -> float:
+        """Run step 3; the larger of its actor's `reload_gap` and ``rollout/logprob_gap``."""
+        text = (self.run(name).parent / "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines()]
         gaps = [line["rollout/logprob_gap"] for line in lines if "rollout/logprob_gap" in line]
-        return max(self.reload_gap(saved), *gaps)
+        return max(self.reload_gap(f"{name}/actor"), *gaps)
 
-    def reload_gap(self, saved: Path) -> float:
+    def reload_gap(self, saved: str) -> float:
         """Gap of logits between the module just saved and what transformers loads from ``saved``.
 
         Raises:
             ValueError: transformers finds missing or unexpected weights.
         """
         assert self._logits is not None
-        return difference(logits_of(load_published(self.family, saved)), self._logits)
+        return difference(logits_of(load_published(self.family, self.work / saved)), self._logits)
 
-    def name_differences(self, saved: Path) -> list[str]:
+    def name_differences(self, name: str) -> str:
         """Tensors, with shapes, of the saved folder or the checkpoint that the other lacks."""
-        before, after = stored(self.checkpoint), stored(saved)
-        return sorted(f"{n} {s}" for n, s in before.items() ^ after.items())
-
-
-def load_published(family: str, folder: Path) -> torch.nn.Module:
-    """What people load: the whole model. ``ValueError`` where weights do not match."""
-    config = family_configs.read_config(folder)
-    loader = family_configs.model_class(family, config)
-    model, info = loader.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, info[fault])):
-            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {keys[0]}")
-    if family == "llama4":  # NOTE: in 5.24 the whole's forward returns a field that it lacks
-        model = model.language_model
-    return model.eval()
+        before, after = stored(self.checkpoint), stored(self.work / name)
+        differ = sorted(f"{n} {s}" for n, s in before.items() ^ after.items())
+        return f"{name}: {len(differ)} differ, {differ[0]}" if differ else "ok"
 
 
 def stored(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                                    # every case, sides A to F
     python benchmarks/gpu.py --cases opt-1.3b gpt2 --sides C F graphs=on,lag=2 --rounds 5
     python benchmarks/gpu.py --cases kernels --kernels qkv up   # two of the kernels, one by one
-    python benchmarks/gpu.py --dry                              # counts, without a GPU
+    python benchmarks/gpu.py --dry                              # bytes and floors, without a GPU
 
 Models have random weights: nothing is downloaded. A side is a letter or a list of switches:
 
@@ -27,30 +27,22 @@ that cannot be captured is an error. One JSON line per case, ZeRO stage and side
   share_of_floor: floor / measured.
 - copy_tb_per_s, matmul_tflops: measured first. card, driver, versions, commit, command.
 
-By turns with them run transformers' generate, DeepSpeed's hybrid engine and vLLM (--others), where
-they can; a line on stderr names those that are skipped, and why.
+By turns with them run transformers' generate and vLLM (--others), where they can; a line on stderr
+names those that are skipped, and why.
 
 opt-13b-lora measures memory: GiB that are allocated after each phase, at most meanwhile, and
 reserved, and its seconds. train-1b is a case of iteration.py and has its fields. kernels times the
 operations of decode steps one by one, as Triton kernels, torch and inductor compute them: one line
 per operation and shape, with the fields of gpu_kernels.py.
 
---dry runs a decode step and a refresh of every rollout on fake tensors and counts operators, host
-reads, copies and bytes; of kernels it prints shapes, bytes and floors.
+--dry prints what needs no device: bytes and floors of every rollout and of every kernel's shapes.
 """
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import gpu_kernels
@@ -58,24 +50,24 @@ import torch
 from gpu_cases import CASES, OTHERS, SIDES, GpuCase, Side, parse_side
 from gpu_floor import Rates, card_rates, floor_ms, rollout_bytes
 from gpu_operations import OPERATIONS, operations
-from report import commit, note, rounded
-from rollout_workloads import MODELS, runs_blocks
+from report import environment, flags, note, rounded
+from rollout_workloads import MODELS
 from transformers.utils import logging as transformers_logging
 
-from dschat.config.errors import UserError, first_line
+from dschat.config.errors import first_line
 
 DRY_RATES = {"h200": Rates(4.3e12), "h100": Rates(3.0e12)}
-_LIBRARIES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "vllm")
 
 
 def main() -> None:
     args = parse()
     if not args.dry and not torch.cuda.is_available():
-        print("gpu.py: torch sees no CUDA device; --dry counts without one", file=sys.stderr)
+        print("gpu.py: torch sees no CUDA device; --dry needs none", file=sys.stderr)
         sys.exit(2)
     transformers_logging.set_verbosity_error()
     sides = {text: parse_side(text) for text in args.sides}
-    about = environment(args.commit)
+    device = torch.device("cpu" if args.dry else "cuda")
+    about = environment(device) | ({"commit": args.commit} if args.commit else {})
     rates = None if args.dry else card_rates(torch.device("cuda", 0))
     if rates is not None:
         about["copy_tb_per_s"] = rounded(rates.copy_bytes_per_s / 1e12)
@@ -85,10 +77,8 @@ def main() -> None:
         case = CASES[name].tiny() if args.tiny else CASES[name]
         case = replace(case, in_turns=case.in_turns or args.in_turns)
         head = {"benchmark": "gpu", "case": name, "dry": args.dry, "tiny": args.tiny}
-        if case.others:
-            head["others"] = case.others
         lines = (
-            count(name, case, sides, args.kernels)
+            count(name, case, args.kernels)
             if rates is None
             else measure(name, case, sides, args, rates)
         )
@@ -105,24 +95,19 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = flags(__doc__, rounds=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--sides", nargs="+", default=list(SIDES), metavar="SIDE")
     only = "only these of the case kernels"
     parser.add_argument("--kernels", nargs="+", choices=OPERATIONS, default=[], help=only)
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     loaded = "keep all sides of llama-7b and refresh-7b loaded, too: 50 GiB each"
     parser.add_argument("--in_turns", action="store_true", help=loaded)
-    parser.add_argument("--dry", action="store_true", help="count on fake tensors, time nothing")
+    parser.add_argument("--dry", action="store_true", help="bytes and floors, time nothing")
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows, to try it out")
     beside = "engines beside those of dschat: without a name none, left out all"
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help=beside)
     parser.add_argument("--commit", help="to record outside a git checkout")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds} must be at least 1")
     for side in args.sides:
         try:
             parse_side(side)
@@ -131,63 +116,19 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def environment(given_commit: str | None) -> dict[str, Any]:
-    """Card, driver, versions, commit and command."""
-    has_card = torch.cuda.is_available()
-    versions = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return {
-        "card": torch.cuda.get_device_name(0) if has_card else None,
-        "driver": _driver() if has_card else None,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": given_commit or commit(),
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DSCHAT_")},
-    }
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except OSError:
-        return None
-    return found.stdout.strip() or None
-
-
-def count(
-    name: str, case: GpuCase, sides: dict[str, Side], kernels: list[str]
-) -> Iterator[dict[str, Any]]:
+def count(name: str, case: GpuCase, kernels: list[str]) -> Iterator[dict[str, Any]]:
     """The lines of ``--dry``."""
     if case.kernels:
         yield from gpu_kernels.count(operations(case.kernels, kernels), DRY_RATES)
-        return
-    import gpu_dry
-
-    if case.rollout is None:
+    elif case.rollout is None:
         note(f"{name}: skipped, it has no rollout to count")
-        return
-    config, dtype = MODELS[case.rollout.model](), gpu_dry.DTYPE
-    floors: dict[str, Any] = rollout_bytes(config, case.rollout, dtype).fields()
-    for card, rates in DRY_RATES.items():
-        found = floor_ms(config, case.rollout, dtype, rates)
-        floors[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
-    for label, side in sides.items():
-        if side.decoder != "blocks" or not runs_blocks(case.rollout.model):
-            note(f"{name}: side {label} skipped, only steps of our decoder are counted")
-            continue
-        try:
-            counted = gpu_dry.count(name, case, side)
-        except UserError as reason:  # kernels without Triton
-            note(f"{name}: side {label} skipped, {reason}")
-            continue
-        yield {"side": label} | counted | floors
+    else:
+        config = MODELS[case.rollout.model]()
+        line: dict[str, Any] = rollout_bytes(config, case.rollout, torch.bfloat16)
+        for card, rates in DRY_RATES.items():
+            found = floor_ms(config, case.rollout, torch.bfloat16, rates)
+            line[f"floor_ms_{card}"] = {key: rounded(value) for key, value in found.items()}
+        yield line
 
 
 def measure(
@@ -195,7 +136,10 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """The lines of a case on the device."""
     if case.iteration:
-        yield from iteration_lines(name, case, args)
+        import iteration
+
+        sides_here = iteration.SIDES if args.others else iteration.SIDES[:1]
+        yield from iteration.measure(case.iteration, list(sides_here), args.rounds, args.tiny)
         return
     if case.kernels:
         chosen = operations(case.kernels, args.kernels)
@@ -208,23 +152,6 @@ def measure(
         yield gpu_sides.memory(case)
         return
     yield from gpu_sides.measure(name, case, sides, args.others, args.rounds, rates)
-
-
-def iteration_lines(name: str, case: GpuCase, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The lines of a case of `iteration.py`, whose sides have processes of their own."""
-    import iteration
-
-    found = iteration.find_case(case.iteration, args.tiny)
-    chosen = argparse.Namespace(
-        sides=list(iteration.SIDES if args.others else iteration.SIDES[:1]),
-        rounds=args.rounds,
-        tiny=args.tiny,
-        trl_python=sys.executable,
-    )
-    torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as folder:
-        iteration.in_new_process(iteration.write_models, found, Path(folder))
-        yield from iteration.measure(case.iteration, found, chosen, Path(folder))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from rollout_workloads import CASES as ROLLOUTS
@@ -13,8 +13,13 @@ from dschat.config.rollout import STEP_PARTS, VARIABLE
 from dschat.inference import SamplingParams
 
 # Engines of others, of gpu_others.py.
-OTHERS = ("generate", "hybrid-engine", "hybrid-engine-graphs", "vllm")
-_DECODERS = ("blocks", "module")
+OTHERS = ("generate", "vllm")
+_SWITCHES: dict[str, dict[str, object]] = {
+    "graphs": {"on": True, "off": False},
+    "kernels": {"all": STEP_PARTS, "none": ()},
+    "layout": {"copy": "copy", "zero_copy": "zero_copy"},
+    "decoder": {"table": "blocks", "module": "module"},
+}
 _STOP = 2  # a token that ends answers; a fake device draws 1
 
 
@@ -66,21 +71,17 @@ def parse_side(text: str) -> Side:
     changes: dict[str, object] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name == "graphs" and value in ("on", "off"):
-            changes[name] = value == "on"
-        elif value in {"layout": ("copy", "zero_copy"), "decoder": _DECODERS}.get(name, ()):
-            changes[name] = value
-        elif name == "kernels" and value in ("all", "none"):
-            changes[name] = STEP_PARTS if value == "all" else ()
+        if value in _SWITCHES.get(name, ()):
+            changes[name] = _SWITCHES[name][value]
         elif name == "kernels" and set(value.split("+")) <= set(STEP_PARTS):
             changes[name] = tuple(value.split("+"))
         elif name == "lag" and value.isdecimal():
             changes[name] = int(value)
         else:
+            switches = ", ".join(f"{key}={'|'.join(known)}" for key, known in _SWITCHES.items())
             raise ValueError(
-                f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor graphs=on|off, "
-                f"kernels=all|none|{'+'.join(STEP_PARTS)}, layout=copy|zero_copy, "
-                f"decoder={'|'.join(_DECODERS)} or lag=STEPS"
+                f"{part or text!r} is neither a side ({', '.join(SIDES)}) nor {switches}, "
+                f"kernels={'+'.join(STEP_PARTS)} or lag=STEPS"
             )
     return replace(Side(), **changes)
 
@@ -100,7 +101,7 @@ def sampling(case: Case, side: Side, new_tokens: int, seed: int) -> SamplingPara
 
 @dataclass(frozen=True)
 class GpuCase:
-    """One case. ``others``: published figures, with their source."""
+    """One case; docs/lab/gpu.md has the figures that others have published."""
 
     rollout: Case | None = None
     stages: tuple[int, ...] = ()  # of ZeRO, each measured by itself; (): nothing trains
@@ -110,7 +111,6 @@ class GpuCase:
     lora_rank: int = 0  # memory by phase, of an actor of which only adapters train
     iteration: str = ""  # measured by `iteration.py`: the name of its case
     kernels: tuple[Case, ...] = ()  # the operations of their decode steps, each by itself
-    others: dict[str, str] = field(default_factory=dict)
 
     def tiny(self) -> "GpuCase":
         """The same with a tiny model and few tokens."""
@@ -130,24 +130,8 @@ def _tiny(case: Case) -> Case:
 
 
 CASES = {
-    "opt-1.3b": GpuCase(
-        ROLLOUTS["opt-1.3b"],
-        stages=(2, 3),
-        trains=True,
-        others={
-            "rollout_ms": "DeepSpeed hybrid engine on an H100, ZeRO-2 (DeepSpeed#8271): "
-            "676.7 eager, 360.8 with CUDA graphs",
-            "iteration_ms": "the same: 812.8 and 503.5",
-        },
-    ),
-    "gpt2": GpuCase(
-        ROLLOUTS["gpt2"],
-        stages=(2,),
-        others={
-            "tokens_per_s": "on an H200 (DeepSpeed#8352): DeepSpeed hybrid engine 222, vLLM 767, "
-            "SGLang 965"
-        },
-    ),
+    "opt-1.3b": GpuCase(ROLLOUTS["opt-1.3b"], stages=(2, 3), trains=True),
+    "gpt2": GpuCase(ROLLOUTS["gpt2"], stages=(2,)),
     "llama-7b": GpuCase(ROLLOUTS["llama-7b"], in_turns=False),
     **{
         name: GpuCase(Case(name, 32, 256, 256, 32, needs_gpu=True), stages=(2,))

@@ -3,25 +3,27 @@
     pip install flashinfer-python
     python benchmarks/gpu_flashinfer.py
 
-Keys and values lie in pages of 32 tokens, shuffled, twice as many as the L2 cache holds; launches
-are replayed as a CUDA graph. Unlike the kernel here it gets rotated heads, and keys and values that
-are in the cache already. One JSON line per shape: microseconds of a launch (median of three), and
-the largest difference from SDPA in fp32, relative to the largest result. tensor_cores: of heads
-that share keys both ways are timed.
+Keys and values lie in pages of 32 tokens, shuffled; launches are timed as there. Unlike the kernel
+here it gets rotated heads, and keys and values that are in the cache already. One JSON line per
+shape: microseconds of a launch, of heads that share keys also by tensor cores, and the largest
+difference from SDPA in fp32, relative to the largest result.
 """
 
 import json
-import statistics
 from typing import Any
 
 import flashinfer
 import torch
 import torch.nn.functional as F
 from gpu_cases import CASES
+from gpu_kernels import Timed, num_copies
 from gpu_operations import DTYPE, DecodeAttention, operations
+from report import environment, figures, spread, take_turns
 from torch import Tensor
 
-PAGE, LAUNCHES, REPLAYS = 32, 48, 10
+from dschat.inference.requests.cuda_graphs import CudaCapture
+
+PAGE = 32
 DEVICE = torch.device("cuda", 0)
 
 
@@ -56,49 +58,39 @@ def expected(op: DecodeAttention, q: Tensor, cache: Tensor, pages: Tensor) -> Te
     return F.scaled_dot_product_attention(q.float().unsqueeze(2), k, v).squeeze(2)
 
 
-def measure(op: DecodeAttention, tensor_cores: bool) -> dict:
-    spec, rows = op.spec, op.rows
+def measure(op: DecodeAttention, capture: CudaCapture) -> dict:
+    """The fields of a line; heads that share keys are computed by tensor cores, too."""
+    spec, rows, copies = op.spec, op.rows, num_copies(op, DEVICE)
     room = -(-(op.case.prompt_tokens + op.case.new_tokens) // PAGE)
-    held = 2 * torch.cuda.get_device_properties(DEVICE).L2_cache_size
-    copies = min(max(-(-held // op.num_bytes), 2), 512)
     shape = rows * room, 2, PAGE, spec.num_kv_heads, spec.head_size
-    caches = [torch.randn(shape, device=DEVICE, dtype=DTYPE) for _ in range(copies)]
     q = torch.randn(rows, spec.num_heads, spec.head_size, device=DEVICE, dtype=DTYPE)
+    operands = [(q, torch.randn(shape, device=DEVICE, dtype=DTYPE)) for _ in range(copies)]
     table = torch.randperm(rows * room).view(rows, room)[:, : -(-op.keys // PAGE)]
     pages = table.to(DEVICE, torch.int32)
-    wrapper = decode(op, pages, tensor_cores)
-    wanted = expected(op, q, caches[0], pages)
-    difference = (wrapper.run(q, caches[0]).float() - wanted).abs().max() / wanted.abs().max()
-    launches = copies * -(-LAUNCHES // copies)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            wrapper.run(q, caches[i % copies])
-    us = []
-    for _ in range(4):  # the first one is a warm-up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        us.append(1e3 * start.elapsed_time(end) / (REPLAYS * launches))
+    wanted = expected(op, *operands[0], pages)
+    sides, differences = {}, {}
+    for tensor_cores in (False, True)[: 1 + (spec.num_kv_heads < spec.num_heads)]:
+        name = "tensor_cores" if tensor_cores else "flashinfer"
+        wrapper = decode(op, pages, tensor_cores)
+        apart = (wrapper.run(*operands[0]).float() - wanted).abs().max() / wanted.abs().max()
+        differences[name] = float(apart)
+        sides[name] = Timed(
+            lambda *given, run=wrapper.run: (run(*given),), operands, DEVICE, capture
+        )
+    results = take_turns(op.label, sides, 3, figures)
     return {
         "model": op.case.model,
         "shape": op.shape,
-        "tensor_cores": tensor_cores,
-        "us": round(statistics.median(us[1:]), 2),
-        "difference": float(difference),
+        "us": {side: spread([r["us"] for r in found[1:]]) for side, found in results.items()},
+        "difference": differences,
         "flashinfer": flashinfer.__version__,
-        "card": torch.cuda.get_device_name(DEVICE),
     }
 
 
 def main() -> None:
+    about, capture = environment(DEVICE), CudaCapture(required=True)
     for op in operations(CASES["kernels"].kernels, ["attention"]):
-        shares = op.spec.num_kv_heads < op.spec.num_heads
-        for tensor_cores in (False, True)[: 1 + shares]:
-            print(json.dumps(measure(op, tensor_cores)), flush=True)
+        print(json.dumps(about | measure(op, capture)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ of the floor is slightly too good.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -55,24 +55,6 @@ def card_rates(
     return Rates(copied, fastest)
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """What a rollout reads."""
-
-    step_weights: int
-    kv_per_token: int
-    decode_steps: int
-    kv_decode: int  # of all decode steps
-    states_decode: int  # of all decode steps
-
-    def fields(self) -> dict[str, int]:
-        """The fields of a line."""
-        return {
-            name if name == "decode_steps" else f"floor_{name}_bytes": value
-            for name, value in asdict(self).items()
-        }
-
-
 def weight_bytes(config: PretrainedConfig, rows: int, dtype: torch.dtype) -> int:
     """Bytes of weights that a decode step of ``rows`` sequences reads."""
     with torch.device("meta"):
@@ -106,7 +88,7 @@ def state_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return sum(state.nbytes for state in spec.states)
 
 
-def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> Bytes:
+def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> dict[str, int]:
     """What the rollout of ``case`` reads; all its sequences decode together."""
     assert case.samples == 1
     assert not case.ragged
@@ -115,7 +97,13 @@ def rollout_bytes(config: PretrainedConfig, case: Case, dtype: torch.dtype) -> B
     tokens = case.prompts * sum(case.prompt_tokens + i for i in range(1, steps + 1))
     states = steps * case.prompts * state_bytes(config, dtype)
     weights = weight_bytes(config, case.prompts, dtype)
-    return Bytes(weights, per_token, steps, tokens * per_token, states)
+    return {
+        "decode_steps": steps,
+        "floor_step_weights_bytes": weights,
+        "floor_kv_per_token_bytes": per_token,
+        "floor_kv_decode_bytes": tokens * per_token,  # of all decode steps
+        "floor_states_decode_bytes": states,  # of all decode steps
+    }
 
 
 def floor_ms(
@@ -123,14 +111,16 @@ def floor_ms(
 ) -> dict[str, float]:
     """Milliseconds of the rollout of ``case``, of its prefill, and of a mean decode step."""
     read = rollout_bytes(config, case, dtype)
-    prefill_s = read.step_weights / rates.copy_bytes_per_s
+    steps, step_weights = read["decode_steps"], read["floor_step_weights_bytes"]
+    prefill_s = step_weights / rates.copy_bytes_per_s
     if rates.matrix_flops_per_s:
         flops = case.prompts * prefill_flops(shape_of(on_meta(config)), case.prompt_tokens)
         prefill_s = max(prefill_s, flops / rates.matrix_flops_per_s)
-    decode_bytes = read.decode_steps * read.step_weights + read.kv_decode + read.states_decode
+    decode_bytes = steps * step_weights + read["floor_kv_decode_bytes"]
+    decode_bytes += read["floor_states_decode_bytes"]
     decode_s = decode_bytes / rates.copy_bytes_per_s
     return {
         "rollout": 1e3 * (prefill_s + decode_s),
         "prefill": 1e3 * prefill_s,
-        "step": 1e3 * decode_s / max(read.decode_steps, 1),
+        "step": 1e3 * decode_s / max(steps, 1),
     }

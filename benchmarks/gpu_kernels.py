@@ -102,7 +102,7 @@ def _line(
     capture: Capture | None,
     failed: list[str],
 ) -> Fields:
-    copies = _copies(operation, device)
+    copies = num_copies(operation, device)
     torch.manual_seed(0)
     operands = operation.operands(device, copies)
     runners, differences = _runners(operation, device, operands, sides, capture, failed)
@@ -122,17 +122,13 @@ def _line(
     }
 
 
-def _copies(operation: Operation, device: torch.device) -> int:
+def num_copies(operation: Operation, device: torch.device) -> int:
     """Copies of weights, or keys and values, that no cache holds; 1 of what a step just wrote."""
     if not operation.is_cold:
         return 1
     on_gpu = device.type == "cuda"
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
     return min(max(-(-2 * cache_bytes // operation.num_bytes), 2), _MOST_COPIES)
-
-
-class _WrongResults(RuntimeError):
-    pass
 
 
 def _runners(
@@ -142,13 +138,13 @@ def _runners(
     sides: Sequence[str],
     capture: Capture | None,
     failed: list[str],
-) -> tuple[dict[str, "_Timed"], dict[str, float | None]]:
+) -> tuple[dict[str, "Timed"], dict[str, float | None]]:
     """The sides that give torch's results, and how far each is from them (None: NaN).
 
-    Raises whatever torch raises. Other sides that fail are left out, and added to ``failed``;
-    inductor only if its results are wrong, since it need not be able to compile an operation.
+    Raises whatever torch raises. Other sides that fail are left out, and added to ``failed``, but
+    inductor, which need not be able to compile an operation.
     """
-    runners: dict[str, _Timed] = {}
+    runners: dict[str, Timed] = {}
     differences: dict[str, float | None] = {}
     expected: list[Tensor] = []
     pristine = tuple(x if x is None else x.clone() for x in operands[0])  # launches change them
@@ -162,14 +158,14 @@ def _runners(
                 apart = operation.difference(results, expected)
                 differences[side] = rounded(apart) if math.isfinite(apart) else None
                 if not apart <= operation.limit:  # NaN is not
-                    raise _WrongResults(f"differ by {apart:.3g}, more than {operation.limit:.3g}")
-            runners[side] = _Timed(launch, operands, device, capture)
+                    raise ValueError(f"differ by {apart:.3g}, more than {operation.limit:.3g}")
+            runners[side] = Timed(launch, operands, device, capture)
         except Exception as error:  # Triton's, inductor's and CUDA's have no type in common
             if side == "torch":
                 raise
-            reason = f"{type(error).__name__.lstrip('_')}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             note(f"{operation.label}: {side} left out: {reason}")
-            if side != "inductor" or isinstance(error, _WrongResults):
+            if side != "inductor":
                 failed.append(f"{operation.label} ({side})")
     return runners, differences
 
@@ -199,7 +195,7 @@ def _results(operation: Operation, launch: Launch, operands: Operands) -> list[T
 
 
 @dataclass
-class _Timed:
+class Timed:
     """A side's launches, over all operands in turn."""
 
     launch: Launch

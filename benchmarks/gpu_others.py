@@ -1,26 +1,23 @@
 """Other engines beside the sides of `gpu.py`, where they can run: else `Unavailable` says why.
 
-transformers' `generate`, DeepSpeed's hybrid engine without and with CUDA graphs, and vLLM. Their
-times are of the host's clock, after the device has finished.
+transformers' `generate` and vLLM. Times are of the host's clock, after the device has finished.
 """
 
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 from gpu_cases import GpuCase
 from gpu_floor import kv_bytes_per_token
 from report import clock
-from rollout_hybrid import make_engine
-from rollout_sides import GenerateSide, make_prompts
+from rollout_sides import GenerateSide
 from rollout_workloads import MODELS, Case
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import dschat.distributed as dist
 from dschat.config.errors import first_line
-from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
+from dschat.models.training_engine import evaluating
 
 
 class Unavailable(Exception):
@@ -28,19 +25,16 @@ class Unavailable(Exception):
 
 
 class Generate:
-    """transformers' `generate` on ``module``; ``owner``, an engine or the module, goes to eval."""
+    """transformers' `generate` on ``module``."""
 
-    def __init__(self, case: Case, module: nn.Module, owner: nn.Module | None = None) -> None:
+    def __init__(self, case: Case, module: nn.Module) -> None:
         module.generation_config.eos_token_id = None
-        self.owner, self.side = owner or module, GenerateSide(case, module, dist.device())
+        self.module, self.side = module, GenerateSide(case, module, dist.device())
 
     def run(self, seed: int) -> dict[str, float]:
-        trained = self.owner.training
-        self.owner.eval()
-        with torch.no_grad():
-            timing = self.side.run(seed)
-        self.owner.train(trained)
-        return {"rollout_ms": 1e3 * timing.wall_s, "tokens_per_s": timing.rates()["tokens_per_s"]}
+        with evaluating(self.module):
+            seconds = self.side.run(seed)
+        return {"rollout_ms": 1e3 * seconds, "tokens_per_s": self.side.case.answer_tokens / seconds}
 
 
 class VLLM:
@@ -66,8 +60,7 @@ class VLLM:
             seed=0,  # of the engine: requests with seeds of their own are drawn one by one
             enable_prefix_caching=False,  # each round has the same prompts
         )
-        ids = make_prompts(case, config.vocab_size).tolist()
-        self.prompts = [{"prompt_token_ids": prompt} for prompt in ids]
+        self.prompts = [{"prompt_token_ids": prompt} for prompt in case.make_prompts()]
 
     def run(self, seed: int) -> dict[str, float]:
         from vllm import SamplingParams
@@ -94,7 +87,7 @@ def _cache_bytes(case: Case) -> int:
 
 
 def make(name: str, case: GpuCase, module: nn.Module, stage: int) -> Generate | VLLM:
-    """Collective. One of `gpu_cases.OTHERS`; ``module``: the one in training, under ZeRO ``stage``.
+    """One of `gpu_cases.OTHERS`; ``module``: the one in training, under ZeRO ``stage``.
 
     Raises:
         Unavailable: it is not installed, cannot be built, or cannot run this case.
@@ -104,45 +97,12 @@ def make(name: str, case: GpuCase, module: nn.Module, stage: int) -> Generate | 
         raise Unavailable("measured under ZeRO-2 only")
     if name == "generate":
         return Generate(case.rollout, module)
-    if name == "vllm":
-        if find_spec("vllm") is None:
-            raise Unavailable("it is not installed")
-        return _built(lambda: VLLM(case.rollout))
-    if not case.stages:
-        raise Unavailable("the model does not train")
-    return _built(lambda: _hybrid_engine(case, graphs=name.endswith("-graphs")))
-
-
-def _hybrid_engine(case: GpuCase, graphs: bool) -> Generate:
-    rollout = case.rollout
-    assert rollout is not None
-    settings = {
-        "enabled": True,
-        "max_out_tokens": rollout.prompt_tokens + rollout.new_tokens,
-        "enable_cuda_graph": graphs,
-    }
-    zero = ZeroSettings(
-        2,
-        torch.bfloat16 if dist.device().type == "cuda" else torch.float32,
-        offload_optimizer=case.offload,
-        overrides={"hybrid_engine": settings},
-    )
-    engine = make_engine(rollout, zero)
-    if not engine._inference_containers:
-        raise Unavailable("it would run transformers' own layers")
-    if graphs and engine._decode_graphs is None:
-        raise Unavailable("it refuses CUDA graphs")
-    return Generate(rollout, unwrap(engine), engine)
-
-
-def _built(make_runner: Callable[[], Generate | VLLM]) -> Generate | VLLM:
-    """The runner, which has answered once."""
+    if find_spec("vllm") is None:
+        raise Unavailable("it is not installed")
     try:
-        runner = make_runner()
+        runner = VLLM(case.rollout)
         runner.run(seed=0)
         return runner
-    except Unavailable:
-        raise
     # Whatever a missing compiler, operator or architecture raises in another library.
     except Exception as error:
         raise Unavailable(f"{type(error).__name__}: {first_line(error)}") from error

@@ -4,29 +4,31 @@ Times are CUDA events around the work of one round; on a CPU, where tests run th
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from gpu_cases import SIDES, GpuCase, Side, sampling
 from gpu_floor import Rates, floor_ms, rollout_bytes
-from gpu_others import VLLM, Generate, Unavailable, make
+from gpu_others import Unavailable, make
 from report import clock, figures, note, rounded, spread, take_turns
-from rollout_hybrid import Side as HybridSide
-from rollout_hybrid import make_engine
 from rollout_sides import make_module
 from rollout_workloads import MODELS, Case, runs_blocks
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import dschat.distributed as dist
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.inference import Rollout, SamplingParams
+from dschat.hybrid.rollout_form import EngineRollout, ModuleRollout, RolloutSettings
+from dschat.inference import EngineConfig, Rollout
 from dschat.inference.requests.stats import DeviceSpan
 from dschat.models.heads import LanguageModel
 from dschat.models.long_rows import recompute_activations
+from dschat.models.lora import add_lora
 from dschat.models.training_engine import TrainingEngine, evaluating
-from dschat.runtime.deepspeed_engine import ZeroSettings, unwrap
+from dschat.runtime.deepspeed_engine import ZeroSettings, initialize_training, unwrap
 from dschat.supervised.loop import SFTTask, train_step
 
 Fields = dict[str, Any]
@@ -34,7 +36,10 @@ MOST_GAP = 0.1  # nats; rounding in bf16 gives hundredths
 
 
 class Rollouts:
-    """A `Side` of a case: rollouts of ``module``, and optimizer steps of ``engine`` on them."""
+    """A `Side` of a case: rollouts of ``module``, and optimizer steps of ``engine`` on them.
+
+    Every rollout gets a new version of the weights, so it includes a refresh.
+    """
 
     def __init__(
         self,
@@ -43,39 +48,50 @@ class Rollouts:
         module: nn.Module,
         stage: int,
         engine: TrainingEngine | None,
-        **settings: object,
+        **settings: Any,
     ) -> None:
-        self.side, self.case, self.engine = side, case, engine
+        self.side, self.case, self.module, self.engine = side, case, module, engine
+        config = module.get_base_model().config if hasattr(module, "peft_config") else module.config
         graphs = dist.device().type == "cuda" and side.graphs
-        settings = {"layout": side.layout, "cuda_graphs": graphs} | settings
+        sizes = EngineConfig(max_num_seqs=case.slots, max_seq_len=case.max_len, cuda_graphs=graphs)
         in_module = side.decoder == "module" or not runs_blocks(case.model)
+        form = partial(ModuleRollout, in_engine=True) if in_module else EngineRollout
+        settings |= {"layout": side.layout, "sharded": stage == 3}
         with side.active():
-            self.rollout = _SwitchedSide(case, module, stage, in_module=in_module, **settings)
-        self.rollout.switches = side
+            self.form = form(module, config, RolloutSettings(config.dtype, sizes, **settings))
+        self.prompts, self.version = case.make_prompts(), 0
+
+    def rollout(self, seed: int) -> Rollout:
+        """Collective. Answers by a new version of the weights."""
+        self.version += 1
+        with self.side.active():
+            self.generator = self.form.enter(self.version)
+            asked = sampling(self.case, self.side, self.case.new_tokens, seed)
+            rollout = self.generator.generate(self.prompts, asked)
+            self.form.leave()
+        return rollout
 
     def run(self, seed: int) -> dict[str, float]:
         """Milliseconds and bytes of a round: a refresh, a rollout, and the step that follows."""
         device = dist.device()
         before = _reset_peak(device)
         whole = DeviceSpan(device)
-        with self.side.active():
-            span = DeviceSpan(device)
-            self.rollout.refresh()
-            answers = self.rollout.generate(seed)
-            self.rollout.form.leave()
-            seconds = span.stop().seconds()
-            gap = {} if seed else {"logprob_gap": self._logprob_gap()}
-        stats, refresh = self.rollout.engine.stats, self.rollout.form.last_refresh
+        span = DeviceSpan(device)
+        rollout = self.rollout(seed)
+        seconds = span.stop().seconds()
+        stats, refresh = self.generator.stats, self.form.last_refresh
         measured = {
             "rollout_ms": 1e3 * seconds,
             "prefill_ms": 1e3 * stats.prefill_s,
             "step_ms": 1e3 * stats.decode_s / max(stats.decode_steps, 1),
-            "tokens_per_s": sum(map(len, answers)) / seconds,
+            "tokens_per_s": rollout.num_tokens / seconds,
             "refresh_ms": 1e3 * refresh.seconds,
             "refresh_bytes": refresh.num_bytes,
-        } | gap
+        }
+        if not seed:
+            measured["logprob_gap"] = self._logprob_gap(rollout)
         if self.engine is not None:
-            self.train(answers)
+            self.train(rollout)
             measured["iteration_ms"] = 1e3 * whole.stop().seconds()
         if device.type == "cuda":
             measured["resident_gib"] = before / 2**30
@@ -83,19 +99,19 @@ class Rollouts:
         return measured
 
     @torch.no_grad()
-    def _logprob_gap(self) -> float:
+    def _logprob_gap(self, rollout: Rollout) -> float:
         """Mean difference of the first answers' log-probs from the module's own, in nats.
 
         Raises:
             RuntimeError: it is larger than rounding can explain.
         """
-        side, gaps = self.rollout, []
+        gaps = []
         for prompt, ids, logprobs in zip(
-            side.prompts[:2], side.answers.token_ids, side.answers.logprobs, strict=False
+            self.prompts[:2], rollout.token_ids, rollout.logprobs, strict=False
         ):
-            tokens = torch.tensor([prompt + ids], device=dist.device())
-            with evaluating(side.module):
-                logits = side.module(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
+            tokens = torch.tensor([prompt + list(ids)], device=dist.device())
+            with evaluating(self.module):
+                logits = self.module(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
             expected = (logits / (self.case.temperature or 1)).log_softmax(-1)
             expected = expected.gather(1, tokens[0, len(prompt) :].unsqueeze(1)).squeeze(1)
             gaps.append((expected - torch.tensor(logprobs, device=expected.device)).abs())
@@ -104,34 +120,16 @@ class Rollouts:
             raise RuntimeError(f"log-probs of the rollout and of the module differ by {gap:.3g}")
         return gap
 
-    def train(self, answers: list[list[int]]) -> None:
+    def train(self, rollout: Rollout) -> None:
         """One optimizer step on the answers: forward, backward, AdamW."""
         rows = [
             {
-                "input_ids": prompt + answer,
-                "loss_mask": [i >= len(prompt) for i in range(len(prompt) + len(answer))],
+                "input_ids": prompt + list(answer),
+                "loss_mask": [False] * len(prompt) + [True] * len(answer),
             }
-            for prompt, answer in zip(self.rollout.prompts, answers, strict=True)
+            for prompt, answer in zip(self.prompts, rollout.token_ids, strict=True)
         ]
         train_step(self.engine, SFTTask(), rows, MicroBatchSize(len(rows)))
-
-
-class _SwitchedSide(HybridSide):
-    """`rollout_hybrid.Side` with the sampling of a `Side`; keeps the answers."""
-
-    switches = Side()
-    answers: Rollout
-
-    def generate(self, seed: int, new_tokens: int | None = None) -> list[list[int]]:
-        sampling = self.sampling(seed, new_tokens or self.case.new_tokens)
-        self.answers = self.engine.generate(self.prompts, sampling, self.indices)
-        return self.answers.token_ids
-
-    def sampling(self, seed: int, new_tokens: int) -> SamplingParams:
-        return sampling(self.case, self.switches, new_tokens, seed)
-
-
-Runner = Rollouts | Generate | VLLM
 
 
 def _reset_peak(device: torch.device) -> int:
@@ -157,10 +155,14 @@ def measure(
         module, engine = _actor(case, stage)
         names = [*sides, *others]
         for group in [names] if case.in_turns else [[name] for name in names]:
-            runners: dict[str, Runner] = {}
+            runners: dict[str, Any] = {}
             for one in group:
                 try:
-                    runners[one] = _runner(one, case, sides, module, stage, engine)
+                    if one in sides:
+                        trained = engine if case.trains else None
+                        runners[one] = Rollouts(sides[one], case.rollout, module, stage, trained)
+                    else:
+                        runners[one] = make(one, case, module, stage)
                 except Unavailable as reason:
                     note(f"{label}: {one} skipped, {reason}")
             results = take_turns(label, runners, rounds, figures)
@@ -202,17 +204,29 @@ def memory(case: GpuCase) -> Fields:
 
     zero = ZeroSettings(2, torch.bfloat16 if device.type == "cuda" else torch.float32)
     with phase("load"):
-        engine = make_engine(case.rollout, zero, case.lora_rank, recomputing)
+        engine = make_engine(case.rollout, zero, recomputing, case.lora_rank)
     with phase("allocate the cache"):
         made = Rollouts(side, case.rollout, unwrap(engine), 2, engine, frozen_base=True)
     for number in range(2):
-        with phase(f"rollout {number}"), side.active():
-            made.rollout.refresh()
-            answers = made.rollout.generate(number)
-            made.rollout.form.leave()
+        with phase(f"rollout {number}"):
+            rollout = made.rollout(number)
         with phase(f"step {number}"):
-            made.train(answers)
+            made.train(rollout)
     return line
+
+
+def make_engine(
+    case: Case, zero: ZeroSettings, wrap: Callable[[nn.Module], nn.Module], lora_rank: int = 0
+) -> TrainingEngine:
+    """Collective. The case's model under DeepSpeed, with random weights; with ``lora_rank`` only
+    adapters train.
+    """
+    torch.manual_seed(0)
+    with dist.device():
+        module = AutoModelForCausalLM.from_config(MODELS[case.model](), dtype=zero.dtype)
+    if lora_rank:
+        module = add_lora(module, lora_rank, 0.0, ["all-linear"], True, "--actor_lora_modules")
+    return initialize_training(wrap(module), zero, 1e-5, 0.0, [0.9, 0.95], "constant", 0, 1)
 
 
 def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]:
@@ -221,22 +235,8 @@ def _actor(case: GpuCase, stage: int) -> tuple[nn.Module, TrainingEngine | None]
     if not case.stages:
         return make_module(case.rollout, dist.device(), dtype), None
     zero = ZeroSettings(stage, dtype, offload_optimizer=case.offload)
-    engine = make_engine(case.rollout, zero, wrap=LanguageModel)
+    engine = make_engine(case.rollout, zero, LanguageModel)
     return unwrap(engine), engine
-
-
-def _runner(
-    name: str,
-    case: GpuCase,
-    sides: dict[str, Side],
-    module: nn.Module,
-    stage: int,
-    engine: TrainingEngine | None,
-) -> Runner:
-    assert case.rollout is not None
-    if name not in sides:
-        return make(name, case, module, stage)
-    return Rollouts(sides[name], case.rollout, module, stage, engine if case.trains else None)
 
 
 def _summary(case: GpuCase, rounds: list[dict[str, float]], rates: Rates) -> Fields:
@@ -247,7 +247,7 @@ def _summary(case: GpuCase, rounds: list[dict[str, float]], rates: Rates) -> Fie
     config = MODELS[case.rollout.model]()
     floor = floor_ms(config, case.rollout, dtype, rates)
     line["floor_ms"] = {key: rounded(value) for key, value in floor.items()}
-    line |= rollout_bytes(config, case.rollout, dtype).fields()
+    line |= rollout_bytes(config, case.rollout, dtype)
     line["share_of_floor"] = {
         key: rounded(floor[key] / line[f"{key}_ms"]["median"])
         for key in ("rollout", "step")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from rollout_workloads import MODELS as ROLLOUT_MODELS
-from rollout_workloads import llama, opt
+from rollout_workloads import llama
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig
@@ -22,31 +22,19 @@ PAD, EOS, UNK = range(3)
 FIRST_ID = 3  # of the ids that rows are drawn from
 SCHEDULE_STEPS = 1000  # of the learning rate: nearly constant over a measurement
 
-
-def _qwen3_5() -> PretrainedConfig:
-    """Three gated delta nets of four layers."""
-    from transformers import Qwen3_5TextConfig  # of transformers 5
-
-    return Qwen3_5TextConfig(
-        vocab_size=32_000,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    )
-
-
 MODELS = {
-    "opt-125m": lambda: OPTConfig(vocab_size=32_000, dropout=0.0),
-    "llama-384x6": ROLLOUT_MODELS["llama-384x6"],
+    **ROLLOUT_MODELS,
+    "opt-125m": lambda: OPTConfig(vocab_size=32_000),
     "llama-256x4": lambda: llama(256, 4, 4, 688, 150_000),
-    "llama-7b": ROLLOUT_MODELS["llama-7b"],
+    "llama-40m": lambda: LlamaConfig(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=8192,
+        max_position_embeddings=2**16,
+    ),
     "llama-1b": lambda: LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
@@ -56,13 +44,6 @@ MODELS = {
         vocab_size=128_256,
         tie_word_embeddings=True,
     ),
-    "qwen3_5-384x8": _qwen3_5,
-    "opt-13b": ROLLOUT_MODELS["opt-13b"],
-    "opt-350m": lambda: opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
-    "opt-tiny": lambda: opt(
-        32, 2, 2, ffn_dim=64, vocab_size=256, max_position_embeddings=128, dropout=0.0
-    ),
-    "llama-tiny": lambda: llama(32, 2, 2, 64, 256),
 }
 
 
@@ -96,7 +77,7 @@ class Case:
     stages: tuple[int, ...] = (2,)  # of ZeRO; each is a side of its own
     logits: int = 0  # tokens x vocabulary of a micro-batch, where memory is the question
     needs_gpu: bool = False
-    scorer: str = ""  # model of critic and reward; default: the actor's
+    is_shared: bool = False  # the ranks compute each row together
 
     @property
     def is_rlhf(self) -> bool:
@@ -105,7 +86,7 @@ class Case:
     @property
     def in_turns(self) -> bool:
         """Whether the sides stay loaded and take turns; else one runs after the other."""
-        return not self.needs_gpu and not self.logits
+        return not self.needs_gpu and not self.logits and not self.is_shared
 
     @property
     def max_prompt(self) -> int:
@@ -116,20 +97,20 @@ class Case:
     def max_len(self) -> int:
         return self.prompt.high + self.answer.high
 
-    def config(self, model: str = "") -> PretrainedConfig:
-        config = MODELS[model or self.model]()
+    def config(self) -> PretrainedConfig:
+        config = MODELS[self.model]()
         config.pad_token_id, config.eos_token_id, config.bos_token_id = PAD, EOS, None
+        config.dropout = 0.0  # of OPT
         return config
 
     def tiny(self) -> "Case":
         """The same with a tiny model and at most 16 tokens of prompt and answer each."""
         return replace(
             self,
-            model="opt-tiny" if self.model.startswith("opt") else "llama-tiny",
-            rows=4,
+            model="opt-tiny" if self.model.startswith("opt") else "llama3-tiny",
+            rows=1 if self.is_shared else 4,
             micro_batch=4,
             samples=min(self.samples, 2),
-            scorer="",
             prompt=Lengths(3, 16),
             answer=Lengths(2, 16),
             logits=0,
@@ -143,7 +124,6 @@ _PPO = Case("ppo", "opt-125m", 16, Lengths(15, 60), Lengths(16, 64))
 CASES = {
     "ppo": _PPO,
     "grpo-prefix": Case("grpo", "llama-384x6", 8, Lengths(256, 256), Lengths(16, 64), samples=8),
-    "grpo-states": Case("grpo", "qwen3_5-384x8", 8, Lengths(256, 256), Lengths(16, 64), samples=8),
     "sft": Case("sft", "llama-384x6", 16, _PROMPT, _ANSWER),
     "rm": Case("rm", "llama-384x6", 16, _PROMPT, _ANSWER),
     "dpo": Case("dpo", "llama-384x6", 16, _PROMPT, _ANSWER),
@@ -151,17 +131,18 @@ CASES = {
     "vocab-150k": Case(
         "sft", "llama-256x4", 16, Lengths(1, 1), Lengths(511, 511), logits=16 * 512 * 150_000
     ),
+    **{
+        f"row-{kilo}k-{ranks}": Case(
+            *("sft", "llama-40m", 1, Lengths(1024 * kilo - 256, 1024 * kilo - 256)),
+            answer=Lengths(256, 256),
+            ranks=ranks,
+            stages=(0,),
+            is_shared=True,
+        )
+        for kilo in (4, 16, 64)
+        for ranks in (1, 2)
+    },
     "zero3": replace(_PPO, rows=8, micro_batch=8, ranks=2, stages=(3, 2)),
-    "openrlhf-7b": Case(
-        "ppo",
-        "llama-7b",
-        128,
-        Lengths(1024, 1024),
-        Lengths(1024, 1024),
-        micro_batch=8,
-        stages=(3,),
-        needs_gpu=True,
-    ),
     "train-1b": Case(
         "sft", "llama-1b", 46, _PROMPT, _ANSWER, 1, 46, logits=46 * 512 * 128_256, needs_gpu=True
     ),
@@ -208,16 +189,12 @@ def supervised_rows(case: Case, number: int, rank: int) -> list[dict[str, Any]]:
 
 def parity_reward(answers: list[str]) -> list[float]:
     """The reward function of ``grpo``: the share of even ids in an answer's text."""
-    return [_share_of_even([int(word[1:]) for word in answer.split()]) for answer in answers]
+    return parity_scores([[int(word[1:]) for word in answer.split()] for answer in answers])
 
 
 def parity_scores(answers: list[list[int]]) -> list[float]:
     """`parity_reward` of ids."""
-    return [_share_of_even(answer) for answer in answers]
-
-
-def _share_of_even(ids: list[int]) -> float:
-    return sum(i % 2 == 0 for i in ids) / len(ids)
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in answers]
 
 
 # -- models and settings ---------------------------------------------------------------------------
@@ -249,9 +226,6 @@ def write_models(case: Case, folder: Path) -> None:
         classes["reward"] = AutoModelForSequenceClassification
         config.num_labels = 1
     for name, auto in classes.items():
-        if name == "reward" and case.scorer:
-            config = case.config(case.scorer)
-            config.num_labels = 1
         with device():
             model = auto.from_config(config, dtype=dtype)
         model.save_pretrained(folder / name)
@@ -261,11 +235,6 @@ def write_models(case: Case, folder: Path) -> None:
 def rlhf_config(case: Case, folder: Path, stage: int, **changes: Any) -> RLHFConfig:
     """Step 3's flags: the defaults, but for sizes, ZeRO and DeepSpeed-Chat's plain advantages."""
     reward = str(folder / "reward") if case.task == "ppo" else ""
-    memory = {
-        "actor_gradient_checkpointing": True,
-        "critic_gradient_checkpointing": True,
-        "offload": ["auto"] if case.ranks < 8 else None,
-    }
     config = RLHFConfig(
         actor_model_name_or_path=str(folder / "actor"),
         critic_model_name_or_path=reward,
@@ -278,7 +247,6 @@ def rlhf_config(case: Case, folder: Path, stage: int, **changes: Any) -> RLHFCon
         per_device_training_batch_size=case.micro_batch,
         actor_zero_stage=stage,
         critic_zero_stage=stage,
-        **(memory if case.needs_gpu else {}),
         **changes,
     )
     config.validate_models()
@@ -293,6 +261,8 @@ def supervised_config(case: Case, folder: Path, stage: int, **changes: Any) -> S
         "per_device_train_batch_size": case.micro_batch,
         "zero_stage": stage,
     }
+    if case.is_shared:
+        given |= {"gradient_checkpointing": True, "sequence_parallel_size": case.ranks}
     if case.task == "sft":
         return SFTConfig(**given, **changes)
     return RewardConfig(loss="dpo" if case.task == "dpo" else "pairwise", **given, **changes)

@@ -1,6 +1,5 @@
 """dschat's sides of `iteration.py`, through its public API with default flags."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import dschat.distributed as dist
 from dschat import DeepSpeedPPOTrainer, DeepSpeedRLHFEngine
 from dschat.config.steps import SupervisedConfig
 from dschat.data.micro_batches import MicroBatchSize
-from dschat.hybrid.rollout_form import Refresh, RolloutForm
+from dschat.hybrid.rollout_form import RolloutForm
 from dschat.inference.protocol import Answered, Generator, Rollout, SamplingParams
 from dschat.models.heads import ScoreModel
 from dschat.models.packing import pack
@@ -45,22 +44,12 @@ class ForcedRollout:
         self.answers: list[list[int]] = []
         self.logprobs: list[list[float]] = []
 
-    @property
-    def last_refresh(self) -> Refresh:
-        return self._form.last_refresh
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._form, name)
 
     def enter(self, version: int) -> Generator:
         self._generator = self._form.enter(version)
         return self
-
-    def leave(self) -> None:
-        self._form.leave()
-
-    def filled_from(self, stream: Iterable[Any]) -> Generator:
-        return self._form.filled_from(stream)
-
-    def describe(self) -> str:
-        return self._form.describe()
 
     def generate(
         self,
@@ -138,10 +127,14 @@ class SupervisedSide:
         self.case = case
         config = supervised_config(case, folder, stage, **flags)
         self.engine, self.task = make_task(case, config)
-        self.size = MicroBatchSize(config.per_device_train_batch_size)
+        self.size = MicroBatchSize(
+            config.per_device_train_batch_size, ranks=config.sequence_parallel_size
+        )
 
     def run(self, number: int) -> Measured:
         rows = supervised_rows(self.case, number, dist.rank())
+        if self.case.is_shared and not dist.is_main_process():
+            rows = []
         device = dist.device()
         started = clock(device)
         metrics, _ = loop.train_step(self.engine, self.task, rows, self.size)

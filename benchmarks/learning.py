@@ -10,20 +10,18 @@ Both sides start from the same SFT model (step 1 of the recipe, trained once int
 get the same prompts in the same order, the same reward function and the recipe's settings of step 3
 (flags of step 3 given here override them): samples, learning rate, Adam, batches, clip range, KL,
 loss aggregation, sampling. Settings that affect only TRL's speed are chosen for speed: no gradient
-checkpointing, fp32; the side trl_continuous also generates with transformers' continuous batching,
-and trl_defaults keeps TRL's defaults. Both run on the CPU, each in its own process, in turn, once
-per seed.
+checkpointing, fp32; the side trl_continuous also generates with transformers' continuous batching.
+Both run on the CPU, each in its own process, in turn, once per seed.
 
 The clock starts when everything is loaded. Weights are saved every --snapshot_every rollouts with
 the clock stopped; afterwards one engine answers the held-out prompts with the weights of both
-sides, at the temperature of training. Without TRL, only dschat is measured. One JSON line per side
-goes to stdout:
+sides, at the temperature of training. One JSON line per side goes to stdout:
 
 - curve: samples drawn, seconds, held-out accuracy; medians over the seeds.
-- target: samples and seconds until the accuracy is --target, interpolated between two snapshots;
-  null if a seed does not reach it.
-- step_s: seconds of a rollout and its updates, and of its parts: generate (decoding to text
-  included), score (old log-probs, reward, advantages), train.
+- samples_to_target, seconds_to_target: until the accuracy is --target, interpolated between two
+  snapshots; null if a seed does not reach it.
+- step_s: seconds of a rollout and its updates, and of its parts: generate_s (decoding to text
+  included), score_s (old log-probs, reward, advantages), train_s.
 - ratio: this side / dschat with the same seed: seconds, and samples and seconds to the target.
 
 With --replay, TRL trains on the answers that dschat drew instead of its own, with one optimizer
@@ -33,6 +31,8 @@ step per rollout; relative_difference is |dschat's weights - TRL's| / |dschat's 
 import argparse
 import json
 import os
+import shlex
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -41,25 +41,20 @@ from typing import Any
 
 import torch
 from learning_curves import Run, ratio, summary
-from learning_judge import Judge
-from learning_settings import (
-    TRL_SIDES,
-    check_comparable,
-    described,
-    dschat_settings,
-    trl_settings,
-)
-from learning_task import RESULT, Task, snapshot_path
-from report import ROOT, environment, note, rounded
+from learning_settings import TRL_SIDES, check_comparable, dschat_settings, trl_settings
+from learning_task import RESULT, Task, exact_match, snapshot_path
+from report import ROOT, environment, flags, note, positive, rounded
 from safetensors.torch import load_file
 
 from dschat.config import RLHFConfig, UserError, parser
-from dschat.data.batches import PromptBatches
+from dschat.data.batches import PromptBatches, prompts_of
 from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import entrypoint
+from dschat.inference import InferenceEngine, SamplingParams
 from dschat.launch.recipe import load_recipe
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.tokenizer import load_tokenizer
+from dschat.runtime.gold_eval import EVAL_SEED
 
 DSCHAT = "dschat"
 SIDES = (DSCHAT, *TRL_SIDES)
@@ -73,7 +68,7 @@ def main() -> None:
     tokenizer = load_tokenizer(sft, "--sft_model")
     train, held_out = prompt_dataset(config, tokenizer, "both")
     common = environment(torch.device("cpu"))
-    common |= {"recipe": args.recipe, "settings": described(config)}
+    common |= {"recipe": args.recipe, "command": shlex.join(sys.argv)}
     if args.replay:
         result = replay(config, tokenizer, train, out, args)
         print(json.dumps({"benchmark": "learning", "side": "replay"} | common | result), flush=True)
@@ -95,7 +90,7 @@ def main() -> None:
             )
     for side, side_runs in runs.items():
         line = {"benchmark": "learning", "side": side} | common | side_runs[0].about
-        line |= {"seeds": args.seeds} | summary(side_runs, args.target)
+        line |= {"seeds": args.seeds, "target": args.target} | summary(side_runs, args.target)
         if side != DSCHAT and DSCHAT in runs:
             line["ratio"] = ratio(side_runs, runs[DSCHAT], args.target)
         print(json.dumps(line), flush=True)
@@ -107,39 +102,30 @@ def parse() -> tuple[argparse.Namespace, RLHFConfig]:
     Raises:
         UserError: invalid flags, or settings that TRL does not have.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # --seed is a flag of step 3, not short for --seeds
-    )
+    parser = flags(__doc__)
+    parser.allow_abbrev = False  # --seed is a flag of step 3, not short for --seeds
     parser.add_argument("--recipe", default="arithmetic")
     parser.add_argument("--output_dir", default="output/learning")
     parser.add_argument("--sft_model", help="folder to start from; default: the recipe's step 1")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[DSCHAT, "trl"])
     parser.add_argument("--trl_python", default=sys.executable, help="Python interpreter with TRL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--snapshot_every", type=int, default=5, help="rollouts per snapshot")
-    parser.add_argument("--eval_samples", type=int, default=4, help="answers per held-out prompt")
+    parser.add_argument("--snapshot_every", type=positive, default=5, help="rollouts per snapshot")
+    parser.add_argument(
+        "--eval_samples", type=positive, default=4, help="answers per held-out prompt"
+    )
     parser.add_argument("--target", type=float, default=0.8, help="accuracy to reach")
     parser.add_argument("--threads", type=int, help="CPU threads of each side; default: torch's")
     parser.add_argument("--replay", action="store_true", help="compare updates, not speed")
-    args, flags = parser.parse_known_args()
-    config = settings(args.recipe, flags, one_step=args.replay)
-    for name in ("snapshot_every", "eval_samples"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)} must be at least 1")
-    if any(side != DSCHAT for side in args.sides) and not has_trl(args.trl_python):
-        if args.replay:
-            raise UserError(f"--replay needs TRL in {args.trl_python}: pip install trl")
-        note(f"no TRL in {args.trl_python} (pip install trl): only dschat is measured")
-        args.sides = [DSCHAT]
+    args, others = parser.parse_known_args()
+    config = settings(args.recipe, others, one_step=args.replay)
     return args, config
 
 
-def settings(recipe: str, flags: list[str], one_step: bool) -> RLHFConfig:
+def settings(recipe: str, words: list[str], one_step: bool) -> RLHFConfig:
     """The settings of both sides; ``one_step``: one optimizer step per rollout."""
     given = load_recipe(recipe, ROOT / "training" / "recipes").values[3]
-    given |= parser.given(RLHFConfig, flags)
+    given |= parser.given(RLHFConfig, words)
     # Both sides use the reward function of the task.
     given |= {"reward_fn": ["exact_match"], "reward_args": None}
     given |= {"actor_model_name_or_path": "the SFT model", "reward_model_name_or_path": ""}
@@ -154,12 +140,59 @@ def settings(recipe: str, flags: list[str], one_step: bool) -> RLHFConfig:
     return config
 
 
-def has_trl(python: str) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
-    try:
-        return subprocess.run([python, "-c", code]).returncode == 0
-    except OSError as error:
-        raise UserError(f"--trl_python {python}: {error.strerror}; name an interpreter") from None
+# -- judging -------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Answers every held-out prompt ``num_samples`` times, sampled as in training.
+
+    ``model``: the folder that all sides start from; ``held_out``: a table of `prompt_dataset` with
+    a column ``reference``.
+    """
+
+    def __init__(
+        self, model: str, config: RLHFConfig, tokenizer: Any, held_out: Any, num_samples: int
+    ) -> None:
+        prompts = prompts_of([held_out[i] for i in range(len(held_out))])
+        self._ids, self._tokenizer = list(prompts), tokenizer
+        self._references = [
+            str(r) for r in prompts.columns["reference"] for _ in range(num_samples)
+        ]
+        self._engine = InferenceEngine.from_pretrained(
+            model,
+            max_num_seqs=256,
+            max_seq_len=config.max_prompt_seq_len + config.max_answer_seq_len,
+        )
+        self._sampling = SamplingParams(
+            max_new_tokens=config.max_answer_seq_len,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            seed=EVAL_SEED,
+            n=num_samples,
+        )
+
+    def accuracy(self, snapshot: Path | None = None) -> float:
+        """Share of right answers with the weights in ``snapshot``; None: with those loaded now."""
+        if snapshot is not None:
+            self._engine.weights.load(load_file(snapshot).items())
+        rollout = self._engine.generate(self._ids, self._sampling)
+        answers = self._tokenizer.batch_decode(rollout.token_ids, skip_special_tokens=True)
+        return statistics.mean(exact_match(answers, self._references))
+
+
+def judged(record: dict, task: Task, folder: Path, judge: Judge, start: float) -> Run:
+    """A run with the accuracy of each of its snapshots; deletes the snapshots."""
+    points, seconds = [(0, 0.0, start)], 0.0
+    for number, row in enumerate(record["rows"], 1):
+        seconds += row["step"]
+        path = snapshot_path(folder, number)
+        if path.exists():
+            samples = number * task.prompts_per_rollout * task.samples_per_prompt
+            points.append((samples, seconds, judge.accuracy(path)))
+            path.unlink()
+    return Run(points, record["rows"], record["about"])
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -222,19 +255,6 @@ def run_side(task: Task, side: str, folder: Path, args: argparse.Namespace) -> d
     if subprocess.run(command, env=variables, stdout=sys.stderr).returncode:
         sys.exit(f"{side} failed; see its output above")
     return json.loads((folder / RESULT).read_text())
-
-
-def judged(record: dict, task: Task, folder: Path, judge: Judge, start: float) -> Run:
-    """A run with the accuracy of each of its snapshots; deletes the snapshots."""
-    points, seconds = [(0, 0.0, start)], 0.0
-    for number, row in enumerate(record["rows"], 1):
-        seconds += row["step"]
-        path = snapshot_path(folder, number)
-        if path.exists():
-            samples = number * task.prompts_per_rollout * task.samples_per_prompt
-            points.append((samples, seconds, judge.accuracy(path)))
-            path.unlink()
-    return Run(points, record["rows"], record["about"])
 
 
 def replay(

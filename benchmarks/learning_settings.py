@@ -8,12 +8,9 @@ from typing import Any
 
 from dschat.config import RLHFConfig, UserError
 
-# Defaults of TRL that are slow on a CPU; the side "trl_defaults" keeps them.
-_FOR_SPEED = {"gradient_checkpointing": False, "bf16": False}
 TRL_SIDES: dict[str, dict[str, Any]] = {
-    "trl": _FOR_SPEED,
-    "trl_continuous": _FOR_SPEED | {"use_transformers_continuous_batching": True},
-    "trl_defaults": {},
+    "trl": {},
+    "trl_continuous": {"use_transformers_continuous_batching": True},
 }
 
 _SCALES = {"grpo": "group", "dr_grpo": "none"}  # advantage_estimator -> scale_rewards
@@ -97,6 +94,9 @@ def trl_settings(config: RLHFConfig, side: str = "trl") -> dict[str, Any]:
         "adam_beta2": config.adam_betas[1],
         "weight_decay": config.actor_weight_decay,
         "max_grad_norm": config.max_grad_norm,
+        # TRL's defaults are slow on a CPU
+        "gradient_checkpointing": False,
+        "bf16": False,
         # no files, no reports
         "use_cpu": True,
         "save_strategy": "no",
@@ -105,13 +105,3 @@ def trl_settings(config: RLHFConfig, side: str = "trl") -> dict[str, Any]:
         "disable_tqdm": True,
     }
     return settings | TRL_SIDES[side]
-
-
-def described(config: RLHFConfig) -> dict[str, Any]:
-    """Settings that differ from step 3's defaults, except models."""
-    default = asdict(RLHFConfig())
-    return {
-        name: value
-        for name, value in asdict(config).items()
-        if value != default[name] and not name.endswith("_or_path")
-    }

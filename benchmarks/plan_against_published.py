@@ -127,16 +127,6 @@ class Trained:
     sequences: int = SEQUENCES
 
 
-def chat_fleet(row: Trained, shares: Shares) -> Fleet:
-    return Fleet(DEVICES[row.gpu], row.count, min(row.count, 8), shares)
-
-
-def chat_actor(row: Trained) -> Model:
-    shape = SHAPES[row.model]
-    zero = ZeroSettings(3 if row.count > 1 else 2, FP16, offload_optimizer=row.offload)
-    return model_of(shape, zero, trained=adapters(shape, LORA) if shape.hidden >= 5120 else None)
-
-
 def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
     """Seconds of one step of a row; every sequence is 256 + 256 tokens, one epoch.
 
@@ -144,7 +134,9 @@ def deepspeed_chat_s(row: Trained, shares: Shares) -> float:
     one GPU), gradient checkpointing, LoRA of rank 128 from 13B on, OPT-350M as reward model and
     critic under the same rows. Steps 1 and 2: a half as many examples as step 3, and as many pairs.
     """
-    fleet, actor = chat_fleet(row, shares), chat_actor(row)
+    fleet, shape = Fleet(DEVICES[row.gpu], row.count, min(row.count, 8), shares), SHAPES[row.model]
+    zero = ZeroSettings(3 if row.count > 1 else 2, FP16, offload_optimizer=row.offload)
+    actor = model_of(shape, zero, trained=adapters(shape, LORA) if shape.hidden >= 5120 else None)
     plain = ZeroSettings(0, torch.float32)  # stage 0, which dschat itself has for fp32 only
     critic = model_of(SHAPES["opt-350m"], plain, "score", None, row.step == 3)
     if row.step != 3:

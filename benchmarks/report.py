@@ -2,23 +2,46 @@
 libraries and machine for its JSON lines.
 """
 
+import argparse
+import os
 import platform
+import shlex
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 
 import dschat.distributed as dist
 
 K = TypeVar("K")
 ROOT = Path(__file__).resolve().parent.parent
+_DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+
+
+def flags(docstring: str, rounds: int = 0) -> argparse.ArgumentParser:
+    """A parser that prints ``docstring``; with ``rounds``, the default, it has --rounds."""
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if rounds:
+        times = "measurements of each side"
+        parser.add_argument("--rounds", type=positive, default=rounds, help=times)
+    return parser
+
+
+def positive(text: str) -> int:
+    """A flag's value: 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
 
 
 def note(text: str) -> None:
@@ -26,32 +49,34 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def commit() -> str:
-    """Short hash of the checkout, with ``-dirty`` if tracked files are modified; or ``unknown``."""
+def commit() -> str | None:
+    """Short hash of the checkout, with ``-dirty`` if tracked files are modified."""
+    return _output("git", "describe", "--always", "--dirty", "--exclude=*")
+
+
+def _output(*command: str) -> str | None:
     try:
-        describe = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     except OSError:
-        return "unknown"
-    return describe.stdout.strip() or "unknown"
+        return None
+    return done.stdout.strip() or None
 
 
-def environment(device: torch.device) -> dict:
-    """The commit, versions and machine."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """Commit, command, versions and machine."""
+    on_gpu = device.type == "cuda"
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "commit": commit(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": device.type,
-        "device_name": (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-        ),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions,
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "driver": _output("nvidia-smi", *_DRIVER) if on_gpu else None,
         "threads": torch.get_num_threads(),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("DSCHAT_")},
     }
 
 
@@ -62,25 +87,6 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def machine_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The machine's current speed: the best of five copies and of five matrix products.
-
-    ``copy_gb_per_s`` counts bytes read and written; ``matmul_tflops`` is for square matrices in
-    ``dtype``. They give lower bounds of times, and reveal load on a shared machine.
-    """
-    on_gpu = device.type == "cuda"
-    source = torch.ones((2**31 if on_gpu else 2**27) // dtype.itemsize, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    size = 8192 if on_gpu else 1024
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    copy_s = best_s(lambda: target.copy_(source), device)
-    matmul_s = best_s(lambda: matrix @ matrix, device)
-    return {
-        "copy_gb_per_s": rounded(2 * source.numel() * dtype.itemsize / copy_s / 1e9),
-        "matmul_tflops": rounded(2 * size**3 / matmul_s / 1e12),
-    }
 
 
 def best_s(action, device: torch.device, repeats: int = 5) -> float:

@@ -12,19 +12,17 @@ warm-up, on the same prompts.
 - partial: prompts with answers of geometric lengths, of 64 tokens on average and 320 at most.
   answer_s: seconds of a rollout for each finished answer, in whole rollouts and in partial ones.
 
-ratio_*: without the feature / with it, of the medians.
+ratio: without the feature / with it, of the medians.
 """
 
 import argparse
 import random
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from report import spread
+from report import figures, rounded, spread, take_turns
 from rollout_sides import make_module
 from rollout_workloads import Case
 from torch import nn
@@ -37,6 +35,7 @@ from dschat.rlhf.rollout_policies import OpenPrompt, advance
 
 PAGE = 32
 MODEL = "llama-384x6"
+Measured = dict[str, float]
 
 
 @dataclass
@@ -45,11 +44,9 @@ class Setting:
 
     module: nn.Module
     device: torch.device
-    rounds: int
     scale: float = 1.0
     rows: int = 16
     actor: str | None = None
-    timings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def tokens(self, *numbers: int) -> tuple[int, ...]:
         return tuple(max(2, round(self.scale * n)) for n in numbers)
@@ -59,148 +56,136 @@ class Setting:
         draw = random.Random(seed)
         return [draw.choices(ids, k=length) for _ in range(count)]
 
-    def questions(self, number: int) -> list[list[int]]:
-        """Other ``rows`` questions of arithmetic for each number."""
-        assert self.actor is not None
-        texts = [row["prompt"] for row in arithmetic_rows()["train"]]
-        tokenizer = AutoTokenizer.from_pretrained(self.actor)
-        return tokenizer(texts[number * self.rows :][: self.rows])["input_ids"]
-
-    def engine(self, num_seqs: int, length: int, **options: object) -> InferenceEngine:
+    def engine(self, num_seqs: int, length: int, **options: Any) -> InferenceEngine:
+        if self.actor:
+            return InferenceEngine.from_pretrained(
+                self.actor, max_num_seqs=num_seqs, max_seq_len=length
+            )
         sizes = EngineConfig(max_num_seqs=num_seqs, max_seq_len=length, **options)
         made = InferenceEngine(self.module.config, self.module.dtype, self.device, sizes)
         made.weights.load(weight_stream(self.module, self.device))
         return made
 
-    def record(self, number: int, side: str, name: str, seconds: float) -> None:
-        """The first round, 0, is the warm-up."""
-        if number:
-            self.timings.setdefault(side, {}).setdefault(name, []).append(seconds)
-        sys.stderr.write(f"round {number} of {self.rounds}, {side}: {name} {seconds:.4g}\n")
 
-    def line(self) -> dict:
-        """Spreads, and the ratios of the side without the feature to the one with it."""
-        line: dict = {
-            side: {name: spread(values) for name, values in named.items()}
-            for side, named in self.timings.items()
-        }
-        for name in self.timings["with"]:
-            ratio = line["without"][name]["median"] / line["with"][name]["median"]
-            line[f"ratio_{name.removesuffix('_s')}"] = round(ratio, 3)
-        return line
+class Side:
+    """A side of a case. ``has``: whether its engine has the feature."""
+
+    def __init__(self, setting: Setting, has: bool) -> None:
+        self.s, self.has = setting, has
+        self.start()  # of the case
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> float:
+        """Seconds; keeps the answers."""
+        started = time.perf_counter()
+        self.answers = self.engine.generate(prompts, sampling)
+        return time.perf_counter() - started
+
+    def caching(self, num_seqs: int, length: int) -> InferenceEngine:
+        engine = self.s.engine(num_seqs, length, page_size=PAGE)
+        engine.cache.keeps_prefixes = self.has
+        return engine
+
+
+class Prefix(Side):
+    def start(self) -> None:
+        common, own, self.new = self.s.tokens(512, 32, 16)
+        (system,) = self.s.prompts(1, common, seed=0)
+        self.prompts = [system + ids for ids in self.s.prompts(64, own, seed=1)]
+        self.engine = self.caching(64, common + own + self.new)
+
+    def run(self, number: int) -> Measured:
+        self.engine.forget_prefixes()
+        seconds = self.generate(self.prompts, SamplingParams(self.new, ignore_eos=True))
+        stats = self.engine.stats
+        measured = {"prefill_tokens": stats.prefill_tokens, "prefill_s": stats.prefill_s}
+        return measured | {"wall_s": seconds}
+
+
+class Chat(Side):
+    def start(self) -> None:
+        self.asked, self.new = self.s.tokens(150, 64)
+        self.engine = self.caching(1, 5 * (self.asked + self.new))
+
+    def run(self, number: int) -> Measured:
+        self.engine.forget_prefixes()
+        history: list[int] = []
+        measured = {}
+        sampling = SamplingParams(self.new, temperature=0.0, ignore_eos=True)
+        for turn, ids in enumerate(self.s.prompts(5, self.asked, seed=number), start=1):
+            history += ids
+            started = time.perf_counter()
+            answer = self.engine.stream(history, sampling)
+            history.append(next(answer))
+            measured[f"turn{turn}_s"] = time.perf_counter() - started
+            history += answer
+        return measured
+
+
+class Alike(Side):
+    def start(self) -> None:
+        self.prompt, self.new = (16, 12) if self.s.actor else self.s.tokens(32, 64)
+        self.engine = self.s.engine(8 * self.s.rows, self.prompt + self.new)
+        self.engine._samples_apart = not self.has  # as for captured steps
+
+    def run(self, number: int) -> Measured:
+        sampling = SamplingParams(self.new, n=8, temperature=float(bool(self.s.actor)), seed=number)
+        if self.s.actor:
+            texts = [row["prompt"] for row in arithmetic_rows()["train"]]
+            chosen = texts[number * self.s.rows :][: self.s.rows]
+            prompts = AutoTokenizer.from_pretrained(self.s.actor)(chosen)["input_ids"]
+        else:
+            prompts = self.s.prompts(self.s.rows, self.prompt, seed=number)
+        seconds = self.generate(prompts, sampling)
+        return {"wall_s": seconds, "rows": self.engine.stats.decoded_rows}
+
+
+class Partial(Side):
+    def start(self) -> None:
+        self.prompt, mean, self.longest = self.s.tokens(64, 64, 320)
+        vocab = self.s.module.config.vocab_size
+        # One of them is drawn every `mean` tokens.
+        self.stops = tuple(range(3, 3 + max(1, vocab // mean)))
+        extra = self.s.rows // 2
+        self.engine = self.s.engine(self.s.rows + extra, self.prompt + self.longest)
+        self.under_way = list(map(OpenPrompt, self.s.prompts(extra, self.prompt, seed=-1)))
+
+    def run(self, number: int) -> Measured:
+        sampling = SamplingParams(self.longest, stop_token_ids=self.stops, seed=number)
+        prompts = self.s.prompts(self.s.rows, self.prompt, seed=number)
+        if not self.has:
+            return {"answer_s": self.generate(prompts, sampling) / self.s.rows}
+        self.under_way += map(OpenPrompt, prompts)
+        numbers = list(range(len(self.under_way)))
+        started = time.perf_counter()
+        advance(self.engine, self.under_way, sampling, numbers, self.s.rows)
+        seconds = time.perf_counter() - started
+        done = [p for p in self.under_way if p.is_complete][: self.s.rows]
+        self.under_way = [p for p in self.under_way if all(p is not d for d in done)]
+        return {"answer_s": seconds / len(done)}
+
+
+CASES: dict[str, type[Side]] = {
+    "prefix": Prefix,
+    "chat": Chat,
+    "alike": Alike,
+    "partial": Partial,
+}
 
 
 def measure(name: str, args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict:
     """The fields of the case's line."""
     module = make_module(Case(args.model or MODEL, 0, 0, 0, 0), device, dtype)
-    setting = Setting(module, device, args.rounds, args.scale, args.rows, args.actor)
-    return {"model": args.actor or args.model or MODEL} | CASES[name](setting)
+    setting = Setting(module, device, args.scale, args.rows, args.actor)
+    return {"model": args.actor or args.model or MODEL} | compare(name, setting, args.rounds)
 
 
-def prefix(s: Setting) -> dict:
-    common, own, new = s.tokens(512, 32, 16)
-    (system,) = s.prompts(1, common, seed=0)
-    prompts = [system + ids for ids in s.prompts(64, own, seed=1)]
-    sides = _with_and_without_prefixes(s, 64, common + own + new)
-    sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
-    tokens = {}
-    for number in range(s.rounds + 1):
-        for side, engine in sides.items():
-            engine.forget_prefixes()
-            wall_s = _timed(engine.generate, prompts, sampling)[0]
-            tokens[side] = engine.stats.prefill_tokens
-            s.record(number, side, "prefill_s", engine.stats.prefill_s)
-            s.record(number, side, "wall_s", wall_s)
-    ratio = tokens["without"] / tokens["with"]
-    return s.line() | {"prefill_tokens": tokens, "ratio_tokens": ratio}
-
-
-def chat(s: Setting) -> dict:
-    asked, new = s.tokens(150, 64)
-    sides = _with_and_without_prefixes(s, 1, 5 * (asked + new))
-    sampling = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
-    for number in range(s.rounds + 1):
-        turns = s.prompts(5, asked, seed=number)
-        for side, engine in sides.items():
-            engine.forget_prefixes()
-            history: list[int] = []
-            for turn, ids in enumerate(turns, start=1):
-                history += ids
-                started = time.perf_counter()
-                answer = engine.stream(history, sampling)
-                history.append(next(answer))
-                s.record(number, side, f"turn{turn}_s", time.perf_counter() - started)
-                history += answer
-    return s.line()
-
-
-def _with_and_without_prefixes(
-    s: Setting, num_seqs: int, length: int
-) -> dict[str, InferenceEngine]:
-    made = {side: s.engine(num_seqs, length, page_size=PAGE) for side in ("with", "without")}
-    made["without"].cache.keeps_prefixes = False
-    return made
-
-
-def alike(s: Setting) -> dict:
-    prompt, new = (16, 12) if s.actor else s.tokens(32, 64)
-    sizes = {"max_num_seqs": 8 * s.rows, "max_seq_len": prompt + new}
-    sides = {
-        side: InferenceEngine.from_pretrained(s.actor, **sizes)
-        if s.actor
-        else s.engine(8 * s.rows, prompt + new)
-        for side in ("with", "without")
-    }
-    sides["without"]._samples_apart = True  # as for captured steps
-    rows = {}
-    for number in range(s.rounds + 1):
-        prompts = s.questions(number) if s.actor else s.prompts(s.rows, prompt, seed=number)
-        sampling = SamplingParams(
-            max_new_tokens=new, n=8, temperature=float(bool(s.actor)), seed=number
-        )
-        answers = []
-        for side, engine in list(sides.items())[:: 1 if number % 2 else -1]:
-            seconds, answer = _timed(engine.generate, prompts, sampling)
-            answers.append(answer)
-            rows[side] = engine.stats.decoded_rows
-            s.record(number, side, "wall_s", seconds)
-        assert answers[0].token_ids == answers[1].token_ids, "answers differ"
-    return s.line() | {"rows": rows}
-
-
-def partial(s: Setting) -> dict:
-    prompt, mean, longest = s.tokens(64, 64, 320)
-    vocab = s.module.config.vocab_size
-    stops = tuple(range(3, 3 + max(1, vocab // mean)))  # one of them is drawn every `mean` tokens
-    extra = s.rows // 2
-    engines = {side: s.engine(s.rows + extra, prompt + longest) for side in ("with", "without")}
-    under_way: list[OpenPrompt] = []
-    for number in range(s.rounds + 1):
-        sampling = SamplingParams(max_new_tokens=longest, stop_token_ids=stops, seed=number)
-        prompts = s.prompts(s.rows, prompt, seed=number)
-        seconds = _timed(engines["without"].generate, prompts, sampling)[0]
-        s.record(number, "without", "answer_s", seconds / s.rows)
-        under_way += map(OpenPrompt, prompts)
-        if not number:
-            under_way += map(OpenPrompt, s.prompts(extra, prompt, seed=s.rounds + 1))
-        numbers = list(range(len(under_way)))
-        seconds, _ = _timed(advance, engines["with"], under_way, sampling, numbers, s.rows)
-        done = [p for p in under_way if p.is_complete][: s.rows]
-        under_way = [p for p in under_way if all(p is not d for d in done)]
-        s.record(number, "with", "answer_s", seconds / len(done))
-    return s.line() | {"rows": s.rows}
-
-
-def _timed(work: Callable[..., Any], *args: object) -> tuple[float, Any]:
-    """Seconds and result of ``work(*args)``."""
-    started = time.perf_counter()
-    result = work(*args)
-    return time.perf_counter() - started, result
-
-
-CASES: dict[str, Callable[[Setting], dict]] = {
-    "prefix": prefix,
-    "chat": chat,
-    "alike": alike,
-    "partial": partial,
-}
+def compare(name: str, setting: Setting, rounds: int) -> dict:
+    """Spreads of both sides, and their ratios."""
+    sides = {side: CASES[name](setting, side == "with") for side in ("with", "without")}
+    line: dict[str, Any] = {}
+    for side, (_, *measured) in take_turns(name, sides, rounds, figures).items():
+        line[side] = {key: spread([m[key] for m in measured]) for key in measured[0]}
+    if name == "alike":
+        assert sides["with"].answers.token_ids == sides["without"].answers.token_ids
+    ratio = {k: v["median"] / line["with"][k]["median"] for k, v in line["without"].items()}
+    return line | {"ratio": {key: rounded(value) for key, value in ratio.items()}}

@@ -1,8 +1,8 @@
-"""Defines the cases of `rollout.py`: model, number of prompts and tokens."""
+"""Defines the cases of `rollout.py` and `gpu.py`: models, number of prompts and tokens."""
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,18 @@ FAMILIES = {
     ),
 }
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1376,
+    "tie_word_embeddings": True,
+}
+_WINDOWS, _FULL = ["sliding_attention"], ["full_attention"]
+
 MODELS = {
     **FAMILIES,
     "opt-125m": OPTConfig,
@@ -101,24 +113,30 @@ MODELS = {
     "llama-7b": LlamaConfig,  # transformers' defaults are the sizes of Llama 7B
     "llama3-8b": lambda: llama(4096, 32, 32, 14_336, 128_256, kv_heads=8),
     "llama-384x6": lambda: llama(384, 6, 6, 1024, 32_000),
+    "llama-27m": lambda: LlamaConfig(**_SMALL),
+    "gemma3-27m": lambda: Gemma3TextConfig(
+        **_SMALL,
+        sliding_window=64,
+        layer_types=_WINDOWS * 5 + _FULL + _WINDOWS * 2,
+        query_pre_attn_scalar=64,
+    ),
+    "qwen3-moe-36m": lambda: Qwen3MoeConfig(
+        **_SMALL | {"hidden_size": 384},
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=384,
+    ),
+    "qwen3.5-27m": lambda: Qwen3_5TextConfig(
+        **_SMALL | {"hidden_size": 448, "intermediate_size": 1216},
+        layer_types=(["linear_attention"] * 3 + _FULL) * 2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    ),
     "llama-tiny": lambda: llama(128, 4, 4, 344, 2048),
     "llama3-tiny": lambda: llama(64, 2, 4, 96, 256, kv_heads=2),
-    "qwen3.5-tiny": partial(
-        Qwen3_5TextConfig,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        vocab_size=256,
-        max_position_embeddings=64,
-    ),
-    "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=64),
+    "opt-tiny": lambda: opt(32, 2, 4, ffn_dim=64, vocab_size=256, max_position_embeddings=128),
     "gpt2-tiny": lambda: GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=256, n_positions=64),
 }
 
@@ -133,19 +151,27 @@ def runs_blocks(model: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One benchmark case. ``targets``: minimum ratios; for ``cost``, the maximum."""
+    """One benchmark case."""
 
     model: str
-    prompts: int  # per rank
-    prompt_tokens: int
-    new_tokens: int  # of every answer; of the longest if ragged
-    slots: int  # sequences that decode together, on both sides
+    prompts: int
+    prompt_tokens: int  # of every prompt; of the longest with ``shortest``
+    new_tokens: int  # of every answer; of the longest if ragged or with ``shortest``
+    slots: int  # sequences that decode together, on all sides
     samples: int = 1  # answers per prompt
-    ragged: bool = False  # geometrically distributed answer lengths
+    ragged: bool = False  # answers of geometric lengths, which nobody knows before
+    shortest: tuple[int, int] = ()  # tokens of a prompt and an answer; lengths are uniform
+    common: int = 0  # tokens that all prompts begin with, beside their own
     temperature: float = 1.0  # 0: greedy
     needs_gpu: bool = False  # on a CPU only if named with --cases
-    ranks: int = 1  # processes, each with its own device or core
-    targets: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def max_len(self) -> int:
+        return self.common + self.prompt_tokens + self.new_tokens
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.samples * sum(self.lengths())
 
     def lengths(self) -> list[int]:
         """Tokens of each prompt's answers.
@@ -153,24 +179,35 @@ class Case:
         If ragged: evenly spaced quantiles of the geometric distribution, in a fixed random order.
         With so few independent draws the mean, and so the ratio, would depend on the seed.
         """
+        draw = random.Random(0)
         if not self.ragged:
-            return [self.new_tokens] * self.prompts
+            least = self.shortest[1] if self.shortest else self.new_tokens
+            return [draw.randint(least, self.new_tokens) for _ in range(self.prompts)]
         log_continue = math.log1p(-1 / MEAN_RAGGED_TOKENS)
         tails = [(i + 0.5) / self.prompts for i in range(self.prompts)]  # P(length > l)
         lengths = [math.ceil(math.log(tail) / log_continue) for tail in tails]
-        random.Random(0).shuffle(lengths)
+        draw.shuffle(lengths)
         return [min(length, self.new_tokens) for length in lengths]
+
+    def make_prompts(self) -> list[list[int]]:
+        """Random ids."""
+        draw, vocab = random.Random(1), range(3, MODELS[self.model]().vocab_size)
+        least = self.shortest[0] if self.shortest else self.prompt_tokens
+        common = draw.choices(vocab, k=self.common)
+        lengths = [draw.randint(least, self.prompt_tokens) for _ in range(self.prompts)]
+        return [common + draw.choices(vocab, k=length) for length in lengths]
 
 
 CASES = {
-    "opt-125m": Case("opt-125m", 16, 64, 64, 16, targets={"tokens": 1.6, "decode": 1.9}),
-    "llama-384x6": Case("llama-384x6", 16, 64, 64, 16, targets={"tokens": 2.2}),
-    "llama-tiny": Case("llama-tiny", 16, 64, 64, 16, targets={"tokens": 4.0}),
-    "ragged": Case("opt-125m", 64, 64, 64, 16, ragged=True, targets={"tokens": 2.7}),
+    "opt-125m": Case("opt-125m", 16, 64, 64, 16),
+    "llama-384x6": Case("llama-384x6", 16, 64, 64, 16),
+    "llama-tiny": Case("llama-tiny", 16, 64, 64, 16),
+    "ragged": Case("opt-125m", 64, 64, 64, 16, ragged=True),
     "samples": Case("opt-125m", 16, 256, 64, 64, samples=4),
-    "zero3": Case("opt-125m", 8, 64, 64, 8, ranks=2, targets={"cost": 1.15}),
-    "lora": Case("opt-125m", 8, 64, 64, 8, ranks=2),
-    "tp2": Case("opt-125m", 8, 64, 64, 16, temperature=0.0, ranks=2),
+    "even": Case("llama-27m", 8, 32, 48, 16),
+    "even-samples": Case("llama-27m", 8, 32, 48, 16, samples=4),
+    "uneven": Case("llama-27m", 64, 200, 120, 16, shortest=(16, 8)),
+    "shared": Case("llama-27m", 32, 64, 120, 16, shortest=(8, 8), common=128),
     # For comparison with the figures in DeepSpeed#8271 and DeepSpeed#8352.
     "opt-1.3b": Case("opt-1.3b", 8, 256, 128, 8, needs_gpu=True),
     "gpt2": Case("gpt2", 1, 128, 32, 1, temperature=0.0, needs_gpu=True),

@@ -4,12 +4,10 @@
 
 A Llama of 35M parameters with random weights, in fp32, on a GPU in bf16. First, streams that begin
 a new request as soon as one ends, for ``--seconds``: how many requests were answered whole, and the
-times to the first token. Then, by turns, the same prompts to the server and to
-`InferenceEngine.generate` in a process of its own; each answer has 256 tokens. Prints one JSON line
-each.
+times to the first token. Then, by turns, the same prompts to the server and to an idle
+`InferenceEngine`; each answer has 256 tokens. Prints one JSON line each.
 """
 
-import argparse
 import asyncio
 import json
 import re
@@ -20,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from report import environment, ratios
+from report import environment, flags, ratios
 from rollout_workloads import llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -107,58 +105,39 @@ async def once(port: int, streams: int, seed: int) -> float:
     return client.tokens / (time.perf_counter() - started)
 
 
-def engine_alone(path: Path, streams: int) -> None:
-    """Answers every line of standard input with the engine's tokens per second."""
-    where = ("bfloat16" if device().type == "cuda" else "float32", device().type)
-    sizes = {"max_num_seqs": 64, "max_seq_len": 2048, "page_size": 16}
-    made = InferenceEngine.from_pretrained(path, *where, **sizes)
-    sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
-    made.generate(prompts(streams), SamplingParams(4))
-    for line in sys.stdin:
-        started = time.perf_counter()
-        made.generate(prompts(streams, int(line)), sampling)
-        sys.stdout.write(f"{streams * NEW_TOKENS / (time.perf_counter() - started)}\n")
-        sys.stdout.flush()
-
-
-def start(*words: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def alone(engine: InferenceEngine, streams: int, seed: int) -> float:
+    """Tokens per second of the engine's answers to the same prompts."""
+    started = time.perf_counter()
+    engine.generate(prompts(streams, seed), SamplingParams(NEW_TOKENS, ignore_eos=True))
+    return streams * NEW_TOKENS / (time.perf_counter() - started)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = flags(__doc__, rounds=3)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)  # the other side
     args = parser.parse_args()
-    if args.engine:
-        engine_alone(args.engine, args.streams)
-        return
+    about = environment(device())
+    where = ("bfloat16" if device().type == "cuda" else "float32", device().type)
+    sizes = {"max_num_seqs": 64, "max_seq_len": 2048, "page_size": 16}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        sizes = ("--max_seq_len", "2048", "--port", "0")
-        server = start("-m", "dschat", "serve", "--path", folder, *sizes)
-        engine = start(__file__, "--engine", folder, "--streams", str(args.streams))
-        port = int(server.stdout.readline().split(":")[-1].split()[0])
+        words = ["-m", "dschat", "serve", "--path", folder, "--max_seq_len", "2048", "--port", "0"]
+        server = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
         try:
+            engine = InferenceEngine.from_pretrained(folder, *where, **sizes)
+            port = int(server.stdout.readline().split(":")[-1].split()[0])
             asyncio.run(once(port, args.streams, 1))  # warm
-            loaded = asyncio.run(load(port, args.streams, args.seconds))
-            print(json.dumps(loaded | environment(device())))
-            served, alone = [], []
+            print(json.dumps(asyncio.run(load(port, args.streams, args.seconds)) | about))
+            alone(engine, args.streams, 1)
+            served, engines = [], []
             for seed in range(2, 2 + args.rounds):
                 served.append(asyncio.run(once(port, args.streams, seed)))
-                engine.stdin.write(f"{seed}\n")
-                engine.stdin.flush()
-                alone.append(float(engine.stdout.readline()))
-            found = {"case": "against the engine", "served": served, "engine": alone}
-            found["ratio"] = ratios(served, alone)
-            print(json.dumps(found | environment(device())))
+                engines.append(alone(engine, args.streams, seed))
+            found = {"case": "against the engine", "served": served, "engine": engines}
+            print(json.dumps(found | {"ratio": ratios(served, engines)} | about))
         finally:
             server.terminate()
-            engine.terminate()
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ def check_equal(ours, theirs):
 @pytest.mark.parametrize("name", ["ppo", *slow(["grpo-prefix"])])
 def test_rlhf_losses_are_equal(name, tmp_path):
     from iteration_cases import find_case, write_models
-    from iteration_deepspeed_chat import DeepSpeedChatRLHF
     from iteration_dschat import RLHFSide
+    from iteration_padded import PaddedRLHF
 
     # Several optimizer steps a rollout: the later ones have ratios other than 1.
     case = dataclasses.replace(find_case(name, tiny=True), micro_batch=2)
     write_models(case, tmp_path)
-    sides = (RLHFSide, DeepSpeedChatRLHF)
+    sides = (RLHFSide, PaddedRLHF)
     ours, theirs = (side(case, tmp_path, 2, **LARGE_STEPS) for side in sides)
     check_equal(losses(ours), losses(theirs))
     clipped = {k: v for k, v in ours.trainer.metrics.items() if k.endswith("clipfrac_avg")}
@@ -46,7 +46,7 @@ def test_rlhf_losses_are_equal(name, tmp_path):
 def test_supervised_losses_are_equal(name, tmp_path):
     from iteration_cases import find_case, write_models
     from iteration_dschat import SupervisedSide
-    from iteration_padded_supervised import PaddedSupervised
+    from iteration_padded import PaddedSupervised
 
     case = find_case(name, tiny=True)
     write_models(case, tmp_path)

@@ -1,14 +1,15 @@
-"""Step 3 the DeepSpeed-Chat way, a side of `iteration.py`: everything is padded.
+"""The padded sides of `iteration.py`: the same work as DeepSpeed-Chat does it.
 
-Plain Hugging Face models under DeepSpeed engines of the same ZeRO stage and optimizer. Prompts are
-padded on the left to the maximum prompt length, answers on the right to the maximum answer length;
-every model computes all columns, and the language-model head all logits. PPO as in DeepSpeed-Chat:
-KL and clipped score in the reward, GAE, clipped losses of actor and critic. GRPO, which
-DeepSpeed-Chat does not have, in the same way. The losses are written here a second time: a test
-holds them against dschat's. P columns of prompt, A of answer, T = P + A.
+Plain Hugging Face models under DeepSpeed engines of the same ZeRO stage and optimizer; every model
+computes all columns, and the language-model head all logits. Step 3: prompts are padded on the left
+to the maximum prompt length, answers on the right to the maximum answer length; KL and clipped
+score in the reward, GAE, clipped losses of actor and critic; GRPO, which DeepSpeed-Chat does not
+have, in the same way. Steps 1 and 2: rows are padded on the right, to the maximum sequence length
+or to the longest row of the micro-batch. The losses are written here a second time: a test holds
+them against dschat's. P columns of prompt, A of answer, T = P + A.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,26 +23,26 @@ from iteration_cases import (
     parity_scores,
     rlhf_config,
     rollout_rows,
+    supervised_config,
+    supervised_rows,
 )
 from report import clock
-from rollout_sides import LengthPerRow
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import dschat.distributed as dist
-from dschat.config import RLHFConfig
 from dschat.rlhf.experience import mini_batch_of
 from dschat.runtime.deepspeed_engine import (
+    ZeroSettings,
     initialize_frozen,
     initialize_training,
     sharded_loading,
     unwrap,
     zero_settings,
 )
+from dschat.supervised.setup import build_engine
+
+IGNORED = -100  # labels that transformers' loss leaves out
 
 
 @dataclass
@@ -96,6 +97,14 @@ def next_logprobs(model: Any, batch: Padded) -> Tensor:
     return logprobs.gather(-1, batch.ids[:, 1:].unsqueeze(-1)).squeeze(-1)
 
 
+def load(folder: Path | str, zero: ZeroSettings, scores: bool = False) -> nn.Module:
+    """The language model in ``folder``, or the sequence classifier, which scores every column."""
+    auto = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with sharded_loading(zero):
+        model = auto.from_pretrained(folder, dtype=zero.dtype)
+    return ScoreEveryColumn(model) if scores else model
+
+
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
@@ -140,7 +149,7 @@ def group_advantages(scores: Tensor, samples: int) -> Tensor:
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
 
-# -- the side --------------------------------------------------------------------------------------
+# -- step 3 ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -155,51 +164,42 @@ class PaddedExperience:
     returns: Tensor | None = None
 
 
-class DeepSpeedChatRLHF:
+class PaddedRLHF:
     """Generation, scoring and training of one rollout."""
 
     def __init__(self, case: Case, folder: Path, stage: int, **flags: Any) -> None:
         self.case = case
         self.args = args = rlhf_config(case, folder, stage, **flags)
-        self.zero = zero_settings(args, "actor")
-        actor = self._load(AutoModelForCausalLM, "actor", folder)
+        zero = zero_settings(args, "actor")
+        frozen = zero.frozen(args, "reference")
+
+        def trained(model: nn.Module, name: str) -> Any:
+            return initialize_training(
+                model,
+                zero,
+                getattr(args, f"{name}_learning_rate"),
+                getattr(args, f"{name}_weight_decay"),
+                args.adam_betas,
+                args.lr_scheduler_type,
+                args.num_warmup_steps,
+                SCHEDULE_STEPS,
+            )
+
+        actor = load(folder / "actor", zero)
         # NOTE: eos_token_id=None in a call of `generate` would mean the model's EOS.
         actor.generation_config.eos_token_id = None
-        self.actor = self._trained(actor, "actor")
-        frozen = self.zero.frozen(args, "reference")
-        self.ref = initialize_frozen(self._load(AutoModelForCausalLM, "actor", folder), frozen)
+        self.actor = trained(actor, "actor")
+        self.ref = initialize_frozen(load(folder / "actor", zero), frozen)
         self.critic = self.reward = None
         if case.task == "ppo":
-            self.critic = self._trained(self._load_scorer(folder), "critic")
-            self.reward = initialize_frozen(self._load_scorer(folder), frozen)
+            self.critic = trained(load(folder / "reward", zero, scores=True), "critic")
+            self.reward = initialize_frozen(load(folder / "reward", zero, scores=True), frozen)
         self.iteration = 0
-
-    def _load(self, auto: Any, name: str, folder: Path) -> Any:
-        with sharded_loading(self.zero):
-            return auto.from_pretrained(folder / name, dtype=self.zero.dtype)
-
-    def _load_scorer(self, folder: Path) -> nn.Module:
-        return ScoreEveryColumn(self._load(AutoModelForSequenceClassification, "reward", folder))
-
-    def _trained(self, model: nn.Module, name: str) -> Any:
-        args: RLHFConfig = self.args
-        if getattr(args, f"{name}_gradient_checkpointing"):
-            getattr(model, "classifier", model).gradient_checkpointing_enable()
-        return initialize_training(
-            model,
-            self.zero,
-            getattr(args, f"{name}_learning_rate"),
-            getattr(args, f"{name}_weight_decay"),
-            args.adam_betas,
-            args.lr_scheduler_type,
-            args.num_warmup_steps,
-            SCHEDULE_STEPS,
-        )
 
     def run(self, number: int) -> dict[str, Any]:
         prompts, answers = rollout_rows(self.case, number, dist.rank())
         marks = [clock(dist.device())]
-        self._generate(prompts, [len(a) for a in answers])
+        self._generate(prompts, max(map(len, answers)))
         marks.append(clock(dist.device()))
         experience = self._score(prompts, answers)
         marks.append(clock(dist.device()))
@@ -210,11 +210,10 @@ class DeepSpeedChatRLHF:
         return seconds | {"iteration_s": marks[-1] - marks[0], "losses": losses}
 
     @torch.no_grad()
-    def _generate(self, prompts: list[list[int]], lengths: list[int]) -> None:
-        """Sample answers of ``lengths`` (one per answer); the batch runs until the longest ends."""
-        width, module = self.args.max_prompt_seq_len, unwrap(self.actor).eval()
-        batch = Padded.of(prompts, width, left=True)
-        stop = LengthPerRow(width, torch.tensor(lengths, device=dist.device()))
+    def _generate(self, prompts: list[list[int]], longest: int) -> None:
+        """Sample answers: all run until the longest ends."""
+        module = unwrap(self.actor).eval()
+        batch = Padded.of(prompts, self.args.max_prompt_seq_len, left=True)
         torch.manual_seed(self.iteration)
         module.generate(
             batch.ids,
@@ -223,10 +222,9 @@ class DeepSpeedChatRLHF:
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=self.args.max_answer_seq_len,
+            max_new_tokens=longest,
             num_return_sequences=self.case.samples,
             pad_token_id=PAD,
-            stopping_criteria=StoppingCriteriaList([stop]),
         )
 
     @torch.no_grad()
@@ -239,17 +237,14 @@ class DeepSpeedChatRLHF:
         for model in filter(None, (self.actor, self.critic)):
             model.eval()
         mask = right.mask.float()
-        old = self._in_pieces(lambda part: self._of_actions(next_logprobs(self.actor, part)), batch)
-        ref = self._in_pieces(lambda part: self._of_actions(next_logprobs(self.ref, part)), batch)
+        old = self._of_actions(batch, lambda part: next_logprobs(self.actor, part))
+        ref = self._of_actions(batch, lambda part: next_logprobs(self.ref, part))
         if self.critic is None:
             scores = torch.tensor(parity_scores(answers), device=mask.device)
             advantages = group_advantages(scores, samples).unsqueeze(1) * mask
             return PaddedExperience(batch, old, ref, advantages)
-        values = self._in_pieces(
-            lambda part: self._of_actions(self.critic(**part.inputs())[:, :-1]), batch
-        )
-        values = values * mask
-        columns = self._in_pieces(lambda part: self.reward(**part.inputs()), batch)
+        values = self._of_actions(batch, lambda part: self.critic(**part.inputs())[:, :-1]) * mask
+        columns = self._in_pieces(batch, lambda part: self.reward(**part.inputs()))
         last = (args.max_prompt_seq_len - 1 + right.mask.sum(1)).unsqueeze(1)
         scores = columns.gather(1, last).clamp(-5.0, 5.0)  # its clip_reward_value
         rewards = -args.kl_coef * (old - ref) * mask
@@ -257,14 +252,13 @@ class DeepSpeedChatRLHF:
         advantages, returns = generalized_advantages(rewards, values, args.gamma, args.lam)
         return PaddedExperience(batch, old, ref, advantages, values, returns)
 
-    def _of_actions(self, columns: Tensor) -> Tensor:
-        """(B, T - 1), by the column that predicts, -> (B, A)."""
-        return columns[:, self.args.max_prompt_seq_len - 1 :]
+    def _of_actions(self, batch: Padded, compute: Callable[[Padded], Tensor]) -> Tensor:
+        """(B, A) of what ``compute`` gives by the column that predicts, (B, T - 1)."""
+        return self._in_pieces(batch, compute)[:, self.args.max_prompt_seq_len - 1 :]
 
-    def _in_pieces(self, compute: Any, batch: Padded) -> Tensor:
+    def _in_pieces(self, batch: Padded, compute: Callable[[Padded], Tensor]) -> Tensor:
         size = self.args.per_device_training_batch_size
-        starts = range(0, len(batch.ids), size)
-        return torch.cat([compute(batch[slice(i, i + size)]) for i in starts])
+        return torch.cat([compute(batch[i : i + size]) for i in range(0, len(batch.ids), size)])
 
     def _train(self, e: PaddedExperience) -> dict[str, float]:
         """One optimizer step of actor and critic per mini-batch; mean losses over all actions."""
@@ -292,7 +286,7 @@ class DeepSpeedChatRLHF:
     def _step(self, e: PaddedExperience, rows: Tensor) -> dict[str, float]:
         args, batch = self.args, e.batch[rows]
         mask = batch.mask[:, args.max_prompt_seq_len :].float()
-        logprobs = self._of_actions(next_logprobs(self.actor, batch))
+        logprobs = self._of_actions(batch, lambda part: next_logprobs(self.actor, part))
         (low, _), losses = args.cliprange_sides, {}
         loss = clipped_policy_loss(logprobs, e.logprobs[rows], e.advantages[rows], mask, low)
         losses["policy"] = float(loss.detach())
@@ -304,7 +298,7 @@ class DeepSpeedChatRLHF:
         self.actor.backward(loss)
         self.actor.step()
         if self.critic is not None:
-            values = self._of_actions(self.critic(**batch.inputs())[:, :-1])
+            values = self._of_actions(batch, lambda part: self.critic(**part.inputs())[:, :-1])
             loss = clipped_value_loss(
                 values, e.values[rows], e.returns[rows], mask, args.cliprange_value
             )
@@ -312,3 +306,68 @@ class DeepSpeedChatRLHF:
             self.critic.step()
             losses["value"] = float(loss.detach())
         return losses
+
+
+# -- steps 1 and 2 ---------------------------------------------------------------------------------
+
+
+class PaddedSupervised:
+    """One optimizer step of SFT, reward modelling or DPO a round."""
+
+    def __init__(
+        self, case: Case, folder: Path, stage: int, to_longest: bool = False, **flags: Any
+    ) -> None:
+        self.case, self.to_longest = case, to_longest
+        self.config = supervised_config(case, folder, stage, **flags)
+        zero, path = zero_settings(self.config), self.config.model_name_or_path
+        model = load(path, zero, scores=case.task == "rm")
+        self.engine = build_engine(
+            model, self.config, zero, SCHEDULE_STEPS, lambda module, *_: module
+        )
+        self.ref = None
+        if case.task == "dpo":
+            self.ref = initialize_frozen(load(path, zero), zero.frozen(self.config, "reference"))
+        self.loss = {"sft": self._sft_loss, "rm": self._rm_loss, "dpo": self._dpo_loss}[case.task]
+
+    def run(self, number: int) -> dict[str, Any]:
+        rows = supervised_rows(self.case, number, dist.rank())
+        assert len(rows) == self.config.per_device_train_batch_size
+        self.engine.train()
+        started = clock(dist.device())
+        loss = self.loss(rows)
+        self.engine.backward(loss)
+        self.engine.step()
+        seconds = clock(dist.device()) - started
+        losses = {self.case.task: float(loss.detach())}
+        return {"train_s": seconds, "iteration_s": seconds, "losses": losses}
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> Padded:
+        longest = max(map(len, rows))
+        return Padded.of(rows, longest if self.to_longest else self.case.max_len)
+
+    def _sft_loss(self, rows: list[dict[str, Any]]) -> Tensor:
+        batch = self._padded([row["input_ids"] for row in rows])
+        targets = Padded.of([row["loss_mask"] for row in rows], batch.ids.shape[1]).ids.bool()
+        labels = torch.where(targets & batch.mask, batch.ids, IGNORED)
+        return self.engine(**batch.inputs(), labels=labels).loss
+
+    def _rm_loss(self, rows: list[dict[str, Any]]) -> Tensor:
+        batch = self._pairs(rows)
+        last = batch.mask.sum(1, keepdim=True) - 1
+        chosen, rejected = self.engine(**batch.inputs()).gather(1, last).chunk(2)
+        return -F.logsigmoid(chosen - rejected).mean()
+
+    def _dpo_loss(self, rows: list[dict[str, Any]]) -> Tensor:
+        batch = self._pairs(rows)
+        prompts = torch.tensor([row["prompt_length"] for row in rows] * 2, device=dist.device())
+        columns = torch.arange(1, batch.ids.shape[1], device=dist.device())
+        answers = batch.mask[:, 1:] & (columns >= prompts.unsqueeze(1))
+        with torch.no_grad():
+            reference = (next_logprobs(self.ref, batch) * answers).sum(1)
+        policy = (next_logprobs(self.engine, batch) * answers).sum(1)
+        chosen, rejected = (policy - reference).chunk(2)
+        return -F.logsigmoid(self.config.used_beta * (chosen - rejected)).mean()
+
+    def _pairs(self, rows: list[dict[str, Any]]) -> Padded:
+        """Chosen sequences, then rejected ones."""
+        return self._padded([row[name] for name in ("chosen_ids", "rejected_ids") for row in rows])
