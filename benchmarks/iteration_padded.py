@@ -180,7 +180,7 @@ class PaddedRLHF:
                 getattr(args, f"{name}_learning_rate"),
                 getattr(args, f"{name}_weight_decay"),
                 args.adam_betas,
-                args.lr_scheduler_type,
+                args.schedule,
                 args.num_warmup_steps,
                 SCHEDULE_STEPS,
             )
@@ -247,7 +247,7 @@ class PaddedRLHF:
         columns = self._in_pieces(batch, lambda part: self.reward(**part.inputs()))
         last = (args.max_prompt_seq_len - 1 + right.mask.sum(1)).unsqueeze(1)
         scores = columns.gather(1, last).clamp(-5.0, 5.0)  # its clip_reward_value
-        rewards = -args.kl_coef * (old - ref) * mask
+        rewards = -args.kl_weight * (old - ref) * mask
         rewards.scatter_add_(1, last - args.max_prompt_seq_len, scores)
         advantages, returns = generalized_advantages(rewards, values, args.gamma, args.lam)
         return PaddedExperience(batch, old, ref, advantages, values, returns)
@@ -294,7 +294,7 @@ class PaddedRLHF:
             to_ref = (e.ref_logprobs[rows] - logprobs) * mask
             kl = masked_mean(to_ref.exp() - 1 - to_ref, mask)
             losses["kl"] = float(kl.detach())
-            loss = loss + args.kl_coef * kl
+            loss = loss + args.kl_weight * kl
         self.actor.backward(loss)
         self.actor.step()
         if self.critic is not None:

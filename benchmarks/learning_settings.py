@@ -42,7 +42,7 @@ def check_comparable(config: RLHFConfig) -> None:
             f"--advantage_estimator {config.advantage_estimator} is not available in TRL's "
             f"GRPOTrainer; choose from {', '.join(_SCALES)}"
         )
-    if config.kl_coef and not (config.kl_is_in_loss and config.kl_by == "k3"):
+    if config.kl_weight and not (config.kl_is_in_loss and config.kl_by == "k3"):
         raise UserError("TRL's GRPOTrainer has only the k3 KL in the loss; or set --kl_coef 0")
     for name, value in _MUST_BE.items():
         if getattr(config, name) != value:
@@ -82,13 +82,13 @@ def trl_settings(config: RLHFConfig, side: str = "trl") -> dict[str, Any]:
         "scale_rewards": _SCALES[config.advantage_estimator],
         "epsilon": low,
         "epsilon_high": high,
-        "beta": config.kl_coef,
+        "beta": config.kl_weight,
         "use_bias_correction_kl": False,
         "disable_dropout": True,
         # optimizer
         "optim": "adamw_torch_fused",
-        "learning_rate": config.actor_learning_rate,
-        "lr_scheduler_type": config.lr_scheduler_type,
+        "learning_rate": config.rate_of("actor"),
+        "lr_scheduler_type": config.schedule,
         "warmup_steps": config.num_warmup_steps,
         "adam_beta1": config.adam_betas[0],
         "adam_beta2": config.adam_betas[1],
