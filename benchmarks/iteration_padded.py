@@ -177,7 +177,7 @@ class PaddedRLHF:
             return initialize_training(
                 model,
                 zero,
-                getattr(args, f"{name}_learning_rate"),
+                args.rate_of(name),
                 getattr(args, f"{name}_weight_decay"),
                 args.adam_betas,
                 args.schedule,
