@@ -39,20 +39,20 @@ class DeviceSpeed:
 
 
 _ROWS = (
-    # name, GiB, TFLOPs; GB/s of memory, link, network, PCIe, host memory of a node of 8
-    ("V100-32", 32, 125, 900, 150, 6.25, 16, 153.6),  # V100 data sheet 2020; DGX-1
+    # name, GiB, TFLOPs; GB/s of memory, link, network, PCIe, an eighth of a node's host memory
+    ("V100-32", 32, 125, 900, 150, 6.25, 16, 19.2),  # V100 data sheet 2020; DGX-1
     # RTX A6000 data sheet 2021. NVLink joins pairs only: PCIe. No reference system: one 200 Gb/s
     # port for 8.
-    ("A6000-48", 48, 154.8, 768, 32, 3.125, 32, 204.8),
-    ("A100-40", 40, 312, 1555, 300, 25, 32, 409.6),  # A100 data sheet 2021; DGX A100
-    ("A100-80", 80, 312, 2039, 300, 25, 32, 409.6),  # the same
-    ("A800-80", 80, 312, 2039, 200, 25, 32, 409.6),  # A800 data sheet 2022; as DGX A100
-    ("H100-80", 80, 989.4, 3350, 450, 50, 64, 614.4),  # H100 SXM data sheet 2023; DGX H100
-    ("H200-141", 141, 989.4, 4800, 450, 50, 64, 614.4),  # H200 SXM data sheet 2024; DGX H200
+    ("A6000-48", 48, 154.8, 768, 32, 3.125, 32, 25.6),
+    ("A100-40", 40, 312, 1555, 300, 25, 32, 51.2),  # A100 data sheet 2021; DGX A100
+    ("A100-80", 80, 312, 2039, 300, 25, 32, 51.2),  # the same
+    ("A800-80", 80, 312, 2039, 200, 25, 32, 51.2),  # A800 data sheet 2022; as DGX A100
+    ("H100-80", 80, 989.4, 3350, 450, 50, 64, 76.8),  # H100 SXM data sheet 2023; DGX H100
+    ("H200-141", 141, 989.4, 4800, 450, 50, 64, 76.8),  # H200 SXM data sheet 2024; DGX H200
 )
 DEVICES = {
-    name: DeviceSpeed(name, gib, flops * TERA, *(rate * GB for rate in rates), host * GB / 8)
-    for name, gib, flops, *rates, host in _ROWS
+    name: DeviceSpeed(name, gib, flops * TERA, *(rate * GB for rate in rates))
+    for name, gib, flops, *rates in _ROWS
 }
 
 
