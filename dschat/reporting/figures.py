@@ -18,6 +18,7 @@ Trace = dict[str, Any]  # a curve, or the bars of one color
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
+_MAX_POINTS = 1000  # of a curve; longer ones are thinned
 _MAX_HISTOGRAMS = 3
 _NUM_BINS = 24
 _FEW_POINTS = 40  # drawn with markers
@@ -50,7 +51,7 @@ class Section:
     is_folded: bool = False
 
 
-def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
+def sections_of(runs: Sequence[Run], max_points: int = _MAX_POINTS) -> list[Section]:
     """The figures of all steps that ``runs`` have, step 3 before those that prepare it; those
     without data are left out.
     """
