@@ -92,11 +92,6 @@ class EngineWorker:
         return sum(len(handle.open) for handle in self._open if handle.is_waiting)
 
     @property
-    def cache_use(self) -> float:
-        """Share of the KV cache's pages in use."""
-        return 1.0 - self.engine.cache.num_free / self.engine.cache.num_pages
-
-    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
