@@ -25,7 +25,7 @@ _COLORS = (  # contrast of at least 3 on white and on the page's dark background
     *("#3b82d6", "#d9622b", "#1f9d6b", "#9366d8", "#b8860b", "#d1508f", "#1496a8", "#7a7f87"),
 )
 _DASHES = (("solid", "circle"), ("dash", "square"), ("dot", "diamond"), ("dashdot", "x"))
-_HEADINGS = {"efficiency": ", time, throughput and memory", "other": ", other metrics"}
+_HEADINGS = {"other": ", other metrics"}
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def sections_of(runs: Sequence[Run], max_points: int = _MAX_POINTS) -> list[Sect
         if any("rewards/accuracies" in step.metrics for step in steps):
             number, title = 2, "Preferences"
         heading = f"Step {number}: {title}"
-        for kind, charts in charts_of(name, steps, len(runs)).items() if steps else ():
+        for kind, charts in charts_of(name, steps).items() if steps else ():
             figures = [_lines(chart, name, having, runs, max_points) for chart in charts]
-            if kind == "efficiency":
-                figures = [*_breakdowns(name, having), *figures]
+            if not kind:
+                figures += _breakdowns(name, having)
             folder = "-".join(filter(None, (name, kind)))
             if figures := [figure for figure in figures if figure.traces]:
                 full = heading + _HEADINGS.get(kind, "")
