@@ -82,11 +82,6 @@ class EngineWorker:
         self._thread.start()
 
     @property
-    def num_running(self) -> int:
-        """Answers of requests that have their first token."""
-        return sum(len(handle.open) for handle in self._open if not handle.is_waiting)
-
-    @property
     def num_waiting(self) -> int:
         """Answers of requests that have no token yet."""
         return sum(len(handle.open) for handle in self._open if handle.is_waiting)

@@ -7,7 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from http_client import FOREVER, answered, ask, begin, send, wait_until
+from http_client import FOREVER, answered, ask, begin, num_running, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
@@ -19,7 +19,7 @@ from dschat.serving.worker import EngineWorker
 def is_idle(served):
     worker = served.model.worker
     cache = worker.engine.cache
-    is_open = worker.num_running or worker.num_waiting or worker.handles or served.server._running
+    is_open = num_running(worker) or worker.num_waiting or worker.handles or served.server._running
     return not is_open and cache.num_free == cache.num_pages
 
 
@@ -244,10 +244,10 @@ def test_a_client_that_leaves(stream, served, before, may_step):
     before(worker, "step", pause)
     body = FOREVER | {"n": 4, "stream": stream}
     client = send(served, COMPLETIONS, body)
-    wait_until(lambda: worker.num_running == 4)
+    wait_until(lambda: num_running(worker) == 4)
     answered = worker.stats.answer_tokens
     client.close()
-    wait_until(lambda: worker.num_running == 0)
+    wait_until(lambda: num_running(worker) == 0)
     may_step.set()
     wait_until(lambda: is_idle(served))
     assert worker.stats.answer_tokens - answered < 4 * 300  # not to their end
