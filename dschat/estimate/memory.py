@@ -171,9 +171,8 @@ class StepEstimator(Generic[Config]):
     def _line(self, model: Model) -> str:
         sizes = model.sizes
         trained = f", {sizes.trained:,} of them trained" * (0 < sizes.trained < sizes.total)
-        dtype = str(self._dtype).removeprefix("torch.")
-        zero = model.zero.describe()
-        return f"{model.name}: {sizes.total:,} parameters{trained}, {zero}, {dtype}"
+        how = f"{model.zero.describe()}, {str(self._dtype).removeprefix('torch.')}"
+        return f"{model.name}: {sizes.total:,} parameters{trained}, {how}"
 
     # -- passes ------------------------------------------------------------------------------------
 
