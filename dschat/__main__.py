@@ -32,6 +32,7 @@ COMMANDS = {
     "eval": ("dschat.offline:run_eval", "evaluate or compare models on local data"),
     "data": ("dschat.data.__main__:main", "show data files as the model will see them"),
     "report": ("dschat.reporting.__main__:main", "write a page of curves and samples of runs"),
+    "env": ("dschat.reporting.machine:main", "versions, devices, what is off: for bug reports"),
 }
 USAGE = "usage: dschat COMMAND [FLAGS]"
 HELP = f"""{USAGE}
