@@ -36,6 +36,11 @@ def run(main: Callable[[], int | None], joins_group: bool = True) -> NoReturn:
     global _speaks
     _speaks = dist.is_main_process if joins_group else lambda: True
     host_checks.plug_streams()
+    try:
+        host_checks.check()
+    except UserError as error:  # its rank is unknown: every process prints it
+        sys.stderr.write(f"error: {printable(str(error))}\n")
+        sys.exit(2)
     before = {}
     if (handler := signal.getsignal(signal.SIGINT)) is not signal.SIG_IGN:
         before[signal.SIGINT] = handler

@@ -23,6 +23,7 @@ _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # set by deepspeed's import: a weaker check
+VARIABLES = (*_RANK, *_WORLD_SIZE, *_LOCAL_RANK)
 
 
 _variables: Mapping[str, str] = os.environ
@@ -36,8 +37,8 @@ def pin(is_joined: bool) -> None:
 
 def _environment(names: tuple[str, ...], default: int) -> int:
     for name in names:
-        if value := _variables.get(name):
-            return int(value)
+        if _variables.get(name, "").isdigit():
+            return int(_variables[name])
     return default
 
 

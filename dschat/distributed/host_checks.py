@@ -1,4 +1,7 @@
-"""Checks standard streams and versions of libraries; says in a line which limit was reached."""
+"""Checks a launcher's variables, the process's limits, its standard streams and installed versions.
+
+A value that cannot work is one line before anything loads; so is a limit that is reached later.
+"""
 
 import errno
 import os
@@ -11,11 +14,44 @@ from typing import Any, Optional
 
 from packaging.requirements import Requirement
 
+from dschat.config import UserError
 from dschat.config.errors import require
+from dschat.distributed.env import VARIABLES, rank, world_size
 
+NUM_FILES = 64  # open files that a process needs
+_ACCELERATORS = ("cpu", "cuda")
 _NO_MEMORY = "can't start new thread|(?i:can't|cannot|unable to) allocate|failed to map segment"
 _OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EFBIG)  # of a failed write
 closed: list[str] = []  # which of "stdin", "stdout", "stderr" were closed at the start
+
+
+def check() -> None:
+    """Raise ``UserError`` for the first variable or limit that cannot work."""
+    for name in VARIABLES:
+        value = os.environ.get(name, "0")
+        require(
+            value.isdecimal(),
+            f"{name}={value} in the environment is not a whole number; unset it, or leave it to a "
+            "launcher",
+        )
+    rank_here, size = rank(), world_size()
+    require(
+        rank_here < size,
+        f"rank {rank_here} of {size} processes in the environment: ranks start at 0; set "
+        "RANK and WORLD_SIZE right, or leave them to a launcher",
+    )
+    port = os.environ.get("MASTER_PORT", "29500")
+    require(
+        port.isdecimal() and 1 <= int(port) <= 65535,
+        f"MASTER_PORT={port} in the environment is not a port, from 1 to 65535; set another",
+    )
+    accelerator = os.environ.get("DS_ACCELERATOR", "cpu")
+    require(
+        accelerator in _ACCELERATORS,
+        f"DS_ACCELERATOR={accelerator} in the environment: dschat knows "
+        f"{' and '.join(_ACCELERATORS)}; unset it",
+    )
+    _allow_files()
 
 
 def check_versions() -> None:
@@ -39,6 +75,18 @@ def _about(name: str, fact: Callable[[str], Any]) -> Any:
         return fact(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _allow_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= NUM_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, hard))
+    except (ValueError, OSError):
+        raise UserError(
+            f"a process may open {hard} files here (ulimit -n) and needs {NUM_FILES}; raise that"
+        ) from None
 
 
 def plug_streams() -> None:

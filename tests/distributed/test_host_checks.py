@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,7 +14,34 @@ from python_process import ROOT, environment, python
 from quick import slow, some
 
 from dschat.config import UserError
-from dschat.distributed import host_checks
+from dschat.distributed import entrypoint, host_checks
+
+TWO = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "^WORLD_SIZE=two .* not a whole number"),
+        ({"LOCAL_RANK": "x"}, "^LOCAL_RANK=x .* not a whole number"),
+        (TWO | {"RANK": "-1"}, "^RANK=-1 .* not a whole number"),
+        (TWO | {"RANK": "5"}, "^rank 5 of 2 processes"),
+        (TWO | {"RANK": "2"}, "^rank 2 of 2 processes"),
+        (TWO | {"MASTER_PORT": "abc"}, "^MASTER_PORT=abc .* from 1 to 65535"),
+        (TWO | {"MASTER_PORT": "70000"}, "^MASTER_PORT=70000 "),
+        ({"DS_ACCELERATOR": "abacus"}, "^DS_ACCELERATOR=abacus .* cpu and cuda; unset"),
+    ],
+)
+def test_a_variable_that_cannot_work(given, message, variables):
+    host_checks.check()
+    variables(**given)
+    with pytest.raises(UserError, match=message):
+        host_checks.check()
+
+
+def test_good_variables(variables):
+    variables(**TWO, MASTER_PORT="29500", DS_ACCELERATOR="cpu")
+    host_checks.check()
 
 
 def run(code: str, redirect: str = "", *options: str) -> tuple[int, str]:
@@ -23,6 +51,35 @@ def run(code: str, redirect: str = "", *options: str) -> tuple[int, str]:
     words = ["bash", "-c", command, sys.executable, code, *options]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((32, 4096), (host_checks.NUM_FILES, 4096)), *slow([((1024, 4096), (1024, 4096))])],
+)
+def test_files_are_allowed_up_to_the_limit(before, after):
+    code = "import sys; from resource import *; setrlimit(RLIMIT_NOFILE, {}); host_checks.check()"
+    code += "; sys.stderr.write(str(getrlimit(RLIMIT_NOFILE)))"
+    assert run(code.format(before)) == (0, str(after))
+    _, said = run(code.format((32, 40)))
+    line = "UserError: a process may open 40 files here (ulimit -n) and needs 64; raise that"
+    assert said.splitlines()[-1].endswith(line)
+
+
+def test_no_limit_on_files_stays(monkeypatch):
+    """A soft limit of -1, as some systems have it."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    host_checks.check()  # Linux refuses to set such a hard limit
+
+
+def test_a_process_without_a_right_number_speaks(capsys, variables):
+    variables(**TWO | {"RANK": "5"})
+    with pytest.raises(SystemExit) as stop:
+        entrypoint.run(lambda: pytest.fail("it runs"))
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said.startswith("error: rank 5 of 2 processes")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
