@@ -63,16 +63,14 @@ def main() -> int:
 
     # Run the steps, one after another.
     reports = config.report and plan.cluster.is_first
-    report = RunReport(plan.output_dir, plan.environment, config.report_every if reports else 0)
-    with supervisor.ProcessSupervisor() as runner, report:
+    report = RunReport(plan.output_dir, plan.environment)
+    with supervisor.ProcessSupervisor() as runner:
         for run, command in plan.commands:
             if runner.stop_requested:
                 return stopped(f"stopped before step {run.number}", plan)
             say(f"\n== step {run.number}: {run.step.title}, into {run.folder}")
             start = time.monotonic()
-            code = runner.run(
-                command, plan.environment, Path(run.folder), plan.cluster, report.poll
-            )
+            code = runner.run(command, plan.environment, Path(run.folder), plan.cluster)
             seconds = time.monotonic() - start
             if plan.cluster.is_first and code != 2:  # a mistake leaves nothing behind
                 note_seconds(plan.output_dir, {run.number: seconds}, "--resume" in command)

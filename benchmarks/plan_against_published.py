@@ -82,7 +82,7 @@ def model_of(
     rank = 0 if trained is None else LORA
     use = Use("", "", kind, FP16, gradient_checkpointing=checkpointing, lora_dim=rank)
     total = parameters(shape)
-    sizes = Sizes(total, trained or total, 0, 0, 0, False, shape)
+    sizes = Sizes(total, trained or total, 0, shape)
     return Model("", use, sizes, "policy", zero, {}, 0)
 
 

@@ -20,7 +20,7 @@ def write_report(folder):
     import dschat.reporting.page as report
 
     (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
-    report.write_report([str(folder)], max_points=1000)
+    report.write_report([str(folder)])
 
 
 def register(folder):

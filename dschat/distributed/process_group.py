@@ -1,10 +1,9 @@
 """Joins and leaves the process group; groups of its ranks; starts the failure detector."""
 
 import os
-import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -35,8 +34,8 @@ def init(timeout_minutes: float = 60.0) -> None:
     Without a launcher: a group of one, without network or port.
 
     Raises:
-        UserError: not all processes joined within ``JOIN_MINUTES``, they were started with
-            different flags, or a node has more of them than GPUs.
+        UserError: not all processes joined within ``JOIN_MINUTES``, or a node has more of them than
+            GPUs.
     """
     if torch_dist.is_initialized():
         return
@@ -58,7 +57,6 @@ def init(timeout_minutes: float = 60.0) -> None:
     )
     pin(True)
     if world_size() > 1:
-        check_same(flags_of(sys.argv))  # else they would hang
         watch(FailureDetector(rank(), world_size(), os.environ["MASTER_ADDR"], gather_objects))
 
 
@@ -87,14 +85,6 @@ def meet() -> torch_dist.Store:
             sys.stderr.write(f"error: {message}\n")
         raise UserError(message) from None
     return store
-
-
-def flags_of(argv: Sequence[str]) -> dict[str, str]:
-    """The script and the flags of a command, which all ranks share, with the values of each."""
-    script = os.sep.join(os.path.abspath(argv[0]).split(os.sep)[-2:])
-    flags = re.split(" (?=--)", " ".join(["script", script, *argv[1:]]))
-    named = dict(flag.partition(" ")[::2] for flag in flags)
-    return {k: v for k, v in named.items() if not re.match("--local[-_]rank", k)}
 
 
 def check_same(values: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Measures the memory of a forward and backward pass by running it on the meta device.
 
 The pass is the real one (packed rows, the model's own forward, the head in chunks, gradient
-checkpointing), so there are no formulas per architecture. A `Pass` records how many bytes are live
-at every point.
+checkpointing), so there are no formulas per architecture.
 
 Fused attention is assumed to save queries, keys, values, output and one number per row, never a
 (T, T) matrix, as torch's flash and memory-efficient kernels do, on a CPU too.
@@ -23,10 +22,6 @@ from torch.utils._pytree import tree_map_only
 from dschat.models.packing import PackedRows, Segments, pack
 from dschat.models.packing.attention import PackedAttention
 
-# glibc returns freed blocks of at least this size to the system. The process may keep smaller ones
-# (malloc's dynamic mmap threshold grows up to this).
-LARGE_BLOCK = 32 * 2**20
-
 Work = Literal["sft", "policy", "value"]
 
 
@@ -42,71 +37,14 @@ class Batch(NamedTuple):
     prompt_len: int = 0
 
 
-class Interval(NamedTuple):
-    """Peak of live bytes between the completion of two gradients.
-
-    Complete gradients are not included.
-    """
-
-    num_done: int  # gradient elements complete so far
-    live: int
-    logits: int  # the part of `live` that is (..., V): logits, probabilities, their gradients
-    large: int  # peak of live bytes in blocks of LARGE_BLOCK or more
-    large_logits: int
-
-    def grown(self, smaller: "Interval", steps: int) -> "Interval":
-        """This, and ``steps`` times what it has more than ``smaller``."""
-        return Interval(*(a + steps * (a - b) for a, b in zip(self, smaller, strict=True)))
-
-
-class Pass(NamedTuple):
-    """One forward pass, with its backward pass in training."""
-
-    intervals: tuple[Interval, ...]
-    small: int  # peak of live bytes in blocks below LARGE_BLOCK
-
-    def peak(
-        self, bytes_per_gradient: int, all_gradients: bool, retained: int | None
-    ) -> tuple[int, int, int]:
-        """Bytes of (activations, logits, gradients) where their sum is largest.
-
-        Args:
-            bytes_per_gradient: that a complete gradient element takes until the step.
-            all_gradients: all gradients exist from the start, from an earlier micro-batch.
-            retained: None if freed memory is reused (a GPU). A CPU's malloc retains freed small
-                blocks: at least this many bytes, from other passes.
-        """
-        num_trained = self.intervals[-1].num_done
-        peak = (0, 0, 0)
-        for num_done, live, logits, large, large_logits in self.intervals:
-            if retained is not None:
-                live, logits = max(self.small, retained) + large, large_logits
-            done = num_trained if all_gradients else num_done
-            peak = max(peak, (live - logits, logits, done * bytes_per_gradient), key=sum)
-        return peak
-
-    def extended(self, smaller: "Pass", steps: int) -> "Pass":
-        """This pass with ``steps`` more equal layers; ``smaller`` has one less than this.
-
-        Memory is linear in the number of layers until the backward pass reaches a layer. The middle
-        layers add no new peaks, so the intervals of the two passes are matched from both ends.
-        """
-        more, fewer = self.intervals, smaller.intervals
-        first = len(fewer) // 2 if len(more) > len(fewer) else len(fewer)
-        last = more[len(more) - len(fewer) + first :]
-        pairs = zip((*more[:first], *last), fewer, strict=True)
-        small = self.small + steps * (self.small - smaller.small)
-        return Pass(tuple(large.grown(small, steps) for large, small in pairs), small)
-
-
-def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_size: int) -> Pass:
+def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool) -> int:
     """Run ``work`` on ``module`` (meta device): a `LanguageModel`, or for "value" a `ScoreModel`.
 
     sft: log-probs of the next tokens. policy: the same, and without ``train`` entropies too. value:
     scores. ``train`` also runs the backward pass, with dropout on.
 
     Returns:
-        The live memory without parameters, buffers, rows and complete gradients.
+        Peak of live bytes, without parameters, buffers, rows and complete gradients.
     """
     ids = np.zeros((batch.num_rows, batch.seq_len), np.int64)
     shared = None
@@ -115,9 +53,9 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
         shared = [batch.prompt_len] * batch.num_rows
     # Rows read their first columns: memory does not depend on which.
     rows = pack(list(ids), [range(batch.num_read)] * batch.num_rows, shared).to("meta")
-    ledger = _Ledger(module, rows, vocab_size if work != "value" else 0)
+    ledger = _Ledger(module, rows)
     trained = [p for p in module.parameters() if p.requires_grad] if train else []
-    handles = [p.register_post_accumulate_grad_hook(ledger.gradient_done) for p in trained]
+    handles = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
     module.train(train)
     try:
         with torch.set_grad_enabled(train), _fused_attention(), ledger:
@@ -128,7 +66,7 @@ def run_pass(module: nn.Module, work: Work, batch: Batch, train: bool, vocab_siz
         for handle in handles:
             handle.remove()
         module.zero_grad()
-    return ledger.result()
+    return ledger.peak
 
 
 def _loss(module: nn.Module, rows: PackedRows, work: Work) -> Tensor:
@@ -142,21 +80,14 @@ def _loss(module: nn.Module, rows: PackedRows, work: Work) -> Tensor:
 
 
 class _Ledger(TorchDispatchMode):
-    """Tracks the lifetime of every storage. Recognizes logits by their last dimension; with
-    ``vocab_size`` 0 there are none.
-    """
+    """Tracks the lifetime of every storage."""
 
-    def __init__(self, module: nn.Module, rows: PackedRows, vocab_size: int) -> None:
+    def __init__(self, module: nn.Module, rows: PackedRows) -> None:
         super().__init__()
-        self._vocab_size = vocab_size
         inputs = [value for value in vars(rows).values() if isinstance(value, Tensor)]
         owned = [*module.parameters(), *module.buffers(), *inputs]
         self._known = {t.untyped_storage()._cdata for t in owned}
-        # live, logits among them: of all blocks, of large ones
-        self._all = self._large = (0, 0)
-        self._peak_all, self._peak_large = self._all, self._large
-        self._peak_small = self._num_done = 0
-        self._intervals: list[Interval] = []
+        self._live = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -171,36 +102,18 @@ class _Ledger(TorchDispatchMode):
         if storage._cdata in self._known:
             return
         size = storage.nbytes()
-        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocab_size > 0
         self._known.add(storage._cdata)
-        self._add(size, is_logits)
-        weakref.finalize(storage, self._freed, storage._cdata, size, is_logits).atexit = False
-        self._peak_all = max(self._peak_all, self._all)
-        self._peak_large = max(self._peak_large, self._large)
-        self._peak_small = max(self._peak_small, self._all[0] - self._large[0])
+        self._live += size
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._freed, storage._cdata, size).atexit = False
 
-    def _add(self, size: int, is_logits: bool) -> None:
-        self._all = self._all[0] + size, self._all[1] + is_logits * size
-        if abs(size) >= LARGE_BLOCK:
-            self._large = self._large[0] + size, self._large[1] + is_logits * size
-
-    def _freed(self, key: int, size: int, is_logits: bool) -> None:
+    def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self._add(-size, is_logits)
+        self._live -= size
 
-    def gradient_done(self, parameter: Tensor) -> None:
-        """Hook of ``parameter``: drop its complete gradient and begin the next interval."""
-        parameter.grad = None
-        self._end_interval()
-        self._num_done += parameter.numel()
 
-    def _end_interval(self) -> None:
-        self._intervals.append(Interval(self._num_done, *self._peak_all, *self._peak_large))
-        self._peak_all, self._peak_large = self._all, self._large
-
-    def result(self) -> Pass:
-        self._end_interval()
-        return Pass(tuple(self._intervals), self._peak_small)
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 @contextmanager

@@ -38,24 +38,22 @@ class DeviceSpeed:
     host_bandwidth: float  # bytes of host memory, its share of the node's
 
 
-def _gpu(name: str, gib: float, tflops: float, *gb_per_s: float) -> DeviceSpeed:
-    memory, link, network, pcie, host = (rate * GB for rate in gb_per_s)
-    return DeviceSpeed(name, gib, tflops * TERA, memory, link, network, pcie, host / 8)
-
-
 _ROWS = (
-    # name, GiB, TFLOPs; GB/s of memory, link, network, PCIe, host memory of a node of 8
-    ("V100-32", 32, 125, 900, 150, 6.25, 16, 153.6),  # V100 data sheet 2020; DGX-1
+    # name, GiB, TFLOPs; GB/s of memory, link, network, PCIe, an eighth of a node's host memory
+    ("V100-32", 32, 125, 900, 150, 6.25, 16, 19.2),  # V100 data sheet 2020; DGX-1
     # RTX A6000 data sheet 2021. NVLink joins pairs only: PCIe. No reference system: one 200 Gb/s
     # port for 8.
-    ("A6000-48", 48, 154.8, 768, 32, 3.125, 32, 204.8),
-    ("A100-40", 40, 312, 1555, 300, 25, 32, 409.6),  # A100 data sheet 2021; DGX A100
-    ("A100-80", 80, 312, 2039, 300, 25, 32, 409.6),  # the same
-    ("A800-80", 80, 312, 2039, 200, 25, 32, 409.6),  # A800 data sheet 2022; as DGX A100
-    ("H100-80", 80, 989.4, 3350, 450, 50, 64, 614.4),  # H100 SXM data sheet 2023; DGX H100
-    ("H200-141", 141, 989.4, 4800, 450, 50, 64, 614.4),  # H200 SXM data sheet 2024; DGX H200
+    ("A6000-48", 48, 154.8, 768, 32, 3.125, 32, 25.6),
+    ("A100-40", 40, 312, 1555, 300, 25, 32, 51.2),  # A100 data sheet 2021; DGX A100
+    ("A100-80", 80, 312, 2039, 300, 25, 32, 51.2),  # the same
+    ("A800-80", 80, 312, 2039, 200, 25, 32, 51.2),  # A800 data sheet 2022; as DGX A100
+    ("H100-80", 80, 989.4, 3350, 450, 50, 64, 76.8),  # H100 SXM data sheet 2023; DGX H100
+    ("H200-141", 141, 989.4, 4800, 450, 50, 64, 76.8),  # H200 SXM data sheet 2024; DGX H200
 )
-DEVICES = {row[0]: _gpu(*row) for row in _ROWS}
+DEVICES = {
+    name: DeviceSpeed(name, gib, flops * TERA, *(rate * GB for rate in rates))
+    for name, gib, flops, *rates in _ROWS
+}
 
 
 def find_speed(name: str) -> DeviceSpeed:
@@ -64,9 +62,8 @@ def find_speed(name: str) -> DeviceSpeed:
     Raises:
         UserError: no such device, with the known names.
     """
-    for known, device in DEVICES.items():
-        if known.lower() == name.lower():
-            return device
+    if name.upper() in DEVICES:
+        return DEVICES[name.upper()]
     raise UserError(f"--plan_device {name}: no such device; choose from {', '.join(DEVICES)}")
 
 

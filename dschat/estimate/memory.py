@@ -3,10 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from dschat.checkpoint.hf_export import MAX_FILE_BYTES
 from dschat.config import CommonConfig, RewardConfig, SupervisedConfig, UserError
 from dschat.config.fields import AUTO
 from dschat.estimate.activations import Batch, Work
@@ -33,12 +32,6 @@ class Mode:
     @property
     def total(self) -> int:
         return self.items.total()
-
-
-def fullest(name: str, moments: Moments) -> Mode:
-    """The mode ``name`` at the moment with the largest total."""
-    modes = [Mode(name, items, moment) for moment, items in moments]
-    return max(modes, key=lambda mode: mode.total)
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,7 @@ class RolloutBytes(NamedTuple):
 
     weights: int  # a copy for the rollout; 0 if it reads the training weights
     cache: int  # keys and values
-    work: int  # space of a generation step, or of the weight refresh before it
-    logits: int  # of the sequences that sample a token
+    work: int  # space and logits of a generation step, or space of the weight refresh before it
     in_engine: bool  # not by `generate` of transformers
     form: str  # a phrase for the report
 
@@ -178,63 +170,38 @@ class StepEstimator(Generic[Config]):
 
     def _line(self, model: Model) -> str:
         sizes = model.sizes
-        trained = f", {count(sizes.trained)} of them trained (LoRA)" if model.use.lora_dim else ""
-        dtype = str(self._dtype).removeprefix("torch.")
-        zero = model.zero.describe()
-        return f"{model.name}: {count(sizes.total)} parameters{trained}, {zero}, {dtype}"
+        trained = f", {sizes.trained:,} of them trained" * (0 < sizes.trained < sizes.total)
+        how = f"{model.zero.describe()}, {str(self._dtype).removeprefix('torch.')}"
+        return f"{model.name}: {sizes.total:,} parameters{trained}, {how}"
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def _micro_batch(self, rows: Batch, step_rows: int, share: float = 1.0) -> tuple[Batch, int]:
+    def _micro_batch(self, rows: Batch, step_rows: int) -> tuple[Batch, int]:
         """The largest micro-batch of an optimizer step of ``step_rows`` sequences, and how many
-        there are: ``rows``, or as many of them as hold ``share`` of the token budget. Where that is
-        auto, the smallest that it tries: more are taken only where they fit. With sequence
-        parallelism, what a rank computes of them.
+        there are: ``rows``, or as many of them as hold the token budget. Where that is auto, the
+        smallest that it tries: more are taken only where they fit. With sequence parallelism, what
+        a rank computes of them.
         """
         ranks = self._config.sequence_parallel_size
         if tokens := token_budget(self._config):
-            num_rows = max(1, math.ceil(share * tokens * ranks / rows.seq_len))
+            num_rows = max(1, math.ceil(tokens * ranks / rows.seq_len))
             rows = rows._replace(num_rows=min(num_rows, step_rows))
-        count = (
-            math.ceil(step_rows / rows.num_rows) * ranks
-        )  # the micro-batches of each rank in turn
+        count = math.ceil(step_rows / rows.num_rows) * ranks  # micro-batches of each rank in turn
         lengths = {n: -(-getattr(rows, n) // ranks) for n in ("seq_len", "num_read", "prompt_len")}
         return rows._replace(**lengths), count
 
-    def _retained(self, small: int) -> int | None:
-        """Bytes that malloc retains of ``small`` bytes in freed small blocks; None on a GPU."""
-        return None if self._device.on_gpu else small
-
-    def _small(self, model: Model, batch: Batch) -> int:
-        return self._models.run(model.use, model.work, batch, train=True).small
-
-    def _leftover(self, learners: Sequence[Learner], batch: Batch) -> int:
-        """Bytes of small blocks that malloc retains after an optimizer step."""
-        return max(
-            self._small(learner, batch) + learner.training.per_gradient * learner.sizes.in_small
-            for learner in learners
-        )
-
-    def _moments(self, model: Learner, batch: Batch, num_micro_batches: int, small: int) -> Moments:
-        """The moments of an optimizer step that may be its peak, without persistent memory.
-
-        ``small``: bytes of small blocks that malloc retains from the passes of all learners.
-        """
+    def _moments(self, model: Learner, batch: Batch, num_micro_batches: int) -> Moments:
+        """The moments of an optimizer step that may be its peak, without persistent memory."""
         training, several = model.training, num_micro_batches > 1
-        retained = self._retained(small)
-        run = self._models.run(model.use, model.work, batch, train=True)
-        all_gradients = several and training.accumulates
-        activations, logits, gradients = run.peak(training.per_gradient, all_gradients, retained)
         from_before = training.partition if several or training.reduces_early else 0
-        backward = Items(activations=activations, logits=logits, gradients=gradients + from_before)
-        backward["buffers"] = training.backward + training.gathered
-        moments = [("backward pass", backward)]
-        for moment in ("reduction", "update"):
-            gradients, buffers = getattr(training, moment)
-            items = Items(activations=retained or 0, buffers=buffers)
-            items["gradients"] = max(gradients, from_before)
-            moments.append((moment, items))
-        return moments
+        backward = Items(
+            activations=self._models.run(model.use, model.work, batch, train=True),
+            gradients=training.per_gradient * model.sizes.trained + from_before,
+            buffers=training.backward + training.gathered,
+        )
+        gradients, space = training.update
+        update = Items(buffers=space, gradients=max(gradients, from_before))
+        return [("backward pass", backward), ("update", update)]
 
     def _kept_on_host(self, learners: Sequence[Learner], batch: Batch) -> int:
         """Bytes of host memory for inputs of layers (``--offload activations``), on a GPU."""
@@ -247,49 +214,44 @@ class StepEstimator(Generic[Config]):
         ]
         return batch.num_rows * batch.seq_len * max(token_bytes, default=0)
 
-    def _forward(self, model: Model, batch: Batch, leftover: int) -> Items:
-        """A pass without gradients; ``leftover``: see `_leftover`."""
-        run = self._models.run(model.use, model.work, batch, train=False)
-        activations, logits, _ = run.peak(0, False, self._retained(leftover))
-        return Items(activations=activations, logits=logits, buffers=model.gathered)
+    def _forward(self, model: Model, batch: Batch) -> Items:
+        """A pass without gradients."""
+        activations = self._models.run(model.use, model.work, batch, train=False)
+        return Items(activations=activations, buffers=model.gathered)
 
     # -- the result --------------------------------------------------------------------------------
 
     def _finished(
         self,
         number: int,
-        lines: list[str],
         on_device: Items,
         on_host: Items,
-        modes: list[Mode],
+        modes: dict[str, Moments],
         present: Sequence[Model],
-        leftover: int,
         rollout: RolloutBytes | None = None,
     ) -> StepEstimate:
-        """The estimate: every mode with what is held ``on_device`` between passes added.
+        """The estimate: every mode at its fullest moment, with what is held ``on_device`` between
+        passes added.
 
-        On a CPU host memory is device memory, and saving the learners, one file at a time, is a
-        mode of its own: a file holds copies, and the small ones reuse blocks that malloc retains.
-        What it keeps between blocks of other sizes, `HOLES`, counts in all modes.
+        On a CPU host memory is device memory, and malloc keeps the largest activations in all
+        modes, and `HOLES` between blocks of other sizes.
         """
-        uses = [model.use.frozen for model in present if isinstance(model, Learner)]
-        sizes = max((self._models.sizes(use) for use in uses), key=lambda s: s.total)
-        written = min(self._dtype.itemsize * sizes.total, MAX_FILE_BYTES)
         on_device["libraries"] = self._device.libraries
-        if self._device.on_gpu:
-            # One process writes; it may use the host memory of all processes.
-            on_host["file being written"] = written // self._device.processes_here
-        else:
+        if not self._device.on_gpu:
+            moments = [items for mode in modes.values() for _, items in mode]
+            most = max(items["activations"] for items in moments)
+            for items in moments:
+                items["activations"] = most
             on_device, on_host = on_device + on_host, Items()
-            most = max(mode.items["activations"] for mode in modes)
             on_device["kept by malloc"] = round(HOLES * most)
-            retained = self._retained(leftover) or 0
-            reused = min(retained, written * sizes.in_small // sizes.total)
-            saving = {"file being written": written - reused, "activations": retained}
-            modes = [*modes, Mode("saving", Items(saving))]
-        modes = [replace(mode, items=on_device + mode.items) for mode in modes]
+        every = [
+            max((Mode(name, on_device + items, m) for m, items in moments), key=lambda m: m.total)
+            for name, moments in modes.items()
+        ]
         where = self._config, self._device, self._num_processes
-        return StepEstimate(number, *where, lines, modes, +on_host, present, rollout)
+        lines = [self._line(model) for model in present]
+        lines += [f"rollout: {rollout.form}"] if rollout else []
+        return StepEstimate(number, *where, lines, every, +on_host, present, rollout)
 
 
 class SupervisedEstimator(StepEstimator[SupervisedConfig]):
@@ -303,43 +265,22 @@ class SupervisedEstimator(StepEstimator[SupervisedConfig]):
         use = self._use("", "lm" if is_policy else "score")
         model = self._learner("model", use, "sft" if is_policy else "value", self._zero(""))
         rows = 1 if pairs is None else 2  # a pair is two sequences
-        # KTO's mismatched answers, a third of a row's tokens, have a forward of their own.
-        share = 2 / 3 if pairs is not None and pairs.loss == "kto" else 1.0
         columns = c.max_seq_len, c.max_seq_len - 1 if is_policy else 1
         batch = Batch(rows * c.per_device_train_batch_size, *columns)
-        batch, num_micro_batches = self._micro_batch(batch, rows * c.global_batch_size(1), share)
-        held_out = Batch(rows * c.per_device_eval_batch_size, *columns)
-        held_out, _ = self._micro_batch(held_out, held_out.num_rows, share)
-
-        leftover = self._leftover([model], batch)
-        moments = self._moments(model, batch, num_micro_batches, self._small(model, batch))
-        evaluation = [("", self._forward(model, held_out, leftover))]
+        batch, num_micro_batches = self._micro_batch(batch, rows * c.global_batch_size(1))
+        moments = self._moments(model, batch, num_micro_batches)
         present: list[Model] = [model]
-        lines = [self._line(model)]
         if pairs is not None and is_policy:
             reference: Model = model
-            name = "the model without adapters"
             if pairs.loads_reference:
-                name = "a copy of the model"
                 reference = self._frozen("reference", use.frozen, "sft", model.zero)
                 present.append(reference)
-            if pairs.precompute_ref_logprobs:
-                name = "its log-probs, computed before training"
-            else:
-                moments.append(("reference", self._forward(reference, batch, leftover)))
-                evaluation.append(("reference", self._forward(reference, held_out, leftover)))
-            lines.append(f"reference: {name}")
+            if not pairs.precompute_ref_logprobs:
+                moments.append(("reference", self._forward(reference, batch)))
         on_device, on_host = held_by(present)
         on_host["activations"] = self._kept_on_host([model], batch)
-        return self._finished(
-            1 if pairs is None else 2,
-            lines,
-            on_device,
-            on_host,
-            [fullest("training", moments), fullest("evaluation", evaluation)],
-            present,
-            leftover,
-        )
+        number = 1 if pairs is None else 2
+        return self._finished(number, on_device, on_host, {"training": moments}, present)
 
 
 def token_budget(config: CommonConfig) -> int:
@@ -356,11 +297,3 @@ def held_by(models: Sequence[Model]) -> tuple[Items, Items]:
             device[item] += held.device
             host[item] += held.host
     return device, host
-
-
-def count(number: int) -> str:
-    """``6.658B`` for 6,658,473,984 parameters."""
-    for size, unit in ((1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.4g}{unit}"
-    return str(number)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from dschat.builtin.tiny_model import MAX_VOCAB_SIZE, TINY_CONFIG, TINY_NAME
-from dschat.estimate.activations import LARGE_BLOCK, Batch, Pass, Work, run_pass
+from dschat.estimate.activations import Batch, Work, run_pass
 from dschat.inference import UnsupportedModel
 from dschat.inference.model.module_decoder import module_spec
 from dschat.inference.model.spec import ModelSpec
@@ -82,9 +82,6 @@ class Sizes:
     total: int
     trained: int
     largest: int  # of one tensor
-    in_small: int  # trained, in tensors below LARGE_BLOCK
-    embedding: int
-    tied: bool  # the LM head is the embedding
     shape: ModelShape | None  # None: not known
     linear: tuple[int, int] = (0, 0)  # of all linear layers' weights but the head's, of the largest
 
@@ -94,7 +91,7 @@ class Models:
 
     Args:
         made_from: output folder -> model it is trained from, for checkpoints that do not exist yet.
-        shallow: layers to run; the pass of a deeper model is extrapolated.
+        shallow: layers to run; the memory of a deeper model is linear in its layers.
     """
 
     def __init__(self, made_from: Mapping[str, str] | None = None, shallow: int = 4) -> None:
@@ -141,39 +138,34 @@ class Models:
         return Checkpoint(os.path.expanduser(name), flag, trust_remote_code).config
 
     def _sizes(self, use: Use) -> Sizes:
-        if not use.lora_dim:
-            return _count(self._module(use), use.dtype)
-        base = self.sizes(use.frozen)
         depth, most = self.config(use).get_text_config().num_hidden_layers, self._shallow
-        if depth <= most or not use.only_optimize_lora:
-            return _count(self._module(use), use.dtype)
+        if not use.only_adapters or depth <= most:
+            return _count(self._module(use))
         # PEFT is slow on deep models: count the adapters of few layers and extrapolate.
-        few, fewer = (_count(self._module(use, n), use.dtype) for n in (most, most - 1))
-        more = depth - most
-        trained = few.trained + more * (few.trained - fewer.trained)
-        in_small = few.in_small + more * (few.in_small - fewer.in_small)
+        few, fewer = (_count(self._module(use, n)).trained for n in (most, most - 1))
+        base, trained = self.sizes(use.frozen), few + (depth - most) * (few - fewer)
         # The score head trains without an adapter, and `base` includes it.
         head = 0
         if use.kind == "score":
             head = self._module(use.frozen, 1).base.score.weight.numel()
-        return replace(base, total=base.total + trained - head, trained=trained, in_small=in_small)
+        return replace(base, total=base.total + trained - head, trained=trained)
 
-    def run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
+    def run(self, use: Use, work: Work, batch: Batch, train: bool) -> int:
         """The memory of ``work`` on ``batch``; see `activations.run_pass`."""
         return self._ran(use if train else use.reading, work, batch, train)
 
-    def _run(self, use: Use, work: Work, batch: Batch, train: bool) -> Pass:
-        text = self.config(use).get_text_config()
+    def _run(self, use: Use, work: Work, batch: Batch, train: bool) -> int:
+        depth, most = self.config(use).get_text_config().num_hidden_layers, self._shallow
 
-        def run(num_layers: int | None) -> Pass:
+        def run(num_layers: int | None) -> int:
             module = self._module(use, num_layers)
             with by_torch():
-                return run_pass(module, work, batch, train, text.vocab_size)
+                return run_pass(module, work, batch, train)
 
-        depth, most = text.num_hidden_layers, self._shallow
         if depth <= most:
             return run(None)
-        return run(most).extended(run(most - 1), depth - most)
+        few = run(most)
+        return few + (depth - most) * (few - run(most - 1))
 
     def _module(self, use: Use, num_layers: int | None = None) -> PackedModel:
         """``use``; ``num_layers``: with its first layers only."""
@@ -208,9 +200,7 @@ class Models:
         return packed.to(use.dtype)  # PEFT makes fp32 adapters, which DeepSpeed casts to 16 bit
 
 
-def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
-    embedding = module.base.get_input_embeddings().weight
-    head = module.base.get_output_embeddings()
+def _count(module: PackedModel) -> Sizes:
     counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
     layers = linear_layers(module.base).items()
     linear = [m.weight.numel() for name, m in layers if ".lora_" not in name]
@@ -218,9 +208,6 @@ def _count(module: PackedModel, dtype: torch.dtype) -> Sizes:
         total=sum(n for n, _ in counts),
         trained=sum(n for n, trained in counts if trained),
         largest=max(n for n, _ in counts),
-        in_small=sum(n for n, t in counts if t and n * dtype.itemsize < LARGE_BLOCK),
-        embedding=embedding.numel(),
-        tied=head is not None and head.weight is embedding,
         shape=shape_of(module.base),
         linear=(sum(linear), max(linear, default=0)),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dschat.config import RewardConfig, RLHFConfig, SupervisedConfig, UserError
+from dschat.config import RLHFConfig, SupervisedConfig, UserError
 from dschat.config.errors import first_line
 from dschat.estimate import PlanRequest
 from dschat.estimate.devices import GIB, find_device
@@ -11,13 +11,11 @@ from dschat.estimate.memory import StepEstimate, SupervisedEstimator
 from dschat.estimate.models import MODEL_ERRORS, Models
 from dschat.estimate.rlhf import RLHFEstimator
 
-_MIB = 2**20
-_TITLES = {1: "supervised fine-tuning", 2: "reward model", 3: "RLHF"}
 _ORDER = (
     *("model weights", "actor weights", "critic weights", "reference weights", "reward weights"),
     "teacher weights",
     *("gradients", "optimizer states", "moving average", "rollout copy", "KV cache"),
-    *("activations", "kept by malloc", "logits", "buffers", "file being written", "libraries"),
+    *("activations", "kept by malloc", "buffers", "libraries"),
 )
 
 
@@ -63,30 +61,21 @@ def make_estimator(request: PlanRequest) -> Callable[[int], StepEstimate]:
     return estimate
 
 
-def title_of(estimate: StepEstimate) -> str:
-    """A short title of a step: "reward model", "DPO"."""
-    config = estimate.config
-    if isinstance(config, RewardConfig) and config.trains_policy:
-        return config.loss.upper()
-    return _TITLES[estimate.number]
-
-
 def table(estimate: StepEstimate) -> str:
     """The estimate of one step: its models, every item in every mode, whether it fits."""
     modes, num_processes = estimate.modes, estimate.num_processes
-    unit, name = (GIB, "GiB") if estimate.peak.total >= 4 * GIB else (_MIB, "MiB")
     items = [i for i in _ORDER if any(mode.items.get(i) for mode in modes)]
     assert set(items) >= {i for mode in modes for i, n in mode.items.items() if n}
     processes = f"one of {num_processes} processes" if num_processes > 1 else "one process"
 
     def shown(num_bytes: int) -> str:
-        return f"{num_bytes / unit:.{2 if unit == GIB else 0}f}" if num_bytes else "-"
+        return f"{num_bytes / GIB:.3f}" if num_bytes else "-"
 
     lines = [
-        f"step {estimate.number}, {title_of(estimate)}: {processes}, on {estimate.device.origin}",
+        f"step {estimate.number}: {processes}, on {estimate.device.origin}",
         *(f"  {line}" for line in estimate.models),
         "",
-        _row(name, [mode.name for mode in modes]),
+        _row("GiB", [mode.name for mode in modes]),
         *(_row(item, [shown(mode.items.get(item, 0)) for mode in modes]) for item in items),
         _row("total", [shown(mode.total) for mode in modes]),
         "",

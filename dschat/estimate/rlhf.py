@@ -1,10 +1,10 @@
-"""Estimates the memory of step 3 on one device, in rollout, scoring, training and evaluation.
+"""Estimates the memory of step 3 on one device, in rollout, scoring and training.
 
 The actor exists in its training and its rollout form; critic, reference, reward model
 and teacher are optional.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dschat.config import RLHFConfig
@@ -12,14 +12,11 @@ from dschat.estimate.activations import Batch
 from dschat.estimate.memory import (
     Items,
     Learner,
-    Mode,
     Model,
     Moments,
     RolloutBytes,
     StepEstimate,
     StepEstimator,
-    count,
-    fullest,
     held_by,
     token_budget,
 )
@@ -49,8 +46,8 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         if c.enable_ema:
             on_device["moving average"] = 4 * -(-actor.sizes.trained // self._num_processes)
         # The first optimizer step allocates Adam's moments, after the first rollout.
-        moments = sum(learner.training.moments.device for learner in learners)
-        rollout = self._rollout(actor, on_device.total() + self._device.libraries - moments)
+        later = sum(learner.training.moments.device for learner in learners)
+        rollout = self._rollout(actor, on_device.total() + self._device.libraries - later)
         on_device.update(self._rollout_items(rollout, stays=True))
 
         columns = c.longest_row, c.max_answer_seq_len
@@ -59,32 +56,31 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         batch = self._with_shared_prompts(batch)
         on_host["activations"] = self._kept_on_host(learners, batch)
         scored = self._with_shared_prompts(self._micro_batch(rows, c.rollout_samples(1))[0])
-        evaluated, _ = self._micro_batch(Batch(c.eval_batch_size, *columns), c.eval_batch_size)
-        leftover = self._leftover(learners, batch)
 
         # A frozen base serves as the reference, with the adapters off.
         readers: dict[str, Model] = {"reference": actor} if c.needs_reference else {}
         readers |= frozen
-        scoring = [(model.name, self._forward(model, scored, leftover)) for model in learners]
-        scoring += self._readings(readers, scored, leftover)
-        freed = self._rollout_items(rollout, stays=False)
-        generation = freed + Items(
-            activations=max(rollout.work, self._retained(leftover) or 0), logits=rollout.logits
-        )
-        average = self._average(rollout, actor)
-        evaluation = [("generation", generation + average)]
-        for name, items in self._readings(readers, evaluated, leftover):
-            evaluation.append((name, items + freed + average))
-        modes = [
-            Mode("rollout", self._without_states(generation, learners)),
-            fullest("scoring", scoring),
-            fullest("training", list(self._updates(learners, batch, num_micro_batches))),
-            fullest("evaluation", evaluation),
-        ]
-        lines = self._lines(learners, frozen, rollout)
-        return self._finished(
-            *(3, lines, on_device, on_host, modes, present, leftover), rollout=rollout
-        )
+        scoring = [(model.name, self._forward(model, scored)) for model in learners]
+        last = scored._replace(num_read=1)  # a reward model reads the last token only
+        for name, model in readers.items():
+            read = last if model.work == "value" else scored
+            scoring.append((name, self._forward(model, read)))
+        generation = self._rollout_items(rollout, stays=False) + Items(activations=rollout.work)
+        if c.enable_ema:  # evaluations generate from a copy of their own, with the same cache
+            whole = self._models.sizes(actor.use.frozen).total * self._dtype.itemsize
+            generation["rollout copy"] += max(rollout.weights, whole // c.inference_tp_size)
+        training: Moments = []
+        for model in learners:
+            # Pretraining text doubles the actor's micro-batches.
+            count = num_micro_batches * (2 if model is actor and c.unsupervised_dataset_name else 1)
+            moments = self._moments(model, batch, count)
+            training += [(f"{model.name}, {moment}", items) for moment, items in moments]
+        modes = {
+            "rollout": [("", self._without_states(generation, learners))],
+            "scoring": scoring,
+            "training": training,
+        }
+        return self._finished(3, on_device, on_host, modes, present, rollout)
 
     # -- models ------------------------------------------------------------------------------------
 
@@ -161,8 +157,7 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         return RolloutBytes(
             weights=whole * sharded,
             cache=round(rows * c.longest_row * per_token),
-            work=0,
-            logits=self._sampling(rows, text.vocab_size),
+            work=self._sampling(rows, text.vocab_size),
             in_engine=False,
             form=form,
         )
@@ -185,7 +180,6 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             # One page more, for rows that pad a captured batch.
             cache=(pages + 1) * page_bytes + states,
             work=max(self._step(spec, engine) + copied, self._refresh(actor)),
-            logits=self._sampling(engine.max_num_seqs, spec.vocab_size),
             in_engine=True,
             form=f"{form}, up to {engine.max_num_seqs} sequences of {seq_len}",
         )
@@ -196,21 +190,20 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
         base = self._models.sizes(actor.use.frozen)
         if choice.layout == "copy":
             weights = size * base.total // tp
-            if base.tied and not self._device.on_gpu:
-                weights += size * base.embedding // tp  # packing copies the tied head
         if actor.use.lora_dim and choice.lora == "side":
             weights += size * actor.sizes.trained // tp
         return weights
 
     def _step(self, spec: ModelSpec, engine: EngineConfig) -> int:
-        """Bytes of the hidden states, projections and MLP of a layer."""
+        """Bytes of the hidden states, projections and MLP of a layer, and of the logits."""
         c = self._config
         tokens = engine.batched_tokens(self._device.on_gpu)
         tokens = min(tokens, engine.max_num_seqs * c.max_prompt_seq_len)
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
         inner = spec.intermediate_size * (2 if spec.gated else 1)
         sharded = (2 * heads + 2 * inner) // c.inference_tp_size
-        return tokens * self._dtype.itemsize * (3 * spec.hidden_size + sharded)
+        hidden = tokens * self._dtype.itemsize * (3 * spec.hidden_size + sharded)
+        return hidden + self._sampling(engine.max_num_seqs, spec.vocab_size)
 
     def _refresh(self, actor: Learner) -> int:
         """Bytes of a bucket of gathered weights and its largest tensor."""
@@ -239,14 +232,6 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
             items["KV cache"] = rollout.cache
         return items
 
-    def _average(self, rollout: RolloutBytes, actor: Learner) -> Items:
-        """The copy of the weights from which the moving average generates, with the same cache."""
-        if not self._config.enable_ema:
-            return Items()
-        whole = self._models.sizes(actor.use.frozen).total * self._dtype.itemsize
-        tp_size = self._config.inference_tp_size
-        return Items({"rollout copy": max(rollout.weights, whole // tp_size)})
-
     # -- modes -------------------------------------------------------------------------------------
 
     def _with_shared_prompts(self, batch: Batch) -> Batch:
@@ -268,43 +253,6 @@ class RLHFEstimator(StepEstimator[RLHFConfig]):
                 states = learner.training.moments + learner.training.masters
                 items["optimizer states"] -= states.device
         return items
-
-    def _readings(self, readers: dict[str, Model], batch: Batch, leftover: int) -> Moments:
-        """The passes of frozen models; the reward model's reads the last token only."""
-        last = batch._replace(num_read=1)
-        return [
-            (name, self._forward(model, last if model.work == "value" else batch, leftover))
-            for name, model in readers.items()
-        ]
-
-    def _updates(
-        self, learners: Sequence[Learner], batch: Batch, num_micro_batches: int
-    ) -> Iterator[tuple[str, Items]]:
-        """The moments of the optimizer steps of actor and critic."""
-        small = max(self._small(learner, batch) for learner in learners)
-        for model in learners:
-            # Pretraining text doubles the actor's micro-batches.
-            several = 2 if model.name == "actor" and self._config.unsupervised_dataset_name else 1
-            for moment, items in self._moments(model, batch, several * num_micro_batches, small):
-                yield f"{model.name}, {moment}", items
-
-    def _lines(
-        self, learners: Sequence[Learner], frozen: dict[str, Model], rollout: RolloutBytes
-    ) -> list[str]:
-        reference = "a copy of the actor" if "reference" in frozen else "the actor without adapters"
-        reward = "none"
-        if "reward model" in frozen:
-            reward = f"{count(frozen['reward model'].sizes.total)} parameters"
-            if self._config.share_base:
-                reward += " on the actor's"
-        teacher = [self._line(frozen["teacher"])] if "teacher" in frozen else []
-        return [
-            *(self._line(learner) for learner in learners),
-            *teacher,
-            f"reference: {reference if self._config.needs_reference else 'none'}; "
-            f"reward model: {reward}",
-            f"rollout: {rollout.form}",
-        ]
 
 
 def planned_choice(c: RLHFConfig, num_processes: int, on_gpu: bool) -> RolloutChoice:

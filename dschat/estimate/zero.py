@@ -8,7 +8,8 @@ that has been written.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,36 +46,13 @@ class Training:
     gathered: int  # weights gathered from other processes during a pass
     masters: Held  # fp32
     moments: Held  # fp32
-    reduction: tuple[int, int]  # gradients and work space during the last reduction
     update: tuple[int, int]  # gradients and work space of the optimizer step
     gradients: Held = Held()  # persistent ones
     buffers: int = 0  # persistent ones
     per_gradient: int = 0  # of a gradient element after its backward pass
-    accumulates: bool = False  # gradients stay until the step; else they go into `partition`
     partition: int = 0  # gradients of this process's partition, from the first reduction on
     reduces_early: bool = False  # buckets fill up, and are reduced, during the backward pass
     backward: int = 0  # work space of the backward pass
-
-
-class _Elements(NamedTuple):
-    """A model to train: numbers of elements, and bytes of some."""
-
-    trained: int
-    largest: int  # of one tensor
-    shard: int  # that this process updates
-    in_bucket: int  # that fill a bucket of gradients
-    size: int  # bytes of an element
-    sum_size: int  # bytes of a reduced gradient element
-    bucket: int  # bytes allocated
-
-    @property
-    def flat(self) -> int:
-        """Bytes of the copy through which a bucket is reduced."""
-        return self.size * self.in_bucket
-
-    @property
-    def reduces_early(self) -> bool:
-        return self.trained > self.in_bucket
 
 
 def training_bytes(
@@ -90,96 +68,58 @@ def training_bytes(
     ``linear``: see `frozen_bytes`.
     """
     weights, gathered = frozen_bytes(total, zero, num_processes, linear)
-    size, limit = zero.dtype.itemsize, bucket_sizes(zero)["reduce_bucket_size"]
-    elements = _Elements(
-        trained,
-        largest,
-        shard=-(-trained // num_processes),
-        in_bucket=min(trained, limit),
-        size=size,
-        sum_size=4 if zero.dtype == torch.bfloat16 else size,
-        bucket=size * (limit if on_gpu else min(trained, limit)),
-    )
-    fields: dict[str, Any] = {
-        "masters": _placed(4 * elements.shard, zero.offload_optimizer),
-        "moments": _placed(8 * elements.shard, zero.offload_optimizer),
-    }
-    fields |= _STAGES[zero.used_stage](elements, zero, num_processes, on_gpu)
-    return Training(weights=weights, gathered=gathered, **fields)
-
-
-def _stage_0(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
-    """fp32 without masters; all gradients, reduced through a copy if there are other processes."""
-    reduced = min(e.trained, ALLREDUCE_BUCKET + e.largest) if num_processes > 1 else 0
-    gradients_and_copy = e.size * e.trained, e.size * reduced
-    return {
-        "masters": Held(),
-        "moments": Held(8 * e.trained),
-        "per_gradient": e.size,
-        "accumulates": True,
-        "reduction": gradients_and_copy,
-        "update": gradients_and_copy,
-    }
-
-
-def _stage_1(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
-    """All gradients; masters of this process's partition, also of fp32 weights, in every stage."""
-    return {
-        "per_gradient": e.size,
-        "accumulates": True,
-        "backward": e.bucket if on_gpu else 0,
-        "reduction": (e.size * (e.trained - e.in_bucket), e.bucket + e.flat),
-        "update": (e.size * e.trained, 4 * e.shard),
-    }
-
-
-def _stage_2(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
-    """Gradients of this process's partition, in fp32 if the weights are bf16, from the first
-    reduction until the step; without buckets from the first gradient on.
-    """
-    converts = e.sum_size != e.size
+    stage, away, size = zero.used_stage, zero.offload_optimizer, zero.dtype.itemsize
+    if stage == 0:
+        # fp32 without masters; all gradients, reduced through a copy if there are other processes.
+        copied = min(trained, ALLREDUCE_BUCKET + largest) if num_processes > 1 else 0
+        states = Held(), Held(8 * trained)
+        step = size * trained, size * copied
+        return Training(weights, gathered, *states, update=step, per_gradient=size)
+    # Masters are of this process's partition, and of fp32 weights too.
+    shard = -(-trained // num_processes)
+    states = _placed(4 * shard, away), _placed(8 * shard, away)
+    made = partial(Training, weights, gathered, *states)
+    limits = bucket_sizes(zero)
+    in_bucket = min(trained, limits["reduce_bucket_size"])
+    bucket = size * (limits["reduce_bucket_size"] if on_gpu else in_bucket)
+    if stage == 1:  # all gradients
+        step = size * trained, 4 * shard
+        return made(update=step, per_gradient=size, backward=bucket if on_gpu else 0)
+    sum_size = 4 if zero.dtype == torch.bfloat16 else size
+    converts, is_early = sum_size != size, trained > in_bucket
+    if stage == 3:
+        # Gradients of the partition, as in stage 2, but permanently; so is the bucket.
+        space = size * in_bucket + (-(-4 * in_bucket // num_processes) if converts else 0)
+        return made(
+            update=(0, 0 if away else 4 * min(shard, limits["sub_group_size"])),
+            gradients=_placed(sum_size * shard, away) + Held(0, 4 * shard if away else 0),
+            buffers=bucket,
+            reduces_early=is_early,
+            backward=space if is_early else 0,
+        )
+    # Gradients of the partition, in fp32 if the weights are bf16, from the first reduction until
+    # the step; without buckets from the first gradient on, one at a time.
     if zero.sums_in_place(num_processes):
-        sums, step = e.sum_size * e.trained, 0 if e.sum_size == 4 else 4 * e.trained
-        fields = {"partition": sums, "reduction": (sums, 0), "update": (sums, step)}
-        return fields | {"reduces_early": True, "backward": 4 * e.largest}  # one gradient
-    space = e.bucket + e.flat + (4 * e.largest if converts else 0)
-    partition, gradients, step = e.sum_size * e.shard, Held(), 0
-    if zero.offload_optimizer:
+        sums = sum_size * trained
+        step = sums, 0 if sum_size == 4 else 4 * trained
+        return made(update=step, partition=sums, reduces_early=True, backward=4 * largest)
+    space = bucket + size * in_bucket + (4 * largest if converts else 0)
+    partition, gradients, work = sum_size * shard, Held(), 0
+    if away:
         # A buffer of one tensor on device and host; gradients and 16-bit weights on the host.
-        buffer = e.size * e.largest
-        gradients = Held(buffer, (4 + e.size) * e.shard + buffer)
+        buffer = size * largest
+        gradients = Held(buffer, (4 + size) * shard + buffer)
         partition = partition if converts else 0
     elif not converts:
-        step = e.size * e.shard + (4 * e.shard if e.size != 4 else 0)
-    before_reduction = e.bucket if on_gpu else 0
-    return {
-        "gradients": gradients,
-        "per_gradient": 0 if on_gpu or e.reduces_early else e.size,
-        "partition": partition,
-        "reduces_early": e.reduces_early,
-        "backward": space if e.reduces_early else before_reduction,
-        # fp32 and fp16 sums move from the bucket to the partition after its copy is freed.
-        "reduction": (partition if converts else 0, space),
-        "update": (partition, step),
-    }
-
-
-def _stage_3(e: _Elements, zero: ZeroSettings, num_processes: int, on_gpu: bool) -> dict[str, Any]:
-    """Gradients of this process's partition, as in stage 2, but permanently; so is the bucket."""
-    offload = zero.offload_optimizer
-    gradients = _placed(e.sum_size * e.shard, offload) + Held(0, 4 * e.shard if offload else 0)
-    space = e.flat + (-(-4 * e.in_bucket // num_processes) if e.sum_size != e.size else 0)
-    return {
-        "gradients": gradients,
-        "buffers": e.bucket,
-        "reduces_early": e.reduces_early,
-        "backward": space if e.reduces_early else 0,
-        "reduction": (0, space),
-        "update": (0, 0 if offload else 4 * min(e.shard, bucket_sizes(zero)["sub_group_size"])),
-    }
-
-
-_STAGES = (_stage_0, _stage_1, _stage_2, _stage_3)
+        work = size * shard + (4 * shard if size != 4 else 0)
+    return made(
+        update=(partition, work),
+        gradients=gradients,
+        per_gradient=0 if on_gpu or is_early else size,
+        partition=partition,
+        reduces_early=is_early,
+        backward=space if is_early else bucket if on_gpu else 0,
+    )
 
 
 def frozen_bytes(

@@ -23,11 +23,9 @@ from typing import Any, Literal, Optional
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import flag, read_named
-from dschat.distributed.memory import available_memory
 from dschat.startup.performance import num_cores
 
 FIRST_PORT = 29500
-PROCESS_BYTES = 350 * 2**20  # one process with its libraries (proportional set size, measured)
 PROGRAMS = {"pdsh": "pdsh", "slurm": "srun"}  # required on this machine
 # Three steps take three ports, up to 65535.
 _PORT: dict[str, Any] = {"ge": 1, "le": 65533}
@@ -275,25 +273,20 @@ def _quoted_for_pdsh(word: str) -> str:
 
 
 def _check_room(count: int, gpus_here: int) -> None:
-    """Require room for ``count`` processes on this machine: one per GPU; without GPUs one per core
-    (at least two are allowed), and memory for the libraries that each loads.
+    """Require a GPU for each of ``count`` processes on this machine; without GPUs a core, or two
+    processes.
     """
-    if gpus_here:
-        require(
-            count <= gpus_here,
-            f"--num_gpus {count}: this machine has {gpus_here}; for several machines give the "
-            "GPUs of one, and --num_nodes",
-        )
-        return
-    for most, resource in (
-        (max(2, num_cores()), f"{num_cores()} cores"),
-        (available_memory() // PROCESS_BYTES, f"{available_memory() / 2**30:.1f} GiB of memory"),
-    ):
-        require(
-            count <= max(1, most),
-            f"--num_gpus {count}: this machine has no GPU, only {resource}; "
-            f"give at most {max(1, most)}",
-        )
+    require(
+        count <= gpus_here or not gpus_here,
+        f"--num_gpus {count}: this machine has {gpus_here}; for several machines give the GPUs of "
+        "one, and --num_nodes",
+    )
+    most = gpus_here or max(2, num_cores())
+    require(
+        count <= most,
+        f"--num_gpus {count}: this machine has no GPU, only {num_cores()} cores; "
+        f"give at most {most}",
+    )
 
 
 def _of_hostfile(

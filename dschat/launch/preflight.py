@@ -60,9 +60,8 @@ def _check_base(config: SupervisedConfig, request: PlanRequest) -> None:
         return
     base = Checkpoint(name, BASE, config.trust_remote_code)
     is_policy = not isinstance(config, RewardConfig) or config.trains_policy
-    # Attention kernels and memory for the LoRA rank depend on the machines of the step.
-    lora = min(1, config.lora_dim), config.lora_modules
-    base.check("lm" if is_policy else "score", None, *lora)
+    # Attention kernels depend on the machines of the step.
+    base.check("lm" if is_policy else "score", None, config.lora_dim, config.lora_modules)
     base.check_positions(config.max_seq_len, "--max_seq_len", "lower it")
     if config.tokenizer_name_or_path is None:
         base.tokenizer(**config.tokenizer_flags)
@@ -86,8 +85,6 @@ def _check_rlhf(config: RLHFConfig) -> None:
         config,
         inference_tp_size=1,
         attn_implementation=None,
-        actor_lora_dim=min(1, config.actor_lora_dim),
-        critic_lora_dim=min(1, config.critic_lora_dim),
     )
     check_lengths(find_checkpoints(names[0], names[1], here))
 

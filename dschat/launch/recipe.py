@@ -131,9 +131,6 @@ class TrainConfig(ClusterConfig):
         short=True,
     )
     report: bool = flag(True, "Write OUT/report.html at the end.", short=True)
-    report_every: int = flag(
-        0, "Also write OUT/report.html every N seconds while steps run; 0: only at the end.", ge=0
-    )
     device_memory_gib: Optional[float] = flag(
         None,
         "Device memory for --plan, in GiB; default: of --plan_device, or of this machine.",

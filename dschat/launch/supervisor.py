@@ -8,7 +8,7 @@ takes 30 seconds, or drop the signal. If no process is registered yet, and at a 
 whole group is terminated.
 
 The preflight process loads torch and frees its memory before training starts. A report is written
-while the steps run, and at the end; it never makes a run fail: what goes wrong is one line.
+at the end; it never makes a run fail: what goes wrong is one line.
 """
 
 import json
@@ -17,10 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from dschat.config import UserError
 from dschat.config.errors import first_line, printable
@@ -59,11 +60,8 @@ class ProcessSupervisor(ExitStack):
         environment: Mapping[str, str],
         output_dir: Path,
         cluster: Cluster,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> int:
         """Run ``command`` in its own process group, wait for it, and return its exit code.
-
-        Calls ``meanwhile``, which must return at once, many times a second.
 
         75: stopped by a signal and saved. While models load there is nothing to save: 130 for
         Ctrl-C, 143 for SIGTERM, 75 for SIGUSR1. No process of the group is left in any case.
@@ -88,7 +86,6 @@ class ProcessSupervisor(ExitStack):
                 preexec_fn=announce,
             )
             while process.poll() is None and not self.stop_requested:
-                meanwhile()
                 time.sleep(0.05)
             signaled = process.poll() is None and _request_stop(ranks, process.pid, cluster.relay)
             if signaled:
@@ -244,60 +241,24 @@ def _is_here(name: str) -> bool:
     return True
 
 
-class RunReport(AbstractContextManager):
-    """``every_s``: seconds between reports while steps run; 0: no report before the end.
+@dataclass(frozen=True)
+class RunReport:
+    """The report of the run in ``output_dir``."""
 
-    As a context manager, kills a report that is being written on exit.
-    """
-
-    def __init__(self, output_dir: Path, environment: Mapping[str, str], every_s: float) -> None:
-        self._output_dir = output_dir
-        self._environment = environment
-        self._every_s = every_s
-        self._last = time.monotonic()
-        self._process: subprocess.Popen | None = None
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop()
+    output_dir: Path
+    environment: Mapping[str, str]
 
     def is_current(self, marks: Iterable[Path]) -> bool:
         """Whether there is a page not older than any of ``marks``, files of finished steps."""
-        page = self._output_dir / PAGE
+        page = self.output_dir / PAGE
         return page.exists() and all(mark.stat().st_mtime <= page.stat().st_mtime for mark in marks)
-
-    def poll(self) -> None:
-        """Start a report if one is due and none is being written."""
-        if not self._every_s or time.monotonic() - self._last < self._every_s:
-            return
-        if self._process is not None and self._process.poll() is None:
-            return
-        self._last = time.monotonic()
-        with suppress(OSError):  # no memory for a process: the last report says what is wrong
-            self._process = subprocess.Popen(
-                self._command(),
-                env={**self._environment},
-                start_new_session=True,  # Ctrl-C is for the steps
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            # Training goes first. NOTE: a preexec_fn would need this process's memory once more.
-            lower = os.getpriority(os.PRIO_PROCESS, 0) + 10
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, lower)
-
-    def _stop(self) -> None:
-        """Kill a report that is being written; the page before it stays."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
     def write(self) -> str:
         """Write the report; returns a line that says where, or why not."""
-        self._stop()
         try:
             done = subprocess.run(
-                self._command(),
-                env={**self._environment},
+                [sys.executable, "-m", "dschat.reporting", "--runs", str(self.output_dir)],
+                env={**self.environment},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -309,6 +270,3 @@ class RunReport(AbstractContextManager):
             return done.stdout.strip()
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return f"no report: {lines[-1].removeprefix('error: ')}"
-
-    def _command(self) -> list[str]:
-        return [sys.executable, "-m", "dschat.reporting", "--runs", str(self._output_dir)]

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from dschat.config import UserError
-from dschat.distributed.memory import available_memory
 from dschat.models.checkpoint_files import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -36,7 +35,7 @@ from dschat.models.load import (
     no_score_head,
     not_causal_lm,
 )
-from dschat.models.lora import check_rank
+from dschat.models.lora import target_modules
 from dschat.models.packing.model import Packing, cannot_pack, packing_problem
 from dschat.models.packing.sequence_parallel import check_ranks
 from dschat.models.quantized import check_quantizable
@@ -160,8 +159,7 @@ class Checkpoint(CheckpointFiles):
 
         Raises:
             UserError: another kind; missing, unexpected, reshaped or integer weights; an attention
-                implementation, packing or LoRA modules that the architecture lacks; adapters that
-                exceed the memory.
+                implementation, packing or LoRA modules that the architecture lacks.
         """
         if kind == "lm":
             self.require_causal_lm()
@@ -183,7 +181,7 @@ class Checkpoint(CheckpointFiles):
         if (packing == "on" or parallel > 1) and (problem := packing_problem(model)):
             raise cannot_pack(model, problem, parallel)
         if lora_dim:
-            check_rank(model, lora_dim, lora_modules, lora_flag, available_memory())
+            target_modules(model, lora_modules, lora_flag.replace("_dim", "_modules"))
         if weight_bits:
             check_quantizable(model, weight_bits)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.models.long_rows import recompute_activations
@@ -190,29 +189,6 @@ def _expert_counts(fields: dict[str, Any]) -> set[int]:
 def expert_names(model: nn.Module) -> set[str]:
     """Last names of the fused experts' parameters, such as gate_up_proj and down_proj."""
     return {name.rpartition(".")[2] for name in expert_parameters(model)}
-
-
-def check_rank(model: nn.Module, rank: int, modules: Sequence[str], flag: str, free: int) -> None:
-    """Raise ``UserError``, with the figures, if adapters of ``rank`` exceed the ``free`` bytes of
-    host memory.
-
-    ``model`` may be on the meta device. PEFT creates adapters unsharded in fp32 in host memory. On
-    a CPU their gradients and Adam's two moments are there as well, sharded at best.
-    """
-    targets = target_modules(model, modules, flag.replace("_dim", "_modules"))
-    ends = tuple(f".{target}" for target in targets) if targets != "all-linear" else ("",)
-    layers = [m for n, m in linear_layers(model).items() if f".{n}".endswith(ends)]
-    elements = rank * sum(sum(layer.weight.shape) for layer in layers)
-    if targets == "all-linear":
-        shapes = [parameter.shape for parameter in expert_parameters(model).values()]
-        elements += rank * sum(experts * (rows + cols) for experts, rows, cols in shapes)
-    copies = max(1, 4 // dist.world_size()) if dist.device().type == "cpu" else 1
-    needed = 4 * elements * copies
-    if needed > free:
-        raise UserError(
-            f"{flag} {rank}: adapters of this rank take {needed / 2**30:,.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free; lower it (8 to 128 is usual)"
-        )
 
 
 def prepare_for_training(

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import threading
 import warnings
 from collections.abc import Iterable
@@ -19,15 +18,6 @@ from dschat.config.errors import printable
 
 logger = logging.getLogger("dschat")
 MAX_HOLD_S = 10.0
-# Of log lines, after the time. Paths, flags and tabs stay whole.
-_wrapper = textwrap.TextWrapper(
-    120,
-    subsequent_indent=" " * 9,
-    expand_tabs=False,
-    replace_whitespace=False,
-    break_long_words=False,
-    break_on_hyphens=False,
-)
 # Shown under another name than the last part of theirs: the same in training and evaluation.
 _NAMES = {"scores": "score", "answer_length": "length"}
 _NOISY = (
@@ -43,17 +33,12 @@ _NOISY = (
 
 
 class _Formatter(logging.Formatter):
-    """Marks warnings, and wraps long lines on a terminal: a log file has one line a record."""
+    """Marks warnings."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        mark = "warning: " if record.levelno == logging.WARNING else ""
-        message, record.message = record.message, mark + record.message
-        text = super().formatMessage(record)
-        if hasattr(record, "is_styled") or not sys.stderr.isatty():
-            return text
-        start = len(text) - len(message)  # one word with the first of the message, however long
-        lines = ("-" * start + message).split("\n")
-        return text[:start] + "\n".join(map(_wrapper.fill, lines))[start:]
+        if record.levelno == logging.WARNING:
+            record.message = f"warning: {record.message}"
+        return super().formatMessage(record)
 
 
 class _TqdmHandler(logging.Handler):

@@ -138,16 +138,6 @@ def _no_entropy(health: RunHealth, metrics: Metrics) -> str | None:
     )
 
 
-def _much_entropy(health: RunHealth, metrics: Metrics) -> str | None:
-    entropy, temperature = metrics.get("objective/entropy", 0.0), health.settings.temperature
-    if not (temperature > 1 and entropy > 2):
-        return None
-    return (
-        f"answers are drawn almost at random: objective/entropy {entropy:.2g} nats a token at "
-        f"--temperature {temperature:g}; lower it, 1 is usual"
-    )
-
-
 def _equal_scores(health: RunHealth, metrics: Metrics) -> str | None:
     share, mean = metrics.get("frac_reward_zero_std", 0.0), metrics.get(_SCORE)
     if share < 0.98 or mean is None or "objective/teacher_kl" in metrics:  # which may teach alone
@@ -241,16 +231,6 @@ def _at_the_limit(health: RunHealth, metrics: Metrics) -> str | None:
     )
 
 
-def _cut_scores(health: RunHealth, metrics: Metrics) -> str | None:
-    share = metrics.get("objective/clipped_share", 0.0)
-    if share <= 0.5:
-        return None
-    return (
-        f"--clip_reward cuts {share:.0%} of the scores, which then say little about an answer; "
-        "raise it, or set --normalize_reward"
-    )
-
-
 def _far_from_start(health: RunHealth, metrics: Metrics) -> str | None:
     kl, length = metrics.get("objective/kl", 0.0), metrics.get("rollout/answer_length", math.inf)
     per_token = kl / max(length, 1.0)
@@ -322,12 +302,10 @@ UPDATE_RULES = (
     Rule("equal scores", _unless_solved(_equal_scores), 3),
     Rule("no gradient", _unless_solved(_no_gradient), 3, "collapse"),
     Rule("solved", _solved, 3, once=True),
-    Rule("much entropy", _much_entropy, 2),
     Rule("part falls", _part_falls, 3, "hacked"),
     Rule("bad critic", _bad_critic, 2),
     Rule("clipped", _clipped, 3),
     Rule("at the limit", _at_the_limit, 3),
-    Rule("cut scores", _cut_scores, 3),
     Rule("far from start", _far_from_start, 2, "hacked"),
     Rule("score falls", _worse_answers, 3),
 )

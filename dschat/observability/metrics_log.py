@@ -5,7 +5,6 @@ wait in memory and in checkpoints until they can be written.
 """
 
 import dataclasses
-import html
 import importlib.util
 import json
 import logging
@@ -13,8 +12,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from io import BytesIO, FileIO
 from pathlib import Path
@@ -170,7 +168,7 @@ def check_sinks(config: CommonConfig) -> None:
 class MetricsLog:
     """Writes the settings to ``OUTPUT_DIR/training_config.yaml`` and one JSON object per step to
     ``OUTPUT_DIR/metrics.jsonl``; the same metrics go to the other sinks. Rows of sample answers go
-    to ``OUTPUT_DIR/samples.jsonl``, as text and tables to the other sinks.
+    to ``OUTPUT_DIR/samples.jsonl``, as tables to W&B.
     """
 
     def __init__(
@@ -259,10 +257,13 @@ class MetricsLog:
         """Record ``metrics``, named as ``loss/policy_avg``, under ``step``."""
         if self._rows is not None:
             self._rows.write({"step": step} | {k: float(v) for k, v in metrics.items()})
-        with self._tensorboard_failing():
-            if self._tensorboard is not None:
+        if self._tensorboard is not None:
+            try:
                 for name, value in metrics.items():
                     self._tensorboard.add_scalar(name, value, step)
+            except OSError as error:
+                self._tensorboard = None
+                logger.warning("TensorBoard is off from here on: %s", error)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
@@ -297,25 +298,13 @@ class MetricsLog:
             self._others["samples"].write({"step": step} | dict(row))
 
     def write_answers(self, step: int, table: Sequence[Mapping[str, Any]]) -> None:
-        """Show answers in the other sinks: one mapping of column to text or number for each."""
-        with self._tensorboard_failing():
-            if self._tensorboard is not None:
-                self._tensorboard.add_text("samples", _markdown(table), step)
+        """Show answers in W&B: one mapping of column to text or number for each."""
         if self._wandb is not None:
             import wandb
 
             data = [list(answer.values()) for answer in table]
             shown = wandb.Table(columns=list(table[0]), data=data)
             self._wandb.log({"samples": shown}, step=step)
-
-    @contextmanager
-    def _tensorboard_failing(self) -> Iterator[None]:
-        """Turns TensorBoard off where it cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            self._tensorboard = None
-            logger.warning("TensorBoard is off from here on: %s", error)
 
     def close(self) -> None:
         for file in self._row_files:
@@ -331,17 +320,6 @@ class MetricsLog:
 
 def _has_rows(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
-
-
-def _markdown(table: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table; the text of answers is shown as it is, not rendered."""
-
-    def cell(value: Any) -> str:
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
-
-    lines = [list(table[0]), ["---"] * len(table[0]), *(map(cell, row.values()) for row in table)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # -- starts ----------------------------------------------------------------------------------------

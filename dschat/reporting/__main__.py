@@ -24,7 +24,6 @@ class ReportConfig:
         "the flag). The report is written into the first one; the others are drawn beside it.",
         short=True,
     )
-    max_points: int = flag(1000, "Points per curve; longer curves are thinned.", short=True, ge=2)
 
     def validate(self) -> None:
         require(bool(self.runs), "name a folder: dschat report OUT [OTHER...]")
@@ -36,7 +35,7 @@ def main() -> None:
 
     from dschat.reporting.page import write_report
 
-    sys.stdout.write(write_report(config.runs, config.max_points) + "\n")
+    sys.stdout.write(write_report(config.runs) + "\n")
 
 
 if __name__ == "__main__":

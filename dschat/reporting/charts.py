@@ -3,7 +3,7 @@
 Metrics that no chart names get one each, in the section of other metrics.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dschat.reporting.run_files import Step
@@ -172,31 +172,6 @@ _RLHF = (
         is_log=True,
     ),
 )
-_EFFICIENCY = (
-    Chart("Seconds per iteration", "seconds", {"time/iteration_s": "iteration"}),
-    Chart(
-        "Throughput of compute",
-        "TFLOP/s per device",
-        {
-            "throughput/generate_tflops": "generate",
-            "throughput/train_tflops": "train",
-            "throughput/effective_tflops": "whole iteration",
-        },
-        "Matrix products of the models / seconds of the phase; the iteration includes scoring.",
-    ),
-    Chart(
-        "Throughput of tokens",
-        "tokens per second, all devices",
-        {"throughput/generate_tokens_per_s": "generate", "throughput/train_tokens_per_s": "train"},
-    ),
-    Chart(
-        "Memory",
-        "GiB per device",
-        {"memory/peak_gib": "peak of rank 0"},
-        "On a CPU it is the peak of the process.",
-        is_smoothed=False,
-    ),
-)
 _UNITS = (
     ("tokens_per_s", "tokens per second"),
     ("_per_s", "per second"),
@@ -213,22 +188,16 @@ _STEPS = {"step1_sft": _SFT, "step2_reward": _REWARD, "step3_rlhf": _RLHF}
 PHASES = {"time/generate_s": "generate", "time/score_s": "score", "time/train_s": "train"}
 
 
-def charts_of(name: str, steps: Iterable[Step], num_runs: int) -> dict[str, list[Chart]]:
+def charts_of(name: str, steps: Iterable[Step]) -> dict[str, list[Chart]]:
     """The charts of the step ``name`` that have a metric in ``steps``, by section: "" for what is
-    learned, "efficiency", and "other" with one chart per metric that is in none of those.
+    learned, and "other" with one chart per metric that is in none of those.
     """
     logged = {metric for step in steps for metric in step.metrics}
-    is_policy_of_pairs = "rewards/accuracies" in logged
-    tables: dict[str, Sequence[Chart]] = {"": _PREFERENCES if is_policy_of_pairs else _STEPS[name]}
-    if name == "step3_rlhf":  # the breakdown by `PHASES` has the seconds of one run
-        tables["efficiency"] = _EFFICIENCY if num_runs > 1 else _EFFICIENCY[1:]
-    charts = {
-        section: [chart for chart in table if logged & chart.metrics.keys()]
-        for section, table in tables.items()
-    }
-    logged -= {metric for of_section in charts.values() for c in of_section for metric in c.metrics}
+    table = _PREFERENCES if "rewards/accuracies" in logged else _STEPS[name]
+    charts = [chart for chart in table if logged & chart.metrics.keys()]
+    logged -= {metric for chart in charts for metric in chart.metrics}
     others = sorted(logged - {*PHASES, "time/iteration_s"})
-    return charts | {"other": [Chart(m, unit_of(m), {m: m}) for m in others]}
+    return {"": charts, "other": [Chart(m, unit_of(m), {m: m}) for m in others]}
 
 
 def file_name(text: str) -> str:

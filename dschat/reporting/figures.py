@@ -18,15 +18,14 @@ Trace = dict[str, Any]  # a curve, or the bars of one color
 _SMOOTH_FROM = 80  # points
 _WINDOWS = 40  # running-mean windows in a curve
 _MAX_BARS = 60
-_MAX_HISTOGRAMS = 3
-_NUM_BINS = 24
+_MAX_POINTS = 1000  # of a curve; longer ones are thinned
 _FEW_POINTS = 40  # drawn with markers
 _FROM_ZERO = ("nats per token", "share of answers")  # y axes that begin there
 _COLORS = (  # contrast of at least 3 on white and on the page's dark background
     *("#3b82d6", "#d9622b", "#1f9d6b", "#9366d8", "#b8860b", "#d1508f", "#1496a8", "#7a7f87"),
 )
 _DASHES = (("solid", "circle"), ("dash", "square"), ("dot", "diamond"), ("dashdot", "x"))
-_HEADINGS = {"efficiency": ", time, throughput and memory", "other": ", other metrics"}
+_HEADINGS = {"other": ", other metrics"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Section:
     is_folded: bool = False
 
 
-def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
+def sections_of(runs: Sequence[Run], max_points: int = _MAX_POINTS) -> list[Section]:
     """The figures of all steps that ``runs`` have, step 3 before those that prepare it; those
     without data are left out.
     """
@@ -61,16 +60,14 @@ def sections_of(runs: Sequence[Run], max_points: int) -> list[Section]:
         if any("rewards/accuracies" in step.metrics for step in steps):
             number, title = 2, "Preferences"
         heading = f"Step {number}: {title}"
-        for kind, charts in charts_of(name, steps, len(runs)).items() if steps else ():
+        for kind, charts in charts_of(name, steps).items() if steps else ():
             figures = [_lines(chart, name, having, runs, max_points) for chart in charts]
-            if kind == "efficiency":
-                figures = [*_breakdowns(name, having), *figures]
+            if not kind:
+                figures += _breakdowns(name, having)
             folder = "-".join(filter(None, (name, kind)))
             if figures := [figure for figure in figures if figure.traces]:
                 full = heading + _HEADINGS.get(kind, "")
                 sections.append(Section(folder, full, figures, kind == "other"))
-            if not kind and (found := _histograms(name, having)):
-                sections.append(Section(f"{name}-histograms", f"{heading}, answers", found))
     return sections
 
 
@@ -188,58 +185,9 @@ def phase_seconds(step: Step) -> np.ndarray:
     return np.array(rows, dtype=float).reshape(-1, 1 + len(PHASES))
 
 
-def _histograms(step: str, having: Sequence[Run]) -> list[Figure]:
-    """Distributions of score and length: of some iterations of one run, or the last of several."""
-    sampled = [run for run in having if run.steps[step].samples]
-    if not sampled:
-        return []
-    named = []
-    for run in sampled:
-        rows, prefix = run.steps[step].samples[-1:], f"{run.name}, "
-        if len(sampled) == 1:
-            rows, prefix = run.steps[step].samples, ""
-        some = [rows[i] for i in spread(len(rows), _MAX_HISTOGRAMS)]
-        named += [(f"{prefix}iteration {row['step']}", row) for row in some]
-    kinds = (
-        ("scores", "Scores", "score"),
-        ("answer_lengths", "Answer lengths", "tokens per answer"),
-    )
-    return [
-        _figure(
-            f"{step}-{file_name(key)}",
-            title,
-            x_label,
-            "share of answers",
-            _histogram([(name, row[key]) for name, row in named]),
-            "Answers of rank 0, at most 1024 per iteration.",
-        )
-        for key, title, x_label in kinds
-    ]
-
-
 def spread(count: int, most: int) -> list[int]:
     """At most ``most`` of ``count`` indices, evenly spread, the first and last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
-
-
-def _histogram(named: Sequence[tuple[str, list[float | None]]]) -> list[Trace]:
-    """Shares over common bins; few distinct values have a bin each."""
-    values = {name: np.array([v for v in row if is_finite(v)], dtype=float) for name, row in named}
-    values = {name: row for name, row in values.items() if len(row)}
-    if not values:
-        return []
-    distinct = np.unique(np.concatenate(list(values.values())))
-    xs: Sequence[float | str] = distinct.tolist()
-    if len(distinct) <= _NUM_BINS:
-        if len(distinct) < 3:  # such as right and wrong: names, not places on an axis
-            xs = [f"{value:g}" for value in distinct]
-        shares = [(row[:, None] == distinct).mean(axis=0) for row in values.values()]
-    else:
-        edges = np.linspace(distinct[0], distinct[-1], _NUM_BINS + 1)
-        xs = ((edges[1:] + edges[:-1]) / 2).tolist()
-        shares = [np.histogram(row, edges)[0] / len(row) for row in values.values()]
-    named_shares = zip(values, shares, strict=True)
-    return [_bars(name, xs, ys, i) for i, (name, ys) in enumerate(named_shares)]
 
 
 # -- plotly's values -------------------------------------------------------------------------------

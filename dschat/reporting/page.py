@@ -7,7 +7,6 @@ script shows as text.
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from dschat import __version__
-from dschat.checkpoint.manifest import FOLDER, step_folders
 from dschat.config import UserError
-from dschat.observability.metrics_log import METRICS
 from dschat.reporting.charts import file_name
 from dschat.reporting.figures import Section, phase_seconds, sections_of, spread
-from dschat.reporting.run_files import PAGE, STEPS, Run, Step, is_finite, read_runs
+from dschat.reporting.run_files import PAGE, STEPS, Run, read_runs
 from dschat.startup.files import replace_file
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -78,7 +75,6 @@ def render(runs: Sequence[Run], sections: Sequence[Section]) -> str:
         samples=_samples(runs),
         settings=_settings(runs),
         versions=_versions(runs),
-        history=history_of(runs),
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
         style=Markup((_TEMPLATES / "report.css").read_text("utf-8")),
@@ -177,58 +173,10 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-# -- history ---------------------------------------------------------------------------------------
-
-_EVENTS = {
-    "start": "started",
-    "restart": "started over; the earlier rows were dropped",
-    "resume": "resumed after step {step}",
-}
-
-
-def history_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """A table of starts, resumes, restarts, checkpoints and the end of each step of each run."""
-    rows = []
-    for run in runs:
-        for name, step in run.steps.items():
-            rows += [[run.name, name, *event] for event in _events(step)]
-    return {"head": ["run", "step", "time", "event", "where"], "rows": rows}
-
-
-def _events(step: Step) -> list[list[str]]:
-    """[time, event, where] of each event."""
-    events = []
-    for row in step.starts:
-        text = _EVENTS.get(str(row.get("event")), "started").format(step=row["step"])
-        events.append([_time(row.get("time")), text, _where(row)])
-    last, file = step.rows[-1]["step"], step.folder / "COMPLETE"
-    text = f"finished at step {last}"
-    if not file.exists():
-        text, file = f"not finished; last row is of step {last}", step.folder / METRICS
-    events.append([_time(file.stat().st_mtime), text, ""])
-    with suppress(UserError):  # they cannot be listed
-        if saved := sorted(step_folders(step.folder / FOLDER).values()):
-            events.append(["", f"checkpoints kept: after step {', '.join(map(str, saved))}", ""])
-    return events
-
-
-def _time(seconds: Any) -> str:
-    if not (is_finite(seconds) and abs(seconds) < 1e11):  # the year 5138
-        return ""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _where(row: dict[str, Any]) -> str:
-    count = row.get("processes")
-    parts = [f"{count} process{'es' if count != 1 else ''}" if count else ""]
-    parts += [str(row.get("device") or ""), str(row.get("host") or "")]
-    return ", ".join(filter(None, parts))
-
-
 # -- report ----------------------------------------------------------------------------------------
 
 
-def write_report(folders: Sequence[str], max_points: int) -> str:
+def write_report(folders: Sequence[str]) -> str:
     """Write the report of the runs in ``folders`` into the first, of several under a name of its
     own; returns a line that says where.
 
@@ -249,7 +197,7 @@ def write_report(folders: Sequence[str], max_points: int) -> str:
         page = page.with_stem(f"{page.stem}-with-{others}")
     try:
         # As old as what it shows: train.py asks whether there is a current one.
-        replace_file(page, render(runs, sections_of(runs, max_points)), began)
+        replace_file(page, render(runs, sections_of(runs)), began)
     except OSError as error:
         raise UserError(f"{error.filename or page} cannot be written: {error.strerror}") from None
     return f"report: {page}"

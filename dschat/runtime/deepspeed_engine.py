@@ -337,11 +337,6 @@ def trained_engine(
             "--num_warmup_steps %d of %d steps in all: the learning rate never arrives",
             *(config.num_warmup_steps, num_total_steps),
         )
-    if zero.shards_parameters and dist.world_size() == 1 and not zero.offload_parameters:
-        stage = f"--{name}_zero_stage".replace("--_", "--")
-        logger.info(
-            "%s 3 has nothing to shard in one process; with 2 a step takes less time", stage
-        )
     packed = wrap(model, *config.row_form)
     is_policy = isinstance(config, RLHFConfig) or getattr(config, "trains_policy", False)
     if isinstance(packed, PackedModel):

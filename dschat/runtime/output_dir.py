@@ -96,7 +96,6 @@ def check_writable(folder: Path) -> None:
 
     Creates a temporary file: permissions do not show full disks, or limits that apply to root.
     """
-    _check_name(folder)
     made: list[Path] = []
     try:
         for path in reversed([folder, *folder.parents]):
@@ -107,7 +106,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = _obstacle(folder) or error.strerror or str(error)
+        reason = error.strerror or str(error)
         raise UserError(
             f"--output_dir {folder} cannot be written: {reason}; choose another folder"
         ) from None
@@ -115,17 +114,6 @@ def check_writable(folder: Path) -> None:
         for path in reversed(made):
             with suppress(OSError):  # another machine already writes there
                 path.rmdir()
-
-
-def _check_name(folder: Path) -> None:
-    """``UserError`` where the name is not UTF-8: writers of tokenizers and events require it."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError:
-        shown, remedy = os.fsencode(folder).decode(errors="backslashreplace"), "choose another name"
-        if shown.encode() == os.fsencode(folder):  # it is UTF-8, but Python decodes it otherwise
-            remedy = "unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
-        raise UserError(f"--output_dir {shown} is not read as UTF-8 here; {remedy}") from None
 
 
 def check_room(folder: str | Path, sizes: Sequence[int]) -> None:
@@ -142,14 +130,6 @@ def check_room(folder: str | Path, sizes: Sequence[int]) -> None:
             f"--output_dir {folder} has no space for the model: {needed_and_free(needed, folder)}; "
             "free some, or choose another folder"
         )
-
-
-def _obstacle(folder: Path) -> str:
-    """What is where ``folder`` or one above it would be; "" if nothing."""
-    for path in (folder, *folder.parents):
-        if os.path.lexists(path) and not os.path.isdir(path):
-            return "a file is in its way" if os.path.exists(path) else "a broken link is in its way"
-    return ""
 
 
 def claim_output_dir(output_dir: str | Path, resumes: bool = False, record: str = "") -> None:

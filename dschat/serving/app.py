@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -24,7 +23,7 @@ from dschat.inference.requests.sequence import Request
 from dschat.models.tokenizer import text_ids
 from dschat.serving.flags import ServeConfig
 from dschat.serving.generation import Event, Generation
-from dschat.serving.limits import Counted, Guard, ServerMetrics, require_short, too_long
+from dschat.serving.limits import Guard, require_short, too_long
 from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
 from dschat.serving.responses import (
     ChatFormat,
@@ -55,7 +54,6 @@ class Server:
     models: dict[str, ServedModel]
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(self.models.values())
         # NOTE: one thread, which has tokenizers of its own: they are not safe for several.
         self.encoders = self.thread()
         self._running: set[Generation] = set()
@@ -183,26 +181,13 @@ class Server:
         yield server_sent("[DONE]")
 
     async def _events(self, generation: Generation) -> AsyncGenerator[list[Event], None]:
-        """The events of ``generation``, counted."""
-        name, metrics, started = generation.model.name, self.metrics, generation.began
-        metrics.prompt_tokens.labels(name).inc(generation.prompt_tokens)
-        is_first = is_left = True
+        """The events of ``generation``, which the server may stop meanwhile."""
         try:
             async with aclosing(generation.events(self.config.request_timeout_s)) as batches:
                 async for events in batches:
-                    if is_first:
-                        metrics.first_token_s.labels(name).observe(time.perf_counter() - started)
-                        is_first = False
                     yield events
-            is_left = False
-        except (Ended, UserError):
-            is_left = False
-            raise
         finally:
             self._running.discard(generation)
-            metrics.cancelled.labels(name).inc(is_left)
-            metrics.answer_tokens.labels(name).inc(generation.completion_tokens)
-            metrics.request_s.labels(name).observe(time.perf_counter() - started)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -217,10 +202,6 @@ class Server:
         ended = [name for name, model in self.models.items() if not model.worker.is_alive]
         status = {"status": "ok"} if not ended else {"status": "failed", "models": ended}
         return JSONResponse(status, 503 if ended else 200)
-
-    async def render_metrics(self) -> Response:
-        metrics = generate_latest(self.metrics.registry)
-        return Response(metrics, media_type="text/plain; version=0.0.4")
 
 
 def create_app(
@@ -246,10 +227,8 @@ def create_app(
     app.get("/v1/models")(server.list_models)
     app.get("/v1/models/{name:path}")(server.describe_model)
     app.get("/health")(server.health)
-    app.get("/metrics")(server.render_metrics)
     WebChat(server, preferences, reward_model).add_to(app)
     handle_errors(app)
-    app.add_middleware(Counted, counter=server.metrics.requests)
     max_bytes, origins = int(config.max_request_mib * 2**20), config.allow_origin or []
     app.add_middleware(Guard, keys=keys, max_bytes=max_bytes, origins=origins)
     if config.allow_origin:

@@ -20,6 +20,7 @@ _HARMLESS = (
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "annotations": ([],),
+    "bad_words": ([],),
     "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
@@ -80,7 +81,6 @@ class GenerationRequest(Known):
     response_format: dict[str, Any] | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
-    bad_words: list[Text] = Field([], max_length=1024)
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None

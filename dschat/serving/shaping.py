@@ -19,7 +19,6 @@ from dschat.serving.schema import GenerationRequest
 # Room for indentation; a weak model would otherwise write nothing but white space.
 _LAYOUT: Any = {"whitespace_pattern": r"\n? {0,8}"}
 _TEXT, _OBJECT, _SCHEMA = "text", "json_object", "json_schema"
-_MAX_BAD_TOKENS = 16384  # of all bad words: every step looks for them in every answer
 
 
 def shape_of(
@@ -28,11 +27,11 @@ def shape_of(
     """What ``body`` asks for; None: nothing. ``num_tokens``: those that can be drawn.
 
     Raises:
-        UserError: an id outside the vocabulary, too many bad words, no token that is left, a format
-            that is not known, or no JSON schema that can be followed.
+        UserError: an id outside the vocabulary, a format that is not known, or no JSON schema that
+            can be followed.
     """
     schema = _schema(body.response_format)
-    asks = body.logit_bias, body.allowed_token_ids, body.bad_words, body.presence_penalty
+    asks = body.logit_bias, body.allowed_token_ids, body.presence_penalty
     if not any((*asks, body.frequency_penalty, schema, body.repetition_penalty not in (None, 1))):
         return None
     biased, allowed = list(body.logit_bias), body.allowed_token_ids or []
@@ -40,19 +39,15 @@ def shape_of(
         raise UserError(f"token id {odd[0]} is outside the vocabulary of {num_tokens}")
     if schema is not None and body.min_tokens:
         raise UserError("min_tokens: an answer ends where its response_format does; leave it out")
-    words = _ids_of_words(tokenizer, body.bad_words, num_tokens)
     bias = torch.full((num_tokens,), -torch.inf if allowed else 0.0)
     bias[allowed] = 0.0
-    bias[[ids[0] for ids in words if len(ids) == 1]] = -torch.inf
     bias[biased] += torch.tensor(list(body.logit_bias.values()))
-    if bias.max() == -torch.inf:
-        raise UserError("bad_words: they forbid all tokens that may be drawn; leave out some")
-    return Shape(body, bias, words, None if schema is None else _Grammar(tokenizer, schema))
+    return Shape(body, bias, None if schema is None else _Grammar(tokenizer, schema))
 
 
 class Shape:
-    """`Request.shape` of all requests of a body, as in vLLM: allowed tokens, bad words and biases,
-    then penalties. Presence and frequency count the answer's tokens, repetition the prompt's too.
+    """`Request.shape` of all requests of a body, as in vLLM: allowed tokens and biases, then
+    penalties. Presence and frequency count the answer's tokens, repetition the prompt's too.
 
     ``bias``: (V,) of every step. ``problem``: why an answer could not follow its format.
     """
@@ -63,25 +58,18 @@ class Shape:
         self,
         body: GenerationRequest,
         bias: Tensor,
-        bad_words: list[list[int]],
         grammar: "_Grammar | None",
     ) -> None:
         self._bias, self._grammar = bias, grammar
         self._presence = body.presence_penalty or 0.0
         self._frequency = body.frequency_penalty or 0.0
         self._repetition = body.repetition_penalty or 1.0
-        self._bad_words = defaultdict[int, list[list[int]]](list)  # by the last token before
-        for ids in bad_words:
-            self._bad_words[ids[-2] if len(ids) > 1 else -1].append(ids)
 
     def __call__(self, sequence: Sequence, logits: Tensor) -> Tensor:
         answer = sequence.answer[len(sequence.request.forced) :]
         prompt = sequence.request.ids + sequence.request.forced
         logits, self._bias = logits.float().clone(), self._bias.to(logits.device)
         logits[: len(self._bias)] += self._bias
-        for *head, last in self._bad_words.get(answer[-1], ()) if answer else ():
-            if answer[-len(head) :] == head:
-                logits[last] = -torch.inf
         if self._repetition != 1:
             seen = torch.tensor(list({*prompt, *answer}), device=logits.device)
             values = logits[seen]
@@ -173,18 +161,3 @@ def _schema(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
             f"response_format {json.dumps(wanted)[:80]} is not known; there are {kinds}"
         )
     return schema
-
-
-def _ids_of_words(
-    tokenizer: PreTrainedTokenizerBase, words: list[str], num_tokens: int
-) -> list[list[int]]:
-    """The ids of each word, at the start of a text and within one; of words that can be drawn."""
-    rows, count = [], 0
-    for text in (text for word in words for text in (word, f" {word}") if text.strip()):
-        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        count += len(ids)
-        if count > _MAX_BAD_TOKENS:
-            raise UserError(f"bad_words: over {_MAX_BAD_TOKENS} tokens; leave out some")
-        if ids and max(ids) < num_tokens:
-            rows.append(ids)
-    return rows

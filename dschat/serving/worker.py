@@ -82,19 +82,9 @@ class EngineWorker:
         self._thread.start()
 
     @property
-    def num_running(self) -> int:
-        """Answers of requests that have their first token."""
-        return sum(len(handle.open) for handle in self._open if not handle.is_waiting)
-
-    @property
     def num_waiting(self) -> int:
         """Answers of requests that have no token yet."""
         return sum(len(handle.open) for handle in self._open if handle.is_waiting)
-
-    @property
-    def cache_use(self) -> float:
-        """Share of the KV cache's pages in use."""
-        return 1.0 - self.engine.cache.num_free / self.engine.cache.num_pages
 
     @property
     def is_alive(self) -> bool:

@@ -14,7 +14,6 @@ from torch import nn
 from dschat.config import UserError
 from dschat.estimate.activations import Batch, run_pass
 from dschat.estimate.models import Models, Use
-from dschat.losses.logprobs import _HEAD_CHUNK_ELEMENTS
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -35,22 +34,16 @@ def test_activations_by_hand():
     """3 x 5 tokens, fp32: 15 x 4 embedded, 15 x 16 hidden, 15 scores, squares and their sum."""
     with torch.device("meta"):
         module = TwoLayers()
-    run = run_pass(module, "value", Batch(3, 5, 5), train=True, vocab_size=0)
+    run = run_pass(module, "value", Batch(3, 5, 5), train=True)
     tokens = 3 * 5 * 4  # bytes of one number per token
     # Forward: ReLU reads the hidden state and writes another, then the first is freed.
     forward = tokens * (4 + 16 + 16)
     # Backward: saved tensors (embedded, hidden, scores, loss) and the gradients of ReLU's output
     # and input; the gradients of the scores and of the last layer are already freed.
     backward = tokens * (4 + 16 + 16 + 16)
-    activations, logits, gradients = run.peak(0, False, None)
-    assert logits == gradients == 0
-    assert forward <= backward <= activations <= backward + 2 * tokens + 16 * 4
-    num_trained = 10 * 4 + 4 * 16 + 16 + 16 + 1
-    assert run.intervals[-1].num_done == num_trained
-    assert run.peak(4, True, None)[2] == 4 * num_trained
-    assert run.peak(0, False, retained=10**6)[0] == 10**6  # from other passes
-    forward_only = run_pass(module, "value", Batch(3, 5, 5), train=False, vocab_size=0)
-    assert forward_only.peak(0, False, None)[0] == tokens * (16 + 16)  # the embeddings are freed
+    assert forward <= backward <= run <= backward + 2 * tokens + 16 * 4
+    forward_only = run_pass(module, "value", Batch(3, 5, 5), train=False)
+    assert forward_only == tokens * (16 + 16)  # the embeddings are freed
 
 
 @pytest.fixture
@@ -68,12 +61,7 @@ def test_extrapolation_from_few_layers_is_exact(nine_layers, checkpointing):
     use = Use(nine_layers, "--x", "lm", FP32, gradient_checkpointing=checkpointing)
     quick = Models().run(use, "policy", Batch(4, 64, 32), train=True)
     whole = Models(shallow=9).run(use, "policy", Batch(4, 64, 32), train=True)
-    assert len(quick.intervals) < len(whole.intervals)
-    for per_gradient in (0, 2, 4):
-        for retained in (None, 0):
-            args = (per_gradient, False, retained)
-            assert quick.peak(*args) == whole.peak(*args)
-    assert quick.small == whole.small
+    assert quick == whole
 
 
 @pytest.mark.parametrize("kind", ["lm", *slow(["score"])])
@@ -88,22 +76,18 @@ def test_attention_memory_is_linear_in_the_length(opt, packing):
     """Equal steps in length, equal steps in activations: no (T, T) matrix, no (T, V) logits."""
     use = Use(opt("350m"), "--x", "lm", BF16, packing=packing)
     short, middle, long = (
-        Models().run(use, "sft", Batch(2, length, length - 1), train=True).intervals[0]
+        Models().run(use, "sft", Batch(2, length, length - 1), train=True)
         for length in (512, 1024, 1536)
     )
-    assert long.live - middle.live == pytest.approx(middle.live - short.live, rel=0.001)
-    assert short.logits == middle.logits == long.logits
-    assert 0 < long.logits <= 4 * 4 * _HEAD_CHUNK_ELEMENTS  # at most four fp32 copies of one chunk
+    assert long - middle == pytest.approx(middle - short, rel=0.001)
 
 
 def test_columns_that_are_not_read_have_no_logits(opt):
     use = Use(opt("350m"), "--x", "lm", BF16)
     few, all_but_one = (
-        Models().run(use, "policy", Batch(2, 512, num_read), train=False).intervals[0]
-        for num_read in (64, 511)
+        Models().run(use, "policy", Batch(2, 512, num_read), train=False) for num_read in (64, 511)
     )
-    # At most four fp32 copies: 16-bit logits, those in fp32, probabilities, their entropy terms.
-    assert 0 < few.logits <= 4 * 4 * 2 * 64 * 50272 < all_but_one.logits
+    assert few + 2 * 447 * 50272 < all_but_one  # their 16-bit logits at least
 
 
 @pytest.mark.parametrize("work", ["policy", "value"])
@@ -111,12 +95,11 @@ def test_a_shared_prompt_counts_once(opt, work):
     """Eight answers of 32 tokens to two prompts of 64: the tokens of 384, not of 768."""
     use = Use(opt("350m"), "--x", "lm" if work == "policy" else "score", BF16)
     shared, equal, whole = (
-        Models().run(use, work, batch, train=True).intervals[0]
+        Models().run(use, work, batch, train=True)
         for batch in (Batch(8, 96, 32, 2, 64), Batch(4, 96, 64), Batch(8, 96, 32))
     )
-    assert shared.live == pytest.approx(equal.live, rel=0.02)
-    layers = (run.live - run.logits for run in (shared, whole))
-    assert next(layers) < 0.6 * next(layers)
+    assert shared == pytest.approx(equal, rel=0.02)
+    assert shared < (0.6 if work == "value" else 0.9) * whole
 
 
 def test_a_family_that_cannot_be_packed(tiny):
@@ -154,4 +137,4 @@ def test_ranks_share_the_activations(tiny):
         step = estimated(fields | {"sequence_parallel_size": size}, num_processes=2)
         training = next(mode for mode in step.modes if mode.name == "training")
         peaks.append(training.items["activations"])
-    assert peaks[1] == pytest.approx(peaks[0] / 2, rel=0.1)
+    assert 0.4 * peaks[0] < peaks[1] < 0.55 * peaks[0]

@@ -29,8 +29,8 @@ def test_step_3_is_estimated_from_the_base_models(opt):
     assert request.base_models == {opt("1.3b")}
     done = make_estimator(request)(3)
     assert isinstance(done.config, RLHFConfig)
-    assert done.models[0].startswith("actor: 1.316B parameters")
-    assert "reward model: 1.316B parameters" in done.models[2]
+    assert done.models[0].startswith("actor: 1,315,758,080 parameters")
+    assert any(line.startswith("reward: 1,3") for line in done.models)
 
 
 def test_what_a_cpu_keeps_and_which_prompts_share(tiny):
@@ -40,16 +40,15 @@ def test_what_a_cpu_keeps_and_which_prompts_share(tiny):
     training = []
     for samples, size in ((1, 8), (8, 8), (8, 4)):
         given = {"num_samples_per_prompt": samples, "per_device_training_batch_size": size}
-        request = PlanRequest({3: fields | given}, 1, 1)
-        modes = make_estimator(request)(3).modes
+        modes = estimated(fields | given, gib=40).modes
         training += [mode.items for mode in modes if mode.name == "training"]
     several, one, half = (items["activations"] for items in training)
     assert one < 0.6 * several  # a prompt once for its eight answers: 352 tokens of 1,024
     assert half > 0.4 * several  # four answers a step are of four prompts
-    for items in training:
-        assert items["kept by malloc"] >= 0.7 * items["activations"]
-    on_gpu = estimated(fields | {"num_samples_per_prompt": 8}, gib=40)
-    assert "kept by malloc" not in on_gpu.peak.items
+    assert all("kept by malloc" not in items for items in training)
+    here = make_estimator(PlanRequest({3: fields}, 1, 1))(3)
+    assert len({mode.items["activations"] for mode in here.modes}) == 1  # of the largest pass
+    assert here.peak.items["kept by malloc"] >= 0.7 * here.peak.items["activations"]
 
 
 @pytest.mark.slow
@@ -186,6 +185,6 @@ def test_plan_command():
     command = ["--plan", "--output-dir", "out", "--num-gpus", "1", "--step", "1"]
     done = forked.run("train.py", *command, "--device-memory-gib", "0.76")
     assert (done.code, done.stderr, done.left) == (0, "", [])
-    title = "step 1, supervised fine-tuning: one process, on a GPU of 0.76 GiB"
+    title = "step 1: one process, on a GPU of 0.76 GiB"
     for text in (title, "DOES NOT FIT; docs/tuning.md says what to change"):
         assert text in done.stdout

@@ -27,7 +27,7 @@ def model(stage=0, checkpointing=False, **offload):
     use = Use("x", "--x", "lm", torch.float16, gradient_checkpointing=checkpointing)
     # float32: every stage is supported
     zero = ZeroSettings(stage, torch.float32, **offload)
-    return Model("model", use, Sizes(100, 100, 0, 0, 0, False, SHAPE), "policy", zero, {}, 0)
+    return Model("model", use, Sizes(100, 100, 0, SHAPE), "policy", zero, {}, 0)
 
 
 def fleet(count=1, per_node=8, **shares):

@@ -38,13 +38,6 @@ def test_a_budget_takes_what_its_rows_take(tiny, number):
         assert found == whole
 
 
-def test_kto_reads_its_mismatched_answers_apart(tiny):
-    """A row of three sequences, two of them in one forward; the budget counts all three."""
-    rows = peaks(tiny, 2, 2, 8)
-    assert peaks(tiny, 2, 2, 8, loss="kto") == rows
-    assert peaks(tiny, 2, 16, 1, loss="kto", max_tokens_per_micro_batch=2 * 3 * 64) == rows
-
-
 def test_auto_is_estimated_by_its_first_trial(tiny):
     by_tokens = peaks(tiny, 1, 64, 1, max_tokens_per_micro_batch=1024)
     assert peaks(tiny, 1, 64, 1, max_tokens_per_micro_batch="auto") == by_tokens

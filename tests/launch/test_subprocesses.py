@@ -4,7 +4,6 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from python_process import environment
 from stub_steps import QUIET, train
@@ -23,36 +22,14 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
     write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n{"step"\n')
     page = tmp_path / "report.html"
     page.mkdir()
-    line = RunReport(tmp_path, ENVIRONMENT, 0).write()
+    line = RunReport(tmp_path, ENVIRONMENT).write()
     assert line == f"no report: {page} cannot be written: Is a directory"
     page.rmdir()
-    assert RunReport(tmp_path, ENVIRONMENT, 0).write() == f"report: {page}"
-
-
-@pytest.mark.slow
-def test_reports_while_steps_run(tmp_path):
-    write_metrics(tmp_path / "step1_sft", '{"step": 1, "loss": 2.0}\n')
-    page = tmp_path / "report.html"
-    with RunReport(tmp_path, ENVIRONMENT, 0.01) as report:
-        before = {*psutil.Process().children()}
-        time.sleep(0.02)
-        report.poll()
-        (process,) = {*psutil.Process().children()} - before
-        assert process.nice() >= 10
-        assert process.wait(timeout=600) == 0  # at a low priority: slow on busy cores
-    assert page.exists()
-    assert report.write() == f"report: {page}"
-
-
-def test_without_an_interval_nothing_is_started(tmp_path):
-    before = psutil.Process().children()
-    with RunReport(tmp_path, {}, 0) as report:
-        report.poll()
-        assert psutil.Process().children() == before
+    assert RunReport(tmp_path, ENVIRONMENT).write() == f"report: {page}"
 
 
 def test_a_report_is_current_until_a_step_finishes_after_it(tmp_path):
-    report, page, mark = RunReport(tmp_path, {}, 0), tmp_path / "report.html", tmp_path / "mark"
+    report, page, mark = RunReport(tmp_path, {}), tmp_path / "report.html", tmp_path / "mark"
     mark.touch()
     assert not report.is_current([mark])  # no page
     page.touch()

@@ -76,36 +76,6 @@ def test_a_record_is_one_line_of_a_file(dschat_logger, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_log_lines_fit_120_columns_of_a_terminal(dschat_logger, capsys, monkeypatch):
-    """Words, paths and flags stay whole; what has its own layout is left as it is."""
-    console.setup()
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    path = "/a-folder/" + "x" * 130
-    dschat_logger.warning("%s; raise --missing_eos_penalty of %s", "a-b-c-d " * 25, path)
-    dschat_logger.info("t" * 60 + " " + "u" * 60, extra={"is_styled": True})
-    first, *lines = capsys.readouterr().err.splitlines()
-    assert first[8:18] == " warning: "
-    *wrapped, styled = lines
-    assert all(line.startswith(" " * 9 + line.strip()[0]) for line in wrapped)
-    assert max(len(line) for line in (first, *wrapped) if path not in line) <= 120
-    words = " ".join(line.strip() for line in (first[9:], *wrapped))
-    assert words == "warning: " + "a-b-c-d " * 25 + f"; raise --missing_eos_penalty of {path}"
-    assert len(styled) == 130
-
-
-def test_a_long_path_stays_beside_the_mark(dschat_logger, capsys, monkeypatch):
-    console.setup()
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    path = "/a-folder/" + "x" * 130
-    dschat_logger.warning("%s has the columns a and b\n%s too\n\nend", path, path)
-    dschat_logger.info("")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0][8:] == f" warning: {path}"
-    assert lines[1:5] == [" " * 9 + "has the columns a and b", path, " " * 9 + "too", ""]
-    assert lines[5] == "end"
-    assert lines[6][2] == ":"
-
-
 def test_a_line_of_metrics():
     """By hand: six characters a value, with as many digits as they hold."""
     metrics = {

@@ -36,7 +36,6 @@ WRONG = {
     "equal scores": ({"frac_reward_zero_std": 1.0}, 3, "same score, for 100% of the prompts"),
     "no gradient": ({"policy/grad_norm": 0.0}, 3, "gradient is 0"),
     "at the limit": ({"completions/clipped_ratio": 0.73}, 3, "73% of the answers"),
-    "cut scores": ({"objective/clipped_share": 0.7}, 3, "--clip_reward cuts 70%"),
     "far from start": ({"objective/kl": 60.0}, 2, "2 nats a token; raise"),
     "clipped": ({"policy/clipfrac_avg": 0.31}, 3, "31% of the tokens are clipped"),
     "score falls": ({"objective/scores": 0.05}, 3, "objective/scores 0.05, at best 0.4"),
@@ -132,11 +131,7 @@ def test_a_small_step_may_grow():
 
 
 def test_entropy_by_the_temperature():
-    much, none = {"objective/entropy": 2.1}, {"objective/entropy": 1e-4}
-    assert not read(RunHealth(), 1, 9, **much)
-    (hot,) = read(RunHealth(Settings(temperature=3.0)), 1, 9, **much)
-    assert "--temperature 3; lower it" in hot.text
-    assert not read(RunHealth(Settings(temperature=3.0)), 1, 9, **{"objective/entropy": 2.0})
+    none = {"objective/entropy": 1e-4}
     for wrong in (none, {"policy/approxkl_after": 33.8}, {"frac_reward_zero_std": 1.0}):
         (cold,) = read(RunHealth(Settings(temperature=0.01)), 1, 9, **wrong)
         assert "; raise --temperature, which is 0.01, or " in cold.text

@@ -65,15 +65,6 @@ def test_seconds_of_an_iteration_by_phase(tmp_path):
     assert points(generate) == ("generate", ["a", "b"], [2.5, 1.0])
 
 
-def test_histograms_have_a_bar_per_value(tmp_path):
-    figures = figures_of(write_run(tmp_path))
-    first, last = figures["step3_rlhf-scores"].traces
-    assert points(first) == ("iteration 1", ["0", "1"], [1 / 3, 2 / 3])
-    assert figures["step3_rlhf-scores"].layout["xaxis"]["type"] == "category"
-    lengths = figures["step3_rlhf-answer-lengths"].traces[0]
-    assert points(lengths)[1:] == ([2.0, 3.0, 5.0], [0.5, 0.25, 0.25])
-
-
 def test_score_by_kl(tmp_path):
     """Of the steps that have both; a color per metric, or per run."""
     out = write_run(tmp_path / "a")
@@ -121,21 +112,11 @@ def test_entropy_begins_at_0_and_titles_stand_off(tmp_path):
     assert entropy["yaxis"]["title"]["standoff"] > 0
 
 
-def test_histograms_of_many_values_have_bins(tmp_path):
-    out = write_run(tmp_path)
-    values = np.linspace(0, 24, 49).tolist()  # 24 bins of width 1; the last edge is in the last bin
-    row = {"step": 1, "samples": [], "scores": values, "answer_lengths": []}
-    write_rows(out / "step3_rlhf/samples.jsonl", [row])
-    (bars,) = figures_of(out)["step3_rlhf-scores"].traces
-    assert bars["x"] == pytest.approx([n + 0.5 for n in range(24)])
-    assert bars["y"] == pytest.approx([2 / 49] * 23 + [3 / 49])
-
-
 def test_a_metric_without_a_chart_is_among_the_others(tmp_path):
     sections = sections_of(read_runs([str(write_run(tmp_path))]), 1000)
     (others,) = [section for section in sections if section.is_folded and "3" in section.title]
     labels = [(f.title, f.layout["yaxis"]["title"]["text"]) for f in others.figures]
-    assert labels == [("custom/metric_s", "seconds")]
+    assert {("custom/metric_s", "seconds"), ("memory/peak_gib", "GiB")} <= {*labels}
 
 
 def test_long_curves_are_smoothed_and_thinned(tmp_path):

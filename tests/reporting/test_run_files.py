@@ -7,7 +7,6 @@ from damages import LINES
 from run_folders import sample, write_rows, write_run
 
 from dschat.config import UserError
-from dschat.reporting.page import history_of
 from dschat.reporting.run_files import named_paths, read_runs, read_warnings, short_names
 
 
@@ -124,19 +123,6 @@ def test_broken_samples_are_left_out(tmp_path, broken, caplog):
     (run,) = read_runs([str(out)])
     assert [row["samples"] for row in run.steps["step3_rlhf"].samples] == [[]]
     assert "samples.jsonl: damaged lines left out: 2" in caplog.text
-
-
-def test_history_tells_starts_resumes_and_the_end(tmp_path):
-    out = write_run(tmp_path / "out")
-    (out / "step1_sft/COMPLETE").touch()
-    (out / "step3_rlhf/checkpoints/step_000002").mkdir(parents=True)
-    rows = [row[1:] for row in history_of(read_runs([str(out)]))["rows"]]
-    assert rows[0][2] == "finished at step 4"
-    where = "2 processes, cpu, node1"
-    assert rows[1] == ["step3_rlhf", "1970-01-01 00:00:00 UTC", "started", where]
-    assert rows[2] == ["step3_rlhf", "1970-01-01 00:01:00 UTC", "resumed after step 2", where]
-    assert rows[3][2] == "not finished; last row is of step 3"
-    assert rows[4][2] == "checkpoints kept: after step 2"
 
 
 DEEP = 100_000  # of YAML 1,000: PyYAML takes a minute for as many

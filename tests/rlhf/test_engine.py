@@ -88,9 +88,6 @@ def test_a_tokenizer_with_more_tokens_grows_actor_and_reference_alike(zero, mode
     stages = {"actor_zero_stage": zero, "critic_zero_stage": zero}
     caplog.set_level(logging.INFO, logger="dschat")
     engine = build(models_folder, "llama", "llama_reward", tokenizer, **stages)
-    assert ("--actor_zero_stage 3 has nothing to shard in one process" in caplog.text) == (
-        zero == 3
-    )
     assert base_of(engine.actor).config.vocab_size == base_of(engine.critic).config.vocab_size == 65
     rows = pack([[5, 64, 6]], [[0, 1]])
     with torch.no_grad(), engine.reference() as reference:

@@ -45,30 +45,14 @@ def test_a_finished_step_is_not_overwritten_by_accident(tmp_path):
 @pytest.mark.parametrize("below", ["", "below", "two/below"])
 def test_a_file_in_the_way(tmp_path, below):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--output_dir .* a file is in its way; choose another"):
+    with pytest.raises(UserError, match="--output_dir .*: (Not a dir|File exi).*; choose another"):
         check_output_dir(tmp_path / "file" / below, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (b"out\xff", r"--output_dir out\\xff is not read as UTF-8 here; choose another name"),
-        # as Python reads a command line with PYTHONUTF8=0 and LC_ALL=C
-        ("höh".encode(), "--output_dir höh is not read as UTF-8 here; unset PYTHONUTF8, or"),
-    ],
-)
-def test_a_name_that_is_not_utf_8(tmp_path, monkeypatch, name, line):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=line):
-        check_output_dir(name.decode("ascii", "surrogateescape"), overwrite=True)
-    assert list(tmp_path.iterdir()) == []
-    check_output_dir("höh", overwrite=True)
-
-
 def test_a_dangling_link_is_in_the_way(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="a broken link is in its way"):
+    with pytest.raises(UserError, match="cannot be written"):
         check_output_dir(tmp_path / "link", overwrite=True)
 
 

@@ -42,6 +42,11 @@ def begin(served, body):
     return client
 
 
+def num_running(worker):
+    """Answers of requests that have their first token."""
+    return sum(len(handle.open) for handle in worker._open if not handle.is_waiting)
+
+
 def wait_until(condition):
     for _ in range(6000):
         if condition():

@@ -7,7 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from http_client import FOREVER, answered, ask, begin, send, wait_until
+from http_client import FOREVER, answered, ask, begin, num_running, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
@@ -19,7 +19,7 @@ from dschat.serving.worker import EngineWorker
 def is_idle(served):
     worker = served.model.worker
     cache = worker.engine.cache
-    is_open = worker.num_running or worker.num_waiting or worker.handles or served.server._running
+    is_open = num_running(worker) or worker.num_waiting or worker.handles or served.server._running
     return not is_open and cache.num_free == cache.num_pages
 
 
@@ -82,8 +82,6 @@ WRONG = [
     (*completion(response_format=schema({"properties": {HALF: {}}})), "half of a character"),
     (*completion(response_format={"type": "json_object"}, min_tokens=3), "min_tokens: "),
     (*completion(**{HALF: 1}), "half of a character"),
-    (*completion(bad_words=["sun moon " * 2000]), "bad_words: over 16384 tokens"),
-    (*completion(allowed_token_ids=[5], bad_words=["!"]), "bad_words: they forbid all"),
     (*completion(stop=["x"] * 17), "stop"),
     (*completion(seed=2**64), "seed: "),
     (*completion(guided_json={}), "guided_json "),
@@ -246,10 +244,10 @@ def test_a_client_that_leaves(stream, served, before, may_step):
     before(worker, "step", pause)
     body = FOREVER | {"n": 4, "stream": stream}
     client = send(served, COMPLETIONS, body)
-    wait_until(lambda: worker.num_running == 4)
+    wait_until(lambda: num_running(worker) == 4)
     answered = worker.stats.answer_tokens
     client.close()
-    wait_until(lambda: worker.num_running == 0)
+    wait_until(lambda: num_running(worker) == 0)
     may_step.set()
     wait_until(lambda: is_idle(served))
     assert worker.stats.answer_tokens - answered < 4 * 300  # not to their end
@@ -342,29 +340,12 @@ def test_what_fails_ends_its_requests_alone(method, said, served, before, caplog
     assert ask(served, "/health", b"", "GET")[0] == 200
 
 
-def metrics_of(served):
-    _, _, text = ask(served, "/metrics", b"", "GET")
-    return dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
-
-
-def test_metrics(served):
-    cancelled = 'dschat_cancelled_total{model="tiny"}'
-    before = metrics_of(served)
-    answered(served, {"prompt": "sun", "max_tokens": 3, "ignore_eos": True})
-    lines = metrics_of(served)
-    assert lines.get(cancelled) == before.get(cancelled, "0.0")
-    assert float(lines['dschat_requests_total{path="/v1/completions",status="200"}']) >= 1
-    assert float(lines['dschat_answer_tokens_total{model="tiny"}']) >= 3
-    assert float(lines['dschat_running{model="tiny"}']) == 0
-
-
-def test_a_request_that_takes_too_long_has_not_lost_its_client(start, before, may_step):
+def test_a_request_that_takes_too_long_is_ended(start, before, may_step):
     slow = start(max_num_seqs=1, request_timeout_s=0.5)
     before(slow.model.worker, "step", may_step.wait)
     status = ask(slow, COMPLETIONS, FOREVER | {"stream": False})[0]
     may_step.set()
-    lines = metrics_of(slow)
-    assert (status, float(lines['dschat_cancelled_total{model="tiny"}'])) == (504, 0)
+    assert status == 504
 
 
 def test_the_health_of_a_server_whose_engine_has_ended(start):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from http_client import num_running
 
 
 def settings(page, **values):
@@ -97,7 +98,7 @@ def test_stop_by_key_and_copy(page, compared, before, may_step):
     page.wait_for_function("document.querySelector('.answer .text')?.textContent.length > 20")
     page.keyboard.press("Escape")
     page.wait_for_function("!document.querySelector('#send').hidden")
-    while worker.num_running:
+    while num_running(worker):
         page.wait_for_timeout(10)
     may_step.set()
     wait_for_answers(page, 1)

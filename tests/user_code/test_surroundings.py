@@ -5,7 +5,6 @@ import sys
 import threading
 from contextlib import suppress
 
-import forked
 import pytest
 import torch
 
@@ -124,36 +123,3 @@ def test_ranks_are_those_of_the_start(monkeypatch):
     assert (env.rank(), env.world_size(), env.local_rank()) == (1, 2, 0)
     env.pin(False)
     assert (env.rank(), env.world_size()) == (0, 1)
-
-
-def test_a_run_without_standard_streams(monkeypatch):
-    """As one that a daemon starts."""
-    monkeypatch.setattr(surroundings, "_copies", {})
-    monkeypatch.setattr(surroundings, "_is_open", lambda descriptor: False)
-    with restored("f"):
-        pass
-    assert not surroundings._copies
-
-
-CLOSES = """
-import os, sys
-from dschat.user_code.surroundings import restored
-with restored("--reward_fn f"):
-    {}
-os.write(2, b"goes on\\n")
-sys.exit(0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "said", "exits"),
-    [
-        ("os.closerange(3, 999)", "error: --reward_fn f closed the files of the run's process", 2),
-        ("os.close(2); os.close(0)", "goes on", 0),
-        ("os.close(max(map(int, os.listdir('/proc/self/fd'))) - 1)", "goes on", 0),  # a copy
-        ("os.closerange(0, 999)", "", 2),
-    ],
-)
-def test_files_that_are_closed(code, said, exits):
-    done = forked.run("-c", CLOSES.format(code))
-    assert (done.code, said in done.stderr) == (exits, True)

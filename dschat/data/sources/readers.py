@@ -1,7 +1,7 @@
 """Reads local files row by row: JSON, CSV, TSV, Parquet and text, plain or gzipped.
 
-Every row is a ``Line`` with its place and the row, or its fault. Memory holds one row (JSON lists
-and Parquet: one chunk) at a time.
+Every row is a ``Line`` with its place and the row, or its fault. Memory holds one row (of Parquet a
+chunk, of a JSON list all) at a time.
 
 Why not the readers of ``datasets``: these name the line of a fault and continue after it, keep
 texts such as ``NA`` and ``007`` unchanged, and accept columns that mix numbers and texts.
@@ -25,10 +25,10 @@ from dschat.data.sources.turns import is_turn
 JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIX = (".json", ".jsonl"), (".csv", ".tsv"), ".txt"
 PARQUET_SUFFIX = ".parquet"
 SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES, PARQUET_SUFFIX)
-_CHUNK = 1 << 20  # characters of a JSON list read at a time
+_CHUNK = 1 << 20  # characters of a first line
 _BOM = "\ufeff"
 _VISIBLE = re.compile(rf"[^\s{_BOM}]")
-_MAX_LINE = 1 << 28  # characters of a line, a JSON value or a CSV field
+_MAX_LINE = 1 << 28  # characters of a line or a CSV field
 _NOT_UTF8 = "not UTF-8 text; save the file as UTF-8, or name its encoding (--encoding)"
 
 
@@ -79,7 +79,7 @@ def read_lines(path: str, encoding: str = "utf-8") -> Iterator[Line]:
 
 
 class _TooLong(Exception):
-    """A line, by its number, or the value that begins there."""
+    """A line, by its number."""
 
 
 def _require_valid(text: str) -> str:
@@ -149,91 +149,47 @@ def _broken_json(error: Exception) -> str:
 
 
 def _json_values(file: TextIOWrapper, name: str, is_list: bool) -> Iterator[Line]:
-    """The items of one list, or consecutive objects, read piece by piece.
+    """The items of one list, or consecutive objects, of a file that memory holds as a whole.
 
     The text after a fault cannot be parsed: a fault ends the file.
     """
-    text = _JsonText(file)
-    item = 0
     try:
-        if is_list:
-            text.take("[")
-        while (char := text.peek()) and not (is_list and char == "]"):
-            if is_list and item:
-                text.take(",")
-            item += 1
-            where, value = f"{name}:{text.line}", text.value()
-            if isinstance(value, dict):
-                yield Line(where, value)
-            else:
-                yield Line(f"{name}: item {item} of its list", None, "not a JSON object")
-        if is_list:
-            text.take("]")
+        text = _require_valid(file.read())
     except UnicodeEncodeError:
         file.seek(0)
         number = next((n for n, line in _numbered(file) if line is None), 1)
         yield Line(f"{name}:{number}", None, _NOT_UTF8)
+        return
+    decode, at, number, item = json.JSONDecoder().raw_decode, 0, 1, 0
+
+    def next_is(marks: str) -> str:
+        """The next visible character, which is consumed if it is one of ``marks``."""
+        nonlocal at, number
+        found = _VISIBLE.search(text, at)
+        number += text.count("\n", at, found.start() if found else None)
+        at = found.start() if found else len(text)
+        at += bool(found and found[0] in marks)
+        return found[0] if found else ""
+
+    try:
+        next_is("[" if is_list else "")
+        while (char := next_is("")) and not (is_list and char == "]"):
+            if is_list and item and next_is(",") != ",":
+                raise json.JSONDecodeError("Expecting ','", text, at)
+            next_is("")
+            value, end = decode(text, at)
+            item += 1
+            if isinstance(value, dict):
+                yield Line(f"{name}:{number}", value)
+            else:
+                yield Line(f"{name}: item {item} of its list", None, "not a JSON object")
+            number, at = number + text.count("\n", at, end), end
+        if is_list and not char:
+            raise json.JSONDecodeError("Expecting ']'", text, at)
     except json.JSONDecodeError as error:
-        line = text.first_line + error.lineno - 1
-        yield Line(f"{name}:{line}", None, _broken_json(error))
+        yield Line(f"{name}:{error.lineno}", None, _broken_json(error))
     except (ValueError, RecursionError) as error:
-        yield Line(f"{name}:{text.line}", None, _broken_json(error))
-
-
-class _JsonText:
-    """A window into a JSON file that moves from value to value and grows as needed."""
-
-    def __init__(self, file: TextIOWrapper) -> None:
-        self._file = file
-        self._text, self._at = "", 0
-        self.first_line = self.line = 1  # of the window, of the next character
-        self._decode = json.JSONDecoder().raw_decode
-
-    def peek(self) -> str:
-        """The next character that is not white space; "" at the end."""
-        while not (found := _VISIBLE.search(self._text, self._at)):
-            self._move(len(self._text))
-            if not self._read_more():
-                return ""
-        self._move(found.start())
-        return found.group()
-
-    def take(self, char: str) -> None:
-        """Consume ``char``; ``JSONDecodeError`` if the next character is another."""
-        if self.peek() != char:
-            raise json.JSONDecodeError(f"Expecting {char!r}", self._text, self._at)
-        self._move(self._at + 1)
-
-    def value(self) -> Any:
-        """The next value. Raises what ``json`` raises."""
-        self.peek()
-        while True:
-            try:
-                value, end = self._decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                # a value at the window's end may be incomplete
-                inside = error.pos < len(self._text) - 16 and "Unterminated" not in error.msg
-                if inside or not self._read_more():
-                    raise
-                continue
-            # a number at the window's end may continue
-            if end < len(self._text) or self._text[end - 1] in '}]"' or not self._read_more():
-                self._move(end)
-                return value
-
-    def _move(self, to: int) -> None:
-        self.line += self._text.count("\n", self._at, to)
-        self._at = to
-
-    def _read_more(self) -> bool:
-        """Drop the consumed text and at least double the rest; False at the end of the file."""
-        rest = self._text[self._at :]
-        if len(rest) > _MAX_LINE:
-            raise _TooLong(self.line)
-        more = _require_valid(self._file.read(max(_CHUNK, len(rest))))
-        if more:
-            self._text, self._at, self.first_line = rest + more, 0, self.line
-        return bool(more)
+        yield Line(f"{name}:{number}", None, _broken_json(error))
 
 
 # -- CSV and TSV

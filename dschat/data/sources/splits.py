@@ -35,7 +35,6 @@ from dschat.data.sources.known_datasets import (
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.tables import iterate, made_table
 from dschat.data.sources.turns import unread_keys
-from dschat.distributed.memory import available_memory
 
 logger = logging.getLogger("dschat")
 
@@ -52,7 +51,6 @@ BROKEN = "an unreadable line"
 # the step can use it
 _PLACE = np.dtype([("eval", "u8"), ("split", "u8"), ("has_key", "?"), ("usable", "?")])
 _NO_KEYS = np.zeros(0, dtype=np.uint64)
-_ROW_BYTES = 90  # host memory per row of a blend, for indices and hashes; measured
 _BUILTIN = {
     "builtin/chat": builtin_rows,
     "builtin/arithmetic": arithmetic_rows,
@@ -297,20 +295,9 @@ def _joined(rows: list[PlacedRows]) -> PlacedRows:
 def _weighted(
     source: DataSource, placed: PlacedRows, held_keys: np.ndarray, seed: int
 ) -> PlacedRows:
-    """A source's training rows, each repeated according to its weight.
-
-    Raises:
-        UserError: so many rows do not fit in host memory.
-    """
+    """A source's training rows, each repeated according to its weight."""
     rows = np.flatnonzero(~np.isin(placed.places["eval"], held_keys))
     num_rows = round(source.weight * len(rows))
-    num_bytes = num_rows * _ROW_BYTES
-    if source.weight > 1 and num_bytes > (free := available_memory()):
-        raise UserError(
-            f"{source.flag} {source.name}:{source.weight:g} makes {num_rows:,} rows of "
-            f"{len(rows):,}: {num_bytes / 2**30:,.0f} GiB of host memory, of which "
-            f"{free / 2**30:,.0f} GiB are free; lower the weight"
-        )
     copies, rest = divmod(num_rows, len(rows)) if len(rows) else (0, 0)
     drawn = np.random.default_rng(seed).permutation(len(rows))[:rest]
     return placed.take(np.concatenate([np.tile(rows, copies), rows[np.sort(drawn)]]))
