@@ -2,12 +2,11 @@
 
 `benchmarks/gpu.py` checks itself: a step that reads other bytes than its floor says, log-probs that
 differ from the module's, or a kernel with wrong results end it. Its published floors are computed
-by hand here, and so is what is compared with TRL.
+by hand here.
 """
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +14,11 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from triton_worker import HAS_TRITON, REASON, Worker
 
 from dschat.builtin.tiny_model import resolve_model
-from dschat.config import RLHFConfig, UserError
 from dschat.config.parser import to_flags
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ("opt-tiny", "gpt2-tiny", "llama-tiny", "llama3-tiny")
 
 
 def run_script(name, *flags, cwd=ROOT):
@@ -108,124 +104,10 @@ def test_the_floors_of_the_page(name, rows, expected, per_token):
         assert float(re.sub("[, ms]", "", cell)) == pytest.approx(floor, rel=5e-3)
 
 
-@pytest.mark.slow
-def test_gpu_dry():
-    sides = ["A", "C", "layout=zero_copy"]  # kernels need Triton
-    lines, errors = run_script("gpu.py", "--dry", "--tiny", "--sides", *sides)
-    rollouts = [line for line in lines if line["case"] != "kernels"]
-    assert len(lines) - len(rollouts) == 3 * 10 + 1
-    families = ["gemma3-1b", "qwen3-moe-3b", "gpt-oss-3b"]
-    names = ["opt-1.3b", "gpt2", "llama-7b", *families, "refresh-7b", "opt-13b-lora"]
-    assert [(x["case"], x["side"]) for x in rollouts] == [(n, s) for n in names for s in sides]
-    assert "train-1b: skipped" in errors
-    # Factors of rank 2: A of q, k and v stacked and B block-diagonal, in both layers.
-    fused, square, mlp = 3 * 2 * (32 + 3 * 32), 2 * (32 + 32), 2 * 2 * (32 + 64)
-    assert rollouts[-2]["step_adapters_bytes"] == 2 * 2 * (fused + square + mlp)
-
-
-@pytest.mark.slow
-def test_gpu_on_a_cpu(capsys):
-    """Times mean nothing there: the fields, what moves in a refresh, what is skipped."""
-    import gpu_sides
-    from gpu_cases import CASES, OTHERS, parse_side
-    from gpu_floor import card_rates
-
-    texts = ["graphs=off", "graphs=off,layout=zero_copy", "lag=0"]
-    sides = {text: parse_side(text) for text in texts}
-    rates = card_rates(torch.device("cpu"), 2**20, (64,))
-    lines = list(gpu_sides.measure("opt", CASES["opt-1.3b"].tiny(), sides, OTHERS, 1, rates))
-    assert [(x["zero_stage"], x["side"]) for x in lines] == [
-        *((2, side) for side in [*texts, "generate"]),
-        *((3, side) for side in texts),
-    ]
-    assert len(re.findall(r"ZeRO-\d: [\w-]+ skipped", capsys.readouterr().err)) == 3 + 4
-    for line in lines:
-        floor, median = line["floor_ms"]["rollout"], line["rollout_ms"]["median"]
-        assert line["share_of_floor"]["rollout"] == pytest.approx(floor / median, rel=1e-3)
-        if line["side"] != "generate":
-            moves = "zero_copy" not in line["side"]
-            assert (line["refresh_bytes"]["median"] > 0) == moves
-            assert line["logprob_gap"] < 1e-4
-    phases = ["load", "allocate the cache", "rollout 0", "step 0", "rollout 1", "step 1"]
-    assert list(gpu_sides.memory(CASES["opt-13b-lora"].tiny())["phases"]) == phases
-
-
 # -- gpu.py, kernels one by one --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """`triton_benchmark.lines` in a process that interprets kernels."""
-    if not HAS_TRITON:
-        pytest.skip(REASON)
-    worker = Worker(interpret=True)
-    yield lambda *args: worker("benchmark", *args)
-    worker.close()
-
-
-def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
-    """The sum that it must store is missing."""
-    from triton_benchmark import lines
-
-    from dschat.inference.kernels.cuda import operators
-
-    def norm_of_the_sum_unstored(h, added, weight, bias, eps, *others):
-        return torch.layer_norm(h + added, weight.shape, weight, bias, eps)
-
-    monkeypatch.setattr(operators, "add_norm", norm_of_the_sum_unstored)
-    (line,), failure = lines(["opt-tiny"], ["add_norm"], ["torch", "triton"])
-    assert failure == "add_norm of opt-tiny (triton)"
-    assert (set(line["us"]), line["fastest"]) == ({"torch"}, "torch")
-    assert line["difference"]["triton"] > 0.1
-    assert "add_norm of opt-tiny: triton left out: WrongResults" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_every_kernel(interpreted):
-    from gpu_operations import OPERATIONS
-
-    lines, failure = interpreted(TINY, (), ("torch", "triton"))
-    assert failure == ""
-    expected = [(name, model) for model in TINY[:3] for name in OPERATIONS]
-    expected.append(("attention", "llama3-tiny"))
-    assert [(line["kernel"], line["model"]) for line in lines] == expected
-    for line in lines:
-        assert set(line["us"]) == {"torch", "triton"}, line
-        assert line["difference"]["triton"] < 1.6e-2
-
-
-@pytest.mark.slow
-def test_inductor_compiles_every_kind(interpreted):
-    if shutil.which("g++") is None:
-        pytest.skip("inductor needs g++")
-    kernels = ["qkv", "up", "attention", "add_norm", "draw-top-p"]
-    lines, failure = interpreted(["llama-tiny"], kernels, ("torch", "inductor"))
-    assert failure == ""
-    assert [(x["kernel"], set(x["us"])) for x in lines] == [
-        (kernel, {"torch", "inductor"}) for kernel in kernels
-    ]
-
-
 # -- rollout.py ------------------------------------------------------------------------------------
-
-
-def test_rollout_reuse():
-    """Prefill of common pages and rows of equal answers, by hand; every case reports its sides."""
-    import rollout_reuse as reuse
-    from rollout_sides import make_module
-    from rollout_workloads import Case
-
-    device = torch.device("cpu")
-    module = make_module(Case("opt-tiny", 0, 0, 0, 0), device, torch.float32)
-    # A tenth of 512 + 32 tokens, of which 32 fill the only common page.
-    line = reuse.prefix(reuse.Setting(module, device, 1, 0.1))
-    assert line["prefill_tokens"] == {"with": 54 + 63 * (54 - 32), "without": 64 * 54}
-    # Greedily, 3 x 8 answers of 13 tokens: 12 steps of 3 rows instead of 24.
-    line = reuse.alike(reuse.Setting(module, device, 1, 0.2, rows=3))
-    assert line["rows"] == {"with": 36, "without": 288}
-    line = reuse.chat(reuse.Setting(module, device, 1, 0.05))
-    assert {f"ratio_turn{number}" for number in range(1, 6)} <= line.keys()
-    assert reuse.partial(reuse.Setting(module, device, 2, 0.1, rows=4))["ratio_answer"] > 0
 
 
 # -- iteration.py; test_padded_losses.py compares what its sides compute ---------------------------
@@ -255,74 +137,6 @@ def test_iteration(tmp_path):
 # -- learning.py -----------------------------------------------------------------------------------
 
 
-def settings(**knobs):
-    knobs = {"advantage_estimator": "grpo", "kl_coef": 0.0, "num_samples_per_prompt": 8} | knobs
-    return RLHFConfig(actor_model_name_or_path="a", reward_fn=["exact_match"], **knobs)
-
-
-def test_trl_takes_the_same_steps_with_the_same_number_of_answers():
-    from learning_settings import trl_settings
-
-    ours = settings(
-        max_steps=10,
-        per_device_generation_batch_size=64,  # x 8 answers
-        per_device_training_batch_size=64,
-        gradient_accumulation_steps=2,  # so four mini-batches
-        ppo_epochs=2,
-    )
-    theirs = trl_settings(ours)
-    # TRL counts micro-batches between generations, and optimizer steps over all.
-    assert theirs["steps_per_generation"] * theirs["per_device_train_batch_size"] == 64 * 8
-    assert theirs["max_steps"] == 10 * 4 * 2
-    assert (theirs["gradient_accumulation_steps"], theirs["num_iterations"]) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "theirs"),
-    [
-        ({}, {"loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "epsilon_high": 0.2}),
-        ({"advantage_estimator": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-        ({"loss_aggregation": "sequence"}, {"loss_type": "grpo"}),
-        ({"cliprange": [0.2, 0.28]}, {"epsilon": 0.2, "epsilon_high": 0.28}),
-        ({"kl_coef": 0.04}, {"beta": 0.04, "use_bias_correction_kl": False}),
-        ({"adam_betas": [0.9, 0.99]}, {"adam_beta1": 0.9, "adam_beta2": 0.99}),
-        ({"min_p": 0.0}, {"min_p": None}),
-        ({"advantage_estimator": "rloo"}, "--advantage_estimator rloo"),
-        ({"policy_loss": "cispo"}, "--policy_loss cispo"),
-        ({"kl_coef": 0.1, "kl_estimator": "k2"}, "--kl_coef"),
-    ],
-)
-def test_settings_by_trls_names(knobs, theirs):
-    """Or the flag that TRL has no equivalent of."""
-    from learning_settings import check_comparable, trl_settings
-
-    if isinstance(theirs, str):
-        with pytest.raises(UserError, match=theirs):
-            check_comparable(settings(**knobs))
-    else:
-        check_comparable(settings(**knobs))
-        assert trl_settings(settings(**knobs)).items() >= theirs.items()
-
-
-def test_ratios_to_the_target_are_of_one_seed():
-    from learning_curves import Run, ratio, summary
-
-    def run(step_s, *points):
-        row = {"step": step_s, "generate": step_s / 2, "score": step_s / 4, "train": step_s / 4}
-        return Run([(0, 0.0, 0.2), *points], [row, row], {})
-
-    baseline = [run(1.0, (100, 10.0, 0.8)), run(2.0, (200, 20.0, 0.8))]
-    # Three quarters of the way from 0.5 to 0.9; the first time counts.
-    runs = [run(3.0, (100, 10.0, 0.5), (200, 30.0, 0.9)), run(4.0, (100, 40.0, 0.8), (200, 41, 0))]
-    ratios = ratio(runs, baseline, 0.8)
-    assert ratios["step"] == {"median": 2.5, "min": 2.0, "max": 3.0}
-    assert ratios["samples_to_target"] == {"median": 1.125, "min": 0.5, "max": 1.75}
-    assert ratios["seconds_to_target"] == {"median": 2.25, "min": 2.0, "max": 2.5}
-    runs = [run(1.0, (100, 10.0, 0.79)), run(1.0, (100, 10.0, 0.8))]
-    assert summary(runs, 0.8)["target"] == {"accuracy": 0.8, "samples": None, "seconds": None}
-    assert ratio(runs, runs, 0.8)["seconds_to_target"] is None
-
-
 @pytest.mark.slow
 def test_learning(tmp_path):
     """Without TRL."""
@@ -344,32 +158,3 @@ def test_learning(tmp_path):
     assert 0 == seconds[0] < seconds[1] < seconds[2]
     assert accuracies[0] < 0.02  # random weights may generate a number, rarely the right one
     assert not list(tmp_path.rglob("after_*"))
-
-
-@pytest.mark.slow
-def test_products():
-    """All sides compute; decoding is what `benchmarks/decoders.py` measures."""
-    flags = ["--rows", "2", "--shapes", "64x512", "--rounds", "1"]
-    (_, line), _ = run_script("products.py", *flags)
-    assert {"plain", "panels"} <= set(line["seconds"])
-    for name, seconds in line["seconds"].items():
-        assert line["gb_per_s"][name] == pytest.approx(4 * 64 * 512 / seconds / 1e9, rel=1e-3)
-        assert line["gflop_per_s"][name] == pytest.approx(
-            2 * 2 * 64 * 512 / seconds / 1e9, rel=1e-3
-        )
-
-
-@pytest.mark.slow
-def test_decoders():
-    (_, *lines), _ = run_script("decoders.py", "--tiny", "--rounds", "1", "llama", "qwen3_5_text")
-    cases = ["even", "ragged", "samples", "shared"]
-    assert [line["case"] for line in lines] == 2 * cases
-    assert [set(line["ratio"]) for line in lines] == 4 * [{"module", "blocks"}] + 4 * [{"module"}]
-
-
-@pytest.mark.slow
-def test_dialogues_are_computed_once():
-    flags = ("--dialogues", "4", "--turns", "3", "--steps", "1")
-    (apart, shared, together), _ = run_script("dialogue_rows.py", *flags)
-    assert apart["rows"] == shared["rows"] == together["rows"] == 12
-    assert apart["tokens"] > shared["tokens"] == together["tokens"]  # one step has all rows
