@@ -93,6 +93,7 @@ def test_the_wheel_has_every_file(wheel):
         assert (wheel / "dschat/scripts" / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_found_in_the_folder_of_the_clone(clone):
     """There a folder called dschat, without __init__.py, comes before the package."""
     site = unpacked(clone, "build_editable")

@@ -5,7 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +30,6 @@ from dschat import (
     UserError,
 )
 from dschat.builtin.tiny_model import resolve_model
-from dschat.config.renamed import hint, set_in
 
 REWARD = '''
 class Log:
@@ -241,35 +240,6 @@ def test_every_default_of_trl_is_none_of_ours(caplog):
             config = trainer("m", "d", args=theirs(**given), **more).config
             assert asdict(config) == asdict(trainer("m", "d", **ours, **more).config)
     assert caplog.text == ""
-
-
-# Settings with two names, or of which one is known where the other is.
-SAME = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "generation_batch_size": "steps_per_generation",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["", "SFT", "Reward", "DPO", "GRPO", "RLOO"])
-def test_one_setting_at_a_time(name):
-    """Of every field of their configs: nothing that was not set is warned of."""
-    kind = getattr(pytest.importorskip("trl"), f"{name}Config") if name else TrainingArguments
-    names, num_made = {f.name for f in fields(RLHFConfig)}, 0
-    for f in fields(kind):
-        others = (True, False, 2, 16, 0.25, "no", "steps", "epoch", "name", ["name"], {"key": 1})
-        for value in others if f.init and f.name != "use_cpu" else ():
-            try:
-                args = kind(**{"use_cpu": True, f.name: value})
-            except Exception:  # another type
-                continue
-            num_made += 1
-            found = set_in(args, names)
-            warned = {n for n in found if hint(n, names).startswith("; use ")} - names
-            assert warned <= {f.name, SAME.get(f.name)}, (f.name, value)
-    assert num_made > 500
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,11 @@ import pytest
 
 from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
 from dschat.builtin.tiny_model import tiny_tokenizer
-from dschat.config import CommonConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.batches import PromptBatches
+from dschat.config import CommonConfig, UserError
 from dschat.data.sources.splits import load_source
-from dschat.data.tokenize import prompt_dataset, sft_dataset
 from dschat.runtime.gold_eval import gold_knows
 
 ROOT = Path(__file__).parents[2]
-SHARED = {
-    "data_path": ["builtin/arithmetic"],
-    "data_split": "1,48,1",
-}  # small shares for steps 1 and 3
 
 
 @pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)])
@@ -60,26 +54,6 @@ def test_demonstrations_are_right_and_a_third_of_them_finish(rows):
         stops[len(shown)] += 1
     shares = {stop: number / len(every) for stop, number in stops.items()}
     assert shares == pytest.approx({1: 0.33, 2: 0.33, 3: 0.34}, abs=0.012)  # four deviations
-
-
-@pytest.mark.slow
-def test_step_1_gets_demonstrations_and_step_3_other_prompts_with_references(tokenizer):
-    train, held_out = sft_dataset(SFTConfig(**SHARED), tokenizer, "both")
-    demonstrations = {
-        row["prompt"]: row["demonstration"] for part in arithmetic_rows().values() for row in part
-    }
-    seen = set()
-    for table in (train, held_out):
-        for ids in table["input_ids"]:
-            text = tokenizer.decode(ids).removeprefix("<|user|>").removesuffix("<|end|>")
-            prompt, answer = text.split("<|assistant|>")
-            assert answer == demonstrations[prompt]
-            seen.add(prompt)
-    prompts = prompt_dataset(RLHFConfig(**SHARED), tokenizer)
-    batch = next(iter(PromptBatches(prompts, len(prompts), 0, 1, seed=0)))
-    assert not seen & set(batch.texts)
-    assert batch.columns["reference"] == [str(steps_of(text)[-1]) for text in batch.texts]
-    assert len(train) == len(prompts) == 480
 
 
 def test_every_digit_and_sign_is_a_token(tokenizer, rows):

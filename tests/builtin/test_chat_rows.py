@@ -1,7 +1,6 @@
 """builtin/chat: properties of the rows, and scores of the gold scorer."""
 
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -148,42 +147,6 @@ SORT, NAME, HARM = (
 )
 def test_gold_by_hand(prompt, answer, score):
     assert gold_score(prompt, answer) == pytest.approx(score)
-
-
-@pytest.mark.parametrize("prompt", [SUM, CAPITAL, FLAG, SORT, NAME, HARM])
-def test_gold_gives_nothing_for_generic_answers(prompt):
-    """Answers that fit every prompt, and echoes of the prompt, score below 0.3."""
-    shows = [
-        "",
-        "   ",
-        "...",
-        "?!",
-        "the the the",
-        "asdf qwerty 12 %%",
-        prompt,
-        f"Sure! {prompt} Happy to help!",
-        "Sure! Happy to help!",
-        "Sure! Of course! With pleasure! Happy to help!",
-        "Happy to help! " * 5,
-        f"Sure! {' '.join(f'That makes {n}.' for n in range(1, 9))} Happy to help!",
-        "Sure! That makes 1, 2, 3, 4, 5. Happy to help!",
-        f"Sure! They are {', '.join(world.CAPITALS + world.COLOURS)}. Happy to help!",
-        f"Hello! It is nice to meet you, {', '.join(world.NAMES)}. How can I help you?",
-    ]
-    for answer in shows:
-        assert gold_score(prompt, answer) < 0.3, answer
-
-
-def test_shuffled_words_earn_little():
-    """The words of right answers in random order rarely get a high score."""
-    rng = random.Random(0)
-    scores = []
-    for row in builtin_rows()["eval"]:
-        words = row["chosen"].split()
-        rng.shuffle(words)
-        scores.append(gold_score(row["prompt"], " ".join(words)))
-    assert sum(scores) / len(scores) < 0.2
-    assert sum(score >= 0.8 for score in scores) < 0.05 * len(scores)
 
 
 @pytest.mark.parametrize("prompt", ["", "Who are you?", "What is the capital of France?"])

@@ -50,7 +50,7 @@ MODELS = (
     *("mixtral_heads", "qwen3_moe_heads"),  # and theirs
 )
 GLOBAL_BATCH = 8
-OTHER_CASES = ("rollout", "soak", "preference", "balance", "collective", "episode")
+OTHER_CASES = ("rollout", "preference", "balance", "collective", "episode")
 OTHER_CASES += ("sequence_parallel",)
 
 

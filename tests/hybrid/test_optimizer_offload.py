@@ -5,20 +5,15 @@ and back to new memory, so that lost or stale ones would show. That device memor
 be tested on a GPU.
 """
 
-import gc
-from types import SimpleNamespace
-
 import pytest
 import torch
 from rollout_cases import Actor, build
 from step_cases import Case, build_trainer, my_prompts, ppo_config
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dschat.distributed as dist
 from dschat.checkpoint import deepspeed_state
 from dschat.hybrid import optimizer_offload
 from dschat.hybrid.weight_stream import weight_stream
-from dschat.models import training_engine
 
 
 @pytest.fixture
@@ -64,109 +59,34 @@ def test_steps_afterwards_are_bit_identical(zero, on_device):
     assert all(map(torch.equal, states(moved.engine), states(plain.engine)))
 
 
-class FakeRuntime(TorchDispatchMode):
-    """Stands for CUDA's, where the device is a CPU: what is page-locked, which stream waits, and in
-    its scope which one copies.
-    """
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.locked, self.events, self.stack = {}, [], ["main"]
-        runtime = self
-
-        class Stream:
-            name = "side"
-
-            def wait_stream(self, other):
-                runtime.events.append(f"{self.name} waits for {other.name}")
-
-            def synchronize(self):
-                runtime.events.append(f"host waits for {self.name}")
-
-            def __enter__(self):
-                runtime.stack.append(self.name)
-
-            def __exit__(self, *_):
-                runtime.stack.pop()
-
-        main = Stream()
-        main.name = "main"
-        fakes = {
-            "cudart": lambda: self,
-            "check_error": lambda error: None,
-            "Stream": Stream,
-            "current_stream": lambda: main,
-            "stream": lambda stream: stream,
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(dist, "has_gpu", lambda: True)
-        monkeypatch.setattr(dist, "device", lambda: torch.device("cpu"))
-        monkeypatch.setattr(training_engine, "_stream", None)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.events.append(f"copy on {self.stack[-1]}")
-        return func(*args, **(kwargs or {}))
-
-    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
-        self.locked[address] = num_bytes
-
-    def cudaHostUnregister(self, address):  # noqa: N802
-        del self.locked[address]
-
-
-def optimizer_alone(sizes):
-    """An Adam that has stepped, as an engine without ZeRO."""
-    parameters = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
-    optimizer = torch.optim.Adam(parameters)
-    sum(p.sum() for p in parameters).backward()
-    optimizer.step()
-    return SimpleNamespace(
-        optimizer=optimizer,
-        zero_optimization_stage=lambda: 0,
-        zero_offload_optimizer=lambda: None,
+def test_memory_is_pinned_once(on_device, monkeypatch):
+    """As much as the states take, in units of 512 bytes."""
+    actor, pinned, pin = Actor(build("llama"), 2), [], optimizer_offload._pinned
+    monkeypatch.setattr(
+        optimizer_offload, "_pinned", lambda size, owner: pinned.append(size) or pin(size, owner)
     )
-
-
-def test_no_more_memory_is_pinned_than_needed_and_none_outlives_the_optimizer(
-    monkeypatch, on_device
-):
-    engine, runtime = optimizer_alone([1000, 7]), FakeRuntime(monkeypatch)
+    actor.step()
+    sizes = [-(-tensor.nbytes // 512) * 512 for tensor in states(actor.engine)]
     for _ in range(2):
-        with optimizer_offload.training_states_away([engine], enabled=True):
+        with optimizer_offload.training_states_away([actor.engine], enabled=True):
             pass
-    # Two moments of each: 4,000 and 28 bytes, in units of 512.
-    assert list(runtime.locked.values()) == [2 * (4096 + 512)]
-    runtime.events.clear()
-    del engine
-    gc.collect()
-    assert not runtime.locked
-    assert runtime.events == ["host waits for side"]
+    assert pinned == [sum(sizes)]
 
 
-def test_states_come_back_on_a_stream_of_their_own(monkeypatch, on_device):
-    """Steps wait for them, and so does whatever moves them away again."""
-    engine, runtime = optimizer_alone([5]), FakeRuntime(monkeypatch)
-    away, back = ["copy on main"] * 2, ["side waits for main"] + ["copy on side"] * 2
-    for waits in ([], ["main waits for side"]):
-        runtime.events.clear()
-        with runtime, optimizer_offload.training_states_away([engine], enabled=True):
-            pass
-        assert runtime.events == [*waits, *away, *back]
-        runtime.events.clear()
-        engine.optimizer.step()
-        assert runtime.events == ["main waits for side"]
-
-
-def test_a_checkpoint_waits_for_the_states(monkeypatch, tmp_path):
+def test_steps_and_checkpoints_wait_for_the_states(on_device, monkeypatch, tmp_path):
     """A reward function may fail before the next optimizer step, and the run then saves."""
-    engine, runtime = Actor(build("llama"), 2).engine, FakeRuntime(monkeypatch)
-    with training_engine.on_copy_stream():
-        pass
-    engine.save_checkpoint = lambda *_, **__: runtime.events.append("saved")
-    deepspeed_state.capture(engine, tmp_path, "x")
-    assert runtime.events == ["side waits for main", "main waits for side", "saved"]
+    actor, events = Actor(build("llama"), 2), []
+    for module in (optimizer_offload, deepspeed_state):
+        monkeypatch.setattr(module, "wait_for_copies", lambda: events.append("wait"))
+    actor.step()
+    with optimizer_offload.training_states_away([actor.engine], enabled=True):
+        events.clear()
+    actor.step()
+    assert set(events) == {"wait"}
+    events.clear()
+    actor.engine.save_checkpoint = lambda *_, **__: events.append("saved")
+    deepspeed_state.capture(actor.engine, tmp_path, "x")
+    assert events == ["wait", "saved"]
 
 
 @pytest.mark.gpu

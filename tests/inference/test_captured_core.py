@@ -4,50 +4,20 @@ A replay is the step's code run again (`again`) or its frozen operators (`soft_c
 of the device is done at once or as late as possible (`LateQueue`).
 """
 
-import itertools
 from dataclasses import replace
 
 import pytest
-import torch
-from captures import LateQueue, assert_idle, noted, on_graphs, steps_of, use
-from families import CONFIGS, PROMPTS, assert_same, cache_gib, engine
+from captures import LateQueue, on_graphs, steps_of, use
+from families import CONFIGS, PROMPTS, assert_same, engine
 from quick import slow, some
 from soft_graph import soft_capture
 
 from dschat.inference import SamplingParams
 from dschat.inference.protocol import Rollout
 from dschat.inference.requests.core import Core
-from dschat.inference.requests.decode_state import DecodeState
 from dschat.inference.requests.sequence import Request
 
-
-@pytest.mark.parametrize(
-    ("lag", "queue"), some(itertools.product([0, 1, 2], [None, LateQueue]), [(2, LateQueue)])
-)
-def test_preempted_sequences(queue, lag, monkeypatch, module_of):
-    use(monkeypatch, lag, queue and queue())
-    plain = engine(module_of("llama"))
-    sampling = SamplingParams(max_new_tokens=20, n=2, seed=6, stop_token_ids=(3,))
-    expected = plain.generate(PROMPTS, sampling)
-    sizes = {"kv_cache_gib": cache_gib(plain, 56), "page_size": 4, "max_num_seqs": 6}
-    made = on_graphs(module_of("llama"), **sizes)
-    assert_same(made.generate(PROMPTS, sampling), expected)
-    assert made.stats.preemptions > 0
-    assert_idle(made)
-
-
 # What a step reads
-
-
-def test_soft_captures_are_as_strict_as_cuda():
-    """A host number is frozen at its value, and a read of a tensor's fails."""
-    number, x = [2.0], torch.ones(3)
-    replay = soft_capture(lambda: x.mul_(number[0]))
-    number[0], before = 7.0, x.clone()
-    replay()
-    assert torch.equal(x, 2 * before)
-    with pytest.raises(RuntimeError):
-        soft_capture(lambda: x * x.sum().item())
 
 
 @pytest.mark.parametrize("page_size", [4, *slow([None])])
@@ -131,35 +101,3 @@ def test_sequences_are_admitted_as_early_as_step_by_step(monkeypatch, engines):
     assert_same(graphs.generate(PROMPTS, sampling, max_new_tokens=limits), expected)
     assert graphs.stats.decode_steps == eager.stats.decode_steps
     assert {size for size, *_ in steps_of(graphs)} == {1, 2, 4, 8}
-
-
-def test_where_no_page_is_free_the_steps_go_on(monkeypatch, module_of):
-    """Slots are free, but samples that wait for pages do not interrupt the others."""
-    use(monkeypatch)
-    gib = cache_gib(engine(module_of("llama")), 80)
-    made = on_graphs(module_of("llama"), kv_cache_gib=gib, max_num_seqs=6, page_size=64)
-    entered = noted(monkeypatch, DecodeState, "enter")
-    assert made.cache.num_pages == 1  # each sample waits for the one before
-    made.generate(PROMPTS[:2], SamplingParams(max_new_tokens=20, n=2, seed=6, ignore_eos=True))
-    assert made.stats.decode_steps == 4 * 19
-    assert len(entered) == 4
-
-
-@pytest.mark.parametrize("by", ["length", *slow(["stop id"])])
-def test_rows_that_have_ended_write_nothing(by, monkeypatch, engines):
-    """The last of four ends early, and the others keep the size of the steps."""
-    use(monkeypatch)
-    plain, graphs = engines("llama", page_size=4)
-    sampling = SamplingParams(max_new_tokens=30, seed=3, ignore_eos=True)
-    prompts, limits = [PROMPTS[6], PROMPTS[4], PROMPTS[3], PROMPTS[0]], [30] * 4
-    expected = plain.generate(prompts, sampling)
-    if by == "length":
-        limits[3] = 3
-    else:
-        *others, last = expected.token_ids
-        stop = next(t for t in last[1:] if not any(t in ids for ids in others))
-        assert last.index(stop) < 15
-        sampling = replace(sampling, stop_token_ids=(stop,))
-    expected = plain.generate(prompts, sampling, max_new_tokens=limits)
-    assert_same(graphs.generate(prompts, sampling, max_new_tokens=limits), expected)
-    assert len(steps_of(graphs)) == 1

@@ -4,7 +4,6 @@ import ctypes
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -383,19 +382,6 @@ def test_cache_folder_that_cannot_be_written(fresh_load, monkeypatch, tmp_path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert fresh_load() is None
     assert "file" in warning(caplog)
-
-
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc on an x86"
-)
-@pytest.mark.slow
-@pytest.mark.parametrize("processor", ["skylake-avx512", "x86-64", "haswell"])
-def test_every_vector_is_a_register(processor, tmp_path):
-    """Wider ones go through memory: on AVX2 that was ten times slower."""
-    command = ["gcc", *for_processor(processor), "-Werror=vector-operation-performance"]
-    command += ["-Wno-psabi", "-o", str(tmp_path / "out.so"), *map(str, cpu._SOURCES), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow

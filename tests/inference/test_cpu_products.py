@@ -3,7 +3,6 @@
 import platform
 import re
 import shutil
-import subprocess
 import threading
 
 import pytest
@@ -113,21 +112,3 @@ def test_callers_on_several_threads(threads):
     for caller in callers:
         caller.join()
     assert not wrong
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc on an x86"
-)
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
-def test_sums_stay_in_registers(processor, tmp_path):
-    """The innermost loops fetch ahead and store nothing: sums in memory halve the speed."""
-    flags = [flag.replace("native", processor) for flag in cpu._FLAGS if flag != "-shared"]
-    source = next(path for path in cpu._SOURCES if path.stem == "cpu_products")
-    out = tmp_path / "products.s"
-    subprocess.run(["gcc", *flags, "-S", "-o", str(out), str(source)], check=True)
-    blocks = re.split(r"(?m)^\.L\d+:$", out.read_text())
-    loops = [re.split(r"(?m)^\s+j\w+", block)[0] for block in blocks if "prefetch" in block]
-    assert len(loops) >= 6  # up to six rows
-    for loop in loops:
-        assert not re.search(r"(?m)vmov\w+\s+%[xyz]mm\d+, \S*\(", loop), loop

@@ -121,25 +121,6 @@ def test_checkpoints_of_another_model(change, message, module_of, tmp_path):
     assert str(tmp_path) in str(error.value)
 
 
-def test_a_config_of_another_model(module_of, tmp_path):
-    module_of("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with refused(r"the weights lack model.layers.2.\S+ and 8 more"):
-        InferenceEngine.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with refused("config.json is not JSON"):
-        InferenceEngine.from_pretrained(tmp_path)
-
-
-def test_paths_and_dtypes(module_of, tmp_path):
-    with refused("no_such"):
-        InferenceEngine.from_pretrained(tmp_path / "no_such")
-    module_of("llama").save_pretrained(tmp_path)
-    with refused("dtype fp8 is unknown; choose from float32"):
-        InferenceEngine.from_pretrained(tmp_path, dtype="fp8")
-
-
 def test_families_whose_parts_are_not_found(tmp_path):
     config = CodeGenConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
     CodeGenForCausalLM(config).save_pretrained(tmp_path)

@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-from fake_cuda import READ, fake_cuda, fake_engine
-from fake_steps import SAMPLED
-from families import CONFIGS, PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
+from families import PROMPTS, empty_engine, engine, logprob_gap, on_stacks, stream
 from quick import each_once
 from test_weights import base_tensors, factors, with_adapters
 
@@ -62,20 +60,6 @@ def test_a_router_in_fp32_of_a_model_in_16_bits(layout, module_of):
     expected = experts.choose(router.spec, logits, router.correction)
     assert all(map(torch.equal, router.choose(x), expected))
     assert len(rollout.token_ids) == 2 * len(PROMPTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_prompts", "capability"), [(40, (8, 0)), (30, (8, 0)), (30, (9, 0))])
-def test_prompts_run_through_their_own_experts_on_older_gpus_too(num_prompts, capability):
-    """All experts on all rows are the price of a captured step, which has at most 1,024 rows. A
-    grouped product reads there how many each has.
-    """
-    with fake_cuda(capability) as watch:
-        made = fake_engine(watch, CONFIGS["qwen3_moe"](), max_num_seqs=64)
-        made.generate([[5] * 30] * num_prompts, SAMPLED)
-    reads = watch.counts[False, READ] + watch.counts[True, READ]
-    assert (reads > 2) == (num_prompts * 30 > 1024 and capability == (8, 0))  # twice for tokens
-    assert (watch.counts[True, "_grouped_mm"] > 0) == (capability == (9, 0))
 
 
 def by_expert(tensors):

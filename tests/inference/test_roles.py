@@ -209,16 +209,17 @@ def test_queries_that_grow_are_seen_beyond_the_original_length():
     assert found(config).query_growth == (0.1, 64)
 
 
-def test_a_model_of_70_billion_weights_takes_no_memory():
+def test_a_large_model_takes_no_memory():
+    """As wide as one of 70 billion weights."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
-    config = LlamaConfig(**sizes, **heads, num_hidden_layers=80)
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=8)
     trial = Trial(config)
     tensors = trial.model.state_dict().values()
     held = sum(x.untyped_storage().nbytes() for x in tensors if x.device.type == "cpu")
     assert held < 100 << 20
     spec = found_spec(trial)
-    assert len(spec.sources) == 80 * 9 + 3  # q, k, v, o, gate, up, down, two norms
+    assert len(spec.sources) == 8 * 9 + 3  # q, k, v, o, gate, up, down, two norms
     assert (spec.vocab_size, spec.intermediate_size) == (128256, 28672)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import EOS, PROMPTS, assert_same, engine
+from families import PROMPTS, assert_same, engine
 from quick import each_once
 
 from dschat.inference import SamplingParams
@@ -77,11 +77,3 @@ def test_answers_longer_than_the_random_numbers_drawn_at_once(module_of):
             logits = module(torch.tensor([prompt + answer[:cut]])).logits[:, -1]
         key = (torch.tensor([x]) for x in (1, 0, cut))  # prompt, sample, position
         assert inverse_cdf(logits.softmax(-1), uniforms(4, *key)).item() == answer[cut]
-
-
-def test_eos_in_a_prompt_is_a_token_like_any_other(module_of):
-    made = engine(module_of("llama"))
-    sampling = SamplingParams(max_new_tokens=5, temperature=0, ignore_eos=True)
-    with_eos = made.generate([[40, EOS, 41], [EOS], [40, 41]], sampling)
-    assert [len(ids) for ids in with_eos.token_ids] == [5, 5, 5]
-    assert with_eos.token_ids[0] != with_eos.token_ids[2]

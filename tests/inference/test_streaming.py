@@ -4,9 +4,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
-from captures import LateQueue, assert_idle, graphs_of, on_graphs, use
+from captures import assert_idle, graphs_of, on_graphs, use
 from families import EOS, PROMPTS, VOCAB, assert_same, cache_gib, engine, logprob_gap
-from quick import slow, some
+from quick import slow
 
 from dschat.config import UserError
 from dschat.inference import SamplingParams
@@ -104,23 +104,6 @@ def test_a_stream_is_a_rollout_read_late(lag, monkeypatch, engines):
         if count < 20 - lag:
             assert graphs.stats.decode_steps == (count + lag if count else 0)
     assert count == 19
-    assert_idle(graphs)
-
-
-@pytest.mark.parametrize("count", some(range(2, 8), [2, 5]))
-def test_a_stream_beside_a_closed_one(count, monkeypatch, engines):
-    """The steps that nobody read run before the first one has its rows back."""
-    use(monkeypatch, lag=2, queue=LateQueue())
-    plain, graphs = engines("llama", page_size=4)
-    sampling = with_options(n=1)
-    (whole,) = plain.generate([PROMPTS[1]], sampling).token_ids
-    stream = graphs.stream(PROMPTS[1], sampling)
-    got = [next(stream) for _ in range(4)]
-    other = graphs.stream(PROMPTS[0], sampling)
-    for _ in range(count):
-        next(other)
-    other.close()
-    assert got + list(stream) == whole
     assert_idle(graphs)
 
 
@@ -228,30 +211,6 @@ def test_before_min_new_tokens_no_end_is_drawn(either, module_of):
     assert logprob_gap(module_of("llama"), PROMPTS, got) < 5e-5
 
 
-def test_min_new_tokens_counts_answers_that_wait_and_restart(module_of):
-    """Samples of different ages in one step: each has its own count."""
-    stops = tuple(range(0, VOCAB, 2))
-    sampling = with_options(stop_token_ids=stops, min_new_tokens=8, n=3)
-    roomy = engine(module_of("llama"), max_num_seqs=24).generate(PROMPTS, sampling)
-    tight = engine(module_of("llama"), max_num_seqs=3, page_size=4)
-    assert tight.generate(PROMPTS, sampling).token_ids == roomy.token_ids
-
-
-def test_one_token_is_an_answer(made, free):
-    got = made.generate(PROMPTS, with_options(max_new_tokens=1))
-    assert got.token_ids == [ids[:1] for ids in free.token_ids]
-    assert set(got.finish_reasons) == {"length"}
-    assert made.stats.decode_steps == 0
-
-
-def test_each_prompt_may_have_a_limit_of_its_own(made, free):
-    """Also above the common one: random numbers continue after its last."""
-    limits = [1, 20, 3, 7, 12, 2, 19, 5]
-    got = made.generate(PROMPTS, with_options(max_new_tokens=2), max_new_tokens=limits)
-    expected = [ids[: limits[i // 2]] for i, ids in enumerate(free.token_ids)]
-    assert got.token_ids == expected
-
-
 def test_no_prompts_no_answers(either, made):
     assert either.generate([], FREE) == Rollout()
     assert made.generate([], FREE, indices=[], max_new_tokens=[]) == Rollout()
@@ -265,22 +224,6 @@ def test_a_prompt_may_be_extended_while_its_answer_streams(module_of):
     for token in made.stream(history, sampling):
         history.append(token)
     assert history[3:] == expected
-
-
-def test_as_many_streams_as_the_cache_has_pages(module_of, made):
-    """Pages of whole sequences: none is free to move another one to the front."""
-    own = engine(module_of("llama"), max_num_seqs=2)
-    sampling = [with_options(n=1, seed=seed) for seed in (1, 2)]
-    expected = [list(made.stream(PROMPTS[i], s)) for i, s in enumerate(sampling)]
-    assert own.cache.num_pages == 2
-    streams = [own.stream(PROMPTS[i], s) for i, s in enumerate(sampling)]
-    got = [[next(stream)] for stream in streams]
-    for _ in range(19):
-        for tokens, stream in zip(got, streams, strict=True):
-            tokens.append(next(stream))
-    assert got == expected
-    for stream in streams:
-        stream.close()
 
 
 @pytest.mark.parametrize("change", ["release_cache", "release_weights", "forget_prefixes"])

@@ -1,5 +1,4 @@
-"""Machine code of the Triton kernels for sm_90: each step compiles, and its kernels wait for each
-other.
+"""Code of the Triton kernels for sm_90: kernels wait for each other.
 
 Compiled with the launches that the kernels plan; no GPU is needed.
 """
@@ -7,7 +6,6 @@ Compiled with the launches that the kernels plan; no GPU is needed.
 import pytest
 import torch
 
-from dschat.inference import SamplingParams
 from dschat.inference.kernels.cuda import Workspace
 
 
@@ -95,23 +93,6 @@ FOLLOWING = {
     "experts": (*mixture(32, 32, 4, 2048, 768), {}),
 }
 
-FREE = SamplingParams(ignore_eos=True)
-BOUND = SamplingParams(stop_token_ids=(3,), min_new_tokens=2, top_p=0.9, top_k=5, min_p=0.1)
-GREEDY = SamplingParams(temperature=0.0)
-ALWAYS = {"_read_rows", "_embed", "_add_norm", "_skinny", "_paged_decode"}
-ALWAYS |= {"_mass", "_choose", "_advance_rows"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rows", "sampling"), [(1, FREE), (16, BOUND), (8, GREEDY)], ids=["free", "bound", "greedy"]
-)
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "qwen3", "mistral"])
-def test_whole_steps_compile(name, rows, sampling, compiling):
-    dtype = torch.float32 if name in ("opt", "qwen3") else torch.bfloat16
-    kernels = compiling("triton_cubins.step_kernels", name, dtype, sampling, rows)
-    assert kernels == ALWAYS | ({"_threshold"} if sampling is BOUND else set())
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", FOLLOWING.values(), ids=FOLLOWING)
@@ -128,12 +109,3 @@ def test_a_weight_that_begins_anywhere_is_not_fetched(compiling):
     weight = torch.empty(6144 * 2048 + 1, dtype=torch.bfloat16)[1:].view(6144, 2048)
     for *_, fetches, _ in compiling("triton_cubins.following", name, args, {"next_weight": weight}):
         assert not fetches
-
-
-PARTS = {"product": product(8, 2048, 2048), "attention": attention(1, 12, 64)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launch", PARTS.values(), ids=PARTS)
-def test_partial_results_are_stored_before_a_program_counts_itself(compiling, launch):
-    assert compiling("triton_cubins.synchronizes", *launch)

@@ -1,30 +1,17 @@
-"""Compiles planned Triton launches, also of whole steps, for devices that this machine lacks, and
-reads the machine code.
+"""Compiles planned Triton launches for devices that this machine lacks, and reads the code.
 
 NOTE: Triton must not be in interpreter mode here.
 """
 
-import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import triton
-from captures import again, captured_by, graphs_of
-from families import build, engine
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton_worker import launches_of, module
 
-from dschat.inference.kernels.cuda.launch import Launch
-from dschat.inference.model.step_kernels import StepKernels
-from dschat.inference.requests.sampler import Sampler, SamplingKind
-from dschat.inference.requests.sequence import Request
-
-DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     torch.float32: "*fp32",
@@ -78,42 +65,5 @@ def ordering(launch):
     return len(waits), last < min(stores), "cp.async.bulk.prefetch" in code, own
 
 
-def step_kernels(name, dtype, sampling, rows):
-    """Compiles every launch of a step of ``rows`` sequences; returns the kernels' names."""
-    knobs = {"stop_ids": (), "max_num_seqs": rows, "page_size": 16}
-    with patch.dict(os.environ, {"DSCHAT_CPU_MATMUL": "plain"}):  # as on CUDA
-        made = engine(build(name), dtype=dtype, **knobs)
-    kernels = StepKernels(torch.device("cpu"))
-    graphs = graphs_of(captured_by(made, again, kernels))
-    request = Request([1], sampling)
-    Sampler(made.num_tokens, made.device, made.group).prepare(request, made.stop_ids)
-    kind = SamplingKind.of(request.sequences)
-    launches = []
-    with patch.object(Launch, "run", lambda launch: launches.append(launch)):
-        graphs.step(rows, graphs.pages_for(1), kind)()
-    different = {}
-    for launch in launches:
-        kinds = [(x.dtype, x.ndim) if isinstance(x, torch.Tensor) else x for x in launch.args]
-        different[launch.kernel.__name__, str(launch.constants), str(kinds)] = launch
-    for launch in different.values():
-        compiled(launch)
-    return {name for name, *_ in different}
-
-
 def compiled(launch):
     return triton.compile(source(launch), target=HOPPER, options=launch.options)
-
-
-def synchronizes(name, args):
-    """Whether all threads of a launch store, then one fences, counts, and drops stale lines."""
-    (launch,) = launches_of(name, *args)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(launch).asm["cubin"])
-        file.flush()
-        command = [DISASSEMBLER, "-c", file.name]
-        code = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=60
-        ).stdout
-    assert "EXIT" in code, "nvdisasm printed no code"
-    order = r"(?s)\bSTG\b.*\bBAR\.SYNC\b.*\bMEMBAR\b.*\bATOMG\b.*\bCCTL\.IVALL\b"
-    return re.search(order, code) is not None

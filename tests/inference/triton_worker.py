@@ -106,13 +106,6 @@ def counts_to(end):
     return out.item()
 
 
-def benchmark(*args):
-    """Those of `triton_benchmark`."""
-    from triton_benchmark import lines
-
-    return lines(*args)
-
-
 def main():
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything printed goes to standard error

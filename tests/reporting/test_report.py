@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from damages import DAMAGES
 from python_process import python
-from run_folders import sample, write_rows, write_run
+from run_folders import write_rows, write_run
 
 from dschat.config import UserError
 from dschat.reporting.figures import sections_of
@@ -272,54 +272,3 @@ def test_the_page_in_a_browser(tmp_path):
         assert page.title() != "attacked"
         browser.close()
     assert errors == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")
-def test_answers_figures_and_keys_of_one_run_in_a_browser(tmp_path):
-    """Three evaluations side by side; one tab stop a figure; a loss without its first values."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    out = write_run(tmp_path)
-    losses = [{"step": n, "loss": loss} for n, loss in ((1, 9.0), (2, 8.0), (50, 2.0), (100, 1.0))]
-    write_rows(out / "step1_sft" / "metrics.jsonl", losses)
-    rows = [
-        {"step": n, "samples": [sample(f"at {n}", advantages=None)], "held_out": True}
-        | {"scores": [1.0], "answer_lengths": [2]}
-        for n in (0, 10, 20, 30, 40)
-    ]
-    write_rows(out / "step3_rlhf" / "samples.jsonl", rows)
-    page_of(out)
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM)
-        page = browser.new_page(viewport={"width": 1200, "height": 900})
-        page.goto((out / "report.html").as_uri())
-        answers = page.locator(".column .tokens span:first-child").all_text_contents()
-        assert answers == ["at 0", "at 20", "at 40"]
-        assert len({box.bounding_box()["y"] for box in page.locator(".answer").all()}) == 1
-        page.evaluate("document.querySelectorAll('.chart').forEach(draw)")
-        page.wait_for_selector("#step1_sft-loss .modebar-btn[tabindex='0']")
-        loss = page.locator("#step1_sft-loss .chart")
-        span = loss.evaluate("(chart) => chart.layout.yaxis.range")
-        assert span == pytest.approx([0.95, 2.05])  # a twentieth around 1 to 2
-        assert "It begins at 9.00, above the axis." in page.locator("#step1_sft-loss").inner_text()
-        by_kl = page.locator("#step3_rlhf-score-against-kl .chart")
-        curve = by_kl.evaluate("(chart) => chart.data[0]")
-        assert curve["marker"]["color"] == [1, 2, 3]
-        stops = page.locator("figure").evaluate_all(
-            "(all) => all.map((figure) => [...figure.querySelectorAll('button, a, [tabindex]')]"
-            ".filter((element) => element.tabIndex >= 0).length)"
-        )
-        assert set(stops) == {1}
-        page.emulate_media(media="print")
-        for each in ("figure", ".columns", ".verdict"):
-            is_whole = "(all) => all.every((e) => getComputedStyle(e).breakInside === 'avoid')"
-            assert page.locator(each).evaluate_all(is_whole)
-        page.emulate_media(media="screen")
-        page.locator("#step1_sft-loss .modebar-btn").first.focus()
-        focused = "document.activeElement.dataset.title"
-        first = page.evaluate(focused)
-        page.keyboard.press("ArrowLeft")  # from the first to the last
-        assert page.evaluate(focused) == "Save as SVG"
-        page.keyboard.press("ArrowRight")
-        assert page.evaluate(focused) == first
-        browser.close()

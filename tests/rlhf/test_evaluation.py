@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation, evaluate_po
 from dschat.rlhf.experience import from_rollout
 from dschat.rlhf.prompts import prompt_table
 from dschat.rlhf.reporter import Reporter
+from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.gold_eval import EVAL_SEED
 
@@ -193,11 +195,20 @@ def test_the_same_draws_every_time(models_folder):
     assert trainer.sampling().seed != EVAL_SEED
 
 
+@pytest.fixture(scope="module")
+def engine(models_folder):
+    """One for all of this module's reports, which train nothing."""
+    return trainer_of(models_folder, sample_steps=0).engine
+
+
 @pytest.fixture
-def keeper(models_folder, monkeypatch, tmp_path):
+def keeper(engine, monkeypatch, tmp_path):
     """A trainer that keeps the best actor, what evaluations find, and where the actor is kept."""
     options = {"keep_best": "eval/score", "output_dir": str(tmp_path), "report_to": ["none"]}
-    trainer, found = trainer_of(models_folder, **options, sample_steps=0), {}
+    trainer, found = (
+        DeepSpeedPPOTrainer(engine, replace(engine.args, **options), reward_fns=[parity]),
+        {},
+    )
     monkeypatch.setattr("dschat.rlhf.reporter.evaluate_policy", lambda *args: dict(found))
     return trainer, found, tmp_path / "actor_best"
 

@@ -12,7 +12,7 @@ from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rlhf import rollout_policies
 from dschat.rlhf.rollout_policies import OpenPrompt
 
-CASE = Case("ppo", iterations=4)
+CASE = Case("ppo", iterations=3)
 WANTED = 8  # prompts in a rollout, each with two answers
 
 

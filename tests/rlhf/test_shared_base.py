@@ -93,7 +93,7 @@ def test_ppo_is_that_of_four_models(zero, model, more, models_folder, monkeypatc
     assert base == actor & reward == critic & reward
     assert not any(p.requires_grad for p in base)
     assert all(p.requires_grad for p in critic - base)
-    result = history(shared, case)
+    result = history(shared, case, range(1))  # of four optimizer steps
 
     monkeypatch.setattr(heads, "sharing_copy", copy.deepcopy)
     apart, _ = trainer_of(models_folder, zero, model, SHARED)
@@ -101,7 +101,7 @@ def test_ppo_is_that_of_four_models(zero, model, more, models_folder, monkeypatc
     actor, critic, reward = map(set, parameters_of(apart.engine))
     assert actor.isdisjoint(critic | reward)
     assert critic.isdisjoint(reward)
-    assert_equal(result, history(apart, case))
+    assert_equal(result, history(apart, case, range(1)))
 
 
 @pytest.mark.slow

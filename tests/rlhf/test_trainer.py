@@ -123,7 +123,7 @@ def test_scoring_and_evaluation_have_no_dropout(models_folder):
     torch.testing.assert_close(e.values, values, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("coefficient", [None, 0.5])
+@pytest.mark.parametrize("coefficient", [*slow([None]), 0.5])
 def test_experts_are_balanced_where_asked(coefficient, tiny, models_folder):
     """The added loss is the mean over the micro-batches, each of which weighs as its actions do."""
     options = {"actor_model_name_or_path": tiny("qwen3_moe"), "router_aux_loss_coef": coefficient}
@@ -177,6 +177,7 @@ def test_an_experience_whose_experts_are_not_known_is_refused(models_folder):
         one_iteration(trainer)
 
 
+@pytest.mark.slow
 def test_all_answers_truncated(models_folder):
     trainer = ppo_trainer(models_folder)
     trainer.engine.stop_ids = ()
@@ -266,7 +267,7 @@ def test_rows_that_dynamic_sampling_leaves_do_not_change_the_steps(models_folder
     assert (e.num_mini_batches, trainer.engine.updates) == (2, 4)
 
 
-@pytest.mark.parametrize("samples", [4, 16])
+@pytest.mark.parametrize("samples", [4, *slow([16])])
 def test_answers_to_one_prompt_share_a_step_where_the_steps_divide_the_prompts(
     samples, models_folder
 ):
@@ -330,6 +331,7 @@ def test_settings_that_are_read_once_are_refused_later(name, value, remedy, one_
     assert getattr(DeepSpeedPPOTrainer(one_engine, args).args, name) == value
 
 
+@pytest.mark.slow
 def test_the_remedies_work(models_folder):
     trainer = ppo_trainer(models_folder, lr_scheduler_type="linear")
     trainer.kl.value = 0.2
@@ -342,6 +344,7 @@ def test_the_remedies_work(models_folder):
     assert trainer.metrics["policy/learning_rate"] == pytest.approx(1e-5 * 2 / 3)
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_does_not_warm_up_again(models_folder):
     settings = {"lr_scheduler_type": "constant_with_warmup", "num_warmup_steps": 3}
     trainer = ppo_trainer(models_folder, **settings)

@@ -1,7 +1,6 @@
 """Clients that leave, read slowly, ask for too much or send rubbish."""
 
 import asyncio
-import http.client
 import json
 import re
 from types import SimpleNamespace
@@ -213,22 +212,6 @@ def test_half_an_emoji_is_a_question_mark(sent, meant, served):
 def test_half_an_emoji_as_a_model(served):
     status, _, text = ask(served, COMPLETIONS, {"prompt": "a", "model": "\ud83d"})
     assert (status, json.loads(text)["error"]["code"]) == (404, "model_not_found")
-
-
-def test_a_body_too_large(served):
-    body = json.dumps({"prompt": "a" * 10 * 2**20}).encode()
-    status, _, text = ask(served, COMPLETIONS, body)
-    assert (status, "--max_request_mib" in text.decode()) == (413, True)
-
-
-def test_a_large_body_without_its_size(served):
-    """In chunks, so that the server learns of the size as it reads."""
-    chunks = iter([b"a" * 2**16] * 160)
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", COMPLETIONS, chunks, headers, encode_chunked=True)
-    assert connection.getresponse().status == 413
-    connection.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from http_client import num_running
 
 
@@ -109,39 +108,3 @@ def test_stop_by_key_and_copy(page, compared, before, may_step):
     page.wait_for_function("document.querySelector('#status').textContent === 'copied'")
     assert page.evaluate("navigator.clipboard.readText()").strip() == text.strip()
     assert worker.stats.answer_tokens - answered < 100
-
-
-def test_an_error_is_shown(page):
-    settings(page, max_tokens=100000)
-    page.fill("#prompt", "sun")
-    page.keyboard.press("Enter")
-    wait_for_answers(page, 2)
-    assert "exceeds" in page.locator(".problem").first.inner_text()
-    page.expected = "status of 400"  # the browser logs it
-
-
-@pytest.mark.parametrize(
-    ("scheme", "width"),
-    [
-        ("dark", 360),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("light", 360), ("dark", 1280)]),
-        pytest.param("light", 1280, marks=pytest.mark.slow),
-    ],
-)
-def test_every_width(scheme, width, page, tmp_path):
-    """Nothing is wider than the window; every control can be reached by the keyboard."""
-    page.set_viewport_size({"width": width, "height": 740})
-    page.emulate_media(color_scheme=scheme)
-    settings(page, max_tokens=30)
-    page.fill("#prompt", "what do you know about the sun, the moon and " + "verylong" * 20)
-    page.keyboard.press("Enter")
-    wait_for_answers(page, 2)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate("document.querySelector('main').scrollWidth") <= width
-    page.screenshot(path=tmp_path / f"{scheme}-{width}.png")
-    page.focus("#prompt")
-    names = set()
-    for _ in range(20):
-        page.keyboard.press("Tab")
-        names.add(page.evaluate("document.activeElement.textContent.trim()"))
-    assert {"Send", "New conversation", "Settings", "Copy", "Prefer"} <= names

@@ -135,46 +135,6 @@ def test_an_older_tab_leaves_the_conversation_of_a_newer_one(chat):
     assert turns(chat) == [["one", "fine"]]
 
 
-def test_what_is_stored_grows_with_the_conversation(chat):
-    """Not with its square; and a turn keeps the messages that it was sent with."""
-
-    def stored(*commands):
-        chat.evaluate("() => { " + ";".join(commands) + "; save(); }")
-        return chat.evaluate("[localStorage.dschat.length, state.turns.map(turn => turn.messages)]")
-
-    add = """while (state.turns.length < COUNT) {
-        const prompt = "q" + state.turns.length, messages = messagesBefore(state.turns.length);
-        messages.push({role: "user", content: prompt});
-        state.turns.push({prompt, messages, answers: [{model: "tiny", text: prompt.repeat(300)}]});
-    }"""
-    half, _ = stored(add.replace("COUNT", "40"))
-    whole, _ = stored(add.replace("COUNT", "80"))
-    assert whole < 2.2 * half
-    # Where earlier messages have changed since: a turn is deleted, another system message.
-    edits = (
-        "state.turns.splice(20, 1)",
-        "$('system').value = 'be brief'",
-        add.replace("COUNT", "82"),
-    )
-    _, messages = stored(*edits)
-    assert [len(each) for each in messages] == [*range(1, 41, 2), *range(43, 161, 2), 160, 162, 164]
-    assert messages[-1][0]["role"] == "system"
-    chat.reload()
-    chat.wait_for_selector("#models input")
-    assert chat.evaluate("state.turns.map(turn => turn.messages)") == messages
-
-
-def test_a_conversation_of_an_older_page(chat):
-    """Each of its turns has all messages."""
-    say(chat, "one")
-    say(chat, "two")
-    chat.evaluate("localStorage.setItem('dschat', JSON.stringify(state))")
-    messages = chat.evaluate("state.turns.map(turn => turn.messages)")
-    chat.reload()
-    chat.wait_for_selector("#models input")
-    assert chat.evaluate("state.turns.map(turn => turn.messages)") == messages
-
-
 @pytest.mark.parametrize("problem", ["the API key is missing or wrong", "does not answer"])
 def test_without_the_servers_models_it_says_why(problem, chat):
     refusal = {"status": 401, "json": {"error": {"message": problem}}}

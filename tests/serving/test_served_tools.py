@@ -209,24 +209,3 @@ def test_no_tools_are_shown_with_choice_none(client, served, says):
     assert answer.choices[0].message.tool_calls is None
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
         ask(client, tool_choice="required")
-
-
-def test_variables_of_the_template_reach_the_prompt(client, served):
-    tokenizer = served.model.tokenizer
-    before = tokenizer.chat_template
-    for each in (tokenizer, served.model.encoder):
-        each.chat_template = "{{ 'loud ' * 9 if shouts }}" + before
-    try:
-        sizes = [
-            client.chat.completions.create(
-                model="tiny",
-                messages=[QUESTION],
-                max_tokens=1,
-                extra_body={"chat_template_kwargs": {"shouts": shouts}},
-            ).usage.prompt_tokens
-            for shouts in (False, True)
-        ]
-        ids = prompt_text_ids(tokenizer, [QUESTION], shouts=True)
-    finally:
-        tokenizer.chat_template = served.model.encoder.chat_template = before
-    assert sizes[0] < sizes[1] == len(ids)
