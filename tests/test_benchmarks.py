@@ -6,7 +6,6 @@ results end it. Its published floors are computed by hand here, and so is what i
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from triton_worker import HAS_TRITON, REASON, Worker
 
 from dschat.builtin.tiny_model import resolve_model
 from dschat.config import RLHFConfig, UserError
@@ -120,62 +118,6 @@ def test_gpu_on_a_cpu(capsys):
             assert line["logprob_gap"] < 1e-4
     phases = ["load", "allocate the cache", "rollout 0", "step 0", "rollout 1", "step 1"]
     assert list(gpu_sides.memory(CASES["opt-13b-lora"].tiny())["phases"]) == phases
-
-
-# -- gpu.py, kernels one by one --------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """`triton_benchmark.lines` in a process that interprets kernels."""
-    if not HAS_TRITON:
-        pytest.skip(REASON)
-    worker = Worker(interpret=True)
-    yield lambda *args: worker("benchmark", *args)
-    worker.close()
-
-
-def test_a_wrong_kernel_is_not_timed(monkeypatch, capsys):
-    """The sum that it must store is missing."""
-    from triton_benchmark import lines
-
-    from dschat.inference.kernels.cuda import operators
-
-    def norm_of_the_sum_unstored(h, added, weight, bias, eps, *others):
-        return torch.layer_norm(h + added, weight.shape, weight, bias, eps)
-
-    monkeypatch.setattr(operators, "add_norm", norm_of_the_sum_unstored)
-    (line,), failure = lines(["opt-tiny"], ["add_norm"], ["torch", "triton"])
-    assert failure == "add_norm of opt-tiny (triton)"
-    assert (set(line["us"]), line["fastest"]) == ({"torch"}, "torch")
-    assert line["difference"]["triton"] > 0.1
-    assert "add_norm of opt-tiny: triton left out: ValueError" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_every_kernel(interpreted):
-    from gpu_operations import OPERATIONS
-
-    lines, failure = interpreted(TINY, (), ("torch", "triton"))
-    assert failure == ""
-    expected = [(name, model) for model in TINY[:3] for name in OPERATIONS]
-    expected.append(("attention", "llama3-tiny"))
-    assert [(line["kernel"], line["model"]) for line in lines] == expected
-    for line in lines:
-        assert set(line["us"]) == {"torch", "triton"}, line
-        assert line["difference"]["triton"] < 1.6e-2
-
-
-@pytest.mark.slow
-def test_inductor_compiles_every_kind(interpreted):
-    if shutil.which("g++") is None:
-        pytest.skip("inductor needs g++")
-    kernels = ["qkv", "up", "attention", "add_norm", "draw-top-p"]
-    lines, failure = interpreted(["llama-tiny"], kernels, ("torch", "inductor"))
-    assert failure == ""
-    assert [(x["kernel"], set(x["us"])) for x in lines] == [
-        (kernel, {"torch", "inductor"}) for kernel in kernels
-    ]
 
 
 # -- rollout.py ------------------------------------------------------------------------------------
