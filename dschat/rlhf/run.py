@@ -18,6 +18,7 @@ from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
+from dschat.rlhf.run_state import Run
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import training_checkpointer
 from dschat.runtime.deepspeed_engine import zero_settings
@@ -105,15 +106,17 @@ def train(
     claim_output_dir(output_dir, bool(args.resume), record_of(args))
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
-    num_rows = prompt_train_dataloader.num_rows
-    report = Reporter(trainer, held_out, num_iters, num_rows, call)
+    report = Reporter(trainer, held_out, num_iters, call)
+    run = Run(trainer, report, prompt_train_dataloader.num_rows)
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
-        report.begin(checkpointer)
+        checkpointer.begin(run.state(), num_iters, run.load_state_dict)
+        report.begin()
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
             call("on_rollout", trainer, out)
             actor_loss, critic_loss = trainer.train_rlhf(out)
-            report.step(out)
+            checkpointer.leave()
+            report.step(out, partial(checkpointer.after, state=run.state))
         trainer.require_learned()
 
         # Save, before an evaluation in which a reward function may fail. A signal waits for it.
