@@ -16,6 +16,7 @@ from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
+from dschat.rlhf.kept_rollouts import KeptRollouts
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.run_state import Run
@@ -107,13 +108,16 @@ def train(
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, call)
+    rollouts = KeptRollouts(output_dir, args.keep_rollouts)
     run = Run(trainer, report, prompt_train_dataloader.num_rows)
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         checkpointer.begin(run.state(), num_iters, run.load_state_dict)
         report.begin()
+        rollouts.begin(trainer)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
             call("on_rollout", trainer, out)
+            rollouts.keep(trainer, out)
             actor_loss, critic_loss = trainer.train_rlhf(out)
             checkpointer.leave()
             report.step(out, partial(checkpointer.after, state=run.state))
