@@ -67,6 +67,7 @@ class DeepSpeedPPOTrainer:
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
+        mini_batches: the last iteration's sums, of each mini-batch on this rank.
         iteration: number of iterations done.
         kl: the coefficient of the KL penalty.
 
@@ -101,6 +102,7 @@ class DeepSpeedPPOTrainer:
         self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
         self.unsupervised = unsupervised
         self.skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
+        self.mini_batches: list[dict[str, float]] = []
         self._warned_of_gap = self.args.partial_rollout  # there, old policies explain the gap
         self._old_are_rollouts: bool | None = None
         # Whether the next pass measures the gap to the generator: scoring ran no actor forward.
@@ -195,6 +197,7 @@ class DeepSpeedPPOTrainer:
         for model in self.engine.trained.values():
             model.train()
         self._measures_gap = args.old_logprobs == "rollout"
+        self.mini_batches.clear()
         sums: dict[str, float] = {}
         if experience.problem:
             sums = self._skip(experience)
@@ -202,7 +205,9 @@ class DeepSpeedPPOTrainer:
             number = self._mini_batches(experience, epoch)
             for m in range(experience.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
-                _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
+                part = self._mini_batch(experience, rows, train_actor=not warming_up)
+                self.mini_batches.append(part)
+                _add(sums, part)
         self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
         if not (warming_up or experience.problem):
             self.metrics |= update_kl(self.engine, experience, args)
