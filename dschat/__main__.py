@@ -31,6 +31,7 @@ COMMANDS = {
     ),
     "eval": ("dschat.offline:run_eval", "evaluate or compare models on local data"),
     "data": ("dschat.data.__main__:main", "show data files as the model will see them"),
+    "replay": ("dschat.offline:run_replay", "train kept rollouts of step 3 again"),
     "report": ("dschat.reporting.__main__:main", "write a page of curves and samples of runs"),
     "env": ("dschat.reporting.machine:main", "versions, devices, what is off: for bug reports"),
 }
@@ -49,7 +50,7 @@ def main() -> int:
     exit_on_interrupt()
     words = sys.argv[1:]
     if words and words[0].startswith("--local_rank="):  # DeepSpeed's launcher puts it first
-        words = [*words[1:], words[0]]
+        del words[0]
     command, *flags = words or ["--help"]
     if command in ("-h", "--help"):
         lines = "\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())
@@ -64,7 +65,7 @@ def main() -> int:
     from dschat.distributed.entrypoint import run
 
     sys.argv = [f"dschat {command}", *flags]
-    run(lambda: main_of(command)(), joins_group=command in ("sft", "reward", "rlhf"))
+    run(lambda: main_of(command)(), joins_group=command in ("sft", "reward", "rlhf", "replay"))
 
 
 def main_of(command: str) -> Callable[[], int | None]:

@@ -7,7 +7,7 @@ from dschat.chat.load import ChatConfig
 from dschat.config import parser
 from dschat.config.data import ShowConfig
 from dschat.launch import recipe
-from dschat.offline.flags import EvalConfig, GenerateConfig
+from dschat.offline.flags import EvalConfig, GenerateConfig, ReplayConfig
 from dschat.reporting.__main__ import ReportConfig
 from dschat.serving.flags import ServeConfig
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": ServeConfig,
     "generate": GenerateConfig,
     "eval": EvalConfig,
+    "replay": ReplayConfig,
     "report": ReportConfig,
 }
 TRAIN_FLAGS = set().union(parser.flag_names(recipe.TrainConfig), *FLAGS.values())

@@ -59,7 +59,7 @@ def test_help_lists_every_command():
         listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
         assert listed == [
             *("train", "sft", "reward", "rlhf", "chat", "serve", "generate", "eval"),
-            *("data", "report", "env"),
+            *("data", "replay", "report", "env"),
         ]
 
 

@@ -116,8 +116,8 @@ def parse_step(words: list[str]) -> None:
 
 
 def dschat(words: list[str]) -> None:
-    flags = ["--runs", *words[1:]] if words[0] == "report" else words[1:]
-    config = parser.parse(COMMANDS[words[0]], flags)
+    first = {"report": "runs", "replay": "run"}.get(words[0])
+    config = parser.parse(COMMANDS[words[0]], words[1:], first=first)
     if words[0] == "generate":  # new columns beside those of its data
         AnswerLines(config, Rows(config), tokenizer=None)
 

@@ -51,11 +51,11 @@ def write_file(path: Path, content: Any) -> tuple[int, str]:
     return path.stat().st_size, sha256_of(path)
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path, **header: str) -> None:
     """Write a safetensors file, which unlike the library's may be read by whom the umask lets."""
     os.close(no_link(str(path), os.O_WRONLY | os.O_CREAT))
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # replaces it by a file of mode 0600
+    save_file(tensors, path, {"format": "pt", **header})  # replaces it by a file of mode 0600
     path.chmod(mode)
 
 

@@ -197,7 +197,7 @@ class CheckpointManager:
             folders = [Path(path)]
         problem = ""
         for folder in folders:
-            checkpoint, problem = _verified(folder)
+            checkpoint, problem = verified(folder)
             if checkpoint is not None:
                 self.last = folder
                 return checkpoint
@@ -218,31 +218,9 @@ class CheckpointManager:
         return None
 
     def load(self, checkpoint: CheckpointInfo, state: RunState) -> dict[str, Any]:
-        """Collective. Restore new engines, and in place ``state.tensors``; returns the values.
-        ``checkpoint``: from `latest`, which has verified it.
-
-        With another world size a tensor counts as this rank's equal part of a flat tensor, padded
-        at the end, and is partitioned again to its length in ``state``.
-
-        Raises:
-            UserError: a part of ``state`` is not in the checkpoint, or cannot be converted.
-        """
+        """Collective. `load` of this run, once nothing is being written."""
         self.wait()
-        self._check_holds(checkpoint, state)
-        for name, engine in state.engines.items():
-            deepspeed_state.restore(engine, checkpoint.folder, name, checkpoint.world_size)
-        for group, tensors in state.tensors.items():
-            for name, tensor in tensors.items():
-                restore_tensor(
-                    checkpoint, f"{group}/{name}", tensor, dist.rank(), dist.world_size()
-                )
-        if dist.rank() < checkpoint.world_size:
-            async_writer.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
-        else:
-            async_writer.seed_generators(
-                self._settings.get("seed", 0), dist.rank(), checkpoint.step
-            )
-        return json.loads((checkpoint.folder / manifest.VALUES).read_bytes())
+        return load(checkpoint, state, self._settings.get("seed", 0))
 
     def remove_later(self, checkpoint: CheckpointInfo) -> None:
         """Collective. Remove checkpoints after the resumed one, before the files that they refer to
@@ -254,18 +232,44 @@ class CheckpointManager:
                     atomic_files.remove(folder)
         dist.barrier()
 
-    def _check_holds(self, checkpoint: CheckpointInfo, state: RunState) -> None:
-        folders = {name.partition("/")[0] for name in checkpoint.files if "/" in name}
-        with safe_open(checkpoint.folder / _rank_file(0), "pt") as file:
-            groups = {name.partition("/")[0] for name in file.keys()}  # noqa: SIM118  no mapping
-        wanted = {group for group, tensors in state.tensors.items() if tensors}
-        missing = sorted((state.engines.keys() - folders) | (wanted - groups))
-        if missing:
-            raise UserError(
-                f"--resume {checkpoint.folder}: it has no {' and no '.join(missing)}; resume with "
-                "the settings that it was saved with, or restart with --overwrite_output_dir "
-                "(train.py: --restart)"
-            )
+
+def load(checkpoint: CheckpointInfo, state: RunState, seed: int) -> dict[str, Any]:
+    """Collective. Restore new engines, and in place ``state.tensors``; returns the values.
+    ``checkpoint``: a verified one. ``seed``: of ranks that it does not have.
+
+    With another world size a tensor counts as this rank's equal part of a flat tensor, padded at
+    the end, and is partitioned again to its length in ``state``.
+
+    Raises:
+        UserError: a part of ``state`` is not in the checkpoint, or cannot be converted.
+    """
+    values = json.loads((checkpoint.folder / manifest.VALUES).read_bytes())
+    _check_holds(checkpoint, values, state)
+    for name, engine in state.engines.items():
+        deepspeed_state.restore(engine, checkpoint.folder, name, checkpoint.world_size)
+    for group, tensors in state.tensors.items():
+        for name, tensor in tensors.items():
+            restore_tensor(checkpoint, f"{group}/{name}", tensor, dist.rank(), dist.world_size())
+    if dist.rank() < checkpoint.world_size:
+        async_writer.write_generators(read_tensors(checkpoint, dist.rank(), _RANDOM))
+    else:
+        async_writer.seed_generators(seed, dist.rank(), checkpoint.step)
+    return values
+
+
+def _check_holds(checkpoint: CheckpointInfo, values: dict[str, Any], state: RunState) -> None:
+    """``UserError`` where the checkpoint lacks an engine, tensors or a value of ``state``."""
+    folders = {name.partition("/")[0] for name in checkpoint.files if "/" in name}
+    with safe_open(checkpoint.folder / _rank_file(0), "pt") as file:
+        groups = {name.partition("/")[0] for name in file.keys()}  # noqa: SIM118  no mapping
+    wanted = {group for group, tensors in state.tensors.items() if tensors}
+    missing = sorted((state.engines.keys() - folders) | (wanted - groups))
+    if missing := missing + [name for name in state.values if name not in values]:
+        raise UserError(
+            f"--resume {checkpoint.folder}: it has no {' and no '.join(missing)}; resume with the "
+            "settings and the version of dschat that it was saved with, or restart with "
+            "--overwrite_output_dir (train.py: --restart)"
+        )
 
 
 def _make_folders(staging: Path, names: list[str]) -> str:
@@ -281,7 +285,7 @@ def _make_folders(staging: Path, names: list[str]) -> str:
     return next(filter(None, dist.gather_objects(problem)), "")
 
 
-def _verified(folder: Path) -> tuple[CheckpointInfo | None, str]:
+def verified(folder: Path) -> tuple[CheckpointInfo | None, str]:
     """Collective. The checkpoint in ``folder``, or the reason why it is damaged; each rank verifies
     its share of the files.
     """

@@ -39,6 +39,11 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
         short=True,
         ge=0,
     )
+    keep_rollouts: int = log_flag(
+        0,
+        "Keep the rollouts of the last N iterations in OUTPUT_DIR/rollouts, for dschat replay.",
+        ge=0,
+    )
     # optimization
     per_device_training_batch_size: int = flag(
         16, "Sequences per training micro-batch and process.", short=True, ge=1

@@ -9,7 +9,7 @@ rows      --data_path -> rows with tokenized prompts; the file of answers that a
 """
 
 from dschat.config import parser
-from dschat.offline.flags import EvalConfig, GenerateConfig
+from dschat.offline.flags import EvalConfig, GenerateConfig, ReplayConfig
 
 
 def run_generate() -> None:
@@ -33,3 +33,16 @@ def run_eval() -> None:
     if config.out is not None:
         results.write(config.out)
     console.write_output(results.text())
+
+
+def run_replay() -> None:
+    config = parser.parse(ReplayConfig, takes_file=False, first="run")
+
+    import dschat.distributed as dist
+    from dschat.observability import console
+    from dschat.rlhf.replay import replay
+
+    console.setup("warning")
+    dist.init()
+    replay(config.run, config.iteration, config.out)
+    dist.shutdown()

@@ -1,4 +1,4 @@
-"""The commands ``dschat generate`` and ``dschat eval``, and their flags.
+"""The flags of ``dschat generate``, ``dschat eval`` and ``dschat replay``.
 
 Neither torch nor transformers here: ``--help`` and mistyped flags must answer at once.
 """
@@ -11,7 +11,7 @@ from typing import Literal, Optional
 from dschat.chat.load import AnswersConfig
 from dschat.config.data import DataConfig, ReadConfig, columns_by_role, require_encoding
 from dschat.config.errors import require
-from dschat.config.fields import flag, place_flag
+from dschat.config.fields import flag, place_flag, require_valid
 from dschat.config.reward import RewardSourcesConfig
 from dschat.reporting.run_files import named_paths
 
@@ -203,3 +203,22 @@ class EvalConfig(PromptsConfig):
                 not self.answers,
                 f"--task {task} asks a model, which --answers files are not; leave one of them out",
             )
+
+
+@dataclass
+class ReplayConfig:
+    """Train the kept rollouts of a run of step 3 again, without generating (--keep_rollouts)."""
+
+    run: str = flag("", "Output folder of train.py or step 3 (may come first).", short=True)
+    iteration: int = flag(
+        0, "The last iteration to train; its mini-batches are shown.", short=True, ge=0
+    )
+    out: Optional[str] = flag(None, "New file for one JSON line per iteration.", short=True)
+
+    def validate(self) -> None:
+        require_valid(self)
+        require(bool(self.run), "name a folder: dschat replay OUT --iteration 120")
+        require(self.iteration > 0, "--iteration is missing; name one, as in metrics.jsonl")
+        out, parent = self.out or "", os.path.dirname(self.out or "") or "."
+        is_new = os.path.isdir(parent) and not os.path.exists(out)
+        require(is_new, f"--out {out} is no new file in a folder that exists; name another")

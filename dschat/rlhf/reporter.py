@@ -1,7 +1,6 @@
 """Reports a run of step 3: a console line per iteration, metrics.jsonl, samples, evaluations.
 
-Also saves and resumes it at iteration boundaries. Sample answers of an experience, which is on the
-CPU, read nothing from the device.
+Sample answers of an experience, which is on the CPU, read nothing from the device.
 """
 
 import json
@@ -22,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dschat.distributed as dist
-from dschat.checkpoint.manager import RunState
 from dschat.models.continued_text import StreamDecoder, continued_texts
 from dschat.observability.console import eta, format_line, printable, progress
 from dschat.observability.health import LEADING, RunHealth, Settings
@@ -31,7 +29,6 @@ from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.best_model import BestModel
-from dschat.runtime.checkpointing import TrainingCheckpointer
 
 logger = logging.getLogger("dschat")
 
@@ -57,17 +54,16 @@ class Reporter:
         trainer: DeepSpeedPPOTrainer,
         held_out: HeldOutPrompts,
         num_iters: int,
-        num_rows: int | None = None,
         call: Callable[..., None] = lambda *_: None,
     ) -> None:
-        """``num_rows``: number of training prompts; None for a stream. ``call``: `Callbacks`."""
+        """``call``: `Callbacks`."""
         self._call = call
         self._trainer = trainer
         self._engine = trainer.engine
         self._args = trainer.args
         self._held_out = held_out
-        self._num_iters, self._num_rows = num_iters, num_rows
-        self._log = MetricsLog(
+        self._num_iters = num_iters
+        self.log = MetricsLog(
             self._args.output_dir, self._args, has_samples=self._args.sample_steps > 0
         )
         args = self._args
@@ -75,56 +71,53 @@ class Reporter:
         known = (args.temperature, most_clipped, args.num_samples_per_prompt, held_out.total)
         self._health = RunHealth(Settings("iteration", *known))
         self._passes: bool | None = None  # whether evaluations have pass@k: the first decides
+        self._position: dict[str, Any] | None = None  # in the log, of the checkpoint
         self._best = BestModel(args, "actor_best", self._engine.save_actor)
         self._bar = progress(num_iters, "RLHF", self._args.disable_tqdm)
 
-    def begin(self, checkpointer: TrainingCheckpointer) -> None:
-        """Collective. Resume from a checkpoint; or else begin, with an evaluation."""
-        self._checkpointer = checkpointer
-        values = checkpointer.begin(self._state(), self._num_iters, self._trainer.load_run_state)
-        if values is None:
-            self._log.begin()
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; the same on all ranks, but for the position in files that rank 0 writes."""
+        own = {"passes": self._passes, "health": self._health.state(), "log": self.log.position()}
+        return self._best.state() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`, before `begin`."""
+        self._best.restore(state)
+        self._passes, self._position = state["passes"], state["log"]
+        self._health = RunHealth(self._health.settings, **state["health"])
+
+    def begin(self) -> None:
+        """Collective. Begin with an evaluation; or, if resumed, where the log was."""
+        if self._position is None:
+            self.log.begin()
             if not self._engine.has_reference:
                 logger.info("a policy far from its start, or a hacked score, shows with --log_kl")
             self.evaluate()
         else:
-            self._resume(values)
+            self.log.resume_from(self._position, self._trainer.iteration)
+            self._evaluate_if_due()  # the checkpoint was saved before the evaluation
         self._bar.n = self._bar.initial = self._trainer.iteration
         self._bar.unpause()  # its pace is the iterations' from now on
 
-    def _resume(self, values: dict[str, Any]) -> None:
-        self._best.restore(values)
-        self._passes = values.get("passes", self._best.metric == LEADING[1] or None)
-        self._health = RunHealth(self._health.settings, **values.get("health", {}))
-        self._log.resume_from(values["log"], self._trainer.iteration)
-        self._evaluate_if_due()  # the checkpoint was saved before the evaluation
+    def step(
+        self, experience: Experience, save: Callable[..., None] = lambda *_, **__: None
+    ) -> None:
+        """Collective. Report the iteration that just ended, ``save`` it, and evaluate where due.
 
-    def _state(self) -> RunState:
-        state = self._trainer.run_state()
-        state.values |= self._best.state() | {"passes": self._passes}
-        state.values |= {"health": self._health.state()}
-        state.values |= {"log": self._log.position(), "rows": self._num_rows}
-        state.files = self._log.files
-        return state
-
-    def step(self, experience: Experience) -> None:
-        """Collective. Report the iteration that just ended; save and evaluate where due.
-
-        Raises ``TrainingStopped``, after saving, where the run was asked to stop, and
-        ``FloatingPointError`` with ``stop_on`` where the policy has collapsed.
+        ``save``: takes the iteration and ``is_last``. Raises ``FloatingPointError`` with
+        ``stop_on`` where the policy has collapsed.
         """
         done, args = self._trainer.iteration, self._args
-        self._checkpointer.leave()
         self._bar.update()
         self._call("on_step", self._trainer, self._trainer.metrics)
         if done % args.logging_steps == 0:
-            self._log.write(done, self._trainer.metrics)
+            self.log.write(done, self._trainer.metrics)
             line = "step", done, self._num_iters, self._trainer.metrics, _COLUMNS
             logger.info(format_line(*line) + eta(self._bar))
         if args.sample_steps and (done == 1 or done % args.sample_steps == 0):
             self._show_samples(experience)
         collapse = self._warn(self._trainer.metrics)
-        self._checkpointer.after(done, self._state, is_last=done == self._num_iters)
+        save(done, is_last=done == self._num_iters)
         if collapse and args.stop_on == "collapse":
             raise FloatingPointError(f"stopped by --stop_on collapse: {collapse}")
         self._evaluate_if_due()
@@ -132,7 +125,7 @@ class Reporter:
     def _warn(self, metrics: dict[str, float]) -> str:
         """Log new warnings; returns the line of a collapse, "" without one."""
         found = self._health.read(self._trainer.iteration, metrics)
-        self._log.write_warnings(self._trainer.iteration, found)
+        self.log.write_warnings(self._trainer.iteration, found)
         return next((str(finding) for finding in found if finding.kind == "collapse"), "")
 
     def _evaluate_if_due(self) -> None:
@@ -164,7 +157,7 @@ class Reporter:
                 )
             logger.info(format_line("average", *at, average, average))
             metrics |= {name.replace("eval/", "eval_ema/"): v for name, v in average.items()}
-        self._log.write(self._trainer.iteration, metrics)
+        self.log.write(self._trainer.iteration, metrics)
 
     def _show_samples(self, e: Experience, held_out: bool = False) -> None:
         """Log sample answers: to the held-out prompts, always the same ones, where the run
@@ -180,10 +173,10 @@ class Reporter:
             row |= {"held_out": True, "samples": [s | unknown for s in row["samples"]]}
         elif extra := self._trainer.reward_functions.logs.extra:
             row["extra"] = json.loads(json.dumps(extra, default=str))
-        self._log.write_samples(done, row)
+        self.log.write_samples(done, row)
         if held_out == bool(args.eval_steps and self._held_out.total):
             table = answer_table(row)
-            self._log.write_answers(done, table)
+            self.log.write_answers(done, table)
             shown = format_answers(table, boxed=sys.stderr.isatty())
             logger.info("sample answers\n%s", shown, extra={"is_styled": True})
 
@@ -192,9 +185,9 @@ class Reporter:
         where = "--keep_best saves the best actor."
         if (best := self._best).value > -math.inf:
             where = f"{best.folder} has the actor with {best.metric} {best.value:.3g}."
-        self._log.write_verdict(self._held_out.total, where)
+        self.log.write_verdict(self._held_out.total, where)
         self._bar.close()
-        self._log.close()
+        self.log.close()
 
 
 # -- sample answers --------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
 from dschat.rlhf.formulas import estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
+from dschat.rlhf.kept_rollouts import KeptRollouts
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
+from dschat.rlhf.run_state import Run
 from dschat.rlhf.teacher_prompts import teacher_prompt
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.checkpointing import training_checkpointer
@@ -108,15 +110,20 @@ def train(
     claim_output_dir(output_dir, bool(args.resume), record_of(args))
     console.release()
     held_out = HeldOutPrompts.of(held_out, args)
-    num_rows = prompt_train_dataloader.num_rows
-    report = Reporter(trainer, held_out, num_iters, num_rows, call)
+    report = Reporter(trainer, held_out, num_iters, call)
+    rollouts = KeptRollouts(output_dir, args.keep_rollouts)
+    run = Run(trainer, report, prompt_train_dataloader.num_rows)
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
-        report.begin(checkpointer)
+        checkpointer.begin(run.state(), num_iters, run.load_state_dict)
+        report.begin()
+        rollouts.begin(trainer)
         while trainer.iteration < num_iters:
             out = trainer.generate_experience(next(prompt_batches))
             call("on_rollout", trainer, out)
+            rollouts.keep(trainer, out)
             actor_loss, critic_loss = trainer.train_rlhf(out)
-            report.step(out)
+            checkpointer.leave()
+            report.step(out, partial(checkpointer.after, state=run.state))
         trainer.require_learned()
 
         # Save, before an evaluation in which a reward function may fail. A signal waits for it.

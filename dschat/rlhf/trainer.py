@@ -14,9 +14,7 @@ import numpy as np
 
 import dschat.distributed as dist
 from dschat import losses
-from dschat.checkpoint.manager import RunState
 from dschat.config import RLHFConfig, UserError
-from dschat.data.batches import position_of, seek
 from dschat.inference.protocol import SamplingParams
 from dschat.models.routing import router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
@@ -69,6 +67,7 @@ class DeepSpeedPPOTrainer:
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
+        mini_batches: the last iteration's sums, of each mini-batch on this rank.
         iteration: number of iterations done.
         kl: the coefficient of the KL penalty.
 
@@ -101,46 +100,13 @@ class DeepSpeedPPOTrainer:
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)
         self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
-        self._unsupervised = unsupervised
-        self._skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
+        self.unsupervised = unsupervised
+        self.skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
+        self.mini_batches: list[dict[str, float]] = []
         self._warned_of_gap = self.args.partial_rollout  # there, old policies explain the gap
         self._old_are_rollouts: bool | None = None
         # Whether the next pass measures the gap to the generator: scoring ran no actor forward.
         self._measures_gap = False
-
-    def run_state(self) -> RunState:
-        """Collective. All state that the next iteration depends on, for a checkpoint.
-
-        Valid between two iterations, where no experience is pending.
-        """
-        engine = self.engine
-        values = {
-            "iteration": self.iteration,
-            "version": engine.version,
-            "kl_coef": self.kl.value,
-            "kl_began_at": self.args.kl_weight,
-            "updates": self.engine.updates,
-            "bad": {name: skipped.in_a_row for name, skipped in self._skipped.items()},
-            "unsupervised": position_of(self._unsupervised),
-            "rollouts": self.collector.state_dict(),
-        }
-        tensors = {} if engine.ema is None else {"ema": engine.ema.tensors}
-        return RunState(engine.trained, tensors, values)
-
-    def load_run_state(self, values: dict[str, Any]) -> None:
-        """Restore the values of a `run_state`; its engines and tensors are restored before.
-
-        The KL coefficient is restored only where it is adaptive and ``kl_coef`` is unchanged.
-        """
-        self.iteration = values["iteration"]
-        self.engine.version = values["version"]
-        if self.kl.target is not None and values["kl_began_at"] == self.args.kl_weight:
-            self.kl.value = values["kl_coef"]
-        for name, skipped in self._skipped.items():
-            skipped.in_a_row = values["bad"][name]
-        self.engine.lay_schedules(values.get("updates", self.engine.updates), is_there=True)
-        seek(self._unsupervised, values["unsupervised"])
-        self.collector.load_state_dict(values["rollouts"])
 
     def sampling(self) -> SamplingParams:
         """How this iteration samples; the seed changes with every iteration."""
@@ -237,6 +203,7 @@ class DeepSpeedPPOTrainer:
         for model in self.engine.trained.values():
             model.train()
         self._measures_gap = args.old_logprobs == "rollout"
+        self.mini_batches.clear()
         sums: dict[str, float] = {}
         if experience.problem:
             sums = self._skip(experience)
@@ -244,7 +211,9 @@ class DeepSpeedPPOTrainer:
             number = self._mini_batches(experience, epoch)
             for m in range(experience.num_mini_batches):
                 rows = [int(i) for i in (number == m).nonzero()[0]]
-                _add(sums, self._mini_batch(experience, rows, train_actor=not warming_up))
+                part = self._mini_batch(experience, rows, train_actor=not warming_up)
+                self.mini_batches.append(part)
+                _add(sums, part)
         self.metrics |= training_metrics(sums) | router_metrics(actor) | routing_metrics(actor)
         if not (warming_up or experience.problem):
             self.metrics |= update_kl(self.engine, experience, args)
@@ -271,12 +240,12 @@ class DeepSpeedPPOTrainer:
 
     def require_learned(self) -> None:
         """At the end of a run: raise ``FloatingPointError`` where every actor step was skipped."""
-        self._skipped["actor"].require_some(any_applied=self.engine.version > 0)
+        self.skipped["actor"].require_some(any_applied=self.engine.version > 0)
 
     def _skip(self, experience: Experience) -> dict[str, float]:
         """Count ``experience`` as a bad step; its sums of metrics."""
         when = f"iteration {self.iteration}: the update"
-        self._skipped["actor"].count(when, experience.problem)
+        self.skipped["actor"].count(when, experience.problem)
         sums = {"bad_steps": 1.0, "policy_loss": math.nan, "policy_count": 1.0}
         if self.engine.critic is not None:
             sums |= {"value_loss": math.nan, "actions": 1.0}
@@ -304,7 +273,7 @@ class DeepSpeedPPOTrainer:
                 "iteration %d: a step without a scored answer is left out", self.iteration
             )
             train_actor = False
-        text = text_micro_batches(self.engine, self._unsupervised, size) if train_actor else []
+        text = text_micro_batches(self.engine, self.unsupervised, size) if train_actor else []
         steps: dict[str, OptimizerStep] = {}
         if train_actor:
             num_batches = len(batches) + len(text)
@@ -346,7 +315,7 @@ class DeepSpeedPPOTrainer:
 
     def _record(self, step: OptimizerStep, name: str) -> dict[str, float]:
         """Update version and average after an applied step, or count a skipped one."""
-        self._skipped[name].take(step, f"iteration {self.iteration}: a step")
+        self.skipped[name].take(step, f"iteration {self.iteration}: a step")
         if step.outcome != "applied":
             return {"bad_steps" if step.outcome == "bad" else "overflow_steps": 1.0}
         if name == "actor":

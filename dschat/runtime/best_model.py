@@ -43,11 +43,11 @@ class BestModel:
         return {"best": self.value, "best_metric": self.metric, "best_print": self._print}
 
     def restore(self, values: dict[str, Any]) -> None:
-        self.metric = values.get("best_metric", "")
+        self.metric = values["best_metric"]
         # After it the folder may have got a model of a branch that is given up.
         self._print = model_fingerprint(str(self.folder))
-        if values.get("best_print") == self._print:
-            self.value = values.get("best", -math.inf)
+        if values["best_print"] == self._print:
+            self.value = values["best"]
 
     def take(
         self, metrics: dict[str, float], leading: str, when: str, is_doubtful: bool = False

@@ -245,7 +245,7 @@ def train(
 
     def restore(values: dict[str, Any]) -> None:
         steps.position, skipped.in_a_row = values["step"], values["bad"]
-        vars(health).update(values.get("health", {}))
+        vars(health).update(values["health"])
         best.restore(values)
 
     with training_checkpointer(config, save) as checkpointer:

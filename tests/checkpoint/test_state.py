@@ -71,7 +71,8 @@ def test_what_a_checkpoint_does_not_hold(tmp_path):
     checkpoints = CheckpointManager(tmp_path, {})
     checkpoints.save(1, RunState({"actor": FakeEngine()}))
     checkpoints.wait()
-    with pytest.raises(UserError, match=r"step_000001: it has no critic and no ema; .*--overwrite"):
+    lacks = r"step_000001: it has no critic and no ema and no step and .*; .*--overwrite"
+    with pytest.raises(UserError, match=lacks):
         checkpoints.load(checkpoints.latest(), state_at(1))
 
 

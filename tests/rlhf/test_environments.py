@@ -19,6 +19,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.data.tokenize import prompt_dataset
 from dschat.rlhf import episodes
 from dschat.rlhf.episodes import EpisodeCollector
+from dschat.rlhf.run_state import Run
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 
 PROMPTS = [[3 + i, 5, 7] for i in range(8)]
@@ -233,7 +234,7 @@ def test_a_failure_stops_the_run_with_one_line(models_folder):
 def test_a_resumed_run_draws_the_same_episodes(models_folder):
     first, second = (trainer_of(models_folder) for _ in range(2))
     first.generate_experience(PROMPTS)
-    second.load_run_state(json.loads(json.dumps(first.run_state().values)))
+    Run(second).load_state_dict(json.loads(json.dumps(Run(first).state_dict())))
     first.iteration = second.iteration = 1
     one, other = (t.generate_experience(PROMPTS) for t in (first, second))
     assert torch.equal(one.input_ids, other.input_ids)

@@ -90,11 +90,6 @@ def test_answers_that_could_not_be_scored_are_not_in_the_mean(models_folder):
     assert metrics["eval/pass@1"] == 1  # as every answer that has a score
 
 
-def checkpoints(begin=lambda *_: None, after=lambda *_, **__: None):
-    """Stands for a `TrainingCheckpointer`."""
-    return SimpleNamespace(begin=begin, leave=lambda: None, after=after)
-
-
 @pytest.fixture
 def reported(models_folder, tmp_path):
     """``reported(**options)``: the rows of metrics.jsonl after six iterations."""
@@ -103,7 +98,7 @@ def reported(models_folder, tmp_path):
         options |= {"output_dir": str(tmp_path), "report_to": ["none"]}
         trainer = trainer_of(models_folder, **options)
         report = Reporter(trainer, held_out(), 6)
-        report.begin(checkpoints())
+        report.begin()
         e = trainer.generate_experience(PROMPTS[:8])
         for trainer.iteration in range(1, 7):
             report.step(e)
@@ -241,18 +236,19 @@ def test_with_a_teacher_alone_the_best_actor_is_the_nearest(keeper):
 
 
 def test_a_resumed_run_compares_with_the_best_of_the_same_metric(keeper):
-    (trainer, found, folder), states = keeper, []
+    trainer, found, folder = keeper
     found |= {"eval/score": 0.5, "eval/kl": 0.1}
     first = Reporter(trainer, held_out(), 3)
-    first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    first.begin()
     first.step(None)
     first.close()
-    values = json.loads(json.dumps(states[0].values))
+    values = json.loads(json.dumps(first.state_dict()))
     trainer.args.resume = "latest"
     for metric, is_better in (("eval/score", False), ("eval/kl", True)):
         trainer.args.keep_best = metric
         second = Reporter(trainer, held_out(), 3)
-        second.begin(checkpoints(begin=lambda *_: values))
+        second.load_state_dict(values)
+        second.begin()
         before = (folder / "model.safetensors").stat().st_mtime_ns
         second.evaluate()
         second.close()
@@ -272,14 +268,15 @@ def test_pass_at_1_is_decided_once_and_kept_when_resumed(
         return [now[0][i % 2] for i in range(len(answers))]
 
     options = {"output_dir": str(tmp_path), "report_to": ["none"], "sample_steps": 0}
-    trainer, states = trainer_of(models_folder, [rule], **options), []
+    trainer = trainer_of(models_folder, [rule], **options)
     report = Reporter(trainer, held_out(), 3)
-    report.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    report.begin()
     report.step(None)
     report.close()
     trainer.args.resume, now[0] = "latest", (0.25, 1.0) if metric == "eval/pass@1" else (0.0, 1.0)
     resumed = Reporter(trainer, held_out(), 3)
-    resumed.begin(checkpoints(begin=lambda *_: json.loads(json.dumps(states[0].values))))
+    resumed.load_state_dict(json.loads(json.dumps(report.state_dict())))
+    resumed.begin()
     resumed.evaluate()
     resumed.close()
     assert resumed._best.metric == metric
@@ -289,15 +286,16 @@ def test_pass_at_1_is_decided_once_and_kept_when_resumed(
 
 
 def test_a_best_actor_that_was_not_kept_is_not_claimed(keeper, caplog):
-    (trainer, found, folder), states = keeper, []
+    trainer, found, folder = keeper
     found["eval/score"], trainer.args.keep_best = 0.9, None
     first = Reporter(trainer, held_out(), 3)
-    first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    first.begin()
     first.step(None)
     first.close()
     trainer.args.resume, trainer.args.keep_best = "latest", "eval/score"
     second = Reporter(trainer, held_out(), 3)
-    second.begin(checkpoints(begin=lambda *_: json.loads(json.dumps(states[0].values))))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.begin()
     for score in (0.5, 0.2):
         found["eval/score"] = score
         second.evaluate()
@@ -332,12 +330,12 @@ COLLAPSE = {"policy/approxkl_avg": 5.0}
 
 def test_by_default_the_best_actor_is_of_a_run_that_has_not_warned(keeper):
     """Also once it is resumed; of a metric that was named it is the best in any case."""
-    (trainer, found, folder), states = keeper, []
+    trainer, found, folder = keeper
     for keep_best, is_kept in (("auto", False), ("eval/score", True)):
         trainer.args.keep_best, trainer.args.resume = keep_best, None
         report = Reporter(trainer, held_out(), 9)
         found["eval/score"] = 0.2
-        report.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+        report.begin()
         found["eval/score"] = 0.3
         iterations(report, trainer, [1], **{"completions/clipped_ratio": 0.9})
         report.evaluate()
@@ -346,8 +344,9 @@ def test_by_default_the_best_actor_is_of_a_run_that_has_not_warned(keeper):
         report.close()
         trainer.args.resume, found["eval/score"] = "latest", 0.9
         resumed = Reporter(trainer, held_out(), 9)
-        values = json.loads(json.dumps(states[-1].values))
-        resumed.begin(checkpoints(begin=lambda *_, values=values: values))
+        values = json.loads(json.dumps(report.state_dict()))
+        resumed.load_state_dict(values)
+        resumed.begin()
         resumed.evaluate()
         resumed.close()
         assert (model_time(folder) > before) == is_kept
@@ -362,7 +361,7 @@ def test_findings_are_stored_when_they_come(keeper):
     (trainer, found, folder), still = keeper, {"policy/grad_norm": 0.0, "objective/scores": 0.5}
     trainer.args.logging_steps, found["eval/score"] = 10, 2.0
     report = Reporter(trainer, held_out(), 40)
-    report.begin(checkpoints())
+    report.begin()
     iterations(report, trainer, range(1, 5), **still | {"objective/scores_std": 0.0})
     found |= {"eval/score": 0.1, "eval/answer_length": 9.0}
     report.evaluate()
@@ -379,7 +378,7 @@ def test_findings_are_stored_when_they_come(keeper):
 def test_a_collapse_ends_the_run_if_asked_to(keeper):
     trainer, _, _ = keeper
     report = Reporter(trainer, held_out(0), 9)
-    report.begin(checkpoints())
+    report.begin()
     iterations(report, trainer, [1], **COLLAPSE)
     trainer.args.stop_on = "collapse"
     iterations(report, trainer, [2], **{"completions/clipped_ratio": 0.9})
@@ -510,34 +509,31 @@ def test_refused_before_weights_load(knobs, sources, num_held_out, words):
 )
 def test_the_metric_of_the_best_evaluation(measured, keep_best, metric, keeper):
     """The first evaluation decides, and a resumed run keeps it; also where it named another."""
-    (trainer, found, _), states = keeper, []
+    trainer, found, _ = keeper
     trainer.args.keep_best = keep_best
     found |= {f"eval/{name}": 0.5 for name in measured}
     first = Reporter(trainer, held_out(), 3)
-    first.begin(checkpoints(after=lambda _, state, **__: states.append(state())))
+    first.begin()
     first.step(None)
     first.close()
-    values = json.loads(json.dumps(states[0].values))
+    values = json.loads(json.dumps(first.state_dict()))
     assert (values["best_metric"], values["passes"]) == (metric, "pass@1" in measured)
     trainer.args.resume = "latest"
     for saved, expected in ((values, metric), (values | {"best_metric": "eval/kl"}, metric)):
         resumed = Reporter(trainer, held_out(), 3)
-        resumed.begin(checkpoints(begin=lambda *_, saved=saved: saved))
+        resumed.load_state_dict(saved)
+        resumed.begin()
         resumed.evaluate()
         resumed.close()
         assert resumed._best.metric == expected
     found.clear()  # with other held-out rows, which have scores alone
     found["eval/score"] = 0.1
     other = Reporter(trainer, held_out(), 3)
-    other.begin(checkpoints(begin=lambda *_: values))
+    other.load_state_dict(values)
+    other.begin()
     other.evaluate()
     other.close()
     assert other._best.metric == "eval/score"
-    del values["passes"]  # as older versions saved it
-    older = Reporter(trainer, held_out(), 3)
-    older.begin(checkpoints(begin=lambda *_: values))
-    older.close()
-    assert older._passes == (True if metric == "eval/pass@1" else None)
 
 
 def test_without_a_kl_the_penalized_score_is_the_score(caplog):

@@ -11,6 +11,7 @@ from tiny_models import EOS
 from dschat.inference.protocol import Rollout, SamplingParams
 from dschat.rlhf import rollout_policies
 from dschat.rlhf.rollout_policies import OpenPrompt
+from dschat.rlhf.run_state import Run
 
 CASE = Case("ppo", iterations=3)
 WANTED = 8  # prompts in a rollout, each with two answers
@@ -122,8 +123,8 @@ def test_tokens_keep_the_logprobs_they_were_drawn_with(models_folder):
 def test_a_resumed_run_continues_the_same_answers(models_folder):
     first, second = (trainer_of(models_folder) for _ in range(2))
     first.generate_experience(prompts_of(0, first))
-    state = json.loads(json.dumps(first.run_state().values))
-    second.load_run_state(state)
+    state = json.loads(json.dumps(Run(first).state_dict()))
+    Run(second).load_state_dict(state)
     first.iteration = second.iteration = 1
     one, other = (t.generate_experience(prompts_of(1, t)) for t in (first, second))
     assert torch.equal(one.input_ids, other.input_ids)
@@ -142,7 +143,7 @@ def test_what_was_saved_before_experts_were_kept():
 def test_another_number_of_ranks_shares_what_is_under_way(models_folder):
     trainer = trainer_of(models_folder)
     trainer.generate_experience(prompts_of(0, trainer))
-    state = trainer.run_state().values["rollouts"]
+    state = trainer.collector.state_dict()
     (part,) = state["under_way"]
     opened = [prompt | {"staleness": 1} for prompt in part["open"]]
     older = part | {"ages": [age + 1 for age in part["ages"]], "open": opened}

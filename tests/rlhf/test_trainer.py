@@ -18,6 +18,7 @@ from dschat.data.batches import PromptTable
 from dschat.models.routing import routers_of, routing_metrics
 from dschat.rlhf.evaluation import HeldOutPrompts, evaluate_policy
 from dschat.rlhf.forwards import action_values
+from dschat.rlhf.run_state import Run
 from dschat.rlhf.trainer import DeepSpeedPPOTrainer
 from dschat.runtime.deepspeed_engine import unwrap
 from dschat.runtime.optimizer_step import learning_rate
@@ -190,11 +191,11 @@ def test_all_answers_truncated(models_folder):
 def test_run_state_restores_a_trainer(models_folder):
     trainer = ppo_trainer(models_folder, kl_target=1.0, normalize_reward=True)
     one_iteration(trainer)
-    values = json.loads(json.dumps(trainer.run_state().values))
+    values = json.loads(json.dumps(Run(trainer).state_dict()))
     values |= {"iteration": 3, "version": 7, "kl_coef": 0.23, "bad": {"actor": 2, "critic": 1}}
     other = ppo_trainer(models_folder, kl_target=1.0, normalize_reward=True)
-    other.load_run_state(values)
-    assert json.loads(json.dumps(other.run_state().values)) == values
+    Run(other).load_state_dict(values)
+    assert json.loads(json.dumps(Run(other).state_dict())) == values
     assert other.sampling().seed != trainer.sampling().seed  # that of the fourth iteration
 
 
@@ -300,7 +301,7 @@ def test_a_resumed_kl_coefficient_is_state_only_where_it_is_adapted(
     )
     if first.kl.target is not None:
         first.kl.value = 0.37
-    second.load_run_state(first.run_state().values)
+    Run(second).load_state_dict(Run(first).state_dict())
     assert second.kl.value == expected
 
 

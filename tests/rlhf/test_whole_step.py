@@ -169,7 +169,7 @@ def test_gradients_and_metrics_of_an_iteration(number, case, built, monkeypatch,
     for name, value in options.items():
         setattr(args, name, value)
     args.validate_models()
-    trainer = DeepSpeedPPOTrainer(trainer.engine, args, trainer._unsupervised)
+    trainer = DeepSpeedPPOTrainer(trainer.engine, args, trainer.unsupervised)
     drift(monkeypatch, number)
     engines = {"actor": trainer.engine.actor, "critic": trainer.engine.critic}
     gradients = {name: kept_gradients(engine) for name, engine in engines.items() if engine}

@@ -96,12 +96,3 @@ def test_a_resumed_run_compares_with_what_the_folder_has(change, keep_best, is_b
     now("resumed")
     resumed.take({LEADING: 0.5, "eval/accuracy": 0.1}, LEADING, "step 2")
     assert kept(tmp_path) == ("resumed" if is_better else "first")
-
-
-def test_checkpoints_of_older_versions(tmp_path):
-    """They have nothing of it in steps 1 and 2."""
-    model, now = keeper(tmp_path)
-    model.restore({"step": 3})
-    now("new")
-    model.take({LEADING: 9.0}, LEADING, "step 4")
-    assert kept(tmp_path) == "new"

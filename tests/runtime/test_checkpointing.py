@@ -4,7 +4,7 @@ import json
 import random
 import signal
 import time
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +25,7 @@ from dschat.models.heads import LanguageModel
 from dschat.rewards.scoring import RewardError
 from dschat.rlhf.evaluation import HeldOutPrompts
 from dschat.rlhf.reporter import Reporter
+from dschat.rlhf.run_state import Run
 from dschat.runtime.checkpointing import TrainingCheckpointer, training_checkpointer
 from dschat.supervised import setup
 
@@ -39,14 +40,17 @@ def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
     options |= {"output_dir": str(out), "resume": resume, "report_to": ["none"]}
     trainer = trainer_of(models_folder, [function], **options)
     report, taken = Reporter(trainer, held_out, ITERATIONS), {}
+    run = Run(trainer, report)
     try:
         with training_checkpointer(trainer.args) as checkpointer:
-            report.begin(checkpointer)
+            checkpointer.begin(run.state(), ITERATIONS, run.load_state_dict)
+            report.begin()
             while trainer.iteration < ITERATIONS:
                 first = 2 * trainer.iteration
                 experience = trainer.generate_experience(PROMPTS[first : first + 4])
                 trainer.train_rlhf(experience)
-                report.step(experience)
+                checkpointer.leave()
+                report.step(experience, partial(checkpointer.after, state=run.state))
                 taken[trainer.iteration] = trainer.metrics["loss/policy_avg"]
             report.evaluate()
     finally:
@@ -54,12 +58,13 @@ def loop(models_folder, out, function, resume=None, held_out=NOBODY, **options):
     return taken
 
 
-def steps(trainer, *numbers, then=lambda checkpointer: None):
+def steps(trainer, *numbers, num_rows=None, then=lambda checkpointer: None):
     """A loop that takes these steps, and what it does ``then``."""
+    state = Run(trainer, num_rows=num_rows).state
     with training_checkpointer(trainer.args) as checkpointer:
-        values = checkpointer.begin(trainer.run_state(), 4, lambda values: None)
+        values = checkpointer.begin(state(), 4, lambda values: None)
         for step in numbers:
-            checkpointer.after(step, trainer.run_state)
+            checkpointer.after(step, state)
         then(checkpointer)
     return values
 
@@ -187,8 +192,8 @@ def test_a_run_does_not_end_before_its_checkpoint(models_folder, tmp_path):
     trainer.args.resume = "latest"
     with training_checkpointer(trainer.args) as checkpointer:
         with pytest.raises(UserError, match="step_000002 is of a run that had taken 2 steps"):
-            checkpointer.begin(trainer.run_state(), 1, lambda values: None)
-        checkpointer.begin(trainer.run_state(), 2, lambda values: None)
+            checkpointer.begin(Run(trainer).state(), 1, lambda values: None)
+        checkpointer.begin(Run(trainer).state(), 2, lambda values: None)
 
 
 @pytest.mark.slow
@@ -301,7 +306,7 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog,
         monkeypatch.setattr(manager, "_make_folders", lambda *_: "No space left on device")
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)
-        checkpointer.after(3, trainer.run_state)
+        checkpointer.after(3, Run(trainer).state)
 
     with pytest.raises(TrainingStopped) as stopped:
         steps(trainer, 2, then=stop)
@@ -313,23 +318,14 @@ def test_a_stop_that_could_not_be_saved_says_so(models_folder, tmp_path, caplog,
 @pytest.mark.parametrize(("now", "fits"), [(512, True), (511, False), *slow([(None, False)])])
 def test_changed_data_is_not_resumed(now, fits, models_folder, tmp_path):
     trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=1)
-    state, rows = trainer.run_state, [512]
-
-    def with_rows():
-        found = state()
-        found.values["rows"] = rows[0]
-        return found
-
-    trainer.run_state = with_rows
-    steps(trainer, 1, 2)
-    rows[0] = now
+    steps(trainer, 1, 2, num_rows=512)
     folder = tmp_path / "checkpoints"
     trainer.args.resume = str(folder / "step_000001")
     if fits:
-        assert steps(trainer)["rows"] == 512
+        assert steps(trainer, num_rows=now)["rows"] == 512
     else:
         with pytest.raises(UserError, match=f"the data has {now} rows and had 512 when .*put"):
-            steps(trainer)
+            steps(trainer, num_rows=now)
     left = {path.name for path in folder.iterdir()}
     assert left == {"step_000001"} | ({"step_000002"} if not fits else set())
 
