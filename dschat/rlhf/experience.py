@@ -57,6 +57,7 @@ class Experience:
     returns: Tensor  # (S, A) fp32
     sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
     inputs: list[dict[str, Any]] | None = None  # (S,) what their chat template got beside them
+    places: list[int] | None = None  # (S,) the prompts' rows in the table, where known
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action
