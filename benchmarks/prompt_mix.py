@@ -1,10 +1,10 @@
 """Compares ways to draw prompts on a mix of easy, hard and impossible ones, at equal numbers of
 generated answers.
 
-python prompt_mix.py [--seeds 1234 1 2] [--answers 40960] [--out FOLDER]
+python benchmarks/prompt_mix.py [--seeds 1234 1 2] [--answers 20480] [--out FOLDER]
 
 The task is that of recipe arithmetic. SFT makes the easy prompts, of three digits, right; it
-reaches the result of the hard ones, of four, in one case out of three; the impossible ones are hard
+reaches the result of the hard ones, of four, in one case out of six; the impossible ones are hard
 ones with a wrong reference. Prints the accuracy on held-out hard prompts, one JSON line per run.
 """
 
@@ -29,33 +29,36 @@ WAYS = {
     "adaptive, dynamic": ["--prompt_sampling", "adaptive", "--dynamic_sampling"],
     "curriculum": ["--prompt_sampling", "curriculum:level"],
 }
-EACH = 512  # prompts of each of the three kinds
+EACH = 256  # prompts of each of the three kinds
 _NO_ANSWER = "999"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1, 2])
-    parser.add_argument("--answers", type=int, default=40_960)
+    parser.add_argument("--answers", type=int, default=20_480)
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--out", type=Path, default=Path("output/prompt_mix"))
     args = parser.parse_args()
     write_data(args.out)
     recipe = yaml.safe_load((ROOT / "training/recipes/arithmetic.yaml").read_text())
+    sft = args.out / "sft"
+    if not (sft / "config.json").exists():
+        data = ["--data_path", args.out / "sft.jsonl", "--max_eval_samples", 0]
+        columns = ["--columns", "prompt=prompt", "chosen=demonstration", "--text_as", "chat"]
+        run("step1_sft", recipe["step1"], 1234, sft, *data, *columns)
     for seed in args.seeds:
-        sft = args.out / f"sft_{seed}"
-        if not (sft / "config.json").exists():
-            data = ["--data_path", args.out / "sft.jsonl", "--max_eval_samples", 0]
-            columns = ["--columns", "prompt=prompt", "chosen=demonstration", "--text_as", "chat"]
-            run("step1_sft", recipe["step1"], seed, sft, *data, *columns)
         for way in args.ways:
             folder = args.out / f"{way.replace(', ', '_')}_{seed}"
             metrics = folder / "metrics.jsonl"
             if not metrics.exists():
                 data = ["--data_path", args.out / "prompts.jsonl", "--text_as", "chat"]
                 data += ["--eval_data_path", args.out / "held_out.jsonl"]
-                steps = args.answers // 512 // (2 if way == "dynamic" else 1)  # more than enough
-                settings = recipe["step3"] | {"max_steps": steps, "eval_steps": 2}
+                each = 2 if "dynamic" in way else 1  # its rollouts take twice as many, or more
+                steps = {"max_steps": args.answers // 256 // each, "eval_steps": 10 // each}
+                sizes = {"generation": 32, "training": 128}
+                steps |= {f"per_device_{name}_batch_size": size for name, size in sizes.items()}
+                settings = recipe["step3"] | steps
                 model = ["--actor_model_name_or_path", sft]
                 run("step3_rlhf", settings, seed, folder, *data, *model, *WAYS[way])
             rows = [json.loads(line) for line in metrics.open()]
@@ -81,7 +84,7 @@ def write_data(out: Path) -> None:
         for row in kind
     ]
     held_out = [{k: row[k] for k in ("prompt", "reference")} for row in rows["eval"]]
-    sft = rows["train"][2 * EACH :] + short
+    sft = rows["train"][1024:14_000] + 4 * short
     tables = {"sft": sft, "prompts": prompts, "held_out": held_out}
     for name, table in tables.items():
         rng.shuffle(table)
@@ -92,7 +95,7 @@ def run(step: str, settings: dict, seed: int, out: Path, *flags: object) -> None
     words = [sys.executable, str(ROOT / step / "main.py"), "--output_dir", str(out)]
     for name, value in settings.items():
         words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    words += ["--seed", str(seed), "--report_to", "none", "--disable_tqdm", *map(str, flags)]
+    words += ["--seed", str(seed), "--save_steps", "0", "--disable_tqdm", *map(str, flags)]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -103,7 +106,7 @@ def figures(rows: list[dict], answers: int) -> dict[str, float]:
         if "eval/pass@1" in row:
             at.append((taken, row["eval/pass@1"]))
         elif taken < answers:
-            taken += 8 * row.get("sampling/prompts", 64)
+            taken += 8 * row.get("sampling/prompts", 32)
             alike = row.get("sampling/waste", row["frac_reward_zero_std"])
             mixed.append(row.get("sampling/mixed", 1 - alike))
     budgets = [answers * quarter // 4 for quarter in range(5)]
