@@ -249,7 +249,7 @@ def test_every_default_of_trl_is_none_of_ours(caplog):
         ({"logging_steps": 0.5}, "logging_steps 0.5 .* give the number, not a share"),
         ({"num_train_epochs": 2.5}, "num_train_epochs 2.5 is not a whole number; max_steps ends"),
         ({"push_to_hub": True}, "push_to_hub True is not text; give .* name, OWNER/NAME"),
-        ({"report_to": ["mlflow"]}, "report_to .* not one of tensorboard, wandb, none"),
+        ({"report_to": ["neptune"]}, "report_to .* not one of tensorboard, wandb, trackio, ml"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type .* is not one of cosine, linear"),
     ],
 )

@@ -2,6 +2,7 @@
 off-policy correction) and on-policy distillation. Parts of `dschat.config.RLHFConfig`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
@@ -151,7 +152,12 @@ class AlgorithmConfig:
         needs="overlong_buffer_len",
     )
     overlong_filter: bool = flag(False, "Mask answers without EOS out of the loss (DAPO).")
-    # dynamic sampling
+    # which prompts
+    prompt_sampling: str = flag(
+        "uniform",
+        "How prompts are drawn. uniform: all in turn. adaptive: more often where the scores of a "
+        "prompt's answers have differed. curriculum:COLUMN: by ascending numbers in COLUMN.",
+    )
     dynamic_sampling: bool = flag(
         False,
         "Drop groups whose scores are all equal and sample until the rollout is full (DAPO).",
@@ -271,12 +277,17 @@ class AlgorithmConfig:
         for given, compares in (
             (f"--advantage_estimator {name}", self.estimator.compares_group),
             ("--dynamic_sampling", self.dynamic_sampling),
+            ("--prompt_sampling adaptive", self.prompt_sampling == "adaptive"),
         ):
             require(
                 not compares or num_samples_per_prompt > 1,
                 f"{given} compares the answers to one prompt; raise "
                 f"--num_samples_per_prompt {num_samples_per_prompt} to 2 or more",
             )
+        require(
+            bool(re.fullmatch("uniform|adaptive|curriculum:.+", self.prompt_sampling)),
+            f"--prompt_sampling {self.prompt_sampling!r}: uniform, adaptive or curriculum:COLUMN",
+        )
         require(
             self.critic_warmup_steps == 0 or self.has_critic,
             f"--critic_warmup_steps needs a critic; {name} has none",

@@ -355,10 +355,10 @@ class SavingConfig:
         "Make --push_to_hub's repository private, or public; default: as its owner has it set.",
         needs="push_to_hub",
     )
-    report_to: list[Literal["tensorboard", "wandb", "none"]] = log_flag(
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]] = log_flag(
         ["tensorboard"],
-        "Log to TensorBoard events in OUTPUT_DIR/tensorboard, to Weights & Biases (needs the "
-        "[wandb] extra), or to neither, beside metrics.jsonl.",
+        "Log to TensorBoard events in OUTPUT_DIR/tensorboard, to Weights & Biases, trackio or "
+        "MLflow (each needs the extra of its name), or to none, beside metrics.jsonl.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = log_flag("info", "Log level.")
     disable_tqdm: bool = log_flag(False, "Disable progress bars.")

@@ -10,7 +10,7 @@ micro-batches (`dschat.data.micro_batches`).
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
@@ -81,6 +81,7 @@ class StepBatches:
     shuffle: bool = True  # False: the order of the rows (evaluation: each row once, over all ranks)
     drop_last: bool = False  # drop a last global batch that is not full
     together: str = ""  # a column: neighbours with the same value there stay so when shuffled
+    ordered_by: np.ndarray | None = None  # (N,): epochs go from the lowest to the highest
 
     def __post_init__(self) -> None:
         assert self.global_batch_size >= 1, self.global_batch_size
@@ -115,6 +116,9 @@ class StepBatches:
         order = np.arange(num_rows)
         if self.shuffle:
             order = self._shuffled(np.random.default_rng([self.seed, epoch]), dataset)
+        if self.ordered_by is not None:
+            order = order[: len(self) * size]  # a batch that is dropped is a random one
+            order = order[np.argsort(self.ordered_by[order], kind="stable")]
         for step in range(first_step, len(self)):
             indices = order[step * size : (step + 1) * size].tolist()
             if self.size.tokens:
@@ -152,6 +156,7 @@ class PromptTable:
         texts: the text, or the last user turn; None if unknown.
         columns: the other columns of the prompts' rows.
         inputs: what the chat template gets beside the messages; None if unknown.
+        places: their rows in the table that they were drawn from; None if unknown.
     """
 
     ids: list[list[int]] = field(default_factory=list)
@@ -159,6 +164,7 @@ class PromptTable:
     texts: list[str] | None = None
     columns: dict[str, list[Any]] = field(default_factory=dict)
     inputs: list[dict[str, Any]] | None = None
+    places: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -191,6 +197,7 @@ class PromptTable:
             joined(self.texts, other.texts),
             {name: self.columns[name] + other.columns[name] for name in both},
             joined(self.inputs, other.inputs),
+            joined(self.places, other.places),
         )
 
 
@@ -246,7 +253,7 @@ class PromptBatches(StepBatches):
     Args:
         dataset: rows of ``prompt_dataset``, a table or a stream.
         rollout_prompts: prompts of one rollout, over all ranks.
-        rank, world_size, seed: as in ``StepBatches``.
+        rank, world_size, seed, ordered_by: as in ``StepBatches``.
     """
 
     def __init__(
@@ -256,6 +263,7 @@ class PromptBatches(StepBatches):
         rank: int,
         world_size: int,
         seed: int,
+        ordered_by: np.ndarray | None = None,
     ) -> None:
         self._columns = prompt_columns(dataset)
         drop_last = False
@@ -267,7 +275,9 @@ class PromptBatches(StepBatches):
             drop_last = len(dataset) >= rollout_prompts
         size = MicroBatchSize(rollout_prompts)
         super().__init__(
-            dataset, rollout_prompts, size, rank, world_size, seed, drop_last=drop_last
+            *(dataset, rollout_prompts, size, rank, world_size, seed),
+            drop_last=drop_last,
+            ordered_by=ordered_by,
         )
         self._epoch, self._rollouts = 0, Endless(self)
 
@@ -280,6 +290,12 @@ class PromptBatches(StepBatches):
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[PromptTable]:
         for rows in super().epoch(epoch, first_step):
             yield prompts_of(rows, self._columns)
+
+    def at(self, places: list[int]) -> PromptTable:
+        """This rank's share of the rows at ``places`` of a table."""
+        assert not isinstance(self.dataset, RowStream)
+        mine = self._share(places)
+        return replace(prompts_of([self.dataset[i] for i in mine], self._columns), places=mine)
 
 
 def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:

@@ -1,11 +1,10 @@
-"""Writes every step's metrics to ``metrics.jsonl``, TensorBoard and Weights & Biases.
+"""Writes every step's metrics to ``metrics.jsonl``, TensorBoard and trackers.
 
 Files of rows are truncated by a resumed run to its checkpoint's position. If the disk is full, rows
 wait in memory and in checkpoints until they can be written.
 """
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -22,7 +21,8 @@ import yaml
 
 import dschat.distributed as dist
 from dschat import __version__
-from dschat.config import CommonConfig, UserError
+from dschat.config import CommonConfig
+from dschat.observability.trackers import Trackers
 from dschat.observability.verdict import verdict
 from dschat.startup.files import no_link, replace_file
 
@@ -156,15 +156,6 @@ WARNINGS = "warnings.jsonl"
 SETTINGS = "training_config.yaml"
 
 
-def check_sinks(config: CommonConfig) -> None:
-    """Raise ``UserError`` if a sink that ``config`` enables is not installed."""
-    if "wandb" in config.report_to and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "--report_to wandb needs wandb; install it with `pip install dschat[wandb]`, or leave "
-            "it out"
-        )
-
-
 class MetricsLog:
     """Writes the settings to ``OUTPUT_DIR/training_config.yaml`` and one JSON object per step to
     ``OUTPUT_DIR/metrics.jsonl``; the same metrics go to the other sinks. Rows of sample answers go
@@ -177,13 +168,13 @@ class MetricsLog:
         self._rows: RowFile | None = None
         self._others: dict[str, RowFile] = {}  # samples and warnings
         self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._trackers = Trackers()
         if not dist.is_main_process() or output_dir is None:
             return
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        settings = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-        replace_file(folder / SETTINGS, settings)
+        settings = dataclasses.asdict(config)
+        replace_file(folder / SETTINGS, yaml.safe_dump(settings, sort_keys=False))
         self._folder = folder
         # A resumed run keeps the rows up to the position passed to `resume_from`.
         keeps_rows = bool(config.resume)
@@ -195,20 +186,8 @@ class MetricsLog:
         self._uses_tensorboard = "tensorboard" in config.report_to
         if self._uses_tensorboard and not config.resume:
             self._start_tensorboard()
-        if "wandb" in config.report_to:
-            self._start_wandb(config)
-
-    def _start_wandb(self, config: CommonConfig) -> None:
-        """Start a W&B run; a resumed run continues its W&B run."""
-        import wandb
-
-        mark, options = self._folder / ".wandb_run", {}
-        if config.resume and mark.is_file():
-            options = {"id": mark.read_text(), "resume": "allow"}
-        self._wandb = wandb.init(
-            project="dschat", dir=str(self._folder), config=dataclasses.asdict(config), **options
-        )
-        replace_file(mark, self._wandb.id)
+        self._trackers = Trackers(config.report_to)
+        self._trackers.tell("start", folder, settings, keeps_rows)
 
     def _start_tensorboard(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -264,8 +243,7 @@ class MetricsLog:
             except OSError as error:
                 self._tensorboard = None
                 logger.warning("TensorBoard is off from here on: %s", error)
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
+        self._trackers.tell("write", step, metrics)
 
     def write_warnings(self, step: int, found: Sequence[Any]) -> None:
         """Log what was ``found`` to be wrong, and record it under ``step`` of warnings.jsonl."""
@@ -298,13 +276,8 @@ class MetricsLog:
             self._others["samples"].write({"step": step} | dict(row))
 
     def write_answers(self, step: int, table: Sequence[Mapping[str, Any]]) -> None:
-        """Show answers in W&B: one mapping of column to text or number for each."""
-        if self._wandb is not None:
-            import wandb
-
-            data = [list(answer.values()) for answer in table]
-            shown = wandb.Table(columns=list(table[0]), data=data)
-            self._wandb.log({"samples": shown}, step=step)
+        """Show answers in the trackers: one mapping of column to text or number for each."""
+        self._trackers.tell("write_answers", step, table)
 
     def close(self) -> None:
         for file in self._row_files:
@@ -314,8 +287,7 @@ class MetricsLog:
                 self._tensorboard.close()
             except OSError as error:
                 logger.warning("TensorBoard lacks the last metrics: %s", error)
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._trackers.tell("close")
 
 
 def _has_rows(path: Path) -> bool:

@@ -56,7 +56,7 @@ class RolloutPolicy:
     """
 
     def __init__(self, more: PromptQueue) -> None:
-        self._more = more
+        self.more = more
 
     def rollout(
         self, collector: "Collector", prompts: PromptTable, sampling: SamplingParams
@@ -66,11 +66,11 @@ class RolloutPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. JSON-able state that the next rollout depends on, the same on all ranks."""
-        return self._more.state_dict()
+        return self.more.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self._more.load_state_dict(state)
+        self.more.load_state_dict(state)
 
 
 class Collector:
@@ -264,7 +264,7 @@ class Collector:
             )
         pad_id = self._engine.tokenizer.pad_token_id
         e = from_rollout(ids, answers, pad_id, first)
-        for name in ("sources", "inputs"):
+        for name in ("sources", "inputs", "places"):
             values = [v for group in groups for v in getattr(group.prompts, name) or ()]
             setattr(e, name, values or None)
         if self.args.teacher_prompt:
@@ -311,6 +311,7 @@ class Collector:
         for source in sources:
             if source.name != REWARD_MODEL and source.weight:
                 failed |= source.scores.isnan()
+        e.metrics |= self.policy.more.observe(e, self.clip)
         counts = [float(failed.sum()), float((~e.scored & ~failed).sum()), float(len(failed))]
         num_failed, num_declined, total = dist.sum_floats(counts)
         if num_failed or num_declined:

@@ -61,6 +61,7 @@ class Experience:
     source_scores: list[dict[str, float]] | None = None  # (S,) of weighted sources, as they came
     columns: list[dict[str, Any]] | None = None  # (S,) of the rows, for --teacher_prompt
     inputs: list[dict[str, Any]] | None = None  # (S,) what their chat template got beside them
+    places: list[int] | None = None  # (S,) the prompts' rows in the table, where known
     # (S,) of (T, routers, k): the experts that the rollout chose, if training replays them
     experts: list[Tensor] | None = None
     rows: PackedRows | None = None  # of a micro-batch: the forwards' input, reading every action

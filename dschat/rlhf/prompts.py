@@ -11,6 +11,8 @@ import dschat.distributed as dist
 from dschat.config import UserError
 from dschat.data.batches import PromptTable, position_of, seek
 from dschat.inference.protocol import prompt_problem
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.prompt_sampling import AdaptivePrompts
 
 PromptBatch = PromptTable | list[list[int]] | Mapping[str, Tensor | list[list[int]]]
 
@@ -56,11 +58,22 @@ class PromptQueue:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state that the next rollout depends on, the same on all ranks."""
-        return {"left": vars(self._left), "taken": position_of(self._batches)}
+        state = {"left": vars(self._left), "taken": position_of(self._batches)}
+        if isinstance(self._batches, AdaptivePrompts):
+            state["adaptive"] = self._batches.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._left = PromptTable(**state["left"])
         seek(self._batches, state["taken"])
+        if isinstance(self._batches, AdaptivePrompts) and "adaptive" in state:
+            self._batches.load_state_dict(state["adaptive"])
+
+    def observe(self, e: Experience, clip: float | None) -> dict[str, float]:
+        """Collective. See `AdaptivePrompts.observe`; does nothing for other prompts."""
+        if not isinstance(self._batches, AdaptivePrompts):
+            return {}
+        return self._batches.observe(e, clip)
 
     def take(self, size: int, fallback: PromptTable) -> PromptTable:
         """Collective. This rank's share of the next ``size`` prompts, whose order does not depend

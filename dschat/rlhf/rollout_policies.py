@@ -149,7 +149,7 @@ class DynamicSampling(RolloutPolicy):
         while len(rounds) < self._max_rounds and len(found) < needed:
             if rounds:
                 likely = math.ceil((needed - len(found)) * sampled / max(len(found), 1))
-                asked = self._more.take(min(needed, likely), prompts)
+                asked = self.more.take(min(needed, likely), prompts)
             e = collector.score(*collector.ask(sampling, asked, sampled))
             rounds.append(e)
             found += _with_variance(e, collector, sampling.n, sampled)
@@ -265,7 +265,7 @@ class PartialRollouts(RolloutPolicy):
         self._num_wanted = wanted = len(prompts.ids)
         self._start(prompts)
         missing = wanted + math.ceil(self._oversample * wanted) - len(self._open)
-        self._start(self._more.take(sum(dist.gather_objects(max(0, missing))), prompts))
+        self._start(self.more.take(sum(dist.gather_objects(max(0, missing))), prompts))
         e, scoring = collector.ask(sampling, self._table, 0, wanted, self._through)
         done = [i for i, prompt in enumerate(self._open) if prompt.is_complete][:wanted]
         staleness = [self._open[i].staleness for i in done]

@@ -17,6 +17,7 @@ from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
 from dschat.rlhf.formulas import estimator, policy_loss
 from dschat.rlhf.initial_checkpoints import check_lengths, find_checkpoints
 from dschat.rlhf.kept_rollouts import KeptRollouts
+from dschat.rlhf.prompt_sampling import AdaptivePrompts, difficulties
 from dschat.rlhf.ptx import unsupervised_steps
 from dschat.rlhf.reporter import Reporter
 from dschat.rlhf.run_state import Run
@@ -82,7 +83,9 @@ def train(
     if (size := args.divisible_prompts(found, world)) < found:
         text = "%d prompts do not fill a rollout: iterations take %d, which fill optimizer steps"
         console.logger.info(text, found, size)
-    prompt_train_dataloader = PromptBatches(prompts, size, rank, world, args.seed)
+    kind, _, column = args.prompt_sampling.partition(":")
+    ordered_by = difficulties(prompts, column) if kind == "curriculum" else None
+    prompt_train_dataloader = PromptBatches(prompts, size, rank, world, args.seed, ordered_by)
     num_iters = args.max_steps or args.num_train_epochs * len(prompt_train_dataloader)
     num_steps = num_iters * args.ppo_epochs * args.mini_batches_of(size, world)
     warn_of_few_steps(args, num_steps, "per_device_generation_batch_size")
@@ -95,7 +98,9 @@ def train(
         args=args,
         checkpoints=checkpoints,
     )
-    prompt_batches = Endless(prompt_train_dataloader)  # epoch after epoch
+    prompt_batches: Endless | AdaptivePrompts = Endless(prompt_train_dataloader)  # all epochs
+    if kind == "adaptive":
+        prompt_batches = AdaptivePrompts(prompt_train_dataloader, args.num_samples_per_prompt)
     trainer = DeepSpeedPPOTrainer(
         engine=engine,
         args=args,

@@ -17,7 +17,7 @@ from dschat.checkpoint.compatibility import check_start, contents_of
 from dschat.config import CommonConfig, UserError
 from dschat.config.errors import did_you_mean
 from dschat.observability import console
-from dschat.observability.metrics_log import check_sinks
+from dschat.observability.trackers import check_trackers
 from dschat.runtime.hub import check_hub
 from dschat.runtime.output_dir import check_output_dir
 from dschat.user_code.calls import load, raised
@@ -114,7 +114,7 @@ def start_step(config: CommonConfig, callbacks: Sequence[Any] = ()) -> Callbacks
     config.output_dir = os.path.abspath(config.output_dir)  # the user's code may call os.chdir
     check_output_dir(config.output_dir, config.overwrite_output_dir, asdict(config))
     check_start(config, dist.world_size())
-    check_sinks(config)
+    check_trackers(config.report_to)
     check_hub(config)
     return Callbacks(config.callback or (), callbacks, config.on_callback_error)
 

@@ -51,7 +51,7 @@ MODELS = (
 )
 GLOBAL_BATCH = 8
 OTHER_CASES = ("rollout", "preference", "balance", "collective", "episode")
-OTHER_CASES += ("sequence_parallel",)
+OTHER_CASES += ("sequence_parallel", "sampling")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from runs import Case
 PPO = "--enable_ema --actor_zero_stage 3 --critic_zero_stage 2 --actor_lora_dim 4"
 PTX = "--unsupervised_dataset_name {models}/text.txt"
 GRPO = "--advantage_estimator grpo --reward_fn length --reward_args length.target=20"
-GRPO += " --normalize_reward --dynamic_sampling"
+GRPO += " --normalize_reward --dynamic_sampling --prompt_sampling adaptive"
 PARTIAL = "--advantage_estimator grpo --reward_fn length --reward_args length.target=20"
 PARTIAL += " --partial_rollout --rollout_is tis --kv_page_size 4"
 EPISODES = "--environment {here}/talker.py:Talker --max_turns 3 --max_turn_tokens 6"

@@ -62,8 +62,8 @@ def test_an_updates_metrics(models_folder):
 
 @pytest.mark.slow
 def test_the_kl_of_a_single_step(models_folder, monkeypatch):
-    """In float64, of the answers to every eighth prompt; measured before the step it is 0. Weights and the next
-    rollout are those of a run that does not measure it.
+    """In float64, of the answers to every eighth prompt; measured before the step it is 0. Weights
+    and the next rollout are those of a run that does not measure it.
     """
     options = {"ppo_epochs": 1, "gradient_accumulation_steps": 2, "actor_learning_rate": 1e-2}
     trainer = trainer_of(models_folder, temperature=0.8, **options)

@@ -32,7 +32,8 @@ PPO = (
     "--advantage_estimator gae --enable_ema --kl_target 1 --actor_dropout 0.1 --critic_dropout 0.1 "
     "--per_device_training_batch_size 4 --unsupervised_dataset_name {}/text.txt"
 )
-GRPO = "--advantage_estimator grpo --per_device_training_batch_size 1 --kl_in_loss --kl_coef 0.1 --kl_target 1 "
+GRPO = "--advantage_estimator grpo --per_device_training_batch_size 1 "
+GRPO += "--kl_in_loss --kl_coef 0.1 --kl_target 1 "
 ONE = [PPO, GRPO + "--gradient_accumulation_steps 4 --max_tokens_per_micro_batch 40"]
 EXPERTS = "--actor_model_name_or_path {models}/qwen3_moe --moe_routing_replay "
 EXPERTS += "--router_aux_loss_coef 0.01"
