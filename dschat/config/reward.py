@@ -32,8 +32,8 @@ class RewardSourcesConfig:
     reward_fn: Optional[list[str]] = flag(
         None,
         "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
-        "math_equal, regex_match, length, json_schema, format_tags, http, judge, judge_group, "
-        "judge_reference); append :WEIGHT if not 1 (0: only log).",
+        "math_equal, regex_match, length, json_schema, format_tags, python_tests, http, judge, "
+        "judge_group, judge_reference); append :WEIGHT if not 1 (0: only log).",
         short=True,
         reads="files",
     )

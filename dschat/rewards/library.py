@@ -19,6 +19,7 @@ from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import read_named, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
+from dschat.rewards.code_tests import PythonTests
 from dschat.rewards.endpoint import Http
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
@@ -274,6 +275,7 @@ READY_MADE: dict[str, Callable[..., Any]] = {
     "length": Length,
     "json_schema": JsonSchema,
     "format_tags": FormatTags,
+    "python_tests": PythonTests,
     "http": Http,
     "judge": Judge,
     "judge_group": JudgeGroup,
