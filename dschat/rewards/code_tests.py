@@ -1,4 +1,4 @@
-"""The ready-made reward ``python_tests``: the share of a row's tests that the answer's code passes.
+"""Runs the code of an answer against tests, for the ready-made reward ``python_tests``.
 
 Each answer has two processes (`sandbox` says why), isolated in the first of these ways that works
 here: namespaces of the kernel, bwrap, a user of their own if this process is root's. They are
@@ -7,7 +7,6 @@ killed at the end, at each test that takes too long, and with this process.
 
 import functools
 import json
-import logging
 import math
 import os
 import re
@@ -23,21 +22,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat.config.errors import require
-from dschat.config.fields import require_valid
 from dschat.user_code.calls import Fault
 from dschat.user_code.processes import START_S
-
-logger = logging.getLogger("dschat")
 
 Test = list[str]  # ["run", input, output] or ["code", source, ...]
 
 _FENCE = re.compile(r"```(?:python|py)?3?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_MISSING = {  # isolation -> what it does not isolate
+NOT_ISOLATED = {  # isolation -> what it does not isolate
     "namespaces": "",
     "bwrap": "",
     "user": "the network, and files that everybody may read or write",
@@ -48,59 +42,17 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_AREN
 _RESULTS = {b"1": True, b"0": False}
 
 
-@dataclass
-class PythonTests:
-    """The share of ``tests`` that the answer's last fenced block of Python passes; None for a row
-    without tests.
-
-    ``timeout_s`` is the limit of a test, ``limit_s`` of an answer: later tests fail.
-    """
-
-    timeout_s: float = 5.0
-    limit_s: float = 60.0
-    memory_mib: int = 1024
-    unsafe: bool = False
-
-    def __post_init__(self) -> None:
-        require_valid(self, "--reward_args python_tests.")
-        require(
-            min(self.timeout_s, self.limit_s) > 0 and self.memory_mib >= 64,
-            "python_tests: limits of time are above 0, memory_mib is at least 64",
-        )
-        self.limit_per_answer_s = self.limit_s + 2 * self.timeout_s + START_S
-        self._mode = _isolation()
-        if missing := _MISSING[self._mode]:
-            require(
-                self._mode != "none" or self.unsafe,
-                "python_tests cannot isolate answers here: the kernel gives this user no "
-                "namespaces, and there is no bwrap; install it, run as root in a container, or "
-                "with --reward_args python_tests.unsafe=true, if answers may do what you may do",
-            )
-            logger.warning("python_tests does not isolate answers from %s", missing)
-
-    def __call__(
-        self,
-        answers: list[str],
-        tests: list[Any],
-        setup: list[Any] | None = None,
-        entry_point: list[Any] | None = None,
-    ) -> list[float | None]:
-        none = [None] * len(answers)
-        rows = zip(answers, tests, setup or none, entry_point or none, strict=True)
-        return [self._score(answer, read_tests(*row)) for answer, *row in rows]
-
-    def _score(self, answer: str, tests: list[Test]) -> float | None:
-        if not tests:
-            return None
-        blocks = _FENCE.findall(answer)
-        if not blocks:
-            return 0.0
-        results: list[bool] = []
-        end = time.monotonic() + self.limit_s
-        while len(results) < len(tests) and time.monotonic() < end:
-            left = tests[len(results) :]
-            results += run_tests(blocks[-1], left, self._mode, self.timeout_s, self.memory_mib, end)
-        return sum(results) / len(tests)
+def share_passed(
+    answer: str, tests: list[Test], mode: str, timeout_s: float, limit_s: float, memory_mib: int
+) -> float:
+    """The share of ``tests`` that the answer's last fenced block of Python passes."""
+    blocks = _FENCE.findall(answer)
+    results: list[bool] = []
+    end = time.monotonic() + limit_s
+    while blocks and len(results) < len(tests) and time.monotonic() < end:
+        left = tests[len(results) :]
+        results += run_tests(blocks[-1], left, mode, timeout_s, memory_mib, end)
+    return sum(results) / len(tests)
 
 
 def read_tests(tests: Any, setup: Any = None, entry_point: str | None = None) -> list[Test]:
@@ -278,7 +230,7 @@ def _bwrap(mode: str) -> list[str]:
 
 
 @functools.cache
-def _isolation() -> str:
+def isolation() -> str:
     """The first way to isolate processes that works here; none: none does."""
     # NOTE no bwrap for root, whose processes are not limited in number
     modes = ("namespaces", "user") if os.getuid() == 0 else ("namespaces", "bwrap")

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from dschat.config import UserError
-from dschat.rewards import code_tests
-from dschat.rewards.code_tests import PythonTests, read_tests, run_tests
+from dschat.rewards import code_tests, library
+from dschat.rewards.code_tests import read_tests, run_tests
+from dschat.rewards.library import PythonTests
 from dschat.rewards.loader import load_reward_functions
 from dschat.user_code.calls import Fault
 
@@ -22,15 +23,14 @@ def fenced(code):
 
 @pytest.fixture(scope="module")
 def isolated():
-    function = PythonTests(timeout_s=20.0, limit_s=60.0, memory_mib=256)
-    if function._mode == "none":
+    if code_tests.isolation() == "none":
         pytest.skip("nothing isolates processes here")
-    return function
+    return PythonTests(timeout_s=20.0, limit_s=60.0, memory_mib=256)
 
 
 @pytest.fixture(params=[MODES[0], pytest.param(MODES[1], marks=pytest.mark.slow)])
 def each_mode(request, isolated, monkeypatch):
-    monkeypatch.setattr(code_tests, "_isolation", lambda: request.param)
+    monkeypatch.setattr(library, "isolation", lambda: request.param)
     try:
         works = run_tests(
             "print(1)", [["run", "", "1"]], request.param, 5, 256, time.monotonic() + 9
@@ -201,7 +201,7 @@ def test_answers_read_and_write_nothing_outside(each_mode, tmp_path):
 
 
 def test_answers_see_no_network_and_no_process_or_file_of_others(isolated):
-    if isolated._mode == "user":
+    if code_tests.isolation() == "user":
         pytest.skip("no namespaces here")
     code = "import socket\ntry:\n    socket.create_connection(('127.0.0.1', 1), 1)\n"
     code += "except OSError as e: print(e.errno)"  # ENETUNREACH, not ECONNREFUSED
@@ -223,14 +223,14 @@ def test_an_answer_has_a_limit_of_time_for_all_its_tests(isolated):
 
 
 def test_what_is_not_isolated_is_said_or_refused(monkeypatch, caplog):
-    monkeypatch.setattr(code_tests, "_isolation", lambda: "user")
+    monkeypatch.setattr(library, "isolation", lambda: "user")
     PythonTests()
     assert "does not isolate answers from the network" in caplog.text
-    monkeypatch.setattr(code_tests, "_isolation", lambda: "none")
-    with pytest.raises(UserError, match="cannot isolate answers here.*python_tests.unsafe=true"):
+    monkeypatch.setattr(library, "isolation", lambda: "none")
+    with pytest.raises(UserError, match="cannot isolate answers.*python_tests.unsafe=true"):
         PythonTests()
     (function,) = load_reward_functions(["python_tests"], (), ["python_tests.unsafe=true"], set())
     code, tests = fenced(ADD), ["assert add(1, 2) == 3"]
     assert function.function([code], [tests]) == [1]
-    with pytest.raises(UserError, match="limits of time are above 0"):
+    with pytest.raises(UserError, match="limits of time above 0"):
         PythonTests(timeout_s=0)
