@@ -169,7 +169,7 @@ def _process(
     paths = {"readable": _readable(), "packages": sysconfig.get_path("purelib")}
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import sandbox; "
-        f"sys.path.pop(); sandbox.main({json.dumps(setting | own | paths)!r})"
+        f"sys.path.pop(); sandbox.main({ascii(setting | own | paths)!r})"
     )
     python = [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c"]
     process = subprocess.Popen(
@@ -190,7 +190,7 @@ def _process(
     try:
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as file:
-            file.write(json.dumps(job).encode())
+            file.write(ascii(job).encode())
         yield
     finally:
         with suppress(ProcessLookupError):

@@ -1,41 +1,36 @@
 """Runs in two processes of their own what a model wrote, and the tests of it: see `code_tests`.
 
 No answer can forge a result, for the two share no memory, files, signals or user. The process of
-the tests has the tests, and writes the results into a pipe that the other one has not; the process
-of the answer is sent inputs and names, and returns what was printed, or plain data: numbers, texts,
-lists, no object with an ``__eq__`` of its own. All that it can send is a value that is right, or a
-wrong one. An object of the answer's own is a `Remote`, equal to itself alone.
+the tests has the tests, and writes the results into a pipe that the other one has not. The process
+of the answer is sent inputs and arguments, and returns what was printed, or Python's literals: no
+object with an ``__eq__`` of its own. All that it can send is a value that is right, or a wrong one.
 
 Nothing of dschat is imported here: processes should start fast.
 """
 
+import ast
 import builtins
 import ctypes
-import json
 import os
 import resource
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 LONGEST = 1 << 23  # bytes of a message
-_KINDS: dict[str, Any] = {
-    of.__name__: of for of in (list, tuple, dict, set, frozenset, bytes, deque)
-}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Link:
-    """Messages as lines of JSON, of which each waits for its reply: buffers hold no second one."""
+    """Messages as lines of literals, of which each waits for its reply: buffers hold one."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "rb")
 
     def send(self, message: Any) -> None:
-        data = json.dumps(message).encode() + b"\n"
+        data = ascii(message).encode() + b"\n"
         while data:
             data = data[os.write(self._file.fileno(), data) :]
 
@@ -43,14 +38,14 @@ class Link:
         line = self._file.readline(LONGEST)
         if not line.endswith(b"\n"):
             raise EOFError
-        return json.loads(line)
+        return ast.literal_eval(line.decode())
 
 
 def main(arguments: str) -> NoReturn:
-    """``arguments``: JSON, see `code_tests`. The job is on standard input, which ends with it."""
-    setting = json.loads(arguments)
-    with open(0, "rb", closefd=False) as file:
-        job = json.load(file)
+    """``arguments``: as a literal, see `code_tests`; the job is all of standard input, likewise."""
+    setting = ast.literal_eval(arguments)
+    with open(0, closefd=False) as file:
+        job = ast.literal_eval(file.read())
     link = Link(setting["link"])
     _isolate(setting)
     nothing = os.open("/dev/null", os.O_RDWR)
@@ -180,91 +175,47 @@ def _run(code: str, files: list[int]) -> int:
 
 
 def _answer(code: str, link: Link) -> int:
-    """Serve names of the answer, attributes of its objects, and calls."""
-    objects: list[Any] = []
+    """Serve calls of the answer's functions, or of its ``Solution``'s methods."""
     names: dict[str, Any] = {"__name__": "answer"}
     exec(compile(code, "answer.py", "exec"), names)
-
-    def key(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
-
-    def value_of(kind: str, *arguments: Any) -> Any:
-        if kind == "get":
-            return getattr(objects[arguments[0]], arguments[1])
-        if kind == "call":
-            positional, named = unpack(arguments[1], objects.__getitem__)
-            return objects[arguments[0]](*positional, **named)
-        name = arguments[0]
-        if name in names or "Solution" not in names:
-            return names[name] if name in names else exec(name, names)  # NameError
-        return getattr(names["Solution"](), name)
-
     link.send("ready")
-    while (request := link.receive()) != ["end"]:
+    while (request := link.receive()) is not None:
+        name, positional, named = request
         try:
-            link.send([pack(value_of(*request), key)])
-        except EOFError:
-            raise
+            is_method = name not in names and "Solution" in names
+            function = getattr(names["Solution"](), name) if is_method else names[name]
+            reply: Any = [_plain(function(*positional, **named))]
+            ast.literal_eval(ascii(reply))
         except BaseException as error:
-            link.send([type(error).__name__, str(error)])
+            reply = type(error).__name__, str(error)
+        link.send(reply)
     return 0
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without subclasses, such as Counter."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    of = next((kind for kind in (list, tuple, set) if isinstance(value, kind)), None)
+    return of(map(_plain, value)) if of else value
 
 
 # -- the tests -------------------------------------------------------------------------------------
 
 
-class Remote:
-    """An object of the answer: its attributes can be read, and it can be called."""
-
-    def __init__(self, key: int, ask: Callable[..., Any]) -> None:
-        self._key, self._ask = key, ask
-
-    def __getattr__(self, name: str) -> Any:
-        return self._ask("get", self._key, name)
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._ask("call", self._key, pack((positional, named), _key_of))
-
-
-def _key_of(value: Any) -> int:
-    if type(value) is not Remote:
-        raise TypeError(f"tests give answers plain data, not a {type(value).__name__}")
-    return value._key
-
-
-def pack(value: Any, key: Callable[[Any], int]) -> Any:
-    """``value`` as JSON; ``key``: of an object that is no plain data."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if type(value).__module__ == "numpy":
-        return pack(value.tolist(), key)
-    for kind, of in _KINDS.items():
-        if isinstance(value, of):
-            return [kind, [pack(v, key) for v in (value.items() if of is dict else value)]]
-    return ["object", key(value)]
-
-
-def unpack(value: Any, found: Callable[[int], Any]) -> Any:
-    if not isinstance(value, list):
-        return value
-    kind, content = value
-    return found(content) if kind == "object" else _KINDS[kind](unpack(v, found) for v in content)
-
-
 class _Names(dict[str, Any]):
     """Names of a test: Python's own come before the answer's, which cannot replace them."""
 
-    def __init__(self, ask: Callable[..., Any]) -> None:
-        super().__init__(__name__="tests")
-        self._ask = ask
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(__name__="tests", as_lists=_as_lists)
+        self._call = call
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
         if name in sys.stdlib_module_names:
             return __import__(name)
-        return self._ask("name", name)
+        return lambda *positional, **named: self._call(name, positional, named)
 
 
 def _judge(tests: list[list[Any]], link: Link, results: int) -> None:
@@ -291,14 +242,13 @@ def _holds(link: Link, *sources: str) -> bool:
     """Whether the code of a test runs through."""
     is_over = False
 
-    def ask(*request: Any) -> Any:
+    def call(*request: Any) -> Any:
         nonlocal is_over
         link.send(request)
         reply = link.receive()
-        if reply is None:  # the process ended
-            is_over = True
+        is_over = reply is None  # its process ended
         if len(reply) == 1:
-            return unpack(reply[0], lambda key: Remote(key, ask))
+            return reply[0]
         error: Any = getattr(builtins, reply[0], None)
         # NOTE a StopIteration would end a loop of the test, all(map(...)) for one, as if it held.
         is_safe = (
@@ -309,15 +259,14 @@ def _holds(link: Link, *sources: str) -> bool:
     link.send(["begin"])
     if link.receive() is None:  # its code raises or exits
         return False
-    names = _Names(ask)
-    names["as_lists"] = _as_lists
+    names = _Names(call)
     try:
         for source in sources:
             exec(compile(source, "tests.py", "exec"), names)
         return True
     finally:
         if not is_over:
-            link.send(["end"])
+            link.send(None)
             link.receive()
 
 

@@ -22,16 +22,18 @@ class Digits:
     def __init__(self, size, seed, step=1):
         self.size, self.seed, self.step = size, seed, step
 
-    def __len__(self):
-        return self.size
+    def __iter__(self):
+        return map(self.made, range(self.size))
 
-    def __getitem__(self, i):
+    def made(self, i):
         k = str(self.seed + i * self.step)
         return {"question": f"Say {k}", "answer": k, "metadata": {"k": (k,), 1: Fraction(1, 2)}}
 
     def score_answer(self, answer, entry):
         if answer == "crash":
             raise ZeroDivisionError
+        if answer == "exit":
+            exit()
         if answer == "hang":
             while True: pass
         (right,) = entry["metadata"]["k"]
@@ -74,10 +76,10 @@ def test_rows_with_settings_and_their_scores(stand_in, monkeypatch):
     first = rows[0]["columns"]
     assert set(first) == {"answer", "task", "settings", "entry"}
     right = first["answer"]
-    answers = [right, f"I say <answer> {right}\n</answer>.", "x", "crash", "nan"]
+    answers = [right, f"I say <answer> {right}\n</answer>.", "x", "crash", "nan", "exit"]
     columns = {n: [first[n]] * len(answers) for n in ("task", "settings", "entry")}
     reward = ReasoningGym()
-    assert reward(answers, **columns) == [1, 1, 0.25, 0, 0]
+    assert reward(answers, **columns) == [1, 1, 0.25, 0, 0, 0]
     none = {name: [None] for name in columns}
     assert reward([right], **none) == [None]  # a row of another source
     monkeypatch.setattr("dschat.rewards.library._GYM_S", 0.2)

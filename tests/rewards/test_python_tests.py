@@ -68,16 +68,15 @@ LCB = {"testtype": "functional", "metadata": {"func_name": "add"}}
         (IN_CLASS, [{**LCB, "input": "1\n2", "output": "3"}], {}, 1),  # LiveCodeBench
         (IN_CLASS, [{"input": "1\n2", "output": "3"}], {"entry_point": "add"}, 1),
         (
-            "def f(): return (1, [2.5, None], {3: {4}}, b'5', float('inf'))",
-            ["assert f() == (1, [2.5, None], {3: {4}}, b'5', float('inf'))"],
+            "def f(): return (1, [2.5, None], {3: {4}}, b'5', set())",
+            ["assert f() == (1, [2.5, None], {3: {4}}, b'5', set())"],
             {},
             1,
         ),
         (
-            "class Stack:\n    def __init__(self): self.of = []\n"
-            "    def push(self, x): self.of.append(x)\n    def pop(self): return self.of.pop()",
-            ["s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2 and s.of == [1]"],
-            {},
+            "from collections import Counter\ndef f(x): return Counter(x)",
+            ["assert f('aab') == {'a': 2, 'b': 1} and Counter('aab') == f('aab')"],
+            {"setup": "from collections import Counter"},
             1,
         ),
         (

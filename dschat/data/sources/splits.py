@@ -279,7 +279,7 @@ def _reasoning_gym(name: str, config: DataConfig, flag: str) -> Splits:
         rows = enumerate(task_rows(task, settings, flag))
         return [Line(f"{name}, row {number}", row) for number, row in rows]
 
-    return Splits(RawRows(name, COLUMNS, stamp, lambda: iter(made())))
+    return Splits(RawRows(name, [*COLUMNS], stamp, lambda: iter(made())))
 
 
 def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSource, RawRows]]:
