@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +29,7 @@ from dschat.user_code.processes import START_S
 
 Test = list[str]  # ["run", input, output] or ["code", source, ...]
 
-_FENCE = re.compile(r"```(?:python|py)?3?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```([\w+-]*)[^\S\n]*\n(.*?)```", re.DOTALL)
 NOT_ISOLATED = {  # isolation -> what it does not isolate
     "namespaces": "",
     "bwrap": "",
@@ -38,15 +37,19 @@ NOT_ISOLATED = {  # isolation -> what it does not isolate
     "none": "the network, your files and your processes",
 }
 _FOLDER = "/sandbox"  # for files, where there are namespaces
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 _RESULTS = {b"1": True, b"0": False}
 
 
 def share_passed(
     answer: str, tests: list[Test], mode: str, timeout_s: float, limit_s: float, memory_mib: int
 ) -> float:
-    """The share of ``tests`` that the answer's last fenced block of Python passes."""
-    blocks = _FENCE.findall(answer)
+    """The share of ``tests`` that the answer's last fenced block of Python passes; of several
+    blocks, one that is said to be Python.
+    """
+    found = [(tag.lower(), block) for tag, block in _FENCE.findall(answer)]
+    blocks = [block for tag, block in found if tag in ("python", "py", "python3")]
+    blocks = blocks or [block for tag, block in found if not tag]
     results: list[bool] = []
     end = time.monotonic() + limit_s
     while blocks and len(results) < len(tests) and time.monotonic() < end:
@@ -83,9 +86,8 @@ def read_tests(tests: Any, setup: Any = None, entry_point: str | None = None) ->
         elif isinstance(test, dict) and {"input", "output"} <= test.keys():
             name = test.get("fn_name") or (test.get("metadata") or {}).get("func_name")
             is_program = str(test.get("type") or test.get("testtype")).startswith("stdin")
-            found.append(
-                _pair(test["input"], test["output"], None if is_program else name or entry_point)
-            )
+            name = None if is_program else name or entry_point
+            found.append(_pair(test["input"], test["output"], name))
         else:
             raise Fault(f"cannot read a test: {test!r:.80}")
     return found
@@ -94,10 +96,8 @@ def read_tests(tests: Any, setup: Any = None, entry_point: str | None = None) ->
 def _pair(given: Any, expected: Any, name: str | None) -> Test:
     """A test with texts for a program, or values for the function ``name``."""
     if not name:
-        return [
-            "run",
-            *("\n".join(t) if isinstance(t, list) else str(t) for t in (given, expected)),
-        ]
+        texts = ("\n".join(t) if isinstance(t, list) else str(t) for t in (given, expected))
+        return ["run", *texts]
     if isinstance(given, str):  # LiveCodeBench: an argument a line, as JSON
         given = [_from_json(line, line) for line in given.splitlines()]
     expected = _from_json(expected, expected)
@@ -165,11 +165,16 @@ def _process(
     if mode in ("user", "none"):
         folder = tempfile.mkdtemp(prefix="python_tests-")
         os.chown(folder, uid or -1, -1)
-    own = {"folder": folder, "uid": uid, "link": link.fileno(), "results": [*more, 0][0]}
-    paths = {"readable": _readable(), "packages": sysconfig.get_path("purelib")}
+    own: dict[str, Any] = {
+        "folder": folder,
+        "uid": uid,
+        "link": link.fileno(),
+        "results": [*more, 0][0],
+    }
+    own |= {"readable": _readable(), "packages": sysconfig.get_path("purelib")}
     code = (
         f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import sandbox; "
-        f"sys.path.pop(); sandbox.main({ascii(setting | own | paths)!r})"
+        f"sys.path.pop(); sandbox.main({ascii(setting | own)!r})"
     )
     python = [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c"]
     process = subprocess.Popen(
@@ -177,13 +182,7 @@ def _process(
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "HOME": folder,
-            "TMPDIR": folder,
-            **_ONE_THREAD,
-        },
+        env=_ENVIRONMENT | {"TMPDIR": folder},
         pass_fds=[link.fileno(), *more],
         start_new_session=True,
     )
@@ -200,8 +199,7 @@ def _process(
             kill = f"import os; os.setresuid({uid}, {uid}, {uid}); os.kill(-1, 9)"
             subprocess.run([*python, kill], stderr=subprocess.DEVNULL)
         if folder != _FOLDER:
-            with suppress(RecursionError):
-                shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)  # at any depth
 
 
 @functools.cache
@@ -226,7 +224,7 @@ def _bwrap(mode: str) -> list[str]:
         is_link = os.path.islink(path)
         binds += ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind", path, path]
     ends = ["--dev", "/dev", "--tmpfs", _FOLDER, "--unshare-all", "--die-with-parent"]
-    return ["bwrap", *binds, *ends, "--cap-drop", "ALL"]
+    return ["bwrap", *binds, *ends, "--cap-drop", "ALL", "--remount-ro", "/"]
 
 
 @functools.cache

@@ -94,8 +94,9 @@ def test_forms_of_tests(isolated, code, tests, more, score):
 
 def test_the_last_block_counts_and_rows_without_tests_have_no_score(isolated):
     answers = [fenced("x = 1") + fenced(ADD), ADD, f"```\n{ADD}\n```", fenced(ADD), "```python"]
-    rows = [["assert add(1, 2) == 3"]] * 3 + [None, ["assert True"]]
-    assert isolated(answers, rows) == [1, 0, 1, None, 0]
+    answers += [f"```text\nx\n```\n{fenced(ADD)}It prints\n```\n3\n```"]
+    rows = [["assert add(1, 2) == 3"]] * 3 + [None, ["assert True"], ["assert add(1, 2) == 3"]]
+    assert isolated(answers, rows) == [1, 0, 1, None, 0, 1]
 
 
 def test_tests_in_another_form_fail_the_call():
