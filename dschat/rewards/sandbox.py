@@ -75,14 +75,19 @@ def _done(result: int) -> None:
 def _isolate(setting: dict[str, Any]) -> None:
     """Leave the system behind, as far as ``mode`` says, and all privileges."""
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    is_root, uid, gid = os.getuid() == 0, os.getuid(), os.getgid()
+    uid, gid = os.getuid(), os.getgid()
+    is_root = uid == 0
     if setting["mode"] == "namespaces":
         # files, processes, network, IPC, host name; a user namespace allows it to others than root
         _done(_libc.unshare(0x6C020000 | (0 if is_root else 0x10000000)))
         if not is_root:
-            for name, text in (("setgroups", "deny"), ("uid_map", uid), ("gid_map", gid)):
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(f"{text} {text} 1" if name != "setgroups" else "deny")
+            maps = (
+                ("setgroups", "deny"),
+                ("uid_map", f"{uid} {uid} 1"),
+                ("gid_map", f"{gid} {gid} 1"),
+            )
+            for name, text in maps:
+                os.write(os.open(f"/proc/self/{name}", os.O_WRONLY), text.encode())
         if child := os.fork():
             os.waitpid(child, 0)
             os._exit(0)
@@ -116,7 +121,7 @@ def _new_root(root: str, folder: str, readable: list[str]) -> None:
         if os.path.isdir(path):
             os.makedirs(place, exist_ok=True)
         else:
-            open(place, "w").close()
+            os.mknod(place)
         mount(path, place, "", 0x5000)  # MS_BIND | MS_REC
     os.mkdir(root + folder)
     # mount_setattr, recursive: read-only, no set-uid programs
