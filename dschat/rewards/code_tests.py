@@ -128,7 +128,7 @@ def run_tests(
         results, written = os.pipe()
         own = [stack.enter_context(end_) for end_ in ends]
         stack.callback(os.close, results)
-        limits = {"AS": memory_mib << 20, "FSIZE": 1 << 24, "NPROC": 32, "NOFILE": 64, "CORE": 0}
+        limits = {"AS": memory_mib << 20, "FSIZE": 1 << 24, "NPROC": 16, "NOFILE": 64, "CORE": 0}
         setting = {"mode": mode, "limits": limits, "cpu_s": math.ceil(timeout_s) + 1}
         jobs = ({"code": code}, own[0], ()), ({"tests": tests}, own[1], (written,))
         try:

@@ -44,13 +44,16 @@ class Link:
 def main(arguments: str) -> NoReturn:
     """``arguments``: as a literal, see `code_tests`; the job is all of standard input, likewise."""
     setting = ast.literal_eval(arguments)
-    with open(0, closefd=False) as file:
-        job = ast.literal_eval(file.read())
+    with open(0, closefd=False) as stdin:
+        job = ast.literal_eval(stdin.read())
     link = Link(setting["link"])
     _isolate(setting)
     nothing = os.open("/dev/null", os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)
+    for file in {*range(3, 64)} - {setting["link"], setting["results"]}:
+        with suppress(OSError):
+            os.close(file)
     for name, limit in setting["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     with suppress(AttributeError):  # of old releases
@@ -75,6 +78,8 @@ def _done(result: int) -> None:
 def _isolate(setting: dict[str, Any]) -> None:
     """Leave the system behind, as far as ``mode`` says, and all privileges."""
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with suppress(OSError):  # where memory runs out, these processes die first
+        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
     uid, gid = os.getuid(), os.getgid()
     is_root = uid == 0
     if setting["mode"] == "namespaces":

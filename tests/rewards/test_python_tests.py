@@ -210,6 +210,13 @@ def test_answers_see_no_network_and_no_process_or_file_of_others(isolated):
     assert isolated([fenced(code)], [[{"input": "", "output": "True False []"}]]) == [1]
 
 
+def test_answers_die_first_where_memory_runs_out(monkeypatch):
+    monkeypatch.setattr(library, "isolation", lambda: "none")  # which sees /proc
+    code = "print(open('/proc/self/oom_score_adj').read())"
+    function = PythonTests(timeout_s=20.0, unsafe=True)
+    assert function([fenced(code)], [[{"input": "", "output": "1000"}]]) == [1]
+
+
 def test_an_answer_has_a_limit_of_time_for_all_its_tests(isolated):
     slow = PythonTests(timeout_s=2.0, limit_s=3.0)
     started = time.monotonic()
