@@ -7,7 +7,7 @@ KERNELS := .venv/.kernels
 # Files stay in conftest's order, the long ones first.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help venv demo test test-full test-latest test-vllm test-gpu test-real faults lint format docs wheel clean
+.PHONY: help venv demo test test-full test-latest test-vllm test-hubs test-gpu test-real faults lint format docs wheel clean
 
 help:
 	@echo "make venv       set up .venv with the pinned versions (3 to 5 minutes); every other target does so too"
@@ -18,11 +18,12 @@ help:
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-real  tests with two pretrained models, which it downloads once (330 MB)"
 	@echo "make test-vllm  the tests of vLLM as a back end, with its CPU build in .venv-vllm"
+	@echo "make test-hubs  tests with reasoning-gym, in .venv-hubs"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff, codespell, mypy, import contracts, lines (make format fixes what ruff can)"
 	@echo "make docs       build the pages and an API reference into site/, with .venv-docs"
 	@echo "make wheel      build the package into dist/"
-	@echo "make clean      remove .venv, .venv-latest, .venv-vllm, builds and caches; output/ stays"
+	@echo "make clean      remove .venv, .venv-latest, .venv-vllm, .venv-hubs, builds and caches; output/ stays"
 
 venv: $(STAMP)
 
@@ -59,6 +60,13 @@ test-vllm:
 		> .venv-vllm/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm -m slow
+
+test-hubs: BIN := .venv-hubs/bin
+test-hubs:
+	@$(PYTHON) -m venv .venv-hubs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		$$(grep '^torch==' requirements.lock) -e '.[dev,reasoning_gym]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/builtin/test_reasoning_gym.py -m "slow or not slow"
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
@@ -98,7 +106,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 clean:
-	rm -rf .venv .venv-latest .venv-vllm .venv-docs site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-vllm .venv-hubs .venv-docs site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv without its stamp may hold half a package, which pip cannot repair: it is made anew.

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import forked
 import pyarrow
@@ -33,6 +35,7 @@ from documentation import (
 )
 from test_from_deepspeed_chat import DS_CHAT_FLAGS
 
+from dschat.builtin.reasoning_gym import COLUMNS
 from dschat.builtin.tiny_model import resolve_model
 from dschat.chat.load import ChatConfig
 from dschat.config import RLHFConfig, parser
@@ -190,7 +193,13 @@ PROGRAMS: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:70])
-def test_a_command_does_what_it_says(words, workplace):
+def test_a_command_does_what_it_says(words, workplace, monkeypatch):
+    library = ModuleType("reasoning_gym")  # a stand-in, which makes one row
+    library.__spec__ = ModuleSpec("reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+    monkeypatch.setattr("dschat.data.sources.splits.version", lambda name: "0")
+    row = dict.fromkeys(COLUMNS, "text")
+    monkeypatch.setattr("dschat.data.sources.splits.task_rows", lambda *_: [row])
     before = set(workplace.rglob("*"))
     while re.match(r"\w+=", words[0]):
         words = words[1:]

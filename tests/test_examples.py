@@ -2,30 +2,10 @@
 
 import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import forked
 import pytest
 from python_process import ROOT
-
-
-class Countdown:
-    """Entry k asks for k; scores the digit, and half for a longer text that begins with it."""
-
-    def __init__(self, name, size=1, seed=0):
-        assert name == "countdown"
-        self.entries = [
-            {"question": f"Say {k}", "answer": str(k), "metadata": {"k": k}} for k in range(size)
-        ]
-
-    def __getitem__(self, number):
-        return self.entries[number]
-
-    def score_answer(self, answer, entry):
-        right = str(entry["metadata"]["k"])
-        return 1.0 if answer == right else 0.5 * answer.startswith(right)
 
 
 def load(name):
@@ -33,19 +13,6 @@ def load(name):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     return example
-
-
-def test_rows_and_scores_of_reasoning_gym(tmp_path, monkeypatch):
-    gym = SimpleNamespace(create_dataset=Countdown)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
-    example = load("reasoning_gym_tasks")
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "rows.jsonl"), "countdown"])
-    example.main()
-    rows = [json.loads(line) for line in Path(tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == example.SIZE
-    assert (rows[7]["question"], rows[7]["answer"], rows[7]["task"]) == ("Say 7", "7", "countdown")
-    columns = {name: [row[name] for row in rows[:3]] for name in ("task", "entry")}
-    assert example.score([" 0\n", "1.", "7"], **columns) == [1.0, 0.5, 0.0]
 
 
 # Runs in a process of its own: the loop of the file, then the trainer on the same prompts.

@@ -3,6 +3,8 @@
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
 
+import importlib.util
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -31,6 +33,19 @@ def require_encoding(name: str) -> None:
         "".encode(name)
         return
     raise UserError(f"--encoding {name}: Python knows no such encoding of text; check its name")
+
+
+def require_reasoning_gym(names: list[str], settings: Optional[dict[str, Any]]) -> None:
+    """``UserError`` where a task of reasoning-gym is named without it, or has settings unnamed."""
+    found = re.findall(r"^reasoning_gym/(\w+)", "\n".join(names), re.MULTILINE)
+    require(
+        not found or importlib.util.find_spec("reasoning_gym") is not None,
+        "--data_path reasoning_gym/... needs reasoning-gym; install it with `pip install "
+        "dschat[reasoning_gym]`",
+    )
+    for task, values in (settings or {}).items():
+        require(task in found, f"--reasoning_gym: --data_path has no reasoning_gym/{task}; add it")
+        require(isinstance(values, dict), f"--reasoning_gym: {task} needs an object of settings")
 
 
 def template_variables(values: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +130,11 @@ class ReadConfig(TemplateConfig):
         "rendered by the chat template. raw: as they are. default: chat for columns of questions "
         "and instructions, else raw with a warning.",
     )
+    reasoning_gym: Optional[dict[str, dict[str, Any]]] = flag(
+        None,
+        "Settings of tasks reasoning_gym/NAME in --data_path as JSON: size (1000), seed (0), and "
+        'the task\'s own, e.g. \'{"chain_sum": {"min_terms": 3}}\'.',
+    )
 
 
 @dataclass
@@ -124,7 +144,7 @@ class DataConfig(ReadConfig):
     data_path: list[str] = flag(
         ["builtin/chat"],
         "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat (or "
-        "/arithmetic, /addition), or hub names (`NAME:CONFIG` for one configuration); "
+        "/arithmetic, /addition), reasoning_gym/TASK, hub names (`NAME:CONFIG`); "
         "`PATH:WEIGHT` blends several.",
         short=True,
         reads="files",
@@ -195,6 +215,8 @@ class DataConfig(ReadConfig):
             "--data_path is empty; name a file, a folder, a hub data set or builtin/chat",
         )
         require_encoding(self.encoding)
+        names = [*self.data_path, *(self.eval_data_path or ())]
+        require_reasoning_gym(names, self.reasoning_gym)
         roles = columns_by_role(self.columns).keys()
         require(
             ("answers" in roles) == (("ranks" in roles) != ("scores" in roles)),

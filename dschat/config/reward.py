@@ -31,9 +31,9 @@ class RewardSourcesConfig:
     )
     reward_fn: Optional[list[str]] = flag(
         None,
-        "Python reward functions: file.py:name, pkg.mod:name or a ready-made one (exact_match, "
-        "math_equal, regex_match, length, json_schema, format_tags, http, judge, judge_group, "
-        "judge_reference); append :WEIGHT if not 1 (0: only log).",
+        "Python reward functions: file.py:name, pkg.mod:name, or exact_match, math_equal, "
+        "regex_match, length, json_schema, format_tags, python_tests, reasoning_gym, http, judge, "
+        "judge_group, judge_reference; append :WEIGHT (0: only log).",
         short=True,
         reads="files",
     )

@@ -9,7 +9,13 @@ from importlib.util import find_spec
 from typing import Literal, Optional
 
 from dschat.chat.load import AnswersConfig
-from dschat.config.data import DataConfig, ReadConfig, columns_by_role, require_encoding
+from dschat.config.data import (
+    DataConfig,
+    ReadConfig,
+    columns_by_role,
+    require_encoding,
+    require_reasoning_gym,
+)
 from dschat.config.errors import require
 from dschat.config.fields import flag, place_flag, require_valid
 from dschat.config.reward import RewardSourcesConfig
@@ -70,6 +76,7 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig, AnswersConfig):
             on_bad_row=self.on_bad_row,
             encoding=self.encoding,
             text_as=self.text_as,
+            reasoning_gym=self.reasoning_gym,
         )
 
     def prompts_per_chunk(self, n: int) -> int:
@@ -80,6 +87,7 @@ class PromptsConfig(RewardSourcesConfig, ReadConfig, AnswersConfig):
         self.validate_answers()
         columns_by_role(self.columns, ("prompt", "messages"))
         require_encoding(self.encoding)
+        require_reasoning_gym(self.data_path or [], self.reasoning_gym)
 
 
 @dataclass

@@ -15,10 +15,12 @@ from typing import Any
 
 import regex
 
+from dschat.builtin.reasoning_gym import Tasks
 from dschat.config import UserError
 from dschat.config.errors import require
 from dschat.config.fields import read_named, require_valid
 from dschat.rewards.call import LONGEST_CALL_S
+from dschat.rewards.code_tests import NOT_ISOLATED, isolation, read_tests, share_passed
 from dschat.rewards.endpoint import Http
 from dschat.rewards.judge import Judge, JudgeGroup, JudgeReference
 from dschat.rewards.math_answers import are_equal, require_library
@@ -28,6 +30,7 @@ logger = logging.getLogger("dschat")
 
 _PATTERN_S = 2.0  # limit of one regular expression search, or of one answer's schema
 _LONGEST_ANSWER_S = 180.0
+_GYM_S = 20.0  # of a task of reasoning-gym, which may read its files first
 _BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # after it, a call starts no other answer
 _THOUSANDS = regex.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 # NOTE one way only to match each space: ambiguous ones would backtrack in O(n^3).
@@ -267,6 +270,80 @@ class FormatTags:
         return all(texts[1::2]) and not any(texts[::2])
 
 
+@dataclass
+class PythonTests:
+    """The share of ``tests`` that the answer's last fenced block of Python passes.
+
+    ``timeout_s`` is the limit of a test, ``limit_s`` of an answer: tests that are left then fail.
+    """
+
+    timeout_s: float = 5.0
+    limit_s: float = 60.0
+    memory_mib: int = 1024
+    unsafe: bool = False
+
+    def __post_init__(self) -> None:
+        require_valid(self, "--reward_args python_tests.")
+        require(
+            min(self.timeout_s, self.limit_s) > 0 and self.memory_mib >= 64,
+            "takes limits of time above 0, and memory_mib of at least 64",
+        )
+        require(self.limit_s <= 60, "takes a limit_s of at most 60")
+        self.limit_per_answer_s = _LONGEST_ANSWER_S
+        mode = isolation()
+        require(
+            mode != "none" or self.unsafe,
+            "cannot isolate answers: the kernel has no namespaces for this user, and there is no "
+            "bwrap; install it, be root in a container, or, if answers may do what you may do, "
+            "pass --reward_args python_tests.unsafe=true",
+        )
+        if open_to_them := NOT_ISOLATED[mode]:
+            logger.warning("python_tests does not isolate answers from %s", open_to_them)
+        self._settings = mode, self.timeout_s, self.limit_s, self.memory_mib
+
+    def __call__(
+        self,
+        answers: list[str],
+        tests: list[Any],
+        setup: list[Any] | None = None,
+        entry_point: list[Any] | None = None,
+    ) -> list[float | None]:
+        none = [None] * len(answers)
+        return _in_time(self._score, answers, tests, setup or none, entry_point or none)
+
+    def _score(self, answer: str, *row: Any) -> float | None:
+        tests = read_tests(*row)
+        return share_passed(answer, tests, *self._settings) if tests else None
+
+
+@dataclass
+class ReasoningGym:
+    """The score of the row's task for the answer, in <tag> if it has that; see `Tasks`."""
+
+    tag: str = "answer"
+    limit_per_answer_s = _GYM_S + START_S
+
+    def __post_init__(self) -> None:
+        require_valid(self, "--reward_args reasoning_gym.")
+        require_library("reasoning-gym", "reasoning_gym")
+        self._tasks = Killable(f"{Tasks.__module__}:Tasks")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReasoningGym, (self.tag,)  # processes cannot be pickled
+
+    def __call__(
+        self, answers: list[str], task: list[Any], settings: list[Any], entry: list[Any]
+    ) -> list[float | None]:
+        return _in_time(self._score, answers, task, settings, entry)
+
+    def _score(self, answer: str, task: str, settings: str, entry: str) -> float | None:
+        if entry is None:
+            return None
+        begun = answer.rpartition(f"<{self.tag}>")[2]
+        text = begun.partition(f"</{self.tag}>")[0].strip()
+        return self._tasks.call(_GYM_S, task, settings, text, entry) or 0.0
+
+
 READY_MADE: dict[str, Callable[..., Any]] = {
     "exact_match": ExactMatch,
     "math_equal": MathEqual,
@@ -274,6 +351,8 @@ READY_MADE: dict[str, Callable[..., Any]] = {
     "length": Length,
     "json_schema": JsonSchema,
     "format_tags": FormatTags,
+    "python_tests": PythonTests,
+    "reasoning_gym": ReasoningGym,
     "http": Http,
     "judge": Judge,
     "judge_group": JudgeGroup,

@@ -18,10 +18,10 @@ _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{2,}")
 _comparison = Killable(f"{__name__}:Comparison")
 
 
-def require_library(name: str) -> None:
+def require_library(name: str, extra: str = "rewards") -> None:
     """Raise `UserError` where a library that rewards need is not installed."""
     if importlib.util.find_spec(name.replace("-", "_")) is None:
-        raise UserError(f"needs {name}; install it with `pip install dschat[rewards]`")
+        raise UserError(f"needs {name}; install it with `pip install dschat[{extra}]`")
 
 
 def are_equal(reference: str, answer: str, limit_s: float) -> bool:

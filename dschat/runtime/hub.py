@@ -107,7 +107,7 @@ def _on_hub(name: str) -> Any:
         with suppress(Exception):  # a user's card may be anything
             return ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
         return None
-    is_local = not name or looks_like_file(name) or name.startswith("builtin/")
+    is_local = not name or looks_like_file(name) or name.startswith(("builtin/", "reasoning_gym/"))
     return None if is_local else name
 
 

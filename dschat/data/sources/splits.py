@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
+from importlib.metadata import version
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 
 from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
 from dschat.builtin.chat_rows import builtin_rows
+from dschat.builtin.reasoning_gym import COLUMNS, settings_of, task_rows
 from dschat.config import SFTConfig, UserError
 from dschat.config.data import DataConfig, look_up
 from dschat.config.fields import AUTO
@@ -32,6 +34,7 @@ from dschat.data.sources.known_datasets import (
     known_adapter,
     listed,
 )
+from dschat.data.sources.readers import Line
 from dschat.data.sources.resolve import RawRows, Splits, broken_line, read_source, table_rows
 from dschat.data.sources.tables import iterate, made_table
 from dschat.data.sources.turns import unread_keys
@@ -203,6 +206,8 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
             sets = " or ".join(_BUILTIN)
             raise UserError(f"{flag}: no built-in data set {name}; choose {sets}")
         splits = _builtin(name)
+    elif name.startswith("reasoning_gym/"):
+        splits = _reasoning_gym(name, config, flag)
     else:
         known = known_adapter(name) or ColumnAdapter()
         found = name if os.path.exists(name) else known.source or name
@@ -260,6 +265,19 @@ def _builtin(name: str) -> Splits:
     rows = _BUILTIN[name]()
     train, held_out = (Dataset.from_list(rows[split]) for split in ("train", "eval"))
     return Splits(table_rows(name, train), table_rows(name, held_out))
+
+
+def _reasoning_gym(name: str, config: DataConfig, flag: str) -> Splits:
+    task = name.partition("/")[2]
+    settings = (config.reasoning_gym or {}).get(task, {})
+    stamp = f"{name} {settings_of(settings)} {version('reasoning-gym')}"
+
+    @cache
+    def made() -> list[Line]:
+        rows = enumerate(task_rows(task, settings, flag))
+        return [Line(f"{name}, row {number}", row) for number, row in rows]
+
+    return Splits(RawRows(name, [*COLUMNS], stamp, lambda: iter(made())))
 
 
 def named_held_out(config: DataConfig, purpose: Purpose) -> list[tuple[DataSource, RawRows]]:
