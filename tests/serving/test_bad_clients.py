@@ -11,8 +11,8 @@ from http_client import FOREVER, answered, ask, begin, send, wait_until
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
+from dschat.openai_api.patience import Overloaded
 from dschat.serving import app
-from dschat.serving.patience import Overloaded
 from dschat.serving.worker import EngineWorker
 
 
