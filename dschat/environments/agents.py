@@ -13,9 +13,10 @@ import resource
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from numbers import Real
 from tempfile import TemporaryFile
@@ -23,8 +24,10 @@ from typing import IO, Any
 
 from dschat.config import UserError
 from dschat.environments.contract import shown
-from dschat.user_code.calls import Fault, awaited, called, load, timed_out
+from dschat.user_code.calls import Fault, Loop, called, load, timed_out, within
 
+# No proxy; and no certificates, which take longer to read than a small model to answer.
+_LOCAL: dict[str, Any] = {"trust_env": False, "verify": False}
 _SERVES = ("fastapi", "uvicorn", "httptools")
 _MAX_BYTES = 1 << 30  # of a file that a command writes, its output too
 _TAIL = 1 << 16  # bytes at the end of its output, which have the last line
@@ -38,12 +41,15 @@ class Outcome:
     logged: Mapping[str, float] | None = None
 
 
-@dataclass(frozen=True)
 class Agent:
-    """A function ``run(client, prompt, **columns)``, or a ``command``."""
+    """A function ``run(client, prompt, **columns)``, or a ``command``. Coroutines share an event
+    loop and its connections.
+    """
 
-    function: Callable[..., Any] | None
-    command: tuple[str, ...] = ()
+    def __init__(self, function: Callable[..., Any] | None, command: Sequence[str] = ()) -> None:
+        self._function, self._command = function, command
+        self._loop = Loop()
+        self._http: dict[asyncio.AbstractEventLoop, Any] = {}
 
     def run(
         self, url: str, key: str, prompt: Any, columns: Mapping[str, Any], limit_s: float
@@ -53,33 +59,36 @@ class Agent:
         Raises:
             Fault: it failed, took longer than ``limit_s``, or returned something else.
         """
-        if self.function is None:
+        if self._function is None:
             row = {**columns, "prompt": prompt}
-            return _outcome(_run_command(self.command, url, key, row, limit_s))
-        accepted = inspect.signature(self.function).parameters.values()
+            return _outcome(_run_command(self._command, url, key, row, limit_s))
+        accepted = inspect.signature(self._function).parameters.values()
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted)
         names = {p.name for p in accepted}
         given = {n: v for n, v in columns.items() if takes_all or n in names}
-        return _outcome(called(self._ask, url, key, prompt, given, limit_s))
+        client: dict[str, Any] = {
+            "base_url": url,
+            "api_key": key,
+            "max_retries": 0,
+            "timeout": limit_s,
+        }
+        if inspect.iscoroutinefunction(self._function):
+            return _outcome(called(self._loop.run, self._ask(client, prompt, given), limit_s))
+        from openai import DefaultHttpxClient, OpenAI
 
-    async def _ask(
-        self, url: str, key: str, prompt: Any, given: Mapping[str, Any], limit_s: float
-    ) -> Any:
+        with OpenAI(**client, http_client=DefaultHttpxClient(**_LOCAL)) as made:
+            run = partial(called, self._function, made, prompt, **given)
+            return _outcome(within(limit_s, run))
+
+    async def _ask(self, client: dict[str, Any], prompt: Any, given: Mapping[str, Any]) -> Any:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        # no proxy, and no certificates, which take longer to read than an answer of a small model
-        http = DefaultAsyncHttpxClient(trust_env=False, verify=False)
-        async with AsyncOpenAI(
-            base_url=url, api_key=key, max_retries=0, timeout=limit_s, http_client=http
-        ) as client:
-            assert self.function is not None
-            result = awaited(self.function(client, prompt, **given))
-            work = asyncio.ensure_future(result)
-            done, _ = await asyncio.wait([work], timeout=limit_s)
-            if not done:
-                work.cancel()
-                raise timed_out(limit_s)
-            return work.result()
+        assert self._function is not None
+        loop = asyncio.get_running_loop()  # another one after an agent has blocked it
+        if loop not in self._http:
+            self._http[loop] = DefaultAsyncHttpxClient(**_LOCAL)
+        made = AsyncOpenAI(**client, http_client=self._http[loop])
+        return await self._function(made, prompt, **given)
 
 
 def load_agent(spec: Any) -> Agent:
@@ -92,7 +101,7 @@ def load_agent(spec: Any) -> Agent:
         raise UserError(f"--agent: {missing[0]} is missing: pip install 'dschat[serve]'")
     if isinstance(spec, str) and not re.fullmatch(r"\S+:\w+", spec):
         try:
-            return Agent(None, tuple(shlex.split(spec)))
+            return Agent(None, shlex.split(spec))
         except ValueError as error:
             raise UserError(f"--agent {spec}: {error}; quote it as a shell does") from None
     function = load(spec, f"--agent {spec}:") if isinstance(spec, str) else spec
@@ -123,7 +132,7 @@ def _number(value: Any) -> float:
 
 
 def _run_command(
-    command: tuple[str, ...], url: str, key: str, row: Mapping[str, Any], limit_s: float
+    command: Sequence[str], url: str, key: str, row: Mapping[str, Any], limit_s: float
 ) -> Any:
     """The last line that a command prints, if it is JSON of a number or an object."""
     text = json.dumps(row, ensure_ascii=False, default=str)
