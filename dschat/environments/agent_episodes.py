@@ -23,7 +23,7 @@ from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.inference.requests.sequence import Event, Request
 from dschat.openai_api.answer_text import AnswerText, Token
 from dschat.openai_api.patience import Stopping
-from dschat.user_code.calls import Fault, Pool
+from dschat.user_code.calls import Pool, fault_of
 
 _WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes
 
@@ -175,10 +175,8 @@ class AgentRunner:
 
     def _end(self, episode: Conversations, news: Future) -> None:
         """Note how an agent ended, and end what it still asks for."""
-        if isinstance(fault := news.exception(), Fault):
-            episode.problem = episode.problem or str(fault)
-        elif fault is not None:
-            raise fault
+        if (error := news.exception()) is not None:
+            episode.problem = episode.problem or str(fault_of(error))
         if episode.problem:
             episode.outcome = None
         for ask in [*self._asked.values(), *self._decoding.values()]:

@@ -43,7 +43,7 @@ from dschat.openai_api.responses import (
 from dschat.openai_api.schema import ChatRequest, CompletionRequest, Message, turns_of
 
 MODEL = "actor"
-_MAX_BYTES = 8 * 2**20
+_MAX_BYTES, _KEEP_ALIVE_S = 8 * 2**20, 3600
 _HOSTS = ("127.0.0.1", "localhost")
 # Fields that do not change what an answer is drawn from, and those that are compared.
 _TAKEN = {"model", "messages", "prompt", "stop", "stream", "stream_options", "max_tokens"}
@@ -101,7 +101,13 @@ class AgentServer:
         app.add_exception_handler(TooLong, _refuse_long)
         app.add_middleware(Guard, keys=[], max_bytes=_MAX_BYTES)
         settings = uvicorn.Config(
-            app, log_level="error", access_log=False, http=BoundedConnection, ws="none"
+            app,
+            log_level="error",
+            access_log=False,
+            http=BoundedConnection,
+            ws="none",
+            # clients close idle connections; a request on one that this side closes would fail
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
         server = uvicorn.Server(settings)
         threading.Thread(target=server.run, args=([listener],), name="agents", daemon=True).start()

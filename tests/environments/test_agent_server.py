@@ -13,14 +13,21 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 sys.path.insert(0, str(Path(__file__).parents[1] / "rlhf"))
 
+from families import empty_engine, stream  # noqa: E402
+from families import engine as family_engine  # noqa: E402
+from rank_threads import on_ranks  # noqa: E402
 from test_agents import ASKED, prompts_of, trainer_of  # noqa: E402
 from tool_templates import HERMES, SCHEMAS, tokenizer_of  # noqa: E402
 
 from dschat.config import RLHFConfig  # noqa: E402
 from dschat.data.segments import prompt_text_ids  # noqa: E402
+from dschat.environments.agent_episodes import AgentRunner  # noqa: E402
+from dschat.environments.agent_server import AgentServer  # noqa: E402
+from dschat.environments.agents import Outcome  # noqa: E402
 from dschat.environments.contract import Observation, ToolResult  # noqa: E402
 from dschat.environments.conversations import Conversations, TooLong  # noqa: E402
 from dschat.environments.template_text import ObservationTokens  # noqa: E402
+from dschat.inference import SamplingParams  # noqa: E402
 
 
 def ask(url, key, path="/v1/chat/completions", body=None, host=None, method="POST"):
@@ -242,3 +249,53 @@ def test_conversations_have_bounds():
     with pytest.raises(Exception, match="--agent_max_rows"):
         episode.chat(observations, [{"role": "user", "content": "x"}], inputs)
     assert episode.problem
+
+
+# -- a tensor-parallel group -------------------------------------------------------------------
+
+
+class Walk:
+    """An agent of ids: three answers in a row, one of its own between."""
+
+    def run(self, url, key, prompt, columns, limit_s):
+        ids, params = list(prompt), {"max_tokens": 4}
+        for more in ([], [5, 6], [7]):
+            body = {"token_ids": ids + more, "sampling_params": params}
+            status, told = ask(url, key, "/inference/v1/generate", body)
+            assert status == 200, told
+            ids += more + told["choices"][0]["token_ids"]
+        return Outcome(1.0)
+
+
+def walked(engine, prompts, numbers):
+    """The tokens and log-probs of every row."""
+    tokenizer = tokenizer_of(HERMES)
+    server = AgentServer(tokenizer)
+    sampling = SamplingParams(30, n=2, seed=5, min_new_tokens=2)
+    args = RLHFConfig(max_answer_seq_len=30, max_prompt_seq_len=30, agent_workers=4)
+    runner = AgentRunner(engine, tokenizer, Walk(), args, sampling, server.address, server.open)
+    ended = []
+    found = runner.run(prompts, [{}] * len(prompts), numbers, lambda row, _: ended.append(row))
+    assert sorted(ended) == list(range(len(prompts)))
+    assert not server.open
+    assert engine.cache.num_free == engine.cache.num_pages
+    assert [episode.problem for episode in found] == [""] * len(found)
+    return [(row.prompt, row.tokens, row.drawn, row.logprobs) for e in found for row in e.rows]
+
+
+@pytest.mark.parametrize("shares", [([0], [1, 2]), ([0, 1, 2], [])])
+def test_two_ranks_serve_their_own_agents(shares, module_of):
+    module, prompts = module_of("llama"), [[3, 4, 5], [6], [7, 8]]
+    expected = walked(family_engine(module, page_size=4), prompts, [0, 1, 2])
+    assert len(expected) == 6
+
+    def work(member):
+        made = empty_engine(module.config, group=member, page_size=4)
+        made.weights.load(stream(module))
+        mine = shares[member.rank]
+        return walked(made, [prompts[i] for i in mine], mine)
+
+    first, second = on_ranks(2, work)
+    for one, other in zip(first + second, expected, strict=True):
+        assert one[:3] == other[:3]
+        assert one[3] == pytest.approx(other[3], abs=5e-5)
