@@ -10,7 +10,6 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
@@ -186,10 +185,7 @@ class AgentServer:
         """What finds calls of a request's tools."""
         if not inputs["tools"]:
             return None
-        known = json.dumps(inputs, sort_keys=True)
-        if known not in self._parsers:
-            if len(self._parsers) > 64:
-                self._parsers.clear()
+        if (known := json.dumps(inputs)) not in self._parsers:
             more = {name: value for name, value in inputs.items() if name != "tools"}
             self._parsers[known] = CallParser(self._tokenizer, inputs["tools"], **more)
         return self._parsers[known]
@@ -237,15 +233,10 @@ class AgentServer:
 
 def _streamed(made: ChatFormat | CompletionFormat, answer: _Answer, body: Any) -> Response:
     """The answer as server-sent events: one piece, when it is complete."""
-
-    async def pieces() -> AsyncIterator[str]:
-        chunks = [*made.first_chunks(), made.chunk(answer.events)]
-        chunks += [made.usage_chunk()] if body.has_usage else []
-        for chunk in chunks:
-            yield server_sent(chunk)
-        yield server_sent("[DONE]")
-
-    return StreamingResponse(pieces(), media_type="text/event-stream")
+    chunks: list[Any] = [*made.first_chunks(), made.chunk(answer.events)]
+    chunks += [made.usage_chunk()] if body.has_usage else []
+    text = "".join(map(server_sent, [*chunks, "[DONE]"]))
+    return Response(text, media_type="text/event-stream")
 
 
 def _require_as_trained(body: ChatRequest | CompletionRequest, sampling: SamplingParams) -> None:

@@ -98,7 +98,7 @@ class AgentCollector(Collector):
                     f"the agent {first}; fix it, or pass --on_agent_error zero or drop"
                 )
             total = sum(count for count, _ in told)
-            logger.warning("%d agents failed, the first: it %s", total, first)
+            logger.warning("%d agents failed; the first %s", total, first)
         return self._metrics(episodes, len(failed), runner.num_left)
 
     def _group(

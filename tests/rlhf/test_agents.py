@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from program_cases import ppo_trainer
+from step_cases import Case
 
 from dschat.config import RLHFConfig
 from dschat.data.batches import PromptTable
@@ -275,3 +277,31 @@ def test_a_command_is_an_agent(tmp_path):
     e = trainer.generate_experience(prompts_of(trainer, number=[1, 2, 3, 4]))
     assert e.scores.tolist() == [float(n) for n in (1, 2, 3, 4) for _ in range(4)]
     assert 16 <= trainer.metrics["rollout/tokens"] <= 96  # not the agent's number of this name
+
+
+def test_a_critic_learns_from_every_row(models_folder):
+    """Its reward stands at the last token of each."""
+    pytest.importorskip("openai")
+
+    def agent(client, prompt):
+        for i, size in enumerate((3, 4)):
+            asked = [2 + i, *map(int, prompt.split())]
+            body = {"prompt": asked, "max_tokens": size}
+            client.completions.create(model="actor", **body)
+        return 2.0
+
+    options = {"max_prompt_seq_len": 16, "max_answer_seq_len": 12, "kl_coef": 0.0}
+    options |= {"reward_model_weight": 0.0, "missing_eos_penalty": 0.0, "scores_with_objects": True}
+    engine = ppo_trainer(models_folder, Case("ppo", iterations=2), **options).engine
+    trainer = DeepSpeedPPOTrainer(engine, engine.args, agent=agent)
+    prompts = [[3 + i, 5, 7] for i in range(4)]
+    texts = [" ".join(map(str, prompt)) for prompt in prompts]
+    e = trainer.generate_experience(PromptTable(prompts, sources=texts, texts=texts))
+    assert e.rows_of_episodes == [2] * e.num_prompts * 2
+    assert set(e.scores.tolist()) == {2.0}
+    for row in range(e.num_sequences):
+        last = int(e.answer_mask[row].nonzero().max())
+        assert float(e.returns[row][last]) == pytest.approx(2.0, abs=1e-5)
+    trainer.train_rlhf(e)
+    assert trainer.metrics["train/bad_steps"] == 0
+    assert trainer.metrics["val/grad_norm"] > 0
