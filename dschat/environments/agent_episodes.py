@@ -6,6 +6,7 @@ which takes requests between two steps, as they come.
 """
 
 import asyncio
+import copy
 import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from dschat.inference.protocol import FinishReason, SamplingParams
 from dschat.inference.requests.sequence import Event, Request
 from dschat.openai_api.answer_text import AnswerText, Token
 from dschat.openai_api.patience import Stopping
-from dschat.user_code.calls import Pool, fault_of
+from dschat.user_code.calls import Fault, Pool, fault_of
 
 _WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes
 
@@ -64,7 +65,7 @@ class AgentRunner:
     """Answers the agents of a rollout's prompts with ``engine``.
 
     Attributes:
-        tokenizer: of this thread.
+        tokenizer, encoder: of this thread and of the server's: they are not safe for several.
         address: of the HTTP server; an episode's own is ``address/KEY/v1``.
         open: the episodes that run, by their keys; the server's thread reads it.
         num_left: answers that nobody awaited.
@@ -72,6 +73,7 @@ class AgentRunner:
 
     engine: InferenceEngine
     tokenizer: PreTrainedTokenizerBase
+    encoder: PreTrainedTokenizerBase
     agent: Agent
     args: RLHFConfig
     sampling: SamplingParams
@@ -86,10 +88,13 @@ class AgentRunner:
         self._core = self.engine.core()
         # NOTE: alone, a rank may cancel answers; those of a group take the same steps.
         self._is_alone = self.engine.group.size == 1
+        self._is_over = False
 
     def send(self, ask: Ask) -> None:
         """For the server's thread: queue a request, or tell that nobody awaits its answer."""
         self._news.put(ask)
+        if self._is_over:
+            ask.settle(Stopping())
 
     def run(
         self,
@@ -109,7 +114,7 @@ class AgentRunner:
         try:
             for row, number in enumerate(numbers):
                 for sample in range(n):
-                    episode = Conversations(row, (number, sample), self.tokenizer, args)
+                    episode = Conversations(row, (number, sample), self.encoder, args)
                     episodes.append(episode)
                     future = pool.submit(self._live, episode, prompts[row], columns[row])
                     running[future] = episode
@@ -133,10 +138,12 @@ class AgentRunner:
                 self._asked.clear()
                 is_open = any(runs for _, runs in by_rank)
         finally:
+            self._is_over = True
             self._core.close()
             pool.close()
             self.open.clear()
-            for ask in [*self._asked.values(), *self._decoding.values()]:
+            left_over = [news for news in self._arrived(False) if isinstance(news, Ask)]
+            for ask in [*left_over, *self._asked.values(), *self._decoding.values()]:
                 ask.settle(Stopping())
         return episodes
 
@@ -155,11 +162,13 @@ class AgentRunner:
 
     def _live(self, episode: Conversations, prompt: Any, columns: Mapping[str, Any]) -> None:
         """Run the agent of an episode. Raises ``Fault``."""
+        if self._is_over:
+            raise Fault("did not begin: the rollout has failed")
         key, limit_s = secrets.token_urlsafe(24), self.args.agent_timeout_s
         self.open[key] = self, episode
         try:
-            url = f"{self.address}/{key}/v1"
-            episode.outcome = self.agent.run(url, key, prompt, columns, limit_s)
+            url, given = f"{self.address}/{key}/v1", copy.deepcopy((prompt, columns))
+            episode.outcome = self.agent.run(url, key, *given, limit_s)
         finally:
             self.open.pop(key, None)
 

@@ -79,13 +79,14 @@ class AgentServer:
 
     Attributes:
         open: of the episodes that run, by their keys.
+        encoder: the tokenizer of its thread.
         address: without an episode's key.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.open: dict[str, tuple[AgentRunner, Conversations]] = {}
         # NOTE: tokenizers are not safe for several threads: this one is the event loop's.
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self.encoder = copy.deepcopy(tokenizer)
         self._observations: ObservationTokens | None = None
         self._parsers: dict[str, CallParser] = {}
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -117,7 +118,7 @@ class AgentServer:
         runner, episode = self._episode(key, request)
         _require_as_trained(body, runner.sampling)
         if self._observations is None:
-            self._observations = ObservationTokens(self._tokenizer, True)
+            self._observations = ObservationTokens(self.encoder, True)
         turns, inputs = body.turns, body.inputs
         parse = self._parser(inputs)
         row = episode.chat(self._observations, turns, inputs)
@@ -134,7 +135,7 @@ class AgentServer:
         if len(body.prompts) != 1:
             raise UserError("prompt: an episode takes one at a time")
         (given,) = body.prompts
-        ids = text_ids(self._tokenizer, [given])[0] if isinstance(given, str) else given
+        ids = text_ids(self.encoder, [given])[0] if isinstance(given, str) else given
         row = episode.continued(ids)
         answer = await self._answer(request, runner, episode, row, body)
         made = CompletionFormat(answer, body.logprobs is not None)
@@ -187,7 +188,7 @@ class AgentServer:
             return None
         if (known := json.dumps(inputs)) not in self._parsers:
             more = {name: value for name, value in inputs.items() if name != "tools"}
-            self._parsers[known] = CallParser(self._tokenizer, inputs["tools"], **more)
+            self._parsers[known] = CallParser(self.encoder, inputs["tools"], **more)
         return self._parsers[known]
 
     async def _answer(
@@ -222,13 +223,13 @@ class AgentServer:
         except ClientLeft:
             runner.send(replace(ask, is_left=True))
             raise
-        text = AnswerText(self._tokenizer, body.stops, ends)
+        text = AnswerText(self.encoder, body.stops, ends)
         events = list[Event]()
         for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
             drawn = Token(None, 0, token, logprob, [], reason if place == len(ids) else None)
             offset, (said, why) = text.num_chars, text.push(drawn)
             events.append(Event(0, said, drawn, why, offset))
-        return _Answer(self._tokenizer, len(asked.ids), events)
+        return _Answer(self.encoder, len(asked.ids), events)
 
 
 def _streamed(made: ChatFormat | CompletionFormat, answer: _Answer, body: Any) -> Response:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
+from dschat.data.sources.adapters import Content
 from dschat.environments.agents import Agent, Outcome, load_agent
 from dschat.environments.conversations import Conversations, Row
 from dschat.inference.generators.engine import InferenceEngine
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # needs the extra serve
 logger = logging.getLogger("dschat")
 
 AGENT = "agent"  # the name of its rewards
+_SENT = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 def agent_of(args: RLHFConfig, agent: Any = None) -> Agent | None:
@@ -77,15 +79,14 @@ class AgentCollector(Collector):
         if self._server is None:
             self._server = AgentServer(self._engine.tokenizer)
         runner = AgentRunner(
-            *(generator, self._engine.tokenizer, self._agent, self.args, sampling),
-            self._server.address,
-            self._server.open,
+            *(generator, self._engine.tokenizer, self._server.encoder, self._agent),
+            *(self.args, sampling, self._server.address, self._server.open),
         )
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}
             for i in range(len(prompts.ids))
         ]
-        given = prompts.sources or self.prompt_texts(prompts)
+        given = [_sendable(prompt) for prompt in prompts.sources or self.prompt_texts(prompts)]
         episodes = runner.run(
             given, columns, numbers, partial(self._group, prompts, numbers, sampling.n, add)
         )
@@ -173,6 +174,13 @@ class AgentCollector(Collector):
             values = [logged[name] for logged in every if name in logged]
             metrics.setdefault(f"rollout/{name}", sum(values) / len(values))
         return metrics
+
+
+def _sendable(prompt: Content) -> Content:
+    """A prompt without marks of ours in its turns, as a request may have it."""
+    if isinstance(prompt, str):
+        return prompt
+    return [{name: v for name, v in turn.items() if name in _SENT} for turn in prompt]
 
 
 def _outgrew(episode: Conversations) -> bool:

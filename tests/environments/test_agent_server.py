@@ -273,7 +273,9 @@ def walked(engine, prompts, numbers):
     server = AgentServer(tokenizer)
     sampling = SamplingParams(30, n=2, seed=5, min_new_tokens=2)
     args = RLHFConfig(max_answer_seq_len=30, max_prompt_seq_len=30, agent_workers=4)
-    runner = AgentRunner(engine, tokenizer, Walk(), args, sampling, server.address, server.open)
+    runner = AgentRunner(
+        engine, tokenizer, server.encoder, Walk(), args, sampling, server.address, server.open
+    )
     ended = []
     found = runner.run(prompts, [{}] * len(prompts), numbers, lambda row, _: ended.append(row))
     assert sorted(ended) == list(range(len(prompts)))
