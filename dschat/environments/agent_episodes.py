@@ -210,6 +210,7 @@ class AgentRunner:
                 self._core.cancel(sequence.request)
             ids, logprobs = list(sequence.answer), list(sequence.logprobs)
             ask.row.add(ids, logprobs)
+            ask.episode.last = ask.row
             ask.row.experts, ask.row.finish_reason = sequence.experts, reason
             ask.row.is_ended = event.is_last and sequence.stopped
             ask.settle((ids, logprobs, reason))

@@ -46,7 +46,8 @@ _MAX_BYTES, _KEEP_ALIVE_S = 8 * 2**20, 3600
 _HOSTS = ("127.0.0.1", "localhost")
 # Fields that do not change what an answer is drawn from, and those that are compared.
 _TAKEN = {"model", "messages", "prompt", "stop", "stream", "stream_options", "max_tokens"}
-_TAKEN |= {"max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs", "seed"}
+_TAKEN |= {"max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
+_TAKEN |= {"logprobs", "seed"}
 _COMPARED = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -251,7 +252,7 @@ def _require_as_trained(body: ChatRequest | CompletionRequest, sampling: Samplin
                 f"or train with --{name} {value}"
             )
     for name, value in given.items():
-        if value and name not in _TAKEN | {"logprobs"}:
+        if value and name not in _TAKEN:
             raise UserError(f"{name} {value!r:.60}: training samples without it; leave it out")
 
 

@@ -145,7 +145,6 @@ class Conversations:
 
     def answered(self, row: Row, turn: Turn | None, inputs: Mapping[str, Any]) -> None:
         """Remember an answer: the conversation may continue after it. ``turn``: None of ids."""
-        self.last = row
         row.messages = [*row.messages, turn] if turn else []
         digest = _digest(inputs if turn else row.number)
         for said in row.messages:

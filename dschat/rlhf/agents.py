@@ -11,7 +11,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
 from dschat.data.sources.adapters import Content
 from dschat.environments.agents import Agent, Outcome, load_agent
-from dschat.environments.conversations import Conversations, Row
+from dschat.environments.conversations import Conversations
 from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import Generator, SamplingParams
 from dschat.models.continued_text import whole_texts
@@ -128,18 +128,22 @@ class AgentCollector(Collector):
         """One sample for each episode: its last answer, to the conversation before it."""
         assert group.agents is not None
         prompts, episodes = group.agents
-        lasts = [_last_answer(e.last) for e in episodes if e.last is not None]
-        before, answers = [ids for ids, _ in lasts], [answer for _, answer in lasts]
-        reasons = [e.last.finish_reason for e in episodes if e.last is not None]
-        asked = [e.last.messages for e in episodes if e.last is not None]
+        lasts = [e.last for e in episodes if e.last is not None]
+        parts = [
+            (of.prompt + of.tokens, len(of.prompt + of.tokens) - of.last_length) for of in lasts
+        ]
+        answers = [ids[start:] for ids, start in parts]
+        chats = [list(of.messages) for of in lasts]
         return Samples(
             prompts=self.prompt_texts(prompts),
-            answers=whole_texts(self._engine.tokenizer, before, answers),
+            answers=whole_texts(
+                self._engine.tokenizer, [ids[:start] for ids, start in parts], answers
+            ),
             prompt_ids=prompts.ids,
             answer_ids=answers,
-            finish_reasons=list(reasons),
+            finish_reasons=[of.finish_reason for of in lasts],
             columns=prompts.columns,
-            chats=[list(of[:-1]) for of in asked],
+            chats=[of[:-1] if of and of[-1]["role"] == "assistant" else of for of in chats],
             decode=partial(self._engine.tokenizer.decode, clean_up_tokenization_spaces=False),
         )
 
@@ -186,9 +190,3 @@ def _sendable(prompt: Content) -> Content:
 def _outgrew(episode: Conversations) -> bool:
     """Whether an agent failed because the model's answers left no room: its reward is 0."""
     return episode.outcome is None and episode.is_cut and bool(episode.rows)
-
-
-def _last_answer(row: Row) -> tuple[list[int], list[int]]:
-    """The ids before the last answer of a row, and its own."""
-    start = len(row.drawn) - row.last_length
-    return row.prompt + row.tokens[:start], row.tokens[start:]
