@@ -129,16 +129,12 @@ class AgentCollector(Collector):
         assert group.agents is not None
         prompts, episodes = group.agents
         lasts = [e.last for e in episodes if e.last is not None]
-        parts = [
-            (of.prompt + of.tokens, len(of.prompt + of.tokens) - of.last_length) for of in lasts
-        ]
-        answers = [ids[start:] for ids, start in parts]
+        before = [of.prompt + of.tokens[: -of.last_length] for of in lasts]
+        answers = [of.tokens[-of.last_length :] for of in lasts]
         chats = [list(of.messages) for of in lasts]
         return Samples(
             prompts=self.prompt_texts(prompts),
-            answers=whole_texts(
-                self._engine.tokenizer, [ids[:start] for ids, start in parts], answers
-            ),
+            answers=whole_texts(self._engine.tokenizer, before, answers),
             prompt_ids=prompts.ids,
             answer_ids=answers,
             finish_reasons=[of.finish_reason for of in lasts],
