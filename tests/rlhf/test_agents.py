@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from documentation import PAGES, blocks
 from program_cases import ppo_trainer
 from step_cases import Case
 
@@ -305,3 +306,16 @@ def test_a_critic_learns_from_every_row(models_folder):
     trainer.train_rlhf(e)
     assert trainer.metrics["train/bad_steps"] == 0
     assert trainer.metrics["val/grad_norm"] > 0
+
+
+def test_the_agent_of_the_page_runs_as_it_stands():
+    pytest.importorskip("openai")
+    (code,) = blocks(PAGES["agents.md"], "python")
+    names = {}
+    exec(code, names)
+    trainer = trainer_of(names["run"])
+    e = trainer.generate_experience(prompts_of(trainer, answer=["e", "a", "19", "the"]))
+    right = {round(1 - 0.3 * attempt, 1) for attempt in range(3)} | {0.0}
+    assert {round(score, 1) for score in e.scores.tolist()} <= right
+    assert trainer.metrics["rollout/rows_per_episode"] == 1
+    assert trainer.metrics["rollout/turns"] > 1
