@@ -12,8 +12,7 @@ from dschat.observability.metrics_log import RowFile, record_start
 from dschat.offline.evaluate import Results
 from dschat.offline.rows import AnswerFile
 from dschat.runtime import output_dir
-from dschat.serving.schema import Preference, Tie
-from dschat.serving.web_chat import PreferenceFile
+from dschat.serving.web_chat import Preference, PreferenceFile, Tie
 
 
 def write_report(folder):

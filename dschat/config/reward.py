@@ -117,6 +117,28 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         nargs="+",
         reads="files",
     )
+    agent: Optional[str] = flag(
+        None,
+        "Train the model of an agent that talks to an OpenAI endpoint: file.py:NAME or "
+        "pkg.mod:NAME of async run(client, prompt, **columns), or a command. What it returns is a "
+        "reward source.",
+        reads="files",
+    )
+    agent_workers: int = speed_flag(
+        64, "Agents that run at once, per training process.", ge=1, needs="agent"
+    )
+    agent_timeout_s: float = log_flag(
+        600.0, "Timeout of one episode of an agent, in seconds.", gt=0, needs="agent"
+    )
+    agent_max_rows: int = flag(
+        16, "Conversations of an agent's episode; one more fails it.", ge=1, needs="agent"
+    )
+    on_agent_error: Literal["error", "zero", "drop"] = flag(
+        "error",
+        "error: stop the run. zero: an agent that fails has the reward 0. drop: its episode is "
+        "left out (logged as rollout/agent_failures).",
+        needs="agent",
+    )
     max_turns: int = flag(8, "Longest episode with --environment or --tools, in answers.", ge=1)
     max_turn_tokens: Optional[int] = flag(
         None, "Longest answer of one turn, in tokens; default: --max_answer_seq_len.", ge=1
@@ -150,16 +172,16 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     @property
     def has_episodes(self) -> bool:
         """Whether answers may have several turns."""
-        return self.environment is not None or self.tools is not None
+        return any(v is not None for v in (self.environment, self.tools, self.agent))
 
     # Whether Python objects that no flag names score, too.
     scores_with_objects: ClassVar[bool] = False
 
     @property
     def has_reward_functions(self) -> bool:
-        """Whether functions or an environment score."""
-        by_flag = self.environment is not None or super().has_reward_functions
-        return by_flag or self.scores_with_objects
+        """Whether functions, an environment or an agent score."""
+        named = self.environment is not None or self.agent is not None
+        return named or super().has_reward_functions or self.scores_with_objects
 
     def validate_rewards(self) -> None:
         for flag_name, excludes in (
@@ -169,5 +191,10 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         ):
             require(
                 not (self.has_episodes and excludes),
-                f"{flag_name} excludes --environment and --tools: leave one out",
+                f"{flag_name} excludes --environment, --tools and --agent: leave one out",
             )
+        both = self.environment is not None or self.tools is not None
+        require(
+            self.agent is None or not both,
+            "--agent excludes --environment and --tools: an agent runs its own; leave one out",
+        )

@@ -63,6 +63,20 @@ class ObservationTokens:
         before, after = ("", "") if said.is_raw else self._pieces
         return self._ids(before + said.text + after)
 
+    def turns(
+        self, answer: dict[str, Any], turns: list[dict[str, Any]], **inputs: Any
+    ) -> list[int]:
+        """The tokens of ``turns`` after ``answer``, which may call tools. ``inputs``: the chat
+        template's.
+
+        Raises:
+            UserError: the chat template does not render them there.
+        """
+        shown = {"role": "assistant", "content": _ANSWERED}
+        if calls := answer.get("tool_calls"):
+            shown |= {"content": "", "tool_calls": calls}
+        return self._ids(self._after_answer(shown, turns, **inputs))
+
     def require_tools(self) -> None:
         """Raise ``UserError`` where the chat template does not render a tool's result."""
         try:
@@ -88,16 +102,18 @@ class ObservationTokens:
                 refused = error
         raise Fault(str(refused))
 
-    def _after_answer(self, answer: dict[str, Any], turns: list[dict[str, Any]]) -> str:
+    def _after_answer(
+        self, answer: dict[str, Any], turns: list[dict[str, Any]], **inputs: Any
+    ) -> str:
         """What the template writes after the end of ``answer``, for ``turns`` and up to where the
         next answer begins.
         """
         chat = [{"role": "user", "content": _ASKED}, answer]
-        whole = render_chat(self._tokenizer, [*chat, *turns], add_generation_prompt=True)
-        before = render_chat(self._tokenizer, chat)
+        whole = render_chat(self._tokenizer, [*chat, *turns], add_generation_prompt=True, **inputs)
+        before = render_chat(self._tokenizer, chat, **inputs)
         answered = before.find(_ANSWERED)
         if whole.startswith(before):
-            asked = render_chat(self._tokenizer, chat[:1], add_generation_prompt=True)
+            asked = render_chat(self._tokenizer, chat[:1], add_generation_prompt=True, **inputs)
             start = answered if answered >= 0 else len(asked)
             is_text = answered >= 0 and "tool_calls" not in answer
             after = answered + len(_ANSWERED) if is_text else len(before)

@@ -44,6 +44,7 @@ class SourceScores:
         values: (S,) NaN where the source failed under ``on_reward_error`` skip.
         scores: (S,) fp32; the sum of one score per token, and 0 for None.
         applies: (S,) bool, False for None.
+        counts: (S,) bool, False for further rows of the same episode, in means.
         token_scores: (S,) of (A,) for one score per token, else empty; None if no sample has any.
     """
 
@@ -51,12 +52,19 @@ class SourceScores:
     weight: float
     values: Sequence[float | list[float] | None]
 
+    def repeated(self, copies: Sequence[int]) -> "SourceScores":
+        """Each score as many times as ``copies`` says, as one number."""
+        whole = [sum(v) if isinstance(v, list) else v for v in self.values]
+        values = [v for v, count in zip(whole, copies, strict=True) for _ in range(count)]
+        return SourceScores(self.name, self.weight, values)
+
     def __post_init__(self) -> None:
         by_token = [value if isinstance(value, list) else [] for value in self.values]
         self.token_scores = by_token if any(by_token) else None
         sums = [sum(v) if isinstance(v, list) else v or 0.0 for v in self.values]
         self.scores = torch.tensor(sums, dtype=torch.float32)
         self.applies = torch.tensor([v is not None for v in self.values], dtype=torch.bool)
+        self.counts = torch.ones_like(self.applies)
 
 
 class Scoring:
@@ -75,6 +83,7 @@ class Scoring:
 
     Attributes:
         others: scores that the answers came with.
+        copies: rows of each sample, where an episode may have several.
     """
 
     def __init__(
@@ -95,6 +104,7 @@ class Scoring:
             function.name: [] for function in functions
         }
         self.others: list[SourceScores] = []
+        self.copies: list[int] | None = None
 
     def add(self, row: int, samples: Samples) -> None:
         """Take all samples of the prompt in ``row``."""
@@ -136,8 +146,13 @@ class Scoring:
         Raises:
             RewardError: a function failed on any rank and ``on_reward_error`` is error.
         """
+        found = self._results() + self.others
+        return found if self.copies is None else [s.repeated(self.copies) for s in found]
+
+    def _results(self) -> list[SourceScores]:
+        """Collective. See `result`; without `others`."""
         if not self._functions:
-            return self.others
+            return []
         samples, _ = self._joined(list(self._samples))
         values = [self._values(function) for function in self._functions]
         scores = [*map(_scores, self._functions, values)]
@@ -155,7 +170,7 @@ class Scoring:
             total = sum(size for _, _, size in ranks)
             line = line.removesuffix(_SKIP)
             logger.warning("%d of %d samples have no score: %s %s", lost, total, label, line)
-        return scores + self.others
+        return scores
 
     def _joined(self, rows: Sequence[int]) -> tuple[Samples, list[Sample]]:
         """The samples of the prompts in ``rows``, and which ones they are."""
@@ -268,8 +283,8 @@ def source_means(
 
 
 def _scored(source: SourceScores) -> Tensor:
-    """Samples with a score: (S,) bool."""
-    return torch.isfinite(source.scores) & source.applies
+    """Samples with a score, one of each episode: (S,) bool."""
+    return torch.isfinite(source.scores) & source.applies & source.counts
 
 
 def _added(sums: list[list[float]], rows: list[list[float]], factor: float) -> list[list[float]]:

@@ -55,12 +55,13 @@ class Given:
 
     @property
     def scores(self) -> Tensor:
-        """The sum of an answer's rewards: (S,)."""
-        return self.rewards.sum(dim=1)
+        """The sum of an answer's rewards, the mean of an episode's rows: (S,)."""
+        return self.e.episode_means(self.rewards.sum(dim=1))
 
     @property
     def scores_without_kl(self) -> Tensor:
-        return token_rewards(self.e, self.args, 0.0, self.clip).sum(dim=1)
+        rewards = token_rewards(self.e, self.args, 0.0, self.clip)
+        return self.e.episode_means(rewards.sum(dim=1))
 
     @property
     def stats(self) -> Tensor:
@@ -86,11 +87,12 @@ class Given:
     @property
     def source_stats(self) -> Tensor:
         """Collective."""
-        scores = torch.where(self.e.scored.unsqueeze(1), self.source_scores, torch.nan)
+        counted = self.e.scored & self.e.first_rows
+        scores = torch.where(counted.unsqueeze(1), self.source_scores, torch.nan)
         return source_stats(scores, self.group_ids, self.num_groups)
 
     def _stats_of(self, scores: Tensor) -> Tensor:
-        scored = self.e.scored
+        scored = self.e.scored & self.e.first_rows
         own = losses.group_stats(scores[scored], self.group_ids[scored], self.num_groups)
         return dist.all_reduce_sum(own)
 

@@ -16,6 +16,7 @@ import torch
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptTable
+from dschat.environments.conversations import Conversations
 from dschat.inference.protocol import Generator, Rollout, SamplingParams
 from dschat.models.continued_text import whole_texts
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
@@ -47,6 +48,10 @@ class Group:
     prompts: PromptTable  # one for each answer: an environment may have added to the prompt
     answers: Rollout
     rewards: list[list[float]] | None = None  # of an environment, for each token of each answer
+    # Of agents, whose episodes may have several rows: the rows' numbers, and each episode with its
+    # prompt.
+    numbers: list[int] | None = None
+    agents: tuple[PromptTable, list[Conversations]] | None = None
 
 
 class RolloutPolicy:
@@ -212,6 +217,8 @@ class Collector:
         assert len(groups) == wanted, "the generator did not report all prompts"
         scoring.others = self._scores_of(groups)
         e = self._experience(groups, first * sampling.n)
+        if any(group.agents for group in groups):
+            scoring.copies = e.rows_of_episodes
         e.metrics = metrics
         return e, scoring
 
@@ -299,6 +306,8 @@ class Collector:
         sources = self.sources(e, scoring, self.args.per_device_training_batch_size, moves)
         if not sources:
             return e
+        for source in sources:
+            source.counts = e.first_rows
         e.metrics |= source_means("objective/scores", sources, with_std=True)
         e.metrics |= self.functions.logged()
         scores, token_scores = combine(sources, self.scale if self.args.normalize_reward else None)
@@ -336,6 +345,9 @@ class Collector:
         of_model = []
         if self._engine.reward is not None:  # before the wait: the functions run meanwhile
             values = reward_scores(self._engine, e, size).tolist()
+            for row in reversed(range(len(values) - 1)):
+                if e.numbers[row] == e.numbers[row + 1]:  # an agent's last row stands for all
+                    values[row] = values[row + 1]
             of_model = [SourceScores(REWARD_MODEL, self.args.reward_model_weight, values)]
         others = scoring.result()
         return of_model + (others if moves is None else [*map(moves.scores, others)])

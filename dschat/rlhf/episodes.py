@@ -13,6 +13,7 @@ from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import BEGINS
 from dschat.environments.contract import Environment
+from dschat.environments.conversations import Row
 from dschat.environments.episodes import Episode, EpisodeRunner
 from dschat.environments.sources import EnvironmentSource, load_environment
 from dschat.environments.template_text import ObservationTokens
@@ -205,7 +206,7 @@ def _with_text(source: Content, text: str) -> Content:
     return [*source[:-1], {**source[-1], "content": source[-1]["content"] + text}]
 
 
-def rollout_of(episodes: list[Episode]) -> Rollout:
+def rollout_of(episodes: Sequence[Episode | Row]) -> Rollout:
     return Rollout(
         [e.tokens for e in episodes],
         [e.logprobs for e in episodes],

@@ -77,6 +77,11 @@ def evaluate_policy(
     at = held_out.first_index
     e, scoring = collector.answers_of(generator, held_out.prompts, sampling, at)
     sources = collector.sources(e, scoring, args.eval_batch_size)
+    firsts = e.first_rows.nonzero().flatten().tolist()
+    if len(firsts) < e.num_sequences:  # of an agent's episodes; their rows have the same score
+        picked = [[s.values[row] for row in firsts] for s in sources]
+        sources = [replace(s, values=of) for s, of in zip(sources, picked, strict=True)]
+        e = e.pick(firsts)
     by_source = source_means("eval/scores", sources)
     logged = collector.functions.logged()
     scores = torch.zeros(e.num_sequences, dtype=torch.float64)
@@ -101,6 +106,9 @@ def evaluate_policy(
         if args.eval_pass_source:
             pass_scores = _scores_of(args.eval_pass_source, sources)
         least = 1.0 if args.eval_pass_score is None else args.eval_pass_score
+        grid = torch.full((len(held_out.prompts.ids) * sampling.n,), math.nan, dtype=torch.float64)
+        grid[e.numbers - at * sampling.n] = pass_scores  # failed agents may have left some out
+        pass_scores = grid
         passed = (pass_scores >= least - _ROUNDING).reshape(-1, sampling.n)
         known = pass_scores.isfinite().reshape(-1, sampling.n)
         sums["known"] = float(known.sum())
@@ -168,7 +176,7 @@ def check_evaluation(args: RLHFConfig, sources: Sequence[str], num_held_out: int
 def _metric_names(args: RLHFConfig, sources: Sequence[str]) -> list[str]:
     """The names that `evaluate_policy` may return, less ``eval/``."""
     names = [*(["score"] if sources else []), "answer_length", "eos_share"]
-    if args.environment:
+    if args.environment or args.agent:
         names += ["turns", "environment_tokens"]
     if gold_knows(args.eval_data_path or args.data_path):
         names.append("gold")
@@ -196,7 +204,9 @@ def _answer_sums(
         for row, start, length in zip(e.input_ids, e.prompt_lengths.tolist(), lengths, strict=True)
     ]
     answers = continued_texts(engine.tokenizer, ids)
-    texts = [text for text in held_out.prompts.texts or () for _ in range(n)]
+    known = held_out.prompts.texts or []
+    rows = (e.numbers // n - held_out.first_index).tolist()
+    texts = [known[row] for row in rows] if known else []
     means = answer_metrics(texts, answers, lengths, e.finished.tolist(), gold=held_out.gold)
     return {name: means[name] * e.num_sequences for name in names}
 

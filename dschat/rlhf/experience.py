@@ -32,7 +32,7 @@ class Experience:
 
     ``numbers`` index the sequences of the whole rollout over all ranks: the n samples of prompt k
     are k n, ..., k n + n - 1. Some may be missing, and a rank may hold any of them, in ascending
-    order.
+    order. The rows of an agent's episode are neighbours with one number, on one rank.
     """
 
     input_ids: Tensor  # (S, T) int64, prompt + answer, right-padded
@@ -88,6 +88,25 @@ class Experience:
     @property
     def num_sequences(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def first_rows(self) -> Tensor:
+        """The first row of every episode: (S,) bool; of single answers all."""
+        return torch.diff(self.numbers, prepend=self.numbers[:1] - 1) != 0
+
+    @property
+    def rows_of_episodes(self) -> list[int]:
+        """How many rows each episode has."""
+        return self.numbers.unique_consecutive(return_counts=True)[1].tolist()
+
+    def episode_means(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` (S,) over the rows of each episode, for each of its rows."""
+        if len(self.rows_of_episodes) == self.num_sequences:
+            return values
+        episode = self.first_rows.cumsum(0) - 1
+        count = torch.bincount(episode)
+        sums = torch.zeros(len(count), dtype=torch.float64).index_add_(0, episode, values.double())
+        return (sums / count)[episode].to(values.dtype)
 
     @property
     def scored_mask(self) -> Tensor:

@@ -62,13 +62,15 @@ def experience_metrics(
         weights: by name, of the sources that have one.
     """
     mask, args = e.answer_mask, engine.args
-    scores = e.scores[e.scored].double()
+    firsts = e.first_rows  # an agent's episode, of several rows, counts once
+    scores = e.scores[e.scored & firsts].double()
 
     def total(per_action: Tensor) -> float:
         return float(per_action[mask].double().sum())
 
     sums = {
-        "sequences": float(e.num_sequences),
+        "sequences": float(firsts.sum()),
+        "rows": float(e.num_sequences),
         "scored": float(len(scores)),
         "scored_tokens": float(e.scored_mask.sum()),
         "tokens": float(mask.sum()),
@@ -78,7 +80,7 @@ def experience_metrics(
         "scores": float(scores.sum()),
         "scores_sq": float(scores.square().sum()),
         "clipped": 0.0 if clip is None else float((scores.abs() > clip).sum()),
-        "rewards": float(rewards[e.scored_mask].double().sum()),
+        "rewards": float(rewards[e.scored_mask & firsts.unsqueeze(1)].double().sum()),
         "entropy": total(e.entropy),  # 0 where it was not computed
         "recomputed": float((mask & e.recomputed.unsqueeze(1)).sum()),
         "values": total(e.values),
@@ -93,15 +95,16 @@ def experience_metrics(
     }
     totals = dist.sum_named(sums)
     n, tokens, scored = (totals[name] or math.nan for name in ("sequences", "tokens", "scored"))
+    rows = totals["rows"] or math.nan
     mean_score = totals["scores"] / scored
     metrics = {
         "objective/scores": mean_score,
         "objective/scores_std": math.sqrt(max(totals["scores_sq"] / scored - mean_score**2, 0.0)),
         "objective/rlhf_reward": totals["rewards"] / scored,
         "rollout/answer_length": totals["tokens"] / n,
-        "rollout/prompt_length": totals["prompt_tokens"] / n,
-        "rollout/eos_share": totals["finished"] / n,
-        "completions/clipped_ratio": 1 - totals["finished"] / n,
+        "rollout/prompt_length": totals["prompt_tokens"] / rows,
+        "rollout/eos_share": totals["finished"] / rows,
+        "completions/clipped_ratio": 1 - totals["finished"] / rows,
         "rollout/sequences": totals["sequences"],
         "rollout/tokens": totals["tokens"],
     }
@@ -130,7 +133,7 @@ def experience_metrics(
     if args.rollout_is != "off":
         metrics["rollout/is_weight"] = totals["is_weight"] / tokens
         metrics["rollout/is_cut_share"] = totals["is_cut"] / tokens
-        metrics["rollout/is_dropped_share"] = totals["is_dropped"] / n
+        metrics["rollout/is_dropped_share"] = totals["is_dropped"] / rows
     return metrics
 
 
@@ -149,9 +152,10 @@ def _zero_std(e: Experience, num_samples: int) -> dict[str, float]:
     """
     if num_samples == 1:
         return {}
-    groups = (e.numbers // num_samples)[e.scored]
+    scored = e.scored & e.first_rows
+    groups = (e.numbers // num_samples)[scored]
     num_groups = dist.max_int(int(groups.max()) + 1 if len(groups) else 1)
-    stats = dist.all_reduce_sum(group_stats(e.scores[e.scored], groups, num_groups))
+    stats = dist.all_reduce_sum(group_stats(e.scores[scored], groups, num_groups))
     differ = group_has_variance(stats)[stats[0] > 0].double()
     return {"frac_reward_zero_std": 1 - float(differ.sum()) / max(len(differ), 1)}
 
@@ -165,7 +169,8 @@ def _spread_by_source(
     if num_samples == 1 or len(weights) < 2:
         return {}
     groups = e.numbers // num_samples
-    stats = source_stats(e.by_source(weights), groups, max(e.num_prompts, 1))
+    scores = torch.where(e.first_rows.unsqueeze(1), e.by_source(weights), torch.nan)
+    stats = source_stats(scores, groups, max(e.num_prompts, 1))
     spreads = {}
     for name, of_source in zip(weights, stats, strict=True):
         _, variance = mean_and_variance(of_source[:, of_source[0] > 0])
@@ -298,7 +303,8 @@ def throughput(
     generate_s, _, train_s = parts
     iteration_s = sum(parts)
     sequences, answer_tokens = metrics["rollout/sequences"], metrics["rollout/tokens"]
-    prompt_tokens = sequences * metrics["rollout/prompt_length"] if sequences else 0.0
+    rows = sequences * metrics.get("rollout/rows_per_episode", 1.0)
+    prompt_tokens = rows * metrics["rollout/prompt_length"] if sequences else 0.0
     trained = epochs * (answer_tokens + prompt_tokens)
     rates = {
         "time/iteration_s": iteration_s,

@@ -11,6 +11,7 @@ from dschat.data.tokenize import prompt_dataset
 from dschat.distributed import stop_signals
 from dschat.observability import console
 from dschat.rewards.reward_functions import REWARD_MODEL, RewardFunctions
+from dschat.rlhf.agents import AGENT, agent_of
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import ENVIRONMENT, environment_of
 from dschat.rlhf.evaluation import HeldOutPrompts, check_evaluation
@@ -75,6 +76,8 @@ def train(
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if episodes and episodes.rewards:
         sources.append(ENVIRONMENT)
+    if agent_of(args):
+        sources.append(AGENT)
     check_evaluation(args, sources, len(held_out))
     rank, world = dist.rank(), dist.world_size()
     found = args.rollout_prompts(world)

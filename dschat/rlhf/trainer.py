@@ -20,6 +20,7 @@ from dschat.models.routing import router_metrics, routing_metrics
 from dschat.rewards.reward_functions import RewardFunctions
 from dschat.rlhf.actor_loss import actor_loss
 from dschat.rlhf.advantages import fill_in_advantages
+from dschat.rlhf.agents import AgentCollector, agent_of
 from dschat.rlhf.batching import plan_moves, settle_token_budget
 from dschat.rlhf.engine import DeepSpeedRLHFEngine
 from dschat.rlhf.episodes import collector_of, environment_of
@@ -40,6 +41,7 @@ from dschat.rlhf.metrics import (
 )
 from dschat.rlhf.prompts import PromptBatch, PromptQueue, prompt_table
 from dschat.rlhf.ptx import add_text_loss, text_micro_batches
+from dschat.rlhf.rollout_policies import policy_of
 from dschat.rlhf.teacher_prompts import fill_in_taught
 from dschat.runtime import optimizer_step
 from dschat.runtime.optimizer_step import DeviceSums, OptimizerStep, SkippedSteps
@@ -64,6 +66,7 @@ class DeepSpeedPPOTrainer:
         reward_functions: what ``args`` name, already loaded; excludes ``reward_fns``.
         environment, tools: a class or function, and functions; see `dschat.environments`. Default:
             what ``args`` name. Prompts must show the tools, as `prompt_dataset` does.
+        agent: a function ``run(client, prompt, **columns)``, in their place.
 
     Attributes:
         metrics: the last iteration's numbers, under the names of metrics.jsonl.
@@ -84,6 +87,7 @@ class DeepSpeedPPOTrainer:
         reward_functions: RewardFunctions | None = None,
         environment: Any = None,
         tools: Sequence[Any] = (),
+        agent: Any = None,
     ) -> None:
         if reward_functions is not None and len(reward_fns):
             raise UserError(
@@ -99,7 +103,11 @@ class DeepSpeedPPOTrainer:
         self.reward_functions.logs.trainer_state.max_steps = engine.num_iters
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)
-        self.collector = collector_of(engine, self.args, self.reward_functions, source, more)
+        found, given = agent_of(self.args, agent), (engine, self.args, self.reward_functions)
+        if found is None:
+            self.collector = collector_of(*given, source, more)
+        else:
+            self.collector = AgentCollector(*given, policy_of(self.args, more), found)
         self.unsupervised = unsupervised
         self.skipped = {n: SkippedSteps(self.args.max_bad_steps, n) for n in ("actor", "critic")}
         self.mini_batches: list[dict[str, float]] = []
@@ -164,8 +172,8 @@ class DeepSpeedPPOTrainer:
         if taught is not None:
             found, total = dist.sum_floats([taught, float(e.num_sequences)])
             self.metrics["objective/taught_share"] = found / max(total, 1.0)
-        self.metrics |= experience_metrics(e, rewards, corrected, self.engine, clip, weights)
-        self.metrics |= e.metrics | {"objective/kl_coef": self.kl.value}
+        own = experience_metrics(e, rewards, corrected, self.engine, clip, weights)
+        self.metrics |= e.metrics | own | {"objective/kl_coef": self.kl.value}
         moved = self.iteration >= self.args.critic_warmup_steps
         if moved and "objective/kl" in self.metrics and not e.problem:
             self.kl.update(self.metrics["objective/kl"], int(self.metrics["rollout/sequences"]))

@@ -29,8 +29,8 @@ def main() -> None:
     try:
         import uvicorn
 
+        from dschat.openai_api.limits import BoundedConnection
         from dschat.serving.app import Server, create_app
-        from dschat.serving.limits import BoundedConnection
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("dschat"):
             raise

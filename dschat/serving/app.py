@@ -21,11 +21,10 @@ from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.requests.sequence import Request
 from dschat.models.tokenizer import text_ids
-from dschat.serving.flags import ServeConfig
-from dschat.serving.generation import Event, Generation
-from dschat.serving.limits import Guard, require_short, too_long
-from dschat.serving.patience import Ended, PatientThread, Stopping, while_connected
-from dschat.serving.responses import (
+from dschat.openai_api.answer_text import Event
+from dschat.openai_api.limits import Guard, require_short, too_long
+from dschat.openai_api.patience import Ended, PatientThread, Stopping, while_connected
+from dschat.openai_api.responses import (
     ChatFormat,
     CompletionFormat,
     Parse,
@@ -33,8 +32,10 @@ from dschat.serving.responses import (
     handle_errors,
     server_sent,
 )
-from dschat.serving.schema import ChatRequest, CompletionRequest
-from dschat.serving.shaping import Shape, shape_of
+from dschat.openai_api.schema import ChatRequest, CompletionRequest
+from dschat.openai_api.shaping import Shape, shape_of
+from dschat.serving.flags import ServeConfig
+from dschat.serving.generation import Generation
 from dschat.serving.web_chat import ChatScorer, PreferenceFile, WebChat
 from dschat.serving.worker import ServedModel
 
@@ -93,13 +94,15 @@ class Server:
     async def chat(self, request: HttpRequest, body: ChatRequest) -> Response:
         self._require_room(1, body.n)
         generation, parse = await self._begin(request, body, _encoded_chat)
-        return await self._respond(request, body, ChatFormat(generation, body.logprobs, parse))
+        answers = ChatFormat(generation, body.logprobs, parse)
+        return await self._respond(request, body, generation, answers)
 
     async def complete(self, request: HttpRequest, body: CompletionRequest) -> Response:
         self._require_room(len(body.prompts), body.n)
         generation, _ = await self._begin(request, body, _encoded)
         has_logprobs = body.logprobs is not None
-        return await self._respond(request, body, CompletionFormat(generation, has_logprobs))
+        answers = CompletionFormat(generation, has_logprobs)
+        return await self._respond(request, body, generation, answers)
 
     def _require_room(self, num_prompts: int, n: int) -> None:
         if not num_prompts:
@@ -141,14 +144,16 @@ class Server:
         self._running.add(generation)
         return generation, parse
 
-    async def _respond(self, request: HttpRequest, body: Body, answers: Format) -> Response:
+    async def _respond(
+        self, request: HttpRequest, body: Body, generation: Generation, answers: Format
+    ) -> Response:
         if body.stream:
             timeout_s = self.config.request_timeout_s + _SEND_TIMEOUT_S
-            return _Stream(self._chunks(body, answers), answers.generation, timeout_s)
-        choices: list[list[Event]] = [[] for _ in range(answers.generation.num_choices)]
+            return _Stream(self._chunks(body, generation, answers), generation, timeout_s)
+        choices: list[list[Event]] = [[] for _ in range(generation.num_choices)]
 
         async def collect() -> None:
-            async with aclosing(self._events(answers.generation)) as batches:
+            async with aclosing(self._events(generation)) as batches:
                 async for events in batches:
                     for event in events:
                         choices[event.choice].append(event)
@@ -156,12 +161,14 @@ class Server:
         await while_connected(request, collect())
         return JSONResponse(answers.whole(choices))
 
-    async def _chunks(self, body: Body, answers: Format) -> AsyncIterator[str]:
+    async def _chunks(
+        self, body: Body, generation: Generation, answers: Format
+    ) -> AsyncIterator[str]:
         """The server-sent events of an answer."""
         held: dict[int, list[Event]] = defaultdict(list)  # by choice
         yield "".join(map(server_sent, answers.first_chunks()))
         try:
-            async with aclosing(self._events(answers.generation)) as batches:
+            async with aclosing(self._events(generation)) as batches:
                 async for events in batches:
                     ready = []
                     for event in events:

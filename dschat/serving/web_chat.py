@@ -6,10 +6,11 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from dschat.chat.model import resolve_dtype
@@ -20,8 +21,8 @@ from dschat.models.checkpoint import Checkpoint
 from dschat.models.heads import RewardModel
 from dschat.models.long_rows import num_positions
 from dschat.models.tokenizer import num_ids
-from dschat.serving.limits import require_short, too_long
-from dschat.serving.schema import Preference, ScoreRequest, Tie, turns_of
+from dschat.openai_api.limits import require_short, too_long
+from dschat.openai_api.schema import Conversation, Text, turns_of
 from dschat.startup.files import no_link
 
 if TYPE_CHECKING:
@@ -35,6 +36,32 @@ _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+
+class ScoreRequest(BaseModel):
+    """Body of ``/api/score``: a conversation and answers to it."""
+
+    messages: Conversation
+    answers: list[Text] = Field(min_length=1, max_length=64)
+
+
+class Preference(BaseModel):
+    """Body of ``/api/preference``: a conversation, and which of two answers is better."""
+
+    messages: Conversation
+    chosen: Text = Field(min_length=1)
+    rejected: Text = Field(min_length=1)
+    chosen_model: Text = ""
+    rejected_model: Text = ""
+
+
+class Tie(BaseModel):
+    """Also of ``/api/preference``: a conversation, and answers of which none is the best."""
+
+    messages: Conversation
+    answers: list[Annotated[Text, Field(min_length=1)]] = Field(min_length=2, max_length=64)
+    models: list[Text] = []
+    verdict: Literal["tie", "both_bad"]
 
 
 class PreferenceFile:

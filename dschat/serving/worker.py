@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,11 +16,11 @@ from dschat.chat.load import PAGE_SIZE
 from dschat.chat.model import MAX_SEQ_LEN, Model
 from dschat.inference import UnsupportedModel
 from dschat.inference.generators.engine import InferenceEngine
-from dschat.inference.protocol import FinishReason
 from dschat.inference.requests.core import Core
 from dschat.inference.requests.sequence import Request
+from dschat.openai_api.answer_text import Token
+from dschat.openai_api.patience import Overloaded
 from dschat.serving.flags import ServeConfig
-from dschat.serving.patience import Overloaded
 
 logger = logging.getLogger("dschat")
 
@@ -29,17 +28,6 @@ logger = logging.getLogger("dschat")
 # they are. So under load the tokens of several steps reach it together, after this time per
 # request, and never later than the second one.
 _GATHER_S, _LONGEST_GATHER_S = 1e-3, 0.1
-
-
-class Token(NamedTuple):
-    """A token of one of a request's answers."""
-
-    handle: "Handle"
-    sample: int
-    id: int
-    logprob: float | None  # None: the first of all, which follows nothing
-    top: list[tuple[int, float]]  # likeliest tokens at its position, where asked for
-    finish_reason: FinishReason | None  # None: more tokens follow
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.data.batches import PromptBatches, RowStream
 from dschat.rlhf.prompt_sampling import AdaptivePrompts, difficulties
 from dschat.rlhf.prompts import PromptQueue
+from dschat.rlhf.run_state import Run
 
 
 def drawn_by(num_prompts, size=2, samples=4, rank=0, world=1, seed=7):
@@ -168,7 +169,7 @@ def test_all_answers_count_and_a_resumed_run_draws_the_same(options, models_fold
         assert 0 < first.metrics["sampling/mixed"] < 1
         first.iteration = iteration + 1
     assert len(ours.state_dict()["places"]) >= 8
-    second.load_run_state(json.loads(json.dumps(first.run_state().values)))
+    Run(second).load_state_dict(json.loads(json.dumps(Run(first).state_dict())))
     for _ in range(2):
         one, other = (t.generate_experience(next(p)) for t, p in ((first, ours), (second, theirs)))
         assert one.places == other.places

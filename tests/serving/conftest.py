@@ -131,10 +131,10 @@ def _same_products():
 def _serving(tmp_path_factory, path=("tiny=builtin/tiny",), limits=None, **options):
     """``limits``: of connections, as attributes of `BoundedConnection`."""
     uvicorn = pytest.importorskip("uvicorn")
+    from dschat.openai_api.limits import BoundedConnection
     from dschat.serving.__main__ import _listen
     from dschat.serving.app import Server, create_app
     from dschat.serving.flags import ServeConfig
-    from dschat.serving.limits import BoundedConnection
     from dschat.serving.web_chat import ChatScorer, PreferenceFile
     from dschat.serving.worker import load_models
 

@@ -10,8 +10,8 @@ from http_client import FOREVER, answered, ask, begin, num_running, send, wait_u
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
+from dschat.openai_api.patience import Overloaded
 from dschat.serving import app
-from dschat.serving.patience import Overloaded
 from dschat.serving.worker import EngineWorker
 
 
@@ -248,13 +248,13 @@ def test_a_client_that_never_reads_is_left(served, monkeypatch):
     """A while after the time of its request; nothing is sent here, as to a full socket."""
     monkeypatch.setattr(app, "_SEND_TIMEOUT_S", 0.05 - served.config.request_timeout_s)
     closed = []
-    answers = SimpleNamespace(generation=SimpleNamespace(close=lambda: closed.append(1)))
+    generation = SimpleNamespace(close=lambda: closed.append(1))
 
     async def never(*_):
         await asyncio.Event().wait()
 
     async def follow():
-        stream = await served.server._respond(None, SimpleNamespace(stream=True), answers)
+        stream = await served.server._respond(None, SimpleNamespace(stream=True), generation, None)
         sending = asyncio.create_task(stream({"type": "http"}, never, never))
         await asyncio.wait({sending}, timeout=30)
         assert sending.done()

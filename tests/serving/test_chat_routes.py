@@ -20,8 +20,7 @@ from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import load_examples
 from dschat.serving import web_chat
 from dschat.serving.app import create_app
-from dschat.serving.schema import Preference
-from dschat.serving.web_chat import ChatScorer, PreferenceFile
+from dschat.serving.web_chat import ChatScorer, Preference, PreferenceFile
 
 MESSAGES = [{"role": "user", "content": "what is the sun?"}]
 PREFERENCE = {"messages": MESSAGES, "chosen": "b", "rejected": "c"}

@@ -62,7 +62,7 @@ def guarded(path, *, key=None, body=(b"",), origin=None, origins=()):
     """The status of a request, and the body that the application read. Of a list, ``body`` loses
     the parts that are read.
     """
-    from dschat.serving.limits import Guard
+    from dschat.openai_api.limits import Guard
 
     parts, sent, read = body if isinstance(body, list) else list(body), [], []
 
@@ -138,7 +138,7 @@ def test_a_port_in_use():
 
 def test_large_bodies_that_do_not_arrive_hold_little_memory():
     """Those beyond a number are refused, small ones never; what they held is free when they end."""
-    from dschat.serving.limits import Guard
+    from dschat.openai_api.limits import Guard
 
     max_bytes, half, whole = 100_000, bytes(99_000), bytes(100_000)
 

@@ -8,8 +8,8 @@ from byte_tokenizers import byte_tokenizer
 from joined_texts import KINDS, SPACE, tokenizer_of
 
 from dschat.models.continued_text import token_bytes
-from dschat.serving.generation import Event
-from dschat.serving.responses import ChatFormat, CompletionFormat
+from dschat.openai_api.answer_text import Event
+from dschat.openai_api.responses import ChatFormat, CompletionFormat
 from dschat.serving.worker import Token
 
 TEXT = "naïve 東 café 👩‍👩‍👧 \ufffd! the capital"
@@ -42,7 +42,7 @@ def event_of(tokenizer, names):
 
 def test_alternatives_of_equal_text_are_all_there():
     tokenizer = tokenizer_of("prepend")
-    generation = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer, name="m"))
+    generation = SimpleNamespace(tokenizer=tokenizer, model_name="m")
     event = event_of(tokenizer, ["<0xE2>", "<0xE3>", SPACE, "<0x20>", "s", SPACE + "s"])
     (choice,) = CompletionFormat(generation, True).chunk([event])["choices"]
     space = tokenizer.convert_tokens_to_ids("<0x20>")

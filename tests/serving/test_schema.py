@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat.serving.schema import ChatRequest
+from dschat.openai_api.schema import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "a"}]
 

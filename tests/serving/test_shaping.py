@@ -10,8 +10,8 @@ from http_client import answered, ask
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
-from dschat.serving.schema import CompletionRequest
-from dschat.serving.shaping import _why, shape_of
+from dschat.openai_api.schema import CompletionRequest
+from dschat.openai_api.shaping import _why, shape_of
 
 PROMPT = "tell me about the sun"
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
-from dschat.serving.generation import AnswerText, Event, Generation
-from dschat.serving.responses import ChatFormat
+from dschat.openai_api.answer_text import AnswerText, Event
+from dschat.openai_api.responses import ChatFormat
+from dschat.serving.generation import Generation
 from dschat.serving.worker import Token
 
 PIECES = ["a", "b", "ab", "ba", "é", "aab", " "]
@@ -121,8 +122,8 @@ def test_an_echo_that_ends_within_its_prompt_has_drawn_no_tokens():
 
 
 def test_a_chunk_without_text_has_an_empty_delta():
-    model = SimpleNamespace(name="m", tokenizer=Tokenizer())
-    answers = ChatFormat(SimpleNamespace(model=model, num_choices=1), has_logprobs=False)
+    generation = SimpleNamespace(model_name="m", tokenizer=Tokenizer(), num_choices=1)
+    answers = ChatFormat(generation, has_logprobs=False)
     end = Event(0, "", Token(SimpleNamespace(), 0, END, 0.0, [], "stop"), "stop", 3)
     (choice,) = answers.chunk([end])["choices"]
     assert (choice["delta"], choice["finish_reason"]) == ({}, "stop")

@@ -1,4 +1,4 @@
-"""The environments and tools of docs/agents.md run as they stand there."""
+"""The environments and tools of docs/tools.md run as they stand there."""
 
 import pytest
 from documentation import PAGES, blocks
@@ -15,7 +15,7 @@ def found(tmp_path, monkeypatch):
     """Name -> file.py:NAME."""
     monkeypatch.chdir(tmp_path)
     specs = {}
-    for block in blocks(PAGES["agents.md"], "python"):
+    for block in blocks(PAGES["tools.md"], "python"):
         name = next((n for n in NAMES if f"def {n}(" in block or f"class {n}" in block), None)
         if name not in (None, *specs):
             (tmp_path / f"{name}_page.py").write_text(block)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat.config import UserError
 from dschat.config.errors import first_line
 from dschat.inference.requests.sequence import Sequence
-from dschat.serving.schema import GenerationRequest
+from dschat.openai_api.schema import GenerationRequest
 
 # Room for indentation; a weak model would otherwise write nothing but white space.
 _LAYOUT: Any = {"whitespace_pattern": r"\n? {0,8}"}

@@ -1,4 +1,4 @@
-"""Guards the server: API keys, origins, size and time of requests, number of connections."""
+"""Guards a server: API keys, origins, size and time of requests, number of connections."""
 
 import asyncio
 import resource
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dschat.config import UserError
 from dschat.data.rendering import render_chat
 from dschat.data.sources.turns import Turn
-from dschat.serving.responses import error_body
+from dschat.openai_api.responses import error_body
 
 # Paths that need no key: they tell nothing of the models.
 _OPEN_PATHS = ("/", "/health")

@@ -241,29 +241,3 @@ class CompletionRequest(GenerationRequest):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]
-
-
-class ScoreRequest(BaseModel):
-    """Body of ``/api/score``: a conversation and answers to it."""
-
-    messages: Conversation
-    answers: list[Text] = Field(min_length=1, max_length=64)
-
-
-class Preference(BaseModel):
-    """Body of ``/api/preference``: a conversation, and which of two answers is better."""
-
-    messages: Conversation
-    chosen: Text = Field(min_length=1)
-    rejected: Text = Field(min_length=1)
-    chosen_model: Text = ""
-    rejected_model: Text = ""
-
-
-class Tie(BaseModel):
-    """Also of ``/api/preference``: a conversation, and answers of which none is the best."""
-
-    messages: Conversation
-    answers: list[Annotated[Text, Field(min_length=1)]] = Field(min_length=2, max_length=64)
-    models: list[Text] = []
-    verdict: Literal["tie", "both_bad"]

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,8 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.models.continued_text import token_bytes
-from dschat.serving.generation import EngineFailure, Event, Generation
-from dschat.serving.patience import ClientLeft, Overloaded, Stopping, TimedOut
+from dschat.openai_api.answer_text import Event
+from dschat.openai_api.patience import (
+    ClientLeft,
+    EngineFailure,
+    Overloaded,
+    Stopping,
+    TimedOut,
+)
 
 Json = dict[str, Any]
 # Ids of an answer -> the text before its calls, and these; see `CallParser.split`.
@@ -28,15 +34,26 @@ def server_sent(data: Json | str) -> str:
     return f"data: {text}\n\n"
 
 
+class Answers(Protocol):
+    """The answers to one HTTP request."""
+
+    num_choices: int
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    @property
+    def usage(self) -> dict[str, int]: ...  # OpenAI's counts of tokens
+
+
 class ChatFormat:
     """Objects of ``/v1/chat/completions``.
 
     ``parse``: finds calls of tools in answers, which are known when an answer is complete.
     """
 
-    def __init__(
-        self, generation: Generation, has_logprobs: bool, parse: Parse | None = None
-    ) -> None:
+    def __init__(self, generation: Answers, has_logprobs: bool, parse: Parse | None = None) -> None:
         self.generation, self.has_logprobs, self._parse = generation, has_logprobs, parse
         self.is_whole = parse is not None
         self._head = _head("chatcmpl", generation)
@@ -100,7 +117,7 @@ class ChatFormat:
     def _logprobs(self, events: Iterable[Event]) -> Json | None:
         if not self.has_logprobs:
             return None
-        tokenizer = self.generation.model.tokenizer
+        tokenizer = self.generation.tokenizer
         entries = []
         for event in events:
             entry = _entry(tokenizer, event.token.id, event.token.logprob)
@@ -114,7 +131,7 @@ class CompletionFormat:
 
     is_whole = False
 
-    def __init__(self, generation: Generation, has_logprobs: bool) -> None:
+    def __init__(self, generation: Answers, has_logprobs: bool) -> None:
         self.generation, self.has_logprobs = generation, has_logprobs
         self._head = _head("cmpl", generation) | {"object": "text_completion"}
 
@@ -143,7 +160,7 @@ class CompletionFormat:
         }
 
     def _logprobs(self, events: list[Event]) -> Json:
-        tokenizer = self.generation.model.tokenizer
+        tokenizer = self.generation.tokenizer
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for event in events:
             drawn = _entry(tokenizer, event.token.id, event.token.logprob)
@@ -163,8 +180,8 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _head(prefix: str, generation: Generation) -> Json:
-    name = generation.model.name
+def _head(prefix: str, generation: Answers) -> Json:
+    name = generation.model_name
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
 

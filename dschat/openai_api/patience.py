@@ -26,6 +26,10 @@ class Stopping(Ended):
     """The server stops."""
 
 
+class EngineFailure(Ended):
+    """A step of the engine failed; the server's log has the cause."""
+
+
 class ClientLeft(Exception):
     """Nobody reads the response."""
 

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface: request bodies, responses, what changes logits, and limits."""
