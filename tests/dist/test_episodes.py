@@ -16,6 +16,7 @@ CRITIC = EPISODES + (("reward_model_weight", 0.5),)
 GROUPS = EPISODES + GRPO + (("reward_model_weight", 0.0),)
 AS_THEY_COME = (("environment_lag", 0),)
 FEEDBACK = (("environment", "Failing"), ("on_environment_error", "feedback"))
+SLOWLY = (("critic_learning_rate", 1e-4),)
 SMALL_STEPS = (("actor_learning_rate", 1e-4),)  # large ones multiply the rounding of sums by 100
 
 TWO = [
@@ -26,7 +27,7 @@ SLOW_TWO = [
     Case("ppo", 3, 4, "llama_stops", iterations=1, shares=(5, 3), options=GROUPS),
     Case("ppo", 3, 2, "llama_stops", iterations=2, options=CRITIC),
     Case("ppo", 2, 4, "llama_stops", iterations=2, shares=(8, 0), options=GROUPS + BUDGET),
-    Case("ppo", 3, 2, "llama_stops", iterations=2, options=CRITIC + TP),
+    Case("ppo", 3, 2, "llama_stops", iterations=2, options=CRITIC + TP + SLOWLY),
     Case("ppo", 0, 4, "llama_stops", iterations=2, shares=(0, 8), options=GROUPS + BUDGET + TP),
     Case("ppo", 2, 4, "llama_stops", shares=(3, 5), options=CRITIC + AS_THEY_COME + TP),
     Case("ppo", 3, 4, "llama_stops", iterations=1, shares=(5, 3), options=GROUPS + FEEDBACK + TP),
