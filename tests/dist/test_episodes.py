@@ -29,7 +29,7 @@ SLOW_TWO = [
     Case("ppo", 2, 4, "llama_stops", iterations=2, shares=(8, 0), options=GROUPS + BUDGET),
     Case("ppo", 3, 2, "llama_stops", iterations=2, options=CRITIC + TP + SLOWLY),
     Case("ppo", 0, 4, "llama_stops", iterations=2, shares=(0, 8), options=GROUPS + BUDGET + TP),
-    Case("ppo", 2, 4, "llama_stops", shares=(3, 5), options=CRITIC + AS_THEY_COME + TP),
+    Case("ppo", 2, 4, "llama_stops", shares=(3, 5), options=CRITIC + AS_THEY_COME + TP + SLOWLY),
     Case("ppo", 3, 4, "llama_stops", iterations=1, shares=(5, 3), options=GROUPS + FEEDBACK + TP),
     Case(
         "ppo",
