@@ -18,6 +18,8 @@ CHANGED = "{} changed the working directory: put back; use absolute paths there"
 @pytest.fixture(autouse=True)
 def apart(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    # Another file's environment that sleeps, past its time limit, holds a scope open.
+    monkeypatch.setattr(surroundings, "_num_open", 0)
     surroundings._warn.cache_clear()
 
 
