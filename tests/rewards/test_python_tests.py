@@ -171,7 +171,22 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# Those that use up their time limit; one of them is quick.
+LONG = (
+    "threads",
+    "recursion",
+    "ignored signals",
+    "stopped",
+    "endless errors",
+    "sleep",
+    "kept exit",
+)
+LONG += ("C code", "fork bomb")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in HOSTILE]
+)
 def test_hostile_answers_are_contained(each_mode, name):
     code, started = HOSTILE[name], time.monotonic()
     short = PythonTests(timeout_s=0.5, limit_s=20.0, memory_mib=256)
@@ -217,6 +232,7 @@ def test_answers_die_first_where_memory_runs_out(monkeypatch):
     assert function([fenced(code)], [[{"input": "", "output": "1000"}]]) == [1]
 
 
+@pytest.mark.slow
 def test_an_answer_has_a_limit_of_time_for_all_its_tests(isolated):
     slow = PythonTests(timeout_s=2.0, limit_s=3.0)
     started = time.monotonic()

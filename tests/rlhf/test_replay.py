@@ -126,7 +126,8 @@ def test_one_process_to_the_bit(flags, ran, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("flags", [ZERO[0], *slow(ZERO[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ZERO)
 def test_two_processes_to_the_bit(flags, ran, tmp_path):
     out = ran(flags, 2)
     assert_replayed(out, 2, tmp_path)
