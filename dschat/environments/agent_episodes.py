@@ -86,7 +86,7 @@ class AgentRunner:
 
     def __post_init__(self) -> None:
         self._core = self.engine.core()
-        # NOTE: alone, a rank may cancel answers; those of a group take the same steps.
+        # NOTE: alone, a rank may cancel answers; the ranks of a group take the same steps.
         self._is_alone = self.engine.group.size == 1
         self._is_over = False
 

@@ -1,4 +1,4 @@
-"""Leaves single tokens out of the policy's loss: all but those of high entropy, and Clip-Cov's.
+"""Leaves single tokens out of the policy's loss: those of low entropy, or that Clip-Cov draws.
 
 Which ones depends on the whole rollout over all ranks, not on how it is cut into steps. Their
 importance weights become 0: they still count in the mean, and in the losses of KL and entropy.

@@ -41,8 +41,8 @@ def teacher_prompt(spec: str) -> Callable[..., Any]:
 
 @torch.no_grad()
 def fill_in_taught(engine: DeepSpeedRLHFEngine, e: Experience, args: RLHFConfig) -> float:
-    """Collective. What `dschat.rlhf.forwards` fills in of a teacher, after its own prompts. Returns
-    the number of this rank's answers that have one.
+    """Collective. Fill in the teacher's log-probs, or its candidates, after its own prompts.
+    Returns the number of this rank's answers whose teacher has a prompt of its own.
 
     Raises:
         UserError: on all ranks, where the function failed on one of them.

@@ -233,7 +233,7 @@ def test_an_answer_names_flags_that_exist():
         (1, "lr", "use --learning_rate"),
         (3, "lr", "use --actor_learning_rate and --critic_learning_rate"),
         (3, "num_generations", "use --num_samples_per_prompt"),
-        (3, "beta", "use --kl_coef: 0.1 by default, in TRL's GRPO 0"),
+        (3, "beta", "use --kl_coef: by default 0.1 for gae, 0 for grpo as in TRL"),
         (3, "mask_truncated_completions", "use --overlong_filter"),
         (3, "delta", "use --dual_clip: the same bound"),
         (
@@ -278,7 +278,7 @@ def test_all_names_are_in_one_message():
         )
     assert str(error.value) == (
         "unknown flags: --num-generations (use --num_samples_per_prompt), --loss_typo, "
-        "--beta (use --kl_coef: 0.1 by default, in TRL's GRPO 0)"
+        "--beta (use --kl_coef: by default 0.1 for gae, 0 for grpo as in TRL)"
     )
     with pytest.raises(UserError, match=r"a.yaml: unknown keys: lr \(use learning_rate\), x$"):
         parser.values_of(SFTConfig, {"lr": 2, "seed": 1, "x": 1}, "a.yaml")
