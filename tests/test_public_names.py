@@ -44,7 +44,8 @@ def test_what_is_no_setting_is_shown_too():
         ({"max_step": 3}, "^RLHFConfig: unknown setting max_step; did you mean max_steps[?]$"),
         (
             {"beta": 0.1},
-            "^RLHFConfig: unknown setting beta; use kl_coef: by default 0.1 for gae, 0 for grpo as in TRL$",
+            "^RLHFConfig: unknown setting beta; "
+            "use kl_coef: by default 0.1 for gae, 0 for grpo as in TRL$",
         ),
         (
             {"zzz": 1, "max_step": 3},
