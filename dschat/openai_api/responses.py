@@ -65,14 +65,14 @@ class ChatFormat:
 
     def chunk(self, events: list[Event]) -> Json:
         """The events of one choice as a piece of a stream; all of them where ``is_whole``."""
-        delta, reason = self._message(events)
+        delta, reason = self.message(events)
         for i, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = i
         logprobs = self._logprobs(events)
         delta = {name: value for name, value in delta.items() if value}
         return self._chunk(self._choice(events[-1].choice, reason, logprobs, delta=delta))
 
-    def _message(self, events: list[Event]) -> tuple[Json, str | None]:
+    def message(self, events: list[Event]) -> tuple[Json, str | None]:
         """The text of one choice, or its calls of tools with the text before; and why it ends."""
         text, reason = "".join(e.text for e in events), events[-1].finish_reason
         if self._parse is None or reason == "length":
@@ -102,7 +102,7 @@ class ChatFormat:
         """The response of a request without stream. ``choices``: all events of each."""
         answers = []
         for events in choices:
-            message, reason = self._message(events)
+            message, reason = self.message(events)
             message, logprobs = {"role": "assistant"} | message, self._logprobs(events)
             answers.append(self._choice(events[-1].choice, reason, logprobs, message=message))
         whole = {"object": "chat.completion", "choices": answers, "usage": self.generation.usage}

@@ -241,3 +241,6 @@ class CompletionRequest(GenerationRequest):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)  # type: ignore[arg-type]
+
+
+Body = ChatRequest | CompletionRequest

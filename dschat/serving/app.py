@@ -1,17 +1,15 @@
 """The HTTP application: OpenAI's routes, and the state of the server."""
 
-import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -21,28 +19,17 @@ from dschat.data.segments import prompt_text_ids
 from dschat.environments.template_text import CallParser
 from dschat.inference.requests.sequence import Request
 from dschat.models.tokenizer import text_ids
-from dschat.openai_api.answer_text import Event
+from dschat.openai_api.generation import Generation
 from dschat.openai_api.limits import Guard, require_short, too_long
-from dschat.openai_api.patience import Ended, PatientThread, Stopping, while_connected
-from dschat.openai_api.responses import (
-    ChatFormat,
-    CompletionFormat,
-    Parse,
-    describe,
-    handle_errors,
-    server_sent,
-)
-from dschat.openai_api.schema import ChatRequest, CompletionRequest
+from dschat.openai_api.patience import PatientThread, Stopping
+from dschat.openai_api.responses import ChatFormat, CompletionFormat, Parse, handle_errors
+from dschat.openai_api.schema import Body, ChatRequest, CompletionRequest
+from dschat.openai_api.sending import respond
 from dschat.openai_api.shaping import Shape, shape_of
 from dschat.serving.flags import ServeConfig
-from dschat.serving.generation import Generation
 from dschat.serving.web_chat import ChatScorer, PreferenceFile, WebChat
 from dschat.serving.worker import ServedModel
 
-_SEND_TIMEOUT_S = 30.0  # after a request's time, for a client that reads slowly
-
-Format = ChatFormat | CompletionFormat
-Body = ChatRequest | CompletionRequest
 # The ids of each prompt, and what finds calls of tools in the answers.
 _Encoded = tuple[list[list[int]], Parse | None]
 
@@ -95,14 +82,13 @@ class Server:
         self._require_room(1, body.n)
         generation, parse = await self._begin(request, body, _encoded_chat)
         answers = ChatFormat(generation, body.logprobs, parse)
-        return await self._respond(request, body, generation, answers)
+        return await respond(request, body, generation, answers, self.config.request_timeout_s)
 
     async def complete(self, request: HttpRequest, body: CompletionRequest) -> Response:
         self._require_room(len(body.prompts), body.n)
         generation, _ = await self._begin(request, body, _encoded)
-        has_logprobs = body.logprobs is not None
-        answers = CompletionFormat(generation, has_logprobs)
-        return await self._respond(request, body, generation, answers)
+        answers = CompletionFormat(generation, body.logprobs is not None)
+        return await respond(request, body, generation, answers, self.config.request_timeout_s)
 
     def _require_room(self, num_prompts: int, n: int) -> None:
         if not num_prompts:
@@ -142,59 +128,8 @@ class Server:
             requests.append(given)
         generation = Generation(model, requests, body.stops, began, body.echo)
         self._running.add(generation)
+        generation.closed = partial(self._running.discard, generation)
         return generation, parse
-
-    async def _respond(
-        self, request: HttpRequest, body: Body, generation: Generation, answers: Format
-    ) -> Response:
-        if body.stream:
-            timeout_s = self.config.request_timeout_s + _SEND_TIMEOUT_S
-            return _Stream(self._chunks(body, generation, answers), generation, timeout_s)
-        choices: list[list[Event]] = [[] for _ in range(generation.num_choices)]
-
-        async def collect() -> None:
-            async with aclosing(self._events(generation)) as batches:
-                async for events in batches:
-                    for event in events:
-                        choices[event.choice].append(event)
-
-        await while_connected(request, collect())
-        return JSONResponse(answers.whole(choices))
-
-    async def _chunks(
-        self, body: Body, generation: Generation, answers: Format
-    ) -> AsyncIterator[str]:
-        """The server-sent events of an answer."""
-        held: dict[int, list[Event]] = defaultdict(list)  # by choice
-        yield "".join(map(server_sent, answers.first_chunks()))
-        try:
-            async with aclosing(self._events(generation)) as batches:
-                async for events in batches:
-                    ready = []
-                    for event in events:
-                        held[event.choice].append(event)
-                        if event.finish_reason or (answers.has_logprobs and not answers.is_whole):
-                            ready.append(held.pop(event.choice))
-                    for choice in () if answers.is_whole else list(held):
-                        if any(event.text for event in held[choice]):
-                            ready.append(held.pop(choice))
-                    yield "".join(server_sent(answers.chunk(events)) for events in ready)
-        except (Ended, UserError) as error:
-            _, problem, _ = describe(error)
-            yield server_sent(problem)
-        else:
-            if body.has_usage:
-                yield server_sent(answers.usage_chunk())
-        yield server_sent("[DONE]")
-
-    async def _events(self, generation: Generation) -> AsyncGenerator[list[Event], None]:
-        """The events of ``generation``, which the server may stop meanwhile."""
-        try:
-            async with aclosing(generation.events(self.config.request_timeout_s)) as batches:
-                async for events in batches:
-                    yield events
-        finally:
-            self._running.discard(generation)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -249,24 +184,6 @@ def create_app(
         local = ["localhost", "127.0.0.1", "[::1]", config.host]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=local)
     return app
-
-
-class _Stream(StreamingResponse):
-    """Server-sent events; ends the generation with the connection."""
-
-    def __init__(
-        self, chunks: AsyncIterator[str], generation: Generation, timeout_s: float
-    ) -> None:
-        super().__init__(
-            chunks, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
-        self._generation, self._timeout_s = generation, timeout_s
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await asyncio.wait_for(super().__call__(scope, receive, send), self._timeout_s)
-        finally:
-            self._generation.close()
 
 
 def _encoded_chat(encoder: Any, body: ChatRequest) -> _Encoded:

@@ -10,8 +10,8 @@ from http_client import FOREVER, answered, ask, begin, num_running, send, wait_u
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
+from dschat.openai_api import sending
 from dschat.openai_api.patience import Overloaded
-from dschat.serving import app
 from dschat.serving.worker import EngineWorker
 
 
@@ -244,9 +244,9 @@ def test_a_client_that_does_not_read_holds_up_nobody(served):
     wait_until(lambda: is_idle(served))
 
 
-def test_a_client_that_never_reads_is_left(served, monkeypatch):
+def test_a_client_that_never_reads_is_left(monkeypatch):
     """A while after the time of its request; nothing is sent here, as to a full socket."""
-    monkeypatch.setattr(app, "_SEND_TIMEOUT_S", 0.05 - served.config.request_timeout_s)
+    monkeypatch.setattr(sending, "_SEND_TIMEOUT_S", 0.05)
     closed = []
     generation = SimpleNamespace(close=lambda: closed.append(1))
 
@@ -254,11 +254,12 @@ def test_a_client_that_never_reads_is_left(served, monkeypatch):
         await asyncio.Event().wait()
 
     async def follow():
-        stream = await served.server._respond(None, SimpleNamespace(stream=True), generation, None)
-        sending = asyncio.create_task(stream({"type": "http"}, never, never))
-        await asyncio.wait({sending}, timeout=30)
-        assert sending.done()
-        sending.exception()
+        body = SimpleNamespace(stream=True)
+        stream = await sending.respond(None, body, generation, None, 0.0)
+        task = asyncio.create_task(stream({"type": "http"}, never, never))
+        await asyncio.wait({task}, timeout=30)
+        assert task.done()
+        task.exception()
 
     asyncio.run(follow())
     assert closed
@@ -289,12 +290,16 @@ def test_an_answer_that_is_cancelled_leaves_the_others_waiting():
     """And makes room for one."""
     engine = SimpleNamespace(core=lambda streaming: SimpleNamespace(stats=None), max_num_seqs=3)
     worker, given = EngineWorker(engine, 0), Request([1], SamplingParams(n=3))
-    handle = worker.submit(asyncio.Queue(), given)
-    worker.cancel(handle, 1)
-    assert (worker.num_waiting, handle.open) == (2, {0, 2})
-    worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
-    with pytest.raises(Overloaded):
+
+    async def ask_and_cancel():
+        handle = worker.submit(asyncio.Queue(), given)
+        worker.cancel(handle, 1)
+        assert (worker.num_waiting, handle.open) == (2, {0, 2})
         worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
+        with pytest.raises(Overloaded):
+            worker.submit(asyncio.Queue(), Request([1], SamplingParams()))
+
+    asyncio.run(ask_and_cancel())
 
 
 def test_a_server_that_stops_begins_no_answer(start):

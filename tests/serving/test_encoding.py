@@ -13,8 +13,8 @@ from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
 
 pytest.importorskip("fastapi")
+from dschat.openai_api.generation import Generation  # noqa: E402
 from dschat.openai_api.patience import TimedOut  # noqa: E402
-from dschat.serving.generation import Generation  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 

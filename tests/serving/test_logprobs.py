@@ -8,9 +8,8 @@ from byte_tokenizers import byte_tokenizer
 from joined_texts import KINDS, SPACE, tokenizer_of
 
 from dschat.models.continued_text import token_bytes
-from dschat.openai_api.answer_text import Event
+from dschat.openai_api.answer_text import Event, Token
 from dschat.openai_api.responses import ChatFormat, CompletionFormat
-from dschat.serving.worker import Token
 
 TEXT = "naïve 東 café 👩‍👩‍👧 \ufffd! the capital"
 

@@ -131,8 +131,8 @@ def test_a_stop_string_ends_an_answer(client, alone, served):
 
 def test_under_load_tokens_come_together(client, alone, served, monkeypatch):
     """The first one at once, all others with the last."""
-    monkeypatch.setattr("dschat.serving.worker._GATHER_S", 1e6)
-    monkeypatch.setattr("dschat.serving.worker._LONGEST_GATHER_S", 1e6)
+    monkeypatch.setattr("dschat.openai_api.delivery._GATHER_S", 1e6)
+    monkeypatch.setattr("dschat.openai_api.delivery._LONGEST_GATHER_S", 1e6)
     ids = served.model.tokenizer.encode("sun")
     texts, _ = alone(ids, max_new_tokens=9, seed=8, n=2, ignore_eos=True)
     ask = {"model": "tiny", "prompt": "sun", "max_tokens": 9, "seed": 8, "n": 2, "stream": True}

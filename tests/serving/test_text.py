@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
-from dschat.openai_api.answer_text import AnswerText, Event
+from dschat.openai_api.answer_text import AnswerText, Event, Token
+from dschat.openai_api.generation import Generation
 from dschat.openai_api.responses import ChatFormat
-from dschat.serving.generation import Generation
-from dschat.serving.worker import Token
 
 PIECES = ["a", "b", "ab", "ba", "é", "aab", " "]
 END = len(PIECES)

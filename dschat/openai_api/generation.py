@@ -2,15 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.inference.requests.sequence import Request
 from dschat.openai_api.answer_text import AnswerText, Event, Token
+from dschat.openai_api.delivery import Delivery, Handle
 from dschat.openai_api.patience import Ended, EngineFailure, Stopping, TimedOut
-from dschat.serving.worker import Handle, ServedModel
+
+
+@dataclass
+class NamedModel:
+    """What answers, under a name. ``tokenizer``: of the event loop's thread."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    worker: Delivery
 
 
 class Generation:
@@ -22,6 +32,9 @@ class Generation:
         echoes: answers begin with their requests' ``ids`` and ``forced``: the prompt.
         began: when the HTTP request did, on the clock of `time.perf_counter`.
 
+    Attributes:
+        closed: called when it ends.
+
     Raises:
         UserError: a prompt that the model cannot answer.
         Overloaded: too many answers wait.
@@ -29,13 +42,14 @@ class Generation:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: NamedModel,
         requests: list[Request],
         stops: list[str],
         began: float,
         echoes: bool = False,
     ) -> None:
         self.model, self.began, engine = model, began, model.worker.engine
+        self.closed: Callable[[], None] = lambda: None
         sampling = requests[0].sampling
         if (problem := engine.problem(requests)) is not None:
             raise UserError(problem)
@@ -85,6 +99,7 @@ class Generation:
         """Stop all answers that go on."""
         for handle in self._first:
             self.model.worker.cancel(handle)
+        self.closed()
 
     def stop(self) -> None:
         """End the answers with `Stopping`."""
@@ -107,13 +122,14 @@ class Generation:
                 items = [await self._tokens.get()]
                 while not self._tokens.empty():
                     items.append(self._tokens.get_nowait())
-                if events := [event for item in items for event in self._follow(item)]:
+                if events := [event for item in items for event in self.follow(item)]:
                     yield events
         finally:
             timer.cancel()
             self.close()
 
-    def _follow(self, item: Token | Exception) -> list[Event]:
+    def follow(self, item: Token | Exception) -> list[Event]:
+        """The events of what the engine sent."""
         if isinstance(item, Ended):
             raise item
         if isinstance(item, Exception):
