@@ -124,6 +124,13 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         "reward source.",
         reads="files",
     )
+    agent_sampling: Literal["as_trained", "free"] = flag(
+        "as_trained",
+        "as_trained: refuse an agent's requests for another distribution than training samples "
+        "from (temperature, response_format, ...). free: answer them, and do not train on those "
+        "answers.",
+        needs="agent",
+    )
     agent_workers: int = speed_flag(
         64, "Agents that run at once, per training process.", ge=1, needs="agent"
     )

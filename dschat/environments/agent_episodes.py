@@ -11,90 +11,70 @@ import queue
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import RLHFConfig
 from dschat.environments.agents import Agent
-from dschat.environments.conversations import Conversations, Row
+from dschat.environments.conversations import Conversations
 from dschat.inference.generators.engine import InferenceEngine
-from dschat.inference.protocol import FinishReason, SamplingParams
-from dschat.inference.requests.sequence import Event, Request
-from dschat.openai_api.answer_text import AnswerText, Token
+from dschat.inference.protocol import SamplingParams
+from dschat.inference.requests.sequence import Request
+from dschat.openai_api.answer_text import Token
+from dschat.openai_api.delivery import Delivery, Handle
 from dschat.openai_api.patience import Stopping
 from dschat.user_code.calls import Fault, Pool, fault_of
 
 _WAIT_S = 0.02  # between two looks at other ranks, while no answer decodes
 
-
-@dataclass(eq=False)
-class Ask:
-    """A request of an agent for the next answer in ``row``, and where its tokens go."""
-
-    episode: Conversations
-    row: Row
-    request: Request
-    answered: "asyncio.Future[tuple[list[int], list[float], FinishReason]]"
-    loop: asyncio.AbstractEventLoop
-    stops: AnswerText | None = None  # finds stop strings
-    is_left: bool = False  # nobody awaits the answer
-
-    async def result(self) -> tuple[list[int], list[float], FinishReason]:
-        """For the event loop: the ids of the answer, their log-probs, and why it ended."""
-        return await self.answered
-
-    def settle(self, result: Any) -> None:
-        """Give the event loop the answer, or the error in its place."""
-
-        def give() -> None:
-            if self.answered.done():
-                return
-            if isinstance(result, Exception):
-                self.answered.set_exception(result)
-            else:
-                self.answered.set_result(result)
-
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(give)
+_Key = tuple[int, int, int]  # of a request, in the whole group
 
 
-@dataclass
-class AgentRunner:
+def _key(request: Request) -> _Key:
+    return request.number, request.first_sample, request.first_position
+
+
+class AgentRunner(Delivery):
     """Answers the agents of a rollout's prompts with ``engine``.
 
-    Attributes:
-        tokenizer, encoder: of this thread and of the server's: they are not safe for several.
+    Args:
+        encoder: the tokenizer of the server's thread.
         address: of the HTTP server; an episode's own is ``address/KEY/v1``.
         open: the episodes that run, by their keys; the server's thread reads it.
+
+    Attributes:
         num_left: answers that nobody awaited.
     """
 
-    engine: InferenceEngine
-    tokenizer: PreTrainedTokenizerBase
-    encoder: PreTrainedTokenizerBase
-    agent: Agent
-    args: RLHFConfig
-    sampling: SamplingParams
-    address: str
-    open: "dict[str, tuple[AgentRunner, Conversations]]"
-    num_left: int = 0
-    _news: "queue.SimpleQueue[Ask | Future]" = field(default_factory=queue.SimpleQueue)
-    _asked: dict[Request, Ask] = field(default_factory=dict)
-    _decoding: dict[Request, Ask] = field(default_factory=dict)
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        encoder: PreTrainedTokenizerBase,
+        agent: Agent,
+        args: RLHFConfig,
+        sampling: SamplingParams,
+        address: str,
+        open: "dict[str, tuple[AgentRunner, Conversations]]",
+    ) -> None:
+        super().__init__(engine)
+        self.encoder, self.agent, self.args, self.sampling = encoder, agent, args, sampling
+        self.num_left = 0
+        self._address, self._open_episodes = address, open
+        self._core = engine.core(streaming=True)
+        self._asked: list[Request] = []  # since the last step
+        self._unended: set[Request] = set()  # of this rank
+        self._over: list[_Key] = []  # those that have ended since the last step
+        self._decoding: dict[_Key, Request] = {}  # of all ranks of the group
+        self._num_running, self._is_over = 0, False
 
-    def __post_init__(self) -> None:
-        self._core = self.engine.core()
-        # NOTE: alone, a rank may cancel answers; the ranks of a group take the same steps.
-        self._is_alone = self.engine.group.size == 1
-        self._is_over = False
-
-    def send(self, ask: Ask) -> None:
-        """For the server's thread: queue a request, or tell that nobody awaits its answer."""
-        self._news.put(ask)
+    def submit(self, tokens: "asyncio.Queue[Token | Exception]", request: Request) -> Handle:
+        """See `Delivery`; after the rollout, nothing is answered."""
+        handle = super().submit(tokens, request)
         if self._is_over:
-            ask.settle(Stopping())
+            tokens.put_nowait(Stopping())
+        return handle
 
     def run(
         self,
@@ -107,56 +87,38 @@ class AgentRunner:
         messages), prompt-major. ``answered``: called with the row of each prompt and its episodes
         as soon as these have ended.
         """
-        args, n = self.args, self.sampling.n
-        episodes: list[Conversations] = []
-        running: dict[Future, Conversations] = {}
-        left, pool = [n] * len(prompts), Pool(min(args.agent_workers, max(1, n * len(prompts))))
+        n = self.sampling.n
+        groups = [
+            [Conversations(row, (number, i), self.encoder, self.args) for i in range(n)]
+            for row, number in enumerate(numbers)
+        ]
+        episodes = [episode for group in groups for episode in group]
+        pool = Pool(min(self.args.agent_workers, max(1, len(episodes))))
+
+        def ended(episode: Conversations, future: Future) -> None:
+            self._end_episode(episode, future)
+            if all(of.is_over for of in groups[episode.row]):
+                answered(episode.row, groups[episode.row])
+
+        def tell(episode: Conversations, future: Future) -> None:
+            self.commands.put(partial(ended, episode, future))
+
+        self._num_running = len(episodes)
         try:
-            for row, number in enumerate(numbers):
-                for sample in range(n):
-                    episode = Conversations(row, (number, sample), self.encoder, args)
-                    episodes.append(episode)
-                    future = pool.submit(self._live, episode, prompts[row], columns[row])
-                    running[future] = episode
-                    future.add_done_callback(self._news.put)
-            is_open = True
-            while is_open or self._core.has_work:
-                if self._core.has_work:
-                    self._take(self._core.step())
-                for news in self._arrived(bool(running)):
-                    if isinstance(news, Ask):
-                        self._follow(news)
-                        continue
-                    episode = running.pop(news)
-                    self._end(episode, news)
-                    left[episode.row] -= 1
-                    if not left[episode.row]:
-                        first = episode.row * n
-                        answered(episode.row, episodes[first : first + n])
-                by_rank = self._core.add_all(list(self._asked), bool(running))
-                self._decoding |= self._asked
-                self._asked.clear()
-                is_open = any(runs for _, runs in by_rank)
+            for episode in episodes:
+                given = prompts[episode.row], columns[episode.row]
+                future = pool.submit(self._live, episode, *given)
+                future.add_done_callback(partial(tell, episode))
+            while self._step():
+                pass
         finally:
             self._is_over = True
             self._core.close()
             pool.close()
-            self.open.clear()
-            left_over = [news for news in self._arrived(False) if isinstance(news, Ask)]
-            for ask in [*left_over, *self._asked.values(), *self._decoding.values()]:
-                ask.settle(Stopping())
+            self._open_episodes.clear()
+            self._obey(False)
+            self.fail(Stopping())
         return episodes
-
-    def _arrived(self, waits: bool) -> list[Ask | Future]:
-        """What the other threads sent. While no answer decodes, waits for it."""
-        news: list[Ask | Future] = []
-        try:
-            if waits and not self._core.has_work:
-                news.append(self._news.get(timeout=None if self._is_alone else _WAIT_S))
-            while True:
-                news.append(self._news.get_nowait())
-        except queue.Empty:
-            return news
 
     # -- the agent's thread ------------------------------------------------------------------------
 
@@ -165,52 +127,63 @@ class AgentRunner:
         if self._is_over:
             raise Fault("did not begin: the rollout has failed")
         key, limit_s = secrets.token_urlsafe(24), self.args.agent_timeout_s
-        self.open[key] = self, episode
+        self._open_episodes[key] = self, episode
         try:
-            url, given = f"{self.address}/{key}/v1", copy.deepcopy((prompt, columns))
+            url, given = f"{self._address}/{key}/v1", copy.deepcopy((prompt, columns))
             episode.outcome = self.agent.run(url, key, *given, limit_s)
         finally:
-            self.open.pop(key, None)
+            self._open_episodes.pop(key, None)
 
     # -- the engine's thread -----------------------------------------------------------------------
 
-    def _follow(self, ask: Ask) -> None:
-        if not ask.is_left:
-            self._asked[ask.request] = ask
-        elif self._asked.pop(ask.request, None) or self._decoding.pop(ask.request, None):
-            self.num_left += 1
-            if self._is_alone:
-                self._core.cancel(ask.request)
+    def begin(self, request: Request) -> None:
+        self._asked.append(request)
+        self._unended.add(request)
 
-    def _end(self, episode: Conversations, news: Future) -> None:
+    def end(self, request: Request, sample: int | None) -> None:
+        """``sample``: its answer has met a stop string; None: nobody awaits it any more."""
+        if request not in self._unended:
+            return
+        self._unended.discard(request)
+        self._over.append(_key(request))
+        self.num_left += sample is None and not request.is_complete
+
+    def _step(self) -> bool:
+        """Collective in the group. Take a step, begin and end requests; whether more follow."""
+        if self._core.has_work:
+            self.tell(self._core.step())
+        self._obey(self._num_running > 0 and not self._core.has_work)
+        given = self._num_running > 0, self._over
+        by_rank = self._core.add_all(self._asked, given)
+        self._asked, self._over = [], []
+        # The ranks of a group take the same steps: they end a request between the same two.
+        self._decoding |= {_key(request): request for part, _ in by_rank for request in part}
+        for key in [key for _, (_, over) in by_rank for key in over]:
+            self._core.cancel(self._decoding.pop(key))
+        return self._core.has_work or any(runs for _, (runs, _) in by_rank)
+
+    def _obey(self, waits: bool) -> None:
+        """Carry out what the other threads have sent; ``waits``: for the first, if there is none.
+        A rank of a group looks at the others, too.
+        """
+        try:
+            if waits:
+                timeout = None if self.engine.group.size == 1 else _WAIT_S
+                self.commands.get(timeout=timeout)()
+            while True:
+                self.commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _end_episode(self, episode: Conversations, future: Future) -> None:
         """Note how an agent ended, and end what it still asks for."""
-        if (error := news.exception()) is not None:
+        self._num_running -= 1
+        episode.close()
+        if (error := future.exception()) is not None:
             episode.problem = episode.problem or str(fault_of(error))
+        if not (episode.rows or episode.problem):
+            episode.problem = "ended without an answer that can be trained"
         if episode.problem:
             episode.outcome = None
-        for ask in [*self._asked.values(), *self._decoding.values()]:
-            if ask.episode is episode:
-                ask.settle(Stopping())
-                self._follow(replace(ask, is_left=True))
-
-    def _take(self, events: list[Event]) -> None:
-        for event in events:
-            sequence = event.sequence
-            if (ask := self._decoding.get(sequence.request)) is None:
-                continue  # another rank's, or one that has ended
-            reason = sequence.finish_reason if event.is_last else None
-            if ask.stops is not None:
-                drawn = Token(None, 0, event.token, event.logprob, [], reason)
-                _, found = ask.stops.push(drawn)
-                reason = "stop" if found == "stop" else reason
-            if reason is None:
-                continue
-            del self._decoding[sequence.request]
-            if not event.is_last and self._is_alone:
-                self._core.cancel(sequence.request)
-            ids, logprobs = list(sequence.answer), list(sequence.logprobs)
-            ask.row.add(ids, logprobs)
-            ask.episode.last = ask.row
-            ask.row.experts, ask.row.finish_reason = sequence.experts, reason
-            ask.row.is_ended = event.is_last and sequence.stopped
-            ask.settle((ids, logprobs, reason))
+        own = [h for r, h in self.handles.items() if (r.number, r.first_sample) == episode.key]
+        self.fail(Stopping(), own)

@@ -1,16 +1,17 @@
 """Serves OpenAI's interface to the agents of a rollout, at an address of each episode.
 
 It listens on 127.0.0.1 in a thread of its own. A request of another distribution than the one that
-training samples from is refused: its tokens would be trained as if they were the model's.
+training samples from is refused, or its answer is not trained: its tokens are not the policy's.
 """
 
-import asyncio
 import copy
 import json
 import secrets
 import socket
 import threading
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -23,23 +24,18 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
-from dschat.environments.agent_episodes import AgentRunner, Ask
+from dschat.environments.agent_episodes import AgentRunner
 from dschat.environments.conversations import Conversations, Row, TooLong
 from dschat.environments.template_text import CallParser, ObservationTokens
-from dschat.inference.protocol import SamplingParams
 from dschat.inference.requests.sequence import Request
-from dschat.models.tokenizer import text_ids
-from dschat.openai_api.answer_text import AnswerText, Event, Token
+from dschat.openai_api.answer_text import Event, Token
+from dschat.openai_api.generation import Generation, NamedModel
 from dschat.openai_api.limits import BoundedConnection, Guard
-from dschat.openai_api.patience import ClientLeft, while_connected
-from dschat.openai_api.responses import (
-    ChatFormat,
-    CompletionFormat,
-    error_body,
-    handle_errors,
-    server_sent,
-)
-from dschat.openai_api.schema import ChatRequest, CompletionRequest, Message, turns_of
+from dschat.openai_api.patience import Stopping
+from dschat.openai_api.responses import ChatFormat, CompletionFormat, error_body, handle_errors
+from dschat.openai_api.schema import Body, ChatRequest, CompletionRequest, Message, turns_of
+from dschat.openai_api.sending import collected, respond
+from dschat.openai_api.shaping import shape_of
 
 MODEL = "actor"
 _MAX_BYTES, _KEEP_ALIVE_S = 8 * 2**20, 3600
@@ -47,7 +43,8 @@ _HOSTS = ("127.0.0.1", "localhost")
 # Fields that do not change what an answer is drawn from, and those that are compared.
 _TAKEN = {"model", "messages", "prompt", "stop", "stream", "stream_options", "max_tokens"}
 _TAKEN |= {"max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
-_TAKEN |= {"logprobs", "seed"}
+_TAKEN |= {"logprobs", "top_logprobs", "seed"}
+_NEVER = {"n", "echo", "continue_final_message", "add_generation_prompt"}
 _COMPARED = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -58,21 +55,39 @@ class GenerateRequest(BaseModel, extra="allow"):
     sampling_params: dict[str, Any] = {}
 
 
-@dataclass
-class _Answer:
-    """One answer, for the formats of `dschat.openai_api.responses`."""
+class _Answer(Generation):
+    """The next answer in ``row`` of ``episode``, which has it before its last token is sent.
 
-    tokenizer: PreTrainedTokenizerBase
-    num_prompt: int
-    events: list[Event]
-    model_name: str = MODEL
-    num_choices: int = 1
+    ``told``: called then, with all that was drawn.
+    """
 
-    @property
-    def usage(self) -> dict[str, int]:
-        drawn = len(self.events)
-        total = self.num_prompt + drawn
-        return dict(prompt_tokens=self.num_prompt, completion_tokens=drawn, total_tokens=total)
+    def __init__(
+        self,
+        model: NamedModel,
+        request: Request,
+        stops: list[str],
+        episode: Conversations,
+        row: Row,
+        is_trained: bool,
+    ) -> None:
+        super().__init__(model, [request], stops, time.perf_counter())
+        self._episode, self._row, self._is_trained = episode, row, is_trained
+        self._request, self._seen = request, list[Event]()
+        self.told: Callable[[list[Event]], None] = lambda events: None
+
+    def follow(self, item: Token | Exception) -> list[Event]:
+        events = super().follow(item)
+        self._seen += events
+        if events and (reason := events[-1].finish_reason) is not None:
+            drawn, row = [event.token for event in self._seen], self._row
+            ids, logprobs = [token.id for token in drawn], [token.logprob or 0.0 for token in drawn]
+            if not self._episode.take(row, ids, logprobs, self._is_trained):
+                raise Stopping
+            row.finish_reason = "length" if reason == "length" else "stop"
+            row.is_ended = drawn[-1].finish_reason == "stop"
+            row.experts = self._request.sequences[0].experts
+            self.told(self._seen)
+        return events
 
 
 class AgentServer:
@@ -117,33 +132,36 @@ class AgentServer:
 
     async def chat(self, key: str, request: HttpRequest, body: ChatRequest) -> Response:
         runner, episode = self._episode(key, request)
-        _require_as_trained(body, runner.sampling)
         if self._observations is None:
             self._observations = ObservationTokens(self.encoder, True)
         turns, inputs = body.turns, body.inputs
-        parse = self._parser(inputs)
+        parse, is_trained = self._parser(inputs), _is_as_trained(body, runner)
         row = episode.chat(self._observations, turns, inputs)
-        answer = await self._answer(request, runner, episode, row, body)
+        answer = self._answer(runner, episode, row, body, is_trained)
         made = ChatFormat(answer, body.logprobs, parse.split if parse else None)
-        whole = made.whole([answer.events])
-        (turn,) = turns_of([Message(**whole["choices"][0]["message"])])
-        episode.answered(row, turn, inputs)
-        return _streamed(made, answer, body) if body.stream else JSONResponse(whole)
+
+        def told(events: list[Event]) -> None:
+            message, _ = made.message(events)
+            (turn,) = turns_of([Message(role="assistant", **message)])
+            episode.answered(row, turn, inputs)
+
+        answer.told = told
+        return await respond(request, body, answer, made, runner.args.agent_timeout_s)
 
     async def complete(self, key: str, request: HttpRequest, body: CompletionRequest) -> Response:
         runner, episode = self._episode(key, request)
-        _require_as_trained(body, runner.sampling)
+        is_trained = _is_as_trained(body, runner)
         if len(body.prompts) != 1:
             raise UserError("prompt: an episode takes one at a time")
         (given,) = body.prompts
-        ids = text_ids(self.encoder, [given])[0] if isinstance(given, str) else given
-        row = episode.continued(ids)
-        answer = await self._answer(request, runner, episode, row, body)
+        if isinstance(given, str):
+            row = episode.continued_text(given)
+        else:
+            row = episode.continued(given)
+        answer = self._answer(runner, episode, row, body, is_trained)
+        answer.told = lambda _: episode.answered(row, None, {})
         made = CompletionFormat(answer, body.logprobs is not None)
-        episode.answered(row, None, {})
-        if body.stream:
-            return _streamed(made, answer, body)
-        return JSONResponse(made.whole([answer.events]))
+        return await respond(request, body, answer, made, runner.args.agent_timeout_s)
 
     async def generate(self, key: str, request: HttpRequest, body: GenerateRequest) -> Response:
         """vLLM's route: ids in; ids and log-probs out."""
@@ -153,14 +171,14 @@ class AgentServer:
             asked = CompletionRequest.model_validate({"prompt": body.token_ids, **given})
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
-        _require_as_trained(asked, runner.sampling)
+        is_trained = _is_as_trained(asked, runner)
         row = episode.continued(body.token_ids)
-        answer = await self._answer(request, runner, episode, row, asked)
-        episode.answered(row, None, {})
-        made = ChatFormat(answer, True)
-        choice = made.whole([answer.events])["choices"][0]
+        answer = self._answer(runner, episode, row, asked, is_trained)
+        answer.told = lambda _: episode.answered(row, None, {})
+        (events,) = await collected(request, answer, runner.args.agent_timeout_s)
+        choice = ChatFormat(answer, True).whole([events])["choices"][0]
         choice = {name: choice[name] for name in ("index", "logprobs", "finish_reason")}
-        choice["token_ids"] = [event.token.id for event in answer.events]
+        choice["token_ids"] = [event.token.id for event in events]
         number = getattr(body, "request_id", None) or secrets.token_hex(8)
         return JSONResponse({"request_id": number, "choices": [choice]})
 
@@ -192,68 +210,64 @@ class AgentServer:
             self._parsers[known] = CallParser(self.encoder, inputs["tools"], **more)
         return self._parsers[known]
 
-    async def _answer(
+    def _answer(
         self,
-        request: HttpRequest,
         runner: AgentRunner,
         episode: Conversations,
         row: Row,
-        body: ChatRequest | CompletionRequest,
+        body: Body,
+        is_trained: bool,
     ) -> _Answer:
         """The next answer in ``row``.
 
         Raises:
             TooLong: it does not fit into the model.
         """
-        room = episode.room(row)
+        room, as_trained = episode.room(row), runner.sampling
         limit = min(room, runner.args.max_turn_tokens or room, body.max_new_tokens or room)
-        shortest = min(runner.sampling.min_new_tokens, limit)
-        sampling = replace(runner.sampling, n=1, max_new_tokens=limit, min_new_tokens=shortest)
+        shortest = min(as_trained.min_new_tokens, limit)
+        sampling = replace(as_trained, n=1, max_new_tokens=limit, min_new_tokens=shortest)
+        if not is_trained:
+            seed = as_trained.seed if body.seed is None else body.seed
+            sampling = replace(body.sampling(limit), seed=seed)
         number, sample = episode.key
         asked = Request(row.ids, sampling, number, None, sample, row.first_position)
-        if problem := runner.engine.problem([asked]):
-            episode.is_cut = True
-            raise TooLong(problem)
-        ends, loop = sampling.end_ids(runner.engine.stop_ids), asyncio.get_running_loop()
-        ask = Ask(episode, row, asked, loop.create_future(), loop)
-        if body.stops:
-            ask.stops = AnswerText(runner.tokenizer, body.stops, ends)
-        runner.send(ask)
+        asked.num_top = body.num_top
+        if not is_trained:
+            asked.shape = shape_of(body, self.encoder, runner.engine.num_tokens)
+        model = NamedModel(MODEL, self.encoder, runner)
         try:
-            ids, logprobs, reason = await while_connected(request, ask.result())
-        except ClientLeft:
-            runner.send(replace(ask, is_left=True))
-            raise
-        text = AnswerText(self.encoder, body.stops, ends)
-        events = list[Event]()
-        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
-            drawn = Token(None, 0, token, logprob, [], reason if place == len(ids) else None)
-            offset, (said, why) = text.num_chars, text.push(drawn)
-            events.append(Event(0, said, drawn, why, offset))
-        return _Answer(self.encoder, len(asked.ids), events)
+            return _Answer(model, asked, body.stops, episode, row, is_trained)
+        except UserError as error:
+            episode.is_cut = True
+            raise TooLong(str(error)) from None
 
 
-def _streamed(made: ChatFormat | CompletionFormat, answer: _Answer, body: Any) -> Response:
-    """The answer as server-sent events: one piece, when it is complete."""
-    chunks: list[Any] = [*made.first_chunks(), made.chunk(answer.events)]
-    chunks += [made.usage_chunk()] if body.has_usage else []
-    text = "".join(map(server_sent, [*chunks, "[DONE]"]))
-    return Response(text, media_type="text/event-stream")
+def _is_as_trained(body: Body, runner: AgentRunner) -> bool:
+    """Whether a request is answered as training samples.
 
-
-def _require_as_trained(body: ChatRequest | CompletionRequest, sampling: SamplingParams) -> None:
-    """Raise ``UserError`` for a request of another distribution than training's."""
-    given = body.model_dump(exclude_defaults=True)
+    Raises:
+        UserError: it asks for another distribution, and ``--agent_sampling`` does not allow it.
+    """
+    given, trained = body.model_dump(exclude_defaults=True), runner.sampling
+    for name in _NEVER & given.keys():
+        raise UserError(f"{name} {given[name]!r:.60}: an agent's endpoint does not know it")
+    if body.stops and runner.args.moe_routing_replay:
+        raise UserError("stop: --moe_routing_replay does not know the experts of such an answer")
+    problem = ""
     for name in _COMPARED:
-        value, trained = given.pop(name, None), getattr(sampling, name)
-        if value is not None and value != trained and not (name == "top_k" and value < 1 > trained):
-            raise UserError(
-                f"{name} {value}: training samples with {trained:g}; leave it out of the request, "
+        value, own = given.pop(name, None), getattr(trained, name)
+        if value is not None and value != own and not (name == "top_k" and value < 1 > own):
+            problem = (
+                f"{name} {value}: training samples with {own:g}; leave it out of the request, "
                 f"or train with --{name} {value}"
             )
     for name, value in given.items():
         if value and name not in _TAKEN:
-            raise UserError(f"{name} {value!r:.60}: training samples without it; leave it out")
+            problem = f"{name} {value!r:.60}: training samples without it; leave it out"
+    if problem and runner.args.agent_sampling == "as_trained":
+        raise UserError(f"{problem}, or pass --agent_sampling free")
+    return not problem
 
 
 async def _refuse_long(_: HttpRequest, error: Exception) -> JSONResponse:

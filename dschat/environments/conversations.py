@@ -6,10 +6,11 @@ agent has summarised, dropped a thought, branched, or asked something else.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,11 @@ from dschat.data.sources.turns import Turn
 from dschat.environments.agents import Outcome
 from dschat.environments.template_text import ObservationTokens
 from dschat.inference.protocol import FinishReason
+from dschat.models.continued_text import continued_ids, continued_texts
+from dschat.models.tokenizer import text_ids
 from dschat.user_code.calls import Fault
+
+T = TypeVar("T", str, list[int])
 
 _ROW_POSITIONS = 1 << 24  # between the random numbers of two rows of an episode
 
@@ -36,6 +41,7 @@ class Row:
         experts: (P + A, routers, k), see `Rollout`.
         is_ended: whether the last token ends the last answer.
         asked: ids behind ``tokens`` that the agent added, until they are answered.
+        text: of the prompt and what followed it, where the agent sends text and no messages.
     """
 
     number: int
@@ -50,6 +56,7 @@ class Row:
     num_answers: int = 0
     last_length: int = 0  # of the last answer
     asked: list[int] = field(default_factory=list)
+    text: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -66,11 +73,12 @@ class Row:
         """Of the next answer, on which its random numbers depend."""
         return self.number * _ROW_POSITIONS + self.num_used
 
-    def add(self, answer: list[int], logprobs: list[float]) -> None:
-        """Add what was asked, and the answer."""
+    def add(self, answer: list[int], logprobs: list[float], is_trained: bool = True) -> None:
+        """Add what was asked, and the answer; ``is_trained``: it was drawn as training samples."""
         self.tokens += self.asked + answer
-        self.logprobs += [0.0] * len(self.asked) + logprobs
-        self.drawn += [False] * len(self.asked) + [True] * len(answer)
+        self.logprobs += [0.0] * len(self.asked)
+        self.logprobs += logprobs if is_trained else [0.0] * len(answer)
+        self.drawn += [False] * len(self.asked) + [is_trained] * len(answer)
         self.asked, self.last_length = [], len(answer)
         self.num_answers += 1
 
@@ -85,6 +93,7 @@ class Conversations:
     Attributes:
         key: prompt and sample, on which the draws depend.
         row: of the prompt in the rollout's call.
+        is_over: takes no more answers.
         outcome: what the agent returned; None: it failed, and ``problem`` says why.
         is_cut: a request was refused because its conversation had no room left.
     """
@@ -94,7 +103,8 @@ class Conversations:
     ) -> None:
         self.row, self.key = row, key
         self.outcome: Outcome | None = None
-        self.problem, self.is_cut = "", False
+        self.problem, self.is_cut, self.is_over = "", False, False
+        self._lock = threading.Lock()  # answers arrive in the server's thread, the end in another
         self.last: Row | None = None  # that was answered
         self._tokenizer, self._args = tokenizer, args
         self._rows: list[Row] = []
@@ -102,8 +112,8 @@ class Conversations:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows that have an answer."""
-        return [row for row in self._rows if row.tokens]
+        """The rows that are trained."""
+        return [row for row in self._rows if any(row.drawn)]
 
     def chat(
         self, observations: ObservationTokens, turns: list[Turn], inputs: Mapping[str, Any]
@@ -137,19 +147,52 @@ class Conversations:
         Raises:
             UserError: there is no room for an answer.
         """
-        known = [(len(row.ids), key) for key, row in self._idle.items() if not row.messages]
-        for length, key in sorted(known, reverse=True):
-            if length < len(ids) and self._idle[key].ids == ids[:length]:
-                return self._continued(key, ids[length:], [])
+        found = self._longest(lambda row: row.ids, ids)
+        if found is not None:
+            return self._continued(found, ids[len(self._idle[found].ids) :], [])
         return self._begun(ids, [])
+
+    def continued_text(self, text: str) -> Row:
+        """The row whose text ``text`` continues, or a new one. Raises as `continued` does."""
+        found = self._longest(lambda row: "" if row.is_ended else row.text, text)
+        if found is not None:
+            row = self._idle[found]
+            row.text, pair = text, (row.text, text[len(row.text) :])
+            return self._continued(found, continued_ids(self._tokenizer, [pair])[0], [])
+        row = self._begun(text_ids(self._tokenizer, [text])[0], [])
+        row.text = text
+        return row
+
+    def _longest(self, known: Callable[[Row], T], asked: T) -> bytes | None:
+        """The key of the row without messages of which ``asked`` continues the most."""
+        rows = [(len(known(row)), key) for key, row in self._idle.items() if not row.messages]
+        for length, key in sorted(rows, reverse=True):
+            if 0 < length < len(asked) and known(self._idle[key]) == asked[:length]:
+                return key
+        return None
 
     def answered(self, row: Row, turn: Turn | None, inputs: Mapping[str, Any]) -> None:
         """Remember an answer: the conversation may continue after it. ``turn``: None of ids."""
         row.messages = [*row.messages, turn] if turn else []
+        if row.text:
+            row.text += continued_texts(self._tokenizer, [row.tokens[-row.last_length :]])[0]
         digest = _digest(inputs if turn else row.number)
         for said in row.messages:
             digest.update(_said(said))
         self._idle[digest.digest()] = row
+
+    def take(self, row: Row, answer: list[int], logprobs: list[float], is_trained: bool) -> bool:
+        """Add an answer, unless the episode is over."""
+        with self._lock:
+            if not self.is_over:
+                row.add(answer, logprobs, is_trained)
+                self.last = row
+            return not self.is_over
+
+    def close(self) -> None:
+        """Take no more answers."""
+        with self._lock:
+            self.is_over = True
 
     def room(self, row: Row) -> int:
         """Tokens that the next answer may have."""

@@ -79,8 +79,8 @@ class AgentCollector(Collector):
         if self._server is None:
             self._server = AgentServer(self._engine.tokenizer)
         runner = AgentRunner(
-            *(generator, self._engine.tokenizer, self._server.encoder, self._agent),
-            *(self.args, sampling, self._server.address, self._server.open),
+            *(generator, self._server.encoder, self._agent, self.args),
+            *(sampling, self._server.address, self._server.open),
         )
         columns = [
             {name: values[i] for name, values in prompts.columns.items()}

@@ -1,9 +1,11 @@
 """The HTTP interface of agents: who may ask, what is refused, and which tokens a request reads."""
 
 import asyncio
+import copy
 import http.client
 import json
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,7 +87,6 @@ def test_foreign_requests_are_refused_and_touch_nothing():
         ({"n": 2}, "n 2"),
         ({"presence_penalty": 1.0}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs 2"),
         ({"best_of": 3}, "best_of"),
     ],
 )
@@ -130,6 +131,112 @@ def test_a_stop_string_ends_an_answer_and_the_conversation_continues():
     )
     if seen["cut"]["finish_reason"] == "stop":
         assert seen["stop"] not in seen["cut"]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.0},
+        {"logit_bias": {"100": 100.0}},
+        {"max_tokens": 6, "presence_penalty": 1.5},
+    ],
+)
+def test_free_answers_are_given_and_not_trained(more):
+    """The conversation continues behind them, and only its other answers are trained."""
+    seen = []
+
+    def agent(client, prompt):
+        url, key = client.base_url, client.api_key
+        status, free = ask(url, key, body={"messages": prompt, "max_tokens": 5} | more)
+        again = ask(url, key, body={"messages": ASKED[1], "max_tokens": 5} | more)[1]
+        seen.extend([status, free["choices"][0]["message"], again["choices"][0]["message"]])
+        asked = [*prompt, seen[1], {"role": "user", "content": "Again?"}]
+        _, own = ask(url, key, body={"messages": asked, "max_tokens": 7})
+        seen.append(own["usage"])
+        return 1.0
+
+    trainer, e = one(agent, agent_sampling="free")
+    assert seen[0] == 200
+    if "temperature" in more:  # greedy: the second question is another one
+        assert seen[1]["content"]
+    if "logit_bias" in more:
+        assert seen[1]["content"] == trainer.engine.tokenizer.decode([100] * 5)
+    assert e.num_sequences == 1  # the second question has nothing to train
+    mask = e.answer_mask[0]
+    assert mask.sum() == seen[3]["completion_tokens"]
+    assert mask[: int(e.lengths[0] - e.prompt_lengths[0])].tolist().index(True) > 1
+    assert (e.rollout_logprobs[0][~mask] == 0).all()
+    text = trainer.engine.tokenizer.decode(e.input_ids[0][: e.lengths[0]])
+    assert seen[1]["content"] in text
+    trainer.train_rlhf(e)
+    assert trainer.metrics["train/bad_steps"] == 0
+    assert trainer.metrics["rollout/logprob_gap"] < 1e-4
+
+
+def test_alternatives_are_those_of_the_model():
+    seen = []
+
+    async def agent(client, prompt):
+        asked = {"model": "actor", "messages": prompt, "logprobs": True, "top_logprobs": 3}
+        seen.append((await client.chat.completions.create(**asked)).choices[0].logprobs.content)
+        return 1.0
+
+    _, e = one(agent)
+    told = [entry.logprob for entry in seen[0]]
+    assert told == pytest.approx(e.rollout_logprobs[0][e.answer_mask[0]].tolist(), abs=1e-6)
+    for entry in seen[0]:
+        alternatives = [one.logprob for one in entry.top_logprobs]
+        assert len(alternatives) == 3
+        assert alternatives == sorted(alternatives, reverse=True)
+        assert entry.logprob <= alternatives[0] + 1e-6
+
+
+def test_a_stream_comes_in_pieces_and_one_that_is_left_is_not_trained():
+    seen = []
+
+    async def agent(client, prompt):
+        asked = {"model": "actor", "messages": prompt, "stream": True}
+        stream = await client.chat.completions.create(**asked)
+        said = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+        seen.append([piece for piece in said if piece])
+        async for chunk in await client.chat.completions.create(**asked):
+            if chunk.choices and chunk.choices[0].delta.content:
+                break  # in the midst of it
+        return 1.0
+
+    options = {"max_turn_tokens": None, "max_answer_seq_len": 300, "min_answer_seq_len": 300}
+    trainer, e = one(agent, **options)
+    assert len(seen[0]) > 3
+    assert e.num_sequences == 1
+    text = trainer.engine.tokenizer.decode(
+        e.input_ids[0][e.prompt_lengths[0] : e.lengths[0]], skip_special_tokens=True
+    )
+    assert text.strip() == "".join(seen[0]).strip()
+    assert trainer.metrics["rollout/abandoned_answers"] == 1
+    with trainer.engine.rollout_mode() as generator:
+        assert generator.cache.num_free == generator.cache.num_pages
+
+
+def test_text_that_continues_a_completion_keeps_its_tokens():
+    """As a loop of thought and observation writes it; after an end it is a new row."""
+    seen = []
+
+    def agent(client, prompt):
+        url, key = client.base_url, client.api_key
+        text = "Question: How many?\nThought:"
+        for _ in range(3):
+            body = {"prompt": text, "max_tokens": 6}
+            choice = ask(url, key, "/v1/completions", body)[1]["choices"][0]
+            seen.append(choice["text"])
+            text += choice["text"] + "\nObservation: 12\nThought:"
+        return 1.0
+
+    trainer, e = one(agent, min_answer_seq_len=120)
+    assert e.rows_of_episodes == [1]
+    assert e.answer_mask[0].sum() == 18
+    tokenizer, between = trainer.engine.tokenizer, "\nObservation: 12\nThought:"
+    whole = tokenizer.decode(e.input_ids[0][: e.lengths[0]])
+    assert whole == "Question: How many?\nThought:" + between.join(seen)
 
 
 def test_vllms_route_takes_ids_and_continues_them():
@@ -267,17 +374,33 @@ class Walk:
         return Outcome(1.0)
 
 
-def walked(engine, prompts, numbers):
+class Leave(Walk):
+    """It leaves a long answer before."""
+
+    def run(self, url, key, prompt, columns, limit_s):
+        at, body = urlsplit(str(url)), {"token_ids": prompt, "sampling_params": {"max_tokens": 200}}
+        left = http.client.HTTPConnection(at.hostname, at.port)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        path = at.path.removesuffix("/v1") + "/inference/v1/generate"
+        left.request("POST", path, json.dumps(body), headers)
+        time.sleep(0.02)
+        left.close()
+        return super().run(url, key, prompt, columns, limit_s)
+
+
+def walked(engine, prompts, numbers, agent=None, longest=30):
     """The tokens and log-probs of every row."""
     tokenizer = tokenizer_of(HERMES)
     server = AgentServer(tokenizer)
-    sampling = SamplingParams(30, n=2, seed=5, min_new_tokens=2)
-    args = RLHFConfig(max_answer_seq_len=30, max_prompt_seq_len=30, agent_workers=4)
-    runner = AgentRunner(
-        engine, tokenizer, server.encoder, Walk(), args, sampling, server.address, server.open
-    )
+    shortest = 2 if longest == 30 else longest
+    sampling = SamplingParams(longest, n=2, seed=5, min_new_tokens=shortest)
+    args = RLHFConfig(max_answer_seq_len=longest, max_prompt_seq_len=30, agent_workers=4)
+    agent = agent or Walk()
+    runner = AgentRunner(engine, server.encoder, agent, args, sampling, server.address, server.open)
     ended = []
     found = runner.run(prompts, [{}] * len(prompts), numbers, lambda row, _: ended.append(row))
+    if isinstance(agent, Leave):
+        assert runner.num_left == 2 * len(prompts)
     assert sorted(ended) == list(range(len(prompts)))
     assert not server.open
     assert engine.cache.num_free == engine.cache.num_pages
@@ -301,3 +424,21 @@ def test_two_ranks_serve_their_own_agents(shares, module_of):
     for one, other in zip(first + second, expected, strict=True):
         assert one[:3] == other[:3]
         assert one[3] == pytest.approx(other[3], abs=5e-5)
+
+
+def test_two_ranks_end_answers_that_nobody_awaits(module_of):
+    module, prompts = module_of("llama"), [[3, 4, 5], [6]]
+    config, stats = copy.deepcopy(module.config), []
+    config.max_position_embeddings = 256
+
+    def work(member):
+        made = empty_engine(config, group=member, page_size=4, max_seq_len=256)
+        made.weights.load(stream(module))
+        mine = [member.rank]
+        rows = walked(made, [prompts[i] for i in mine], mine, Leave(), longest=200)
+        stats.append(made.stats.answer_tokens)
+        return rows
+
+    rows = [row for of_rank in on_ranks(2, work) for row in of_rank]
+    assert [len(tokens) for _, tokens, _, _ in rows] == [15] * 4
+    assert max(stats) < 4 * 200  # not to their ends

@@ -207,6 +207,17 @@ def test_an_agent_that_fails(mode):
     assert trainer.metrics["train/bad_steps"] == 0
 
 
+async def asks_nothing(client, prompt):
+    return 1.0
+
+
+def test_an_agent_that_asks_nothing_has_failed():
+    pytest.importorskip("openai")
+    trainer = trainer_of(asks_nothing)
+    with pytest.raises(RewardError, match="the agent ended without an answer that can be trained"):
+        trainer.generate_experience(prompts_of(trainer))
+
+
 async def hangs(client, prompt):
     import asyncio
 
