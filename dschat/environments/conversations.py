@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import RLHFConfig, UserError
 from dschat.data.segments import end_of, prompt_text_ids
+from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import Turn
 from dschat.environments.agents import Outcome
 from dschat.environments.template_text import ObservationTokens
@@ -36,7 +37,9 @@ class Row:
 
     Attributes:
         number: among the rows of its episode.
-        prompt: P ids. ``messages``: the conversation so far; empty where only ids are known.
+        prompt: P ids. ``source``: its text or messages; None where only ids are known.
+        messages: the conversation so far; empty of text and ids.
+        inputs: what the chat template gets beside the messages.
         tokens, drawn, logprobs: (A,) after the prompt; see `Episode`.
         experts: (P + A, routers, k), see `Rollout`.
         is_ended: whether the last token ends the last answer.
@@ -47,6 +50,8 @@ class Row:
     number: int
     prompt: list[int]
     messages: list[Turn]
+    source: Content | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -139,7 +144,9 @@ class Conversations:
                 if not row.is_ended:
                     ids = end_of(self._tokenizer, True, "tool_calls" in answer) + ids
                 return self._continued(found[0], ids, turns)
-        return self._begun(prompt_text_ids(self._tokenizer, turns, **inputs), turns)
+        row = self._begun(prompt_text_ids(self._tokenizer, turns, **inputs), turns)
+        row.source, row.inputs = turns, inputs
+        return row
 
     def continued(self, ids: list[int]) -> Row:
         """The row that ``ids`` continue, or a new one.
@@ -160,7 +167,7 @@ class Conversations:
             row.text, pair = text, (row.text, text[len(row.text) :])
             return self._continued(found, continued_ids(self._tokenizer, [pair])[0], [])
         row = self._begun(text_ids(self._tokenizer, [text])[0], [])
-        row.text = text
+        row.text = row.source = text
         return row
 
     def _longest(self, known: Callable[[Row], T], asked: T) -> bytes | None:

@@ -55,8 +55,7 @@ class Given:
 
     @property
     def scores(self) -> Tensor:
-        """The sum of an answer's rewards, the mean of an episode's rows: (S,)."""
-        return self.e.episode_means(self.rewards.sum(dim=1))
+        return episode_rewards(self.e, self.args, self.rewards, self.clip)
 
     @property
     def scores_without_kl(self) -> Tensor:
@@ -175,6 +174,17 @@ def token_rewards(e: Experience, args: RLHFConfig, kl_coef: float, clip: float |
     scores = scores - eos + overlong
     token_scores = torch.where(e.answer_mask, e.token_scores, 0.0)
     return losses.shape_rewards(scores, kl, e.answer_mask, kl_coef) + token_scores
+
+
+def episode_rewards(e: Experience, args: RLHFConfig, rewards: Tensor, clip: float | None) -> Tensor:
+    """The sum of an answer's ``rewards`` (S, A): (S,). The rows of an episode share its score, and
+    their KL adds up, as if they were one.
+    """
+    sums = rewards.sum(dim=1)
+    if e.first_rows.all():
+        return sums
+    plain = token_rewards(e, args, 0.0, clip).sum(dim=1)
+    return e.episode_means(plain) + e.episode_means(sums - plain, total=True)
 
 
 def _penalties(e: Experience, args: RLHFConfig) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +114,7 @@ class AgentCollector(Collector):
         kept = [e for e in episodes if e.rows and (e.outcome or self._scores_zero(e))]
         pairs = [(e, of) for e in kept for of in e.rows]
         table = prompts.pick([row] * len(pairs))
-        table = replace(table, ids=[of.prompt for _, of in pairs])
+        table.ids = [of.prompt for _, of in pairs]
         group = Group(numbers[row], table, rollout_of([of for _, of in pairs]))
         group.numbers = [numbers[row] * n + e.key[1] for e, _ in pairs]
         group.agents = prompts.pick([row] * len(kept)), kept
@@ -154,6 +153,10 @@ class AgentCollector(Collector):
         numbers = [number for group in groups for number in group.numbers or ()]
         if numbers:
             e.numbers[:] = e.numbers.new_tensor(numbers)
+            agents = [group.agents for group in groups if group.agents is not None]
+            rows = [row for _, kept in agents for of in kept for row in of.rows]
+            e.sources = [row.source for row in rows]  # as agents asked, not as the data does
+            e.inputs = [dict(row.inputs) for row in rows]
         return e
 
     def _metrics(

@@ -77,7 +77,7 @@ def evaluate_policy(
     at = held_out.first_index
     e, scoring = collector.answers_of(generator, held_out.prompts, sampling, at)
     sources = collector.sources(e, scoring, args.eval_batch_size)
-    firsts = e.first_rows.nonzero().flatten().tolist()
+    every, firsts = e, e.first_rows.nonzero().flatten().tolist()
     if len(firsts) < e.num_sequences:  # of an agent's episodes; their rows have the same score
         picked = [[s.values[row] for row in firsts] for s in sources]
         sources = [replace(s, values=of) for s, of in zip(sources, picked, strict=True)]
@@ -97,9 +97,9 @@ def evaluate_policy(
         sums["score"] = float(scores[scored].sum())
     if engine.has_reference:
         with engine.reference() as reference:
-            sums["kl"] = _kl(engine, reference, e)
+            sums["kl"] = _kl(engine, reference, every)
     if engine.teacher is not None and not args.teacher_prompt:
-        sums["teacher_kl"] = _kl(engine, engine.teacher, e)
+        sums["teacher_kl"] = _kl(engine, engine.teacher, every)
     sums |= _answer_sums(engine, e, held_out, sampling.n)
     if args.sets_passing or any(source.name != REWARD_MODEL for source in sources):
         pass_scores = scores

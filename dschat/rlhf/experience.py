@@ -57,7 +57,7 @@ class Experience:
     weights: Tensor  # (S, A) fp32, importance weights against the generator's distribution
     advantages: Tensor  # (S, A) fp32
     returns: Tensor  # (S, A) fp32
-    sources: list[Content] | None = None  # (S,) text or messages of the prompts, where known
+    sources: list[Content | None] | None = None  # (S,) text or messages of the prompts, where known
     source_scores: list[dict[str, float]] | None = None  # (S,) of weighted sources, as they came
     columns: list[dict[str, Any]] | None = None  # (S,) of the rows, for --teacher_prompt
     inputs: list[dict[str, Any]] | None = None  # (S,) what their chat template got beside them
@@ -99,14 +99,16 @@ class Experience:
         """How many rows each episode has."""
         return self.numbers.unique_consecutive(return_counts=True)[1].tolist()
 
-    def episode_means(self, values: Tensor) -> Tensor:
-        """The mean of ``values`` (S,) over the rows of each episode, for each of its rows."""
-        if len(self.rows_of_episodes) == self.num_sequences:
+    def episode_means(self, values: Tensor, total: bool = False) -> Tensor:
+        """The mean, or the ``total``, of ``values`` (S,) over the rows of each episode, for each of
+        its rows.
+        """
+        if self.first_rows.all():
             return values
         episode = self.first_rows.cumsum(0) - 1
         count = torch.bincount(episode)
         sums = torch.zeros(len(count), dtype=torch.float64).index_add_(0, episode, values.double())
-        return (sums / count)[episode].to(values.dtype)
+        return (sums if total else sums / count)[episode].to(values.dtype)
 
     @property
     def scored_mask(self) -> Tensor:

@@ -21,7 +21,7 @@ from dschat.losses import group_has_variance, group_stats, kl_penalty
 from dschat.losses.advantages import mean_and_variance
 from dschat.models.routing import METRIC
 from dschat.observability.flops import rlhf_iteration_flops, shape_of, tflops_per_s
-from dschat.rlhf.advantages import source_stats
+from dschat.rlhf.advantages import episode_rewards, source_stats
 from dschat.rlhf.engine import DeepSpeedRLHFEngine, base_of
 from dschat.rlhf.experience import Experience
 from dschat.runtime.optimizer_step import DeviceSums
@@ -65,6 +65,8 @@ def experience_metrics(
     firsts = e.first_rows  # an agent's episode, of several rows, counts once
     scores = e.scores[e.scored & firsts].double()
 
+    of_episodes = episode_rewards(e, args, rewards, clip)
+
     def total(per_action: Tensor) -> float:
         return float(per_action[mask].double().sum())
 
@@ -80,7 +82,7 @@ def experience_metrics(
         "scores": float(scores.sum()),
         "scores_sq": float(scores.square().sum()),
         "clipped": 0.0 if clip is None else float((scores.abs() > clip).sum()),
-        "rewards": float(rewards[e.scored_mask & firsts.unsqueeze(1)].double().sum()),
+        "rewards": float(of_episodes[e.scored & firsts].double().sum()),
         "entropy": total(e.entropy),  # 0 where it was not computed
         "recomputed": float((mask & e.recomputed.unsqueeze(1)).sum()),
         "values": total(e.values),

@@ -222,7 +222,7 @@ def _sample(
     kl = (e.logprobs[i] - e.ref_logprobs[i])[:num_tokens]
     # Of one turn its text alone: templates add a system prompt and names of roles. Of more turns
     # the rendered text, where marks stand between them.
-    source = e.sources[i] if e.sources else ""
+    source = (e.sources[i] if e.sources else None) or ""
     turns = [] if isinstance(source, str) else source
     question = turns[0]["content"] if len(turns) == 1 else None
     drawn = bool(e.answer_mask[i, : len(ids) - start].all())

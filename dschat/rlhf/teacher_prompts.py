@@ -85,7 +85,7 @@ def _prompts(engine: DeepSpeedRLHFEngine, e: Experience, spec: str) -> dict[int,
             known["reference"] = known[column]  # as reward functions have it
         known["prompt"], known["completion"] = texts
         known["score"] = float(e.scores[row])
-        if e.sources:
+        if e.sources and e.sources[row] is not None:
             known["prompt"] = e.sources[row]
         if missing := [name for name in needed if name not in known]:
             columns = ", ".join(sorted(known))

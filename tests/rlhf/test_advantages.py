@@ -200,3 +200,34 @@ def test_a_missing_sample_leaves_its_group_smaller():
     a, b = (float(answer.rewards.sum()) for answer in by_hand(e, config("rloo"), 0.0)[:2])
     assert float(e.advantages[0, 0]) == pytest.approx(a - b, abs=1e-5)
     assert float(e.advantages[1, 0]) == pytest.approx(b - a, abs=1e-5)
+
+
+def in_two_rows(e: Experience) -> tuple[Experience, list[int]]:
+    """Every answer of two tokens or more as an episode of two rows; and each row's answer."""
+    starts, of = [], []
+    for row, length in enumerate(e.answer_mask.sum(1).tolist()):
+        half = -(-length // 2)
+        parts = [(0, half), (half, length)] if length > 1 else [(0, length)]
+        starts += parts
+        of += [row] * len(parts)
+    tokens = [[5] * (end - start) for start, end in starts]
+    rollout = Rollout(tokens, [[0.0] * len(row) for row in tokens], ["stop"] * len(tokens))
+    split = from_rollout([[1, 2]] * len(tokens), rollout, pad_id=0)
+    for name in ("logprobs", "ref_logprobs", "values", "teacher_logprobs"):
+        for row, (start, end) in enumerate(starts):
+            getattr(split, name)[row, : end - start] = getattr(e, name)[of[row], start:end]
+    split.numbers, split.scores, split.scored = e.numbers[of], e.scores[of], e.scored[of]
+    split.source_scores = [e.source_scores[row] for row in of]
+    return split, of
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo", "gdpo"], ids=str)
+def test_an_episode_of_several_rows_counts_as_one(estimator):
+    """Its KL adds up in the reward, and every row has the advantage that one row would have."""
+    e = experience(declined=DECLINED)
+    split, of = in_two_rows(e)
+    options = {"missing_eos_penalty": 0.0, "overlong_penalty": 0.0}
+    for given in (e, split):
+        fill_in_advantages(given, config(estimator, **options), 0.2, PROMPTS, CLIP, SOURCES)
+    assert len(set(of)) < len(of)
+    assert torch.allclose(split.advantages[:, 0], e.advantages[of, 0], atol=1e-6)

@@ -140,6 +140,10 @@ def test_conversations_that_do_not_continue_are_rows_of_one_episode():
     assert e.num_mini_batches == 4  # of four episodes, not rows
     for numbers in trainer._mini_batches(e, 0).reshape(16, 3):
         assert len(set(numbers)) == 1
+    # what a reward model with another tokenizer and a teacher read, as the agent asked it
+    assert e.sources[:2] == [ASKED[0]] * 2
+    assert e.sources[2][0]["content"].startswith("Say it again: ")
+    assert e.inputs == [{"tools": None}] * 48
     trainer.train_rlhf(e)
     metrics = trainer.metrics
     assert metrics["rollout/rows_per_episode"] == 3
