@@ -187,6 +187,7 @@ class PPOTrainer(_Trainer):
         reward_fns, reward_funcs: two names for a function, or a list of them, in addition or alone:
             a critic then starts from the actor.
         environment, tools: a class or function, and functions; see `dschat.environments`.
+        agent: a function ``run(client, prompt, **columns)``, in their place.
     """
 
     config_class = RLHFConfig
@@ -205,14 +206,17 @@ class PPOTrainer(_Trainer):
         reward_funcs: Any = None,
         environment: Any = None,
         tools: Sequence[Any] = (),
+        agent: Any = None,
         **flags: Any,
     ) -> None:
         functions = _one_of(reward_fns=reward_fns, reward_funcs=reward_funcs) or ()
-        self._objects = functions, environment, tools
-        if functions or environment is not None:
+        self._objects = functions, environment, tools, agent
+        scores = bool(functions) or environment is not None or agent is not None
+        if scores or tools:
 
             class Config(RLHFConfig):
-                scores_with_objects = True
+                scores_with_objects = scores
+                has_python_episodes = bool(environment or tools or agent)
 
             self.config_class = Config
         if reward_model is not None:

@@ -45,6 +45,14 @@ class Log:
 def starts_low(answers):
     """Answers that begin with a small letter."""
     return [float(answer[:1].islower()) for answer in answers]
+
+
+async def asks_twice(client, prompt, answer):
+    """An agent."""
+    for text in ("Hello", answer):
+        asked = [{"role": "user", "content": text}]
+        made = await client.chat.completions.create(model="actor", messages=asked)
+    return float(made.choices[0].message.content[:1].islower())
 '''
 QUESTIONS = [{"prompt": f"what is {i} plus {i + 1}?", "answer": str(2 * i + 1)} for i in range(24)]
 PAIRS = [
@@ -69,6 +77,13 @@ RUNS = {
         SHORT,
         "actor",
     ),
+    "GRPOTrainer agent": (
+        "data='q.jsonl', agent=r.asks_twice, callbacks=[r.Log()]",
+        "step3_rlhf/main.py --actor_model_name_or_path builtin/tiny --advantage_estimator grpo "
+        "--data_path q.jsonl --agent r.py:asks_twice",
+        SHORT,
+        "actor",
+    ),
     "SFTTrainer": (
         "data='q.jsonl', callbacks=[r.Log]",
         "step1_sft/main.py --model_name_or_path builtin/tiny --data_path q.jsonl",
@@ -88,6 +103,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_as_the_command(name, tmp_path):
     arguments, command, settings, folder = RUNS[name]
+    name = name.split()[0]
     (tmp_path / "r.py").write_text(REWARD)
     for file, rows in (("q.jsonl", QUESTIONS), ("p.jsonl", PAIRS)):
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -350,6 +366,14 @@ def test_settings():
         (lambda: GRPOTrainer("m", "d"), "nothing scores; name reward_model or reward_fns"),
         (lambda: PPOTrainer("m", "d", reward_fns=[len], kl_coef=-1), "^kl_coef -1"),
         (lambda: PPOTrainer("m", "d", reward_model=len), "reward_model is a builtin_function"),
+        (
+            lambda: GRPOTrainer("m", "d", agent=len, partial_rollout=True),
+            "^partial_rollout excludes environment, tools and agent",
+        ),
+        (
+            lambda: GRPOTrainer("m", "d", tools=[len], reward_fns=[len], rollout_backend="vllm"),
+            "^rollout_backend vllm excludes",
+        ),
         (lambda: SFTTrainer("m", {"prompt": ["a"]}), "^data of type dict"),
         (lambda: SFTTrainer("m", eval_dataset=len), "^eval_dataset of type builtin_function"),
         (lambda: SFTTrainer("m", "d", train_dataset="d"), "data and train_dataset mean the same"),

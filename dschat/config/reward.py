@@ -179,10 +179,12 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     @property
     def has_episodes(self) -> bool:
         """Whether answers may have several turns."""
-        return any(v is not None for v in (self.environment, self.tools, self.agent))
+        named = any(v is not None for v in (self.environment, self.tools, self.agent))
+        return named or self.has_python_episodes
 
-    # Whether Python objects that no flag names score, too.
+    # Whether Python objects that no flag names score, too, and whether some make episodes.
     scores_with_objects: ClassVar[bool] = False
+    has_python_episodes: ClassVar[bool] = False
 
     @property
     def has_reward_functions(self) -> bool:

@@ -1,12 +1,13 @@
 """Collects rollouts of agents: a function or a command of the user asks the actor over HTTP."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
+from dschat.config.errors import require
 from dschat.data.batches import PromptTable
 from dschat.data.sources.adapters import Content
 from dschat.environments.agents import Agent, Outcome, load_agent
@@ -31,14 +32,22 @@ AGENT = "agent"  # the name of its rewards
 _SENT = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
-def agent_of(args: RLHFConfig, agent: Any = None) -> Agent | None:
+def agent_of(
+    args: RLHFConfig, agent: Any = None, environment: Any = None, tools: Sequence[Any] = ()
+) -> Agent | None:
     """The agent given in Python, or named by ``args``; None without one.
 
     Raises:
-        UserError: it does not exist, or a library is missing.
+        UserError: it does not exist, a library is missing, or there is an environment too.
     """
     agent = args.agent if agent is None else agent
-    return None if agent is None else load_agent(agent)
+    if agent is None:
+        return None
+    require(
+        not (environment or tools or args.environment or args.tools),
+        "--agent excludes --environment and --tools: an agent runs its own; leave one out",
+    )
+    return load_agent(agent)
 
 
 class AgentCollector(Collector):

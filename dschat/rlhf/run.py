@@ -36,12 +36,13 @@ def train(
     reward_fns: Sequence[Any] = (),
     environment: Any = None,
     tools: Sequence[Any] = (),
+    agent: Any = None,
     callbacks: Sequence[Any] = (),
 ) -> DeepSpeedPPOTrainer:
     """Collective. Train an actor as ``args`` say, and save it; returns the trainer, still loaded.
 
     Args:
-        reward_fns, environment, tools: Python objects in addition to what ``args`` name; see
+        reward_fns, environment, tools, agent: Python objects in addition to what ``args`` name; see
             `DeepSpeedPPOTrainer`.
         callbacks: likewise; see `dschat.runtime.start`.
 
@@ -64,6 +65,7 @@ def train(
     checkpoints = find_checkpoints(*names, args)
     check_lengths(checkpoints)
     tokenizer = checkpoints.tokenizer
+    has_agent = agent_of(args, agent, environment, tools) is not None
     episodes = environment_of(args, environment, tools)
     schemas = episodes.schemas if episodes else None
     with dist.main_process_first():
@@ -76,7 +78,7 @@ def train(
     sources = [*([REWARD_MODEL] if checkpoints.reward else []), *functions.names]
     if episodes and episodes.rewards:
         sources.append(ENVIRONMENT)
-    if agent_of(args):
+    if has_agent:
         sources.append(AGENT)
     check_evaluation(args, sources, len(held_out))
     rank, world = dist.rank(), dist.world_size()
@@ -112,6 +114,7 @@ def train(
         reward_functions=functions,
         environment=environment,
         tools=tools,
+        agent=agent,
     )
 
     # Loop.

@@ -103,7 +103,8 @@ class DeepSpeedPPOTrainer:
         self.reward_functions.logs.trainer_state.max_steps = engine.num_iters
         source = environment_of(self.args, environment, tools)
         more = PromptQueue(more_prompts)
-        found, given = agent_of(self.args, agent), (engine, self.args, self.reward_functions)
+        found = agent_of(self.args, agent, environment, tools)
+        given = engine, self.args, self.reward_functions
         if found is None:
             self.collector = collector_of(*given, source, more)
         else:
