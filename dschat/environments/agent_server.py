@@ -38,12 +38,11 @@ from dschat.openai_api.sending import collected, respond
 from dschat.openai_api.shaping import shape_of
 
 MODEL = "actor"
-_MAX_BYTES, _KEEP_ALIVE_S = 8 * 2**20, 3600
+_MAX_BYTES, _KEEP_ALIVE_S, _MAX_PARSERS = 8 * 2**20, 3600, 64
 _HOSTS = ("127.0.0.1", "localhost")
 # Fields that do not change what an answer is drawn from, and those that are compared.
-_TAKEN = {"model", "messages", "prompt", "stop", "stream", "stream_options", "max_tokens"}
-_TAKEN |= {"max_completion_tokens", "tools", "tool_choice", "chat_template_kwargs"}
-_TAKEN |= {"logprobs", "top_logprobs", "seed"}
+_TAKEN = {"model", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
+_TAKEN |= {"tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs", "seed"}
 _NEVER = {"n", "echo", "continue_final_message", "add_generation_prompt"}
 _COMPARED = ("temperature", "top_p", "top_k", "min_p")
 
@@ -207,6 +206,8 @@ class AgentServer:
             return None
         if (known := json.dumps(inputs)) not in self._parsers:
             more = {name: value for name, value in inputs.items() if name != "tools"}
+            if len(self._parsers) >= _MAX_PARSERS:  # of an agent that writes tools as it goes
+                self._parsers.clear()
             self._parsers[known] = CallParser(self.encoder, inputs["tools"], **more)
         return self._parsers[known]
 
@@ -235,6 +236,8 @@ class AgentServer:
         asked.num_top = body.num_top
         if not is_trained:
             asked.shape = shape_of(body, self.encoder, runner.engine.num_tokens)
+            if asked.shape is not None and runner.engine.group.size > 1:
+                raise UserError("penalties, biases and formats need --inference_tp_size 1")
         model = NamedModel(MODEL, self.encoder, runner)
         try:
             return _Answer(model, asked, body.stops, episode, row, is_trained)
@@ -249,12 +252,13 @@ def _is_as_trained(body: Body, runner: AgentRunner) -> bool:
     Raises:
         UserError: it asks for another distribution, and ``--agent_sampling`` does not allow it.
     """
-    given, trained = body.model_dump(exclude_defaults=True), runner.sampling
+    large = {"messages", "prompt", "tools"}
+    given = body.model_dump(exclude_defaults=True, exclude=large)
+    trained, problem = runner.sampling, ""
     for name in _NEVER & given.keys():
         raise UserError(f"{name} {given[name]!r:.60}: an agent's endpoint does not know it")
     if body.stops and runner.args.moe_routing_replay:
         raise UserError("stop: --moe_routing_replay does not know the experts of such an answer")
-    problem = ""
     for name in _COMPARED:
         value, own = given.pop(name, None), getattr(trained, name)
         if value is not None and value != own and not (name == "top_k" and value < 1 > own):
