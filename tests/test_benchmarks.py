@@ -276,3 +276,11 @@ def test_learning(tmp_path):
     assert 0 == seconds[0] < seconds[1] < seconds[2]
     assert accuracies[0] < 0.02  # random weights may generate a number, rarely the right one
     assert not list(tmp_path.rglob("after_*"))
+
+
+@pytest.mark.slow
+def test_agents():
+    (line,), _ = run_script("agents.py", "--prompts", "2", "--samples", "2", "--rounds", "1")
+    assert line["episodes"] == 4
+    assert set(line["seconds"]) == {"environment", "agent"}
+    assert line["agent_over_environment"]["median"] > 0
