@@ -78,7 +78,7 @@ class Case:
             flags += ["--data_path", "{models}/chat.jsonl"]
         flags = [flag.format(models=models, here=DRIVER.parent) for flag in flags]
         if self.step == 3:
-            actor = "player" if "--environment" in flags else "actor"
+            actor = "player" if {"--environment", "--agent"} & {*flags} else "actor"
             flags += ["--actor_model_name_or_path", str(models / actor)]
             if "--reward_fn" not in flags:
                 flags += ["--critic_model_name_or_path", str(models / "reward")]
