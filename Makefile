@@ -65,7 +65,7 @@ test-hubs: BIN := .venv-hubs/bin
 test-hubs:
 	@$(PYTHON) -m venv .venv-hubs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		$$(grep '^torch==' requirements.lock) -e '.[dev,reasoning_gym]'
+		$$(grep '^torch==' requirements.lock) -e '.[dev,reasoning-gym]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/builtin/test_reasoning_gym.py -m "slow or not slow"
 
 test-gpu: $(STAMP)

@@ -41,7 +41,7 @@ def require_reasoning_gym(names: list[str], settings: Optional[dict[str, Any]]) 
     require(
         not found or importlib.util.find_spec("reasoning_gym") is not None,
         "--data_path reasoning_gym/... needs reasoning-gym; install it with `pip install "
-        "dschat[reasoning_gym]`",
+        "dschat[reasoning-gym]`",
     )
     for task, values in (settings or {}).items():
         require(task in found, f"--reasoning_gym: --data_path has no reasoning_gym/{task}; add it")
