@@ -112,8 +112,9 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     )
     tools: Optional[list[str]] = flag(
         None,
-        "Functions that the model may call as the chat template shows it: file.py:NAME[,NAME...] "
-        "or pkg.mod:NAME[,NAME...]. An answer without a call ends the episode.",
+        "Functions that the model may call as the chat template shows it: file.py:NAME[,NAME...], "
+        "pkg.mod:NAME[,NAME...], or 'mcp:COMMAND', which starts an MCP server. An answer without a "
+        "call ends the episode.",
         nargs="+",
         reads="files",
     )

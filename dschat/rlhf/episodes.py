@@ -159,7 +159,9 @@ def environment_of(
     """
     environment = args.environment if environment is None else environment
     tools = tools or args.tools or ()
-    return load_environment(environment, tools) if environment is not None or tools else None
+    if environment is None and not tools:
+        return None
+    return load_environment(environment, tools, args.environment_timeout_s)
 
 
 def collector_of(
