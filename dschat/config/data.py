@@ -144,7 +144,7 @@ class DataConfig(ReadConfig):
     data_path: list[str] = flag(
         ["builtin/chat"],
         "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat (or "
-        "/arithmetic, /addition), reasoning_gym/TASK, hub names (`NAME:CONFIG`); "
+        "/arithmetic, /addition), reasoning_gym/TASK, verifiers:NAME, hub names (`NAME:CONFIG`); "
         "`PATH:WEIGHT` blends several.",
         short=True,
         reads="files",

@@ -106,8 +106,8 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     environment: Optional[str] = flag(
         None,
         "Answer in several turns with an environment: file.py:NAME or pkg.mod:NAME, a class with "
-        "step(answer) or with methods that are tools, or a function step(observation, action); its "
-        "rewards are a reward source.",
+        "step(answer) or with methods that are tools, or a function step(observation, action); or "
+        "verifiers:NAME, of that library. Its rewards are a reward source.",
         reads="files",
     )
     tools: Optional[list[str]] = flag(
@@ -175,6 +175,12 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         """Whether answers may have several turns."""
         return any(v is not None for v in (self.environment, self.tools, self.agent))
 
+    @property
+    def agent_spec(self) -> Optional[str]:
+        """What names an agent: also an environment of verifiers, which is played by one."""
+        named = self.environment or ""
+        return named if named.startswith("verifiers:") else self.agent
+
     # Whether Python objects that no flag names score, too.
     scores_with_objects: ClassVar[bool] = False
 
@@ -194,8 +200,8 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
                 not (self.has_episodes and excludes),
                 f"{flag_name} excludes --environment, --tools and --agent: leave one out",
             )
-        both = self.environment is not None or self.tools is not None
+        both = self.environment is not None and self.agent is not None
         require(
-            self.agent is None or not both,
+            not both and (self.agent_spec is None or self.tools is None),
             "--agent excludes --environment and --tools: an agent runs its own; leave one out",
         )

@@ -38,7 +38,7 @@ def agent_of(args: RLHFConfig, agent: Any = None) -> Agent | None:
     Raises:
         UserError: it does not exist, or a library is missing.
     """
-    agent = args.agent if agent is None else agent
+    agent = args.agent_spec if agent is None else agent
     return None if agent is None else load_agent(agent)
 
 

@@ -159,7 +159,7 @@ def environment_of(
     """
     environment = args.environment if environment is None else environment
     tools = tools or args.tools or ()
-    if environment is None and not tools:
+    if args.agent_spec or (environment is None and not tools):
         return None
     return load_environment(environment, tools, args.environment_timeout_s)
 
