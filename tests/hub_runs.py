@@ -2,21 +2,28 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from dschat.builtin.tiny_model import TINY_NAME, resolve_model
+
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = """
-    --actor_model_name_or_path builtin/tiny --data_split 0,0,1 --advantage_estimator grpo
+    --actor_model_name_or_path model --data_split 0,0,1 --advantage_estimator grpo
     --num_samples_per_prompt 4 --per_device_generation_batch_size 2 --kl_coef 0
     --per_device_training_batch_size 8 --max_steps 2 --max_eval_samples 0 --save_steps 0
-    --max_prompt_seq_len 200 --max_answer_seq_len 200 --max_turn_tokens 16 --output_dir out
+    --max_prompt_seq_len 320 --max_answer_seq_len 180 --max_turn_tokens 16
+    --text_as chat --output_dir out
 """
 
 
 def train(folder, *flags, **variables):
     """What each of the two iterations logged."""
+    model = shutil.copytree(resolve_model(TINY_NAME), folder / "model")
+    ends = [1, *range(30, 90)]  # random weights hardly ever draw the only one
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     words = [sys.executable, ROOT / "step3_rlhf" / "main.py", *FLAGS.split(), *flags]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(words, cwd=folder, env=os.environ | variables, capture_output=True)
