@@ -1,9 +1,12 @@
 """Tools of MCP servers: real ones, in processes of their own."""
 
+import json
+import os
 import sys
 import time
 
 import pytest
+from hub_runs import train
 from tool_templates import HERMES, tokenizer_of
 
 from dschat.config import UserError
@@ -104,6 +107,16 @@ def test_a_server_that_ends(command):
     for _ in range(2):
         with pytest.raises(UserError, match=r"server.py \S+ has ended: out of memory$"):
             said(made, '{"name": "die"}')
+
+
+def test_a_server_of_a_run_stops_with_it(command, tmp_path):
+    rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = "--data_path", "rows.jsonl", "--reward_fn", "length", "--reward_args", "length.target=5"
+    for metrics in train(tmp_path, *data, "--tools", command):
+        assert metrics["rollout/failed_tool_calls"] == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(
