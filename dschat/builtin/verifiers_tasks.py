@@ -24,14 +24,14 @@ def _loaded(spec: str) -> tuple[Any, list[Any]]:
     """The settings of an environment, and its tasks. ``UserError`` where it cannot be loaded."""
     extra = "pip install 'dschat[verifiers]', on Python 3.11 or later"
     require(find_spec("verifiers") is not None, f"{spec} needs verifiers: {extra}")
-    import tomllib
-    from verifiers.v1 import AgentConfig
-    from verifiers.v1.utils import loaders
-
     sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]  # as `python -m` would
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"  # where uv is
     name = spec.removeprefix(VERIFIERS)
     try:
+        import tomllib
+        from verifiers.v1 import AgentConfig
+        from verifiers.v1.utils import loaders
+
         data: dict[str, Any] = {"taskset": {"id": name}}
         if name.endswith(".toml"):
             data = tomllib.loads(Path(name).read_text())["env"]
