@@ -18,7 +18,7 @@ help:
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-real  tests with two pretrained models, which it downloads once (330 MB)"
 	@echo "make test-vllm  the tests of vLLM as a back end, with its CPU build in .venv-vllm"
-	@echo "make test-hubs  tests with reasoning-gym, in .venv-hubs"
+	@echo "make test-hubs  tests with the packages of hubs (docs/hubs.md), in .venv-hubs"
 	@echo "make faults     kill runs at random instants, over a hundred times (half an hour)"
 	@echo "make lint       ruff, codespell, mypy, import contracts, lines (make format fixes what ruff can)"
 	@echo "make docs       build the pages and an API reference into site/, with .venv-docs"
@@ -61,12 +61,17 @@ test-vllm:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv-vllm/requirements.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm -m slow
 
+# verifiers and OpenEnv start programs and servers; its newest versions ask for another mcp than
+# verifiers does, so that pip takes an older one.
 test-hubs: BIN := .venv-hubs/bin
 test-hubs:
 	@$(PYTHON) -m venv .venv-hubs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		$$(grep '^torch==' requirements.lock) -e '.[dev,reasoning_gym]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/builtin/test_reasoning_gym.py -m "slow or not slow"
+		$$(grep '^torch==' requirements.lock) -e '.[dev,reasoning-gym,mcp,verifiers]' \
+		gymnasium textarena openenv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" tests/test_hub_examples.py \
+		tests/builtin/test_reasoning_gym.py tests/builtin/test_verifiers_tasks.py \
+		tests/environments/test_mcp_tools.py
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu

@@ -27,7 +27,7 @@ def test_trainers_show_their_settings(trainer):
     config = trainer.config_class(**trainer.defaults)
     for name, f in settings.items():
         assert shown[name].default in (getattr(config, name), ()), name
-        is_argument = name in ("environment", "tools")  # in Python an object
+        is_argument = name in ("environment", "tools", "agent")  # in Python an object
         assert is_argument or f"{name}: {f.metadata['help']}" in doc
 
 

@@ -41,7 +41,7 @@ def require_reasoning_gym(names: list[str], settings: Optional[dict[str, Any]]) 
     require(
         not found or importlib.util.find_spec("reasoning_gym") is not None,
         "--data_path reasoning_gym/... needs reasoning-gym; install it with `pip install "
-        "dschat[reasoning_gym]`",
+        "dschat[reasoning-gym]`",
     )
     for task, values in (settings or {}).items():
         require(task in found, f"--reasoning_gym: --data_path has no reasoning_gym/{task}; add it")
@@ -144,7 +144,7 @@ class DataConfig(ReadConfig):
     data_path: list[str] = flag(
         ["builtin/chat"],
         "Data sets: files (.json .jsonl .csv .tsv .parquet), folders, globs, builtin/chat (or "
-        "/arithmetic, /addition), reasoning_gym/TASK, hub names (`NAME:CONFIG`); "
+        "/arithmetic, /addition), reasoning_gym/TASK, verifiers:NAME, hub names (`NAME:CONFIG`); "
         "`PATH:WEIGHT` blends several.",
         short=True,
         reads="files",

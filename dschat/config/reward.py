@@ -106,14 +106,15 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
     environment: Optional[str] = flag(
         None,
         "Answer in several turns with an environment: file.py:NAME or pkg.mod:NAME, a class with "
-        "step(answer) or with methods that are tools, or a function step(observation, action); its "
-        "rewards are a reward source.",
+        "step(answer) or with methods that are tools, or a function step(observation, action); or "
+        "verifiers:NAME, of that library. Its rewards are a reward source.",
         reads="files",
     )
     tools: Optional[list[str]] = flag(
         None,
-        "Functions that the model may call as the chat template shows it: file.py:NAME[,NAME...] "
-        "or pkg.mod:NAME[,NAME...]. An answer without a call ends the episode.",
+        "Functions that the model may call as the chat template shows it: file.py:NAME[,NAME...], "
+        "pkg.mod:NAME[,NAME...], or 'mcp:COMMAND', which starts an MCP server. An answer without a "
+        "call ends the episode.",
         nargs="+",
         reads="files",
     )
@@ -182,6 +183,12 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
         named = any(v is not None for v in (self.environment, self.tools, self.agent))
         return named or self.has_python_episodes
 
+    @property
+    def agent_spec(self) -> Optional[str]:
+        """What names an agent: also an environment of verifiers, which is played by one."""
+        named = self.environment or ""
+        return named if named.startswith("verifiers:") else self.agent
+
     # Whether Python objects that no flag names score, too, and whether some make episodes.
     scores_with_objects: ClassVar[bool] = False
     has_python_episodes: ClassVar[bool] = False
@@ -202,8 +209,8 @@ class EnvironmentConfig(RewardTrainingConfig, RolloutConfig):
                 not (self.has_episodes and excludes),
                 f"{flag_name} excludes --environment, --tools and --agent: leave one out",
             )
-        both = self.environment is not None or self.tools is not None
+        both = self.environment is not None and self.agent is not None
         require(
-            self.agent is None or not both,
+            not both and (self.agent_spec is None or self.tools is None),
             "--agent excludes --environment and --tools: an agent runs its own; leave one out",
         )

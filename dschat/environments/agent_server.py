@@ -44,6 +44,7 @@ _HOSTS = ("127.0.0.1", "localhost")
 _TAKEN = {"model", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
 _TAKEN |= {"tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs", "seed"}
 _NEVER = {"n", "echo", "continue_final_message", "add_generation_prompt"}
+_OF_REPLIES = ("logprobs", "skip_special_tokens", "routed_experts_prompt_start")  # of `generate`
 _COMPARED = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -165,11 +166,13 @@ class AgentServer:
     async def generate(self, key: str, request: HttpRequest, body: GenerateRequest) -> Response:
         """vLLM's route: ids in; ids and log-probs out."""
         runner, episode = self._episode(key, request)
-        given = {name: v for name, v in body.sampling_params.items() if name != "logprobs"}
+        given = {name: v for name, v in body.sampling_params.items() if name not in _OF_REPLIES}
         try:
             asked = CompletionRequest.model_validate({"prompt": body.token_ids, **given})
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
+        if {*asked.stop_token_ids} <= runner.sampling.end_ids(runner.engine.stop_ids):
+            asked.stop_token_ids = []  # they end answers anyway
         is_trained = _is_as_trained(asked, runner)
         row = episode.continued(body.token_ids)
         answer = self._answer(runner, episode, row, asked, is_trained)
@@ -178,6 +181,8 @@ class AgentServer:
         choice = ChatFormat(answer, True).whole([events])["choices"][0]
         choice = {name: choice[name] for name in ("index", "logprobs", "finish_reason")}
         choice["token_ids"] = [event.token.id for event in events]
+        for told, drawn in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True):
+            told["token"] = f"token_id:{drawn}"
         number = getattr(body, "request_id", None) or secrets.token_hex(8)
         return JSONResponse({"request_id": number, "choices": [choice]})
 

@@ -22,6 +22,7 @@ from numbers import Real
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+from dschat.builtin.verifiers_tasks import VERIFIERS, agent_of
 from dschat.config import UserError
 from dschat.environments.contract import shown
 from dschat.user_code.calls import Fault, Loop, called, load, timed_out, within
@@ -91,14 +92,22 @@ class Agent:
         return await self._function(made, prompt, **given)
 
 
+def played(environment: Any) -> bool:
+    """Whether an agent plays this environment."""
+    return isinstance(environment, str) and environment.startswith(VERIFIERS)
+
+
 def load_agent(spec: Any) -> Agent:
-    """The agent ``file.py:NAME``, ``pkg.mod:NAME``, of a function, or of a command.
+    """The agent ``file.py:NAME``, ``pkg.mod:NAME``, of a function, or of a command; or one that
+    plays an environment ``verifiers:NAME``.
 
     Raises:
         UserError: it does not exist, or a library is missing.
     """
     if missing := [name for name in _SERVES if find_spec(name) is None]:
         raise UserError(f"--agent: {missing[0]} is missing: pip install 'dschat[serve]'")
+    if played(spec):
+        return Agent(agent_of(spec))
     if isinstance(spec, str) and not re.fullmatch(r"\S+:\w+", spec):
         try:
             return Agent(None, shlex.split(spec))

@@ -20,6 +20,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Real
 from types import MethodType
 from typing import Any
@@ -28,6 +29,7 @@ from dschat.config import UserError
 from dschat.config.errors import did_you_mean
 from dschat.config.reward import REFERENCE
 from dschat.data.sources.turns import storable
+from dschat.environments.mcp_tools import MCP, McpServer
 from dschat.user_code.calls import Fault, Pool, awaited, called, fault_of, load
 
 _RETURNS = "return (text, reward, done): a str or None, a number, a bool"
@@ -221,8 +223,9 @@ class Tool:
     spec: str = ""
 
 
-def load_tools(specs: Sequence[Any]) -> list[Tool]:
-    """Tools of ``file.py:NAME[,NAME...]`` and ``pkg.mod:NAME[,NAME...]``, or of functions.
+def load_tools(specs: Sequence[Any], limit_s: float = 60.0) -> list[Tool]:
+    """Tools of ``file.py:NAME[,NAME...]``, ``pkg.mod:NAME[,NAME...]`` and ``mcp:COMMAND``, or of
+    functions. ``limit_s``: of a call of an MCP server.
 
     Raises:
         UserError: one does not exist or is not described, or two have the same name.
@@ -231,6 +234,9 @@ def load_tools(specs: Sequence[Any]) -> list[Tool]:
     for spec in specs:
         if not isinstance(spec, str):
             tools.append(_tool(spec, "--tools", spec))
+            continue
+        if spec.startswith(MCP):
+            tools += _mcp_tools(spec, limit_s)
             continue
         home, colon, names = spec.rpartition(":")
         for name in names.split(","):
@@ -276,6 +282,18 @@ def result_text(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise Fault(f"returned {shown(value)}, which is neither text nor JSON") from None
+
+
+_server = cache(McpServer)  # the trainer loads its tools again
+
+
+def _mcp_tools(spec: str, limit_s: float) -> list[Tool]:
+    server, tools = _server(spec.removeprefix(MCP)), []
+    for tool in server.tools:
+        told = {"name": tool.name, "description": tool.description or ""}
+        schema = {"type": "function", "function": told | {"parameters": tool.input_schema}}
+        tools.append(Tool(tool.name, schema, server.function(tool.name, limit_s), spec))
+    return tools
 
 
 def _tool(described: Any, label: str, function: Callable[..., Any] | None, spec: str = "") -> Tool:
@@ -347,6 +365,8 @@ class ToolEnvironment(Environment):
         try:
             result = await awaited(function(**call.arguments))
             return ToolResult(call.name, result_text(result))
+        except UserError:  # an MCP server has ended: no answer can help
+            raise
         except BaseException as error:  # this is user code
             fault = fault_of(error)
             if not self.tells_calls:

@@ -16,6 +16,7 @@ from dschat.environments.contract import (
     methods_of,
     require_unique,
 )
+from dschat.environments.mcp_tools import MCP
 from dschat.environments.processes import EnvironmentProcesses
 from dschat.environments.template_text import CallParser
 from dschat.user_code.calls import Recipe, load, portable
@@ -69,18 +70,22 @@ class EnvironmentSource:
         """
         parse = CallParser(tokenizer, self.schemas or []) if self.tools else None
         target = _recipe(self.target, self.spec, "--environment")
+        if server := next((t.spec for t in self.tools if t.spec.startswith(MCP)), None):
+            raise UserError(f"--tools {server} needs --environment_pool thread: it is a process")
         tools = [(tool.name, _recipe(tool.function, tool.spec, "--tools")) for tool in self.tools]
         return EnvironmentProcesses((target, tools, tells), parse, count, limit_s)
 
 
-def load_environment(spec: Any, tools: Sequence[Any] = ()) -> EnvironmentSource:
+def load_environment(
+    spec: Any, tools: Sequence[Any] = (), limit_s: float = 60.0
+) -> EnvironmentSource:
     """The environment ``file.py:NAME``, ``pkg.mod:NAME``, or of a class or function (None: tools
-    alone), and ``tools``, as `load_tools` takes them.
+    alone), and ``tools`` and ``limit_s``, as `load_tools` takes them.
 
     Raises:
         UserError: one does not exist; a class has neither ``step`` nor methods that are tools.
     """
-    functions = load_tools(tools)
+    functions = load_tools(tools, limit_s)
     if spec is None:
         return EnvironmentSource(None, tuple(functions))
     target, label = spec, "--environment"

@@ -325,7 +325,7 @@ class ReasoningGym:
 
     def __post_init__(self) -> None:
         require_valid(self, "--reward_args reasoning_gym.")
-        require_library("reasoning-gym", "reasoning_gym")
+        require_library("reasoning-gym", "reasoning-gym")
         self._tasks = Killable(f"{Tasks.__module__}:Tasks")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from dschat.config import RLHFConfig, UserError
 from dschat.config.errors import require
 from dschat.data.batches import PromptTable
 from dschat.data.sources.adapters import Content
-from dschat.environments.agents import Agent, Outcome, load_agent
+from dschat.environments.agents import Agent, Outcome, load_agent, played
 from dschat.environments.conversations import Conversations
 from dschat.inference.generators.engine import InferenceEngine
 from dschat.inference.protocol import Generator, SamplingParams
@@ -40,11 +40,13 @@ def agent_of(
     Raises:
         UserError: it does not exist, a library is missing, or there is an environment too.
     """
-    agent = args.agent if agent is None else agent
+    if played(environment):
+        agent, environment = environment, None
+    agent = args.agent_spec if agent is None else agent
     if agent is None:
         return None
     require(
-        not (environment or tools or args.environment or args.tools),
+        not (environment or tools or args.tools or args.environment not in (None, agent)),
         "--agent excludes --environment and --tools: an agent runs its own; leave one out",
     )
     return load_agent(agent)

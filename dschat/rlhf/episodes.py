@@ -12,6 +12,7 @@ from dschat.data.rendering import RefusedChat
 from dschat.data.segments import prompt_text_ids
 from dschat.data.sources.adapters import Content
 from dschat.data.sources.turns import BEGINS
+from dschat.environments.agents import played
 from dschat.environments.contract import Environment
 from dschat.environments.conversations import Row
 from dschat.environments.episodes import Episode, EpisodeRunner
@@ -159,7 +160,9 @@ def environment_of(
     """
     environment = args.environment if environment is None else environment
     tools = tools or args.tools or ()
-    return load_environment(environment, tools) if environment is not None or tools else None
+    if played(environment) or (environment is None and not tools):
+        return None
+    return load_environment(environment, tools, args.environment_timeout_s)
 
 
 def collector_of(

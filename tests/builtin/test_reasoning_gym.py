@@ -101,9 +101,9 @@ def test_tasks_and_settings_that_do_not_exist(stand_in):
 
 def test_without_the_library_a_line_says_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs reasoning-gym; .*dschat\[reasoning_gym\]"):
+    with pytest.raises(UserError, match=r"needs reasoning-gym; .*dschat\[reasoning-gym\]"):
         RLHFConfig(data_path=["reasoning_gym/chain_sum:2"]).validate_data()
-    with pytest.raises(UserError, match=r"needs reasoning-gym; .*dschat\[reasoning_gym\]"):
+    with pytest.raises(UserError, match=r"needs reasoning-gym; .*dschat\[reasoning-gym\]"):
         ReasoningGym()
 
 

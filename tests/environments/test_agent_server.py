@@ -246,6 +246,7 @@ def test_vllms_route_takes_ids_and_continues_them():
         url, key = client.base_url, client.api_key
         for more in ([], [5, 6, 7]):
             params = {"max_tokens": 5, "logprobs": 1, "temperature": 1.0}
+            params |= {"skip_special_tokens": False, "stop_token_ids": [1]}
             body = {"token_ids": ids + more, "sampling_params": params}
             status, told = ask(url, key, "/inference/v1/generate", body)
             assert status == 200, told
@@ -253,17 +254,20 @@ def test_vllms_route_takes_ids_and_continues_them():
             ids = ids + more + choice["token_ids"]
         status, told = ask(url, key, "/v1/models", method="GET")
         seen.append(told["data"][0])
-        bad = {"token_ids": ids, "sampling_params": {"max_tokens": "x"}}
-        seen.append(ask(url, key, "/inference/v1/generate", bad)[0])
+        for bad in ({"max_tokens": "x"}, {"stop_token_ids": [1, 7]}):
+            body = {"token_ids": ids, "sampling_params": bad}
+            seen.append(ask(url, key, "/inference/v1/generate", body)[0])
         return 1.0
 
     trainer = trainer_of(agent, num_samples_per_prompt=1, advantage_estimator="reinforce_pp")
     ids = prompt_text_ids(trainer.engine.tokenizer, ASKED[0])
     e = trainer.generate_experience(prompts_of(trainer, ASKED[:1], ids=[ids]))
-    first, second, model, status = seen
-    assert (e.num_sequences, status) == (1, 400)
+    first, second, model, *statuses = seen
+    assert (e.num_sequences, statuses) == (1, [400, 400])
     row = e.input_ids[0][: e.lengths[0]].tolist()
     assert row == ids + first["token_ids"] + [5, 6, 7] + second["token_ids"]
+    names = [entry["token"] for entry in first["logprobs"]["content"]]
+    assert names == [f"token_id:{number}" for number in first["token_ids"]]
     told = [entry["logprob"] for c in (first, second) for entry in c["logprobs"]["content"]]
     assert told == pytest.approx(e.rollout_logprobs[0][e.answer_mask[0]].tolist(), abs=1e-6)
     with trainer.engine.rollout_mode() as generator:

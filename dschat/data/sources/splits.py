@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
+from dschat.builtin import verifiers_tasks
 from dschat.builtin.arithmetic import addition_rows, arithmetic_rows
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.reasoning_gym import COLUMNS, settings_of, task_rows
@@ -208,6 +209,9 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
         splits = _builtin(name)
     elif name.startswith("reasoning_gym/"):
         splits = _reasoning_gym(name, config, flag)
+    elif name.startswith(verifiers_tasks.VERIFIERS):
+        rows = Dataset.from_list(list(verifiers_tasks.task_rows(name)))
+        splits = Splits(table_rows(name, rows))
     else:
         known = known_adapter(name) or ColumnAdapter()
         found = name if os.path.exists(name) else known.source or name
