@@ -35,6 +35,7 @@ LLAMA = {
     "codellama/CodeLlama-34b-hf": (8192, 22_016, 48, 64, 8),
     "meta-llama/Llama-2-70b-hf": (8192, 28_672, 80, 64, 8),
     "meta-llama/Llama-3.1-8B": (4096, 14_336, 32, 32, 8),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (576, 1536, 30, 9, 3),
 }
 QWEN3 = {
     "Qwen/Qwen3-0.6B-Base": (1024, 3072, 28, 16, 8),
@@ -56,6 +57,9 @@ def config_of(name):
     if name in QWEN3:
         sizes |= {"vocab_size": 151_936, "max_position_embeddings": 32_768, "head_dim": 128}
         return Qwen3Config(**sizes, tie_word_embeddings="0.6B" in name)
+    if "SmolLM2" in name:
+        sizes |= {"vocab_size": 49_152, "tie_word_embeddings": True}
+        return LlamaConfig(**sizes, max_position_embeddings=8192)
     later = {"vocab_size": 128_256, "max_position_embeddings": 131_072}
     return LlamaConfig(**sizes, **later if "3.1" in name else {"max_position_embeddings": 4096})
 
@@ -77,7 +81,7 @@ def test_a_recipe_fits_its_devices(name, tmp_path, monkeypatch, gpus_here):
     argv = ["--recipe", name, "--dry_run", "--output_dir", str(tmp_path / "out")]
     if name == "distill":  # the teacher is the result of another run
         argv += ["--teacher_model_name_or_path", "builtin/tiny"]
-    if name in ("game", "tools"):  # examples/ write the data
+    if name in ("game", "search", "tools"):  # examples/ write the data
         argv += ["--data_path", "builtin/arithmetic"]
     config, groups = recipe.parse_args([*argv, "--device_memory_gib", str(DEVICE_GIB)])
     request = train.plan_request(config, run_plan.plan(config, groups, ROOT))
