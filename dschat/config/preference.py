@@ -72,18 +72,10 @@ class PreferenceConfig:
         given = (self.kto_desirable_weight, self.kto_undesirable_weight)
         return tuple(1.0 if weight is None else weight for weight in given)  # type: ignore[return-value]
 
-    def validate_preferences(self, streaming: bool) -> None:
+    def validate_preferences(self) -> None:
         for name, losses in _LOSSES.items():
             require(
                 getattr(self, name) in (None, False) or self.loss in losses,
                 f"--{name} is not used by --loss {self.loss}; leave it out, or choose --loss "
                 f"{' or '.join(losses)}",
-            )
-        for option, given in (
-            ("--loss kto", self.loss == "kto"),
-            ("--precompute_ref_logprobs", self.precompute_ref_logprobs),
-        ):
-            require(
-                not (streaming and given),
-                f"{option} reads all pairs before training; leave --streaming out",
             )

@@ -84,10 +84,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, 
     def validate(self) -> None:
         require_valid(self)
         self.validate_data()
-        require(
-            not self.streaming or self.max_steps > 0,
-            "--streaming needs --max_steps: the length of an epoch is not known",
-        )
         require(len(self.adam_betas) == 2, f"--adam_betas {self.adam_betas} must be two numbers")
         require(
             not (self.resume and self.overwrite_output_dir),
@@ -262,7 +258,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.validate_preferences(self.streaming)
+        self.validate_preferences()
         require(
             self.trains_policy or not self.offloads("reference"),
             f"--offload {' '.join(self.offload or ())}: --loss pairwise has no reference model; "

@@ -1,4 +1,4 @@
-"""Tokenizes examples into one table per training step, or a stream of the same rows.
+"""Tokenizes examples into one table per training step.
 
 Tables are cached, and a ``DataReport`` of each goes to the log. ``segments.py`` turns texts into
 ids.
@@ -12,33 +12,29 @@ from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
 from os.path import commonprefix
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.batches import RowStream
 from dschat.data.preference_rows import pair_rows, shuffled_labels
 from dschat.data.segments import Tools, encode_examples, fit
 from dschat.data.sources.adapters import Content, Example, Purpose
 from dschat.data.sources.splits import load_examples
-from dschat.data.sources.stream import ExampleStream, Tally
 from dschat.data.sources.tables import derived_content, iterate, made_table, read_report
 
 logger = logging.getLogger("dschat")
 
 Split = Literal["train", "eval", "both"]
-# A Dataset or a RowStream; for "both" the pair of training and held-out rows
+# A Dataset; for "both" the pair of training and held-out rows
 Tables = Any
 # Examples and their numbers -> a row of each, with its `problem` and what was `cut`
 MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _WEIGHTS = List(Value("float32"))
-Numbered = tuple[int, dict[str, Any]]  # an example's number and its row
 WITHOUT_LOSS = "had answers without loss: empty, of weight 0, of the prompt, or of another row"
 _BATCH = 1000  # examples that are tokenized together
-_NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 
 
 def sft_dataset(
@@ -59,8 +55,7 @@ def sft_dataset(
     of the dialogue's last row.
 
     Returns:
-        One Dataset for split "train" or "eval", the pair of them for "both"; with ``--streaming``
-        the training rows are a ``RowStream``.
+        One Dataset for split "train" or "eval", the pair of them for "both".
 
     Raises:
         UserError: unusable data, see ``load_examples``; no rows left.
@@ -153,17 +148,10 @@ def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: MakeRows, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
-    train: Union[Dataset, ExampleStream]
-    if config.streaming:
-        train = ExampleStream(config, purpose)
-        held_out = train.held_out()
-    else:
-        train, held_out = load_examples(config, purpose)
-    tables: list[Union[Dataset, RowStream]] = []
-    if split != "eval" and isinstance(train, Dataset):
+    train, held_out = load_examples(config, purpose)
+    tables = []
+    if split != "eval":
         tables.append(_tokenized(f"{purpose} train data", train, make_rows, columns))
-    elif split != "eval":
-        tables.append(_stream(f"{purpose} train data", train, make_rows))
     if split != "train":
         tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns, True))
     return tables[0] if len(tables) == 1 else tuple(tables)
@@ -184,7 +172,11 @@ def _tokenized(
     features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
     numbered = enumerate(iterate(examples, tuple(examples.column_names)))
     batches = iter(lambda: list(islice(numbered, _BATCH)), [])
-    rows = (row for batch in batches for row in _rows_of(batch, make_rows))
+    rows = (
+        row
+        for batch in batches
+        for row in make_rows([Example.from_row(row) for _, row in batch], [i for i, _ in batch])
+    )
     table = made_table(features, rows, derived_content(examples, make_rows))
     report, kept = read_report(name, table, next(iter(columns)))
     if len(kept) or not len(table):
@@ -197,41 +189,6 @@ def _tokenized(
         )
     rows_kept = table.remove_columns(["problem", "cut"])
     return rows_kept if len(kept) == len(table) else rows_kept.select(kept)
-
-
-def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStream:
-    """A stream of tokenized rows.
-
-    Raises:
-        UserError: none of the first examples is usable, so no step would train anything.
-    """
-    encode = partial(_encode, make_rows=make_rows)
-    first, probe = enumerate(examples.rows(quiet=True)), Tally(name, quiet=True)
-    batches = (list(islice(first, 50)) for _ in range(_NUM_PROBED // 50))
-    if not any(encode(batch, tally=probe) for batch in batches):
-        raise UserError(
-            f"no rows are left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check "
-            "the data or allow longer sequences"
-        )
-    logger.info("%s: streamed during training (--streaming)", name)
-    encode = partial(encode, tally=Tally(name))
-    return RowStream(lambda: enumerate(examples), encode, examples.other_columns)
-
-
-def _rows_of(numbered: list[Numbered], make_rows: MakeRows) -> Iterable[dict[str, Any]]:
-    return make_rows([Example.from_row(row) for _, row in numbered], [i for i, _ in numbered])
-
-
-def _encode(numbered: list[Numbered], make_rows: MakeRows, tally: Tally) -> list[dict[str, Any]]:
-    """Numbered examples as rows; unusable ones are counted and left out."""
-    rows = []
-    for row in _rows_of(numbered, make_rows):
-        problem, _ = row.pop("problem"), row.pop("cut")
-        if problem:
-            tally.add(problem)
-        else:
-            rows.append(row)
-    return rows
 
 
 def _sft_rows(

@@ -15,7 +15,7 @@ from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.checkpoint.saved_check import probe_values
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
-from dschat.data.batches import RowStream, RowTable, StepBatches, check_same_rows
+from dschat.data.batches import RowTable, StepBatches, check_same_rows
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
@@ -115,8 +115,8 @@ def build_engine(
 
 def step_batches(
     config: SupervisedConfig,
-    train: RowTable | RowStream,
-    held_out: RowTable | RowStream,
+    train: RowTable,
+    held_out: RowTable,
     together: str = "",
 ) -> tuple[StepBatches, StepBatches]:
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in

@@ -1,7 +1,5 @@
 """Rows of ranked answers: how they are read, what of them can be compared, and their batches."""
 
-from itertools import islice
-
 import pytest
 from data_files import step_table
 from dialogues import REPLY, USER
@@ -99,13 +97,6 @@ def test_the_table_has_all_answers_and_for_dpo_the_best_and_the_worst(table):
     assert set(pair) == {"chosen_ids", "rejected_ids", "prompt_length", "prompt_key"}
     alike = {name: row[name] for name in pair}
     assert alike == pair
-
-
-def test_a_stream_has_the_rows_of_the_table(table):
-    expected = dict(table(RANKED)[0])
-    stream = table(RANKED, streaming=True, max_steps=1)
-    assert stream.encode(list(islice(stream.examples(), 2))) == [expected, expected]
-    assert most_answers(stream) == 2  # unknown
 
 
 def test_a_ranking_of_two_is_a_pair(table):
