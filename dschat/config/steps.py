@@ -223,9 +223,6 @@ class SFTConfig(SupervisedConfig):
     train_on: Literal["auto", "all", "last"] = flag(
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
-    shuffle: Literal["rows", "dialogues"] = flag(
-        "rows", "What is shuffled: rows, or dialogues; rows of one then share their tokens."
-    )
     train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
     train_on_reasoning: bool = flag(True, "Compute the loss on the thoughts of answers.")
 

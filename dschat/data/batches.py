@@ -59,7 +59,6 @@ class StepBatches:
     seed: int  # of the permutation, together with the epoch
     shuffle: bool = True  # False: the order of the rows (evaluation: each row once, over all ranks)
     drop_last: bool = False  # drop a last global batch that is not full
-    together: str = ""  # a column: neighbours with the same value there stay so when shuffled
     ordered_by: np.ndarray | None = None  # (N,): epochs go from the lowest to the highest
 
     def __post_init__(self) -> None:
@@ -83,7 +82,7 @@ class StepBatches:
         dataset, size = self.dataset, self.global_batch_size
         order = np.arange(len(dataset))
         if self.shuffle:
-            order = self._shuffled(np.random.default_rng([self.seed, epoch]), dataset)
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(dataset))
         if self.ordered_by is not None:
             order = order[: len(self) * size]  # a batch that is dropped is a random one
             order = order[np.argsort(self.ordered_by[order], kind="stable")]
@@ -92,20 +91,10 @@ class StepBatches:
             if self.size.tokens:
                 rows = [dataset[i] for i in indices]
                 tokens = [row_tokens(row) for row in rows]
-                if self.size.padded:  # they share nothing
-                    tokens = [row._replace(prompt=None) for row in tokens]
                 parts = shares_of_ranks(tokens, self.size.tokens, self.world_size)
                 yield [rows[i] for i in parts[self.rank]]
             else:
                 yield [dataset[i] for i in self._share(indices)]
-
-    def _shuffled(self, generator: np.random.Generator, dataset: RowTable) -> np.ndarray:
-        """The numbers of the rows of ``dataset``, in a random order."""
-        if not self.together:
-            return generator.permutation(len(dataset))
-        values = np.asarray([row[self.together] for row in rows_of(dataset, (self.together,))])
-        blocks = np.cumsum(np.diff(values, prepend=values[:1]) != 0)  # the block of each row
-        return np.argsort(generator.permutation(blocks[-1] + 1)[blocks], kind="stable")
 
     def _share(self, rows: Rows) -> Rows:
         """This rank's part of a global batch: contiguous, so that a row's number in the batch

@@ -63,7 +63,6 @@ class Encoded:
     answer_weights: list[float] = field(default_factory=list)
     problem: str = ""
     cut: str = ""  # what the answers lost
-    example: int = 0  # its place among the examples
 
 
 Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template shows to the model
@@ -106,10 +105,10 @@ def encode_examples(
     """
     require_eos(tokenizer)
     how = resolved(tokenizer, reasoning)
-    # place of the example, segments, number of answers and a note; of a refused chat, the problem
-    made: list[tuple[int, list[Segment], int, str]] = []
+    # segments, number of answers and a note; of a refused chat, the problem
+    made: list[tuple[list[Segment], int, str]] = []
 
-    for place, example in enumerate(examples):
+    for example in examples:
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
         answers = example.answers
         if BEGINS not in prompt[-1]:  # else they are not whole turns
@@ -143,15 +142,15 @@ def encode_examples(
                 notes = [] if is_last else [EARLIER]
                 if turns and turns[0]["role"] == "system":
                     notes += [MERGED] * merges_system(tokenizer)
-                made.append((place, segments, len(said), "; ".join(notes)))
+                made.append((segments, len(said), "; ".join(notes)))
         except RefusedChat as error:
-            made.append((place, [], 0, str(error)))
-    ids = iter(encode(tokenizer, [segment for _, segments, *_ in made for segment in segments]))
+            made.append(([], 0, str(error)))
+    ids = iter(encode(tokenizer, [segment for segments, *_ in made for segment in segments]))
     encoded = []
-    for place, segments, num_answers, note in made:
+    for segments, num_answers, note in made:
         pieces = [(segment, next(ids)) for segment in segments]
         row = _assemble(tokenizer, pieces, num_answers, note) if pieces else Encoded(problem=note)
-        encoded.append(replace(row, example=place))
+        encoded.append(row)
     return encoded
 
 

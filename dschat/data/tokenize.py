@@ -9,9 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
-from operator import itemgetter
-from os.path import commonprefix
+from itertools import islice
 from typing import Any, Literal
 
 from datasets import Dataset, Features, List, Value
@@ -41,7 +39,7 @@ def sft_dataset(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
     """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len;
-    ``weights``, ``dialogue``, ``shared_length``.
+    ``weights``.
 
     ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
     EOS, or all tokens with ``--train_on_prompt``, except turns of weight 0 and empty ones; never
@@ -50,9 +48,7 @@ def sft_dataset(
     (a BOS stays). An answer that does not fit beside the rest of the prompt loses its end,
     including EOS.
 
-    A dialogue whose earlier turns the template rewrites has a row for every answer, one after the
-    other, with the same ``dialogue``, a number; ``shared_length`` of a row's first tokens are those
-    of the dialogue's last row.
+    A dialogue whose earlier turns the template rewrites has a row for every answer.
 
     Returns:
         One Dataset for split "train" or "eval", the pair of them for "both".
@@ -70,7 +66,6 @@ def sft_dataset(
         reasoning=config.reasoning,
     )
     columns = {"input_ids": _IDS, "loss_mask": _MASK, "weights": _WEIGHTS}
-    columns |= {"dialogue": Value("int64"), "shared_length": Value("int32")}
     return _tables(config, "sft", split, make, columns)
 
 
@@ -206,7 +201,6 @@ def _sft_rows(
         every_answer=every_answer or train_on_prompt,
         train_on_prompt=train_on_prompt,
     )
-    made: list[dict[str, Any]] = []
     for encoded in encoded_examples:
         if not every_answer:
             encoded.prompt_weights = [None if w else w for w in encoded.prompt_weights]
@@ -221,15 +215,8 @@ def _sft_rows(
         if set(weights) <= {0.0, 1.0}:
             weights = []
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
-        row = {"input_ids": ids, "loss_mask": mask, "weights": weights, "problem": problem}
-        made.append(row | {"cut": cut, "dialogue": indices[encoded.example]})
-    for _, same in groupby(made, key=itemgetter("dialogue")):
-        *earlier, last = same
-        for other in earlier:
-            shared = commonprefix([other["input_ids"], last["input_ids"]])
-            other["shared_length"] = len(shared)
-        last["shared_length"] = len(last["input_ids"]) if earlier else 0
-    yield from made
+        row = {"input_ids": ids, "loss_mask": mask, "weights": weights}
+        yield row | {"problem": problem, "cut": cut}
 
 
 def _prompt_rows(

@@ -114,13 +114,10 @@ def build_engine(
 
 
 def step_batches(
-    config: SupervisedConfig,
-    train: RowTable,
-    held_out: RowTable,
-    together: str = "",
+    config: SupervisedConfig, train: RowTable, held_out: RowTable
 ) -> tuple[StepBatches, StepBatches]:
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
-    order. ``UserError`` where ranks have other rows. ``together``: see `StepBatches`.
+    order. ``UserError`` where ranks have other rows.
     """
     check_same_rows(train, held_out)
     world, rows = dist.world_size(), config.per_device_eval_batch_size
@@ -128,7 +125,7 @@ def step_batches(
     size = MicroBatchSize(config.per_device_train_batch_size, tokens, ranks=ranks)
     share = dist.rank(), world, config.seed
     return (
-        StepBatches(train, config.global_batch_size(world), size, *share, together=together),
+        StepBatches(train, config.global_batch_size(world), size, *share),
         StepBatches(held_out, rows * world, replace(size, rows=rows), *share, shuffle=False),
     )
 

@@ -157,12 +157,6 @@ def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(tab
     assert [(trained(tokenizer, row), tokenizer.decode(row["input_ids"])) for row in made] == [
         ([answer], text) for answer, text in seen.items()
     ]
-    shared = "<user>hi</s><assistant>"
-    assert [tokenizer.decode(row["input_ids"][: row["shared_length"]]) for row in made] == [
-        shared,
-        list(seen.values())[1],
-    ]
-    assert [row["dialogue"] for row in made] == [0, 0]
     of_the_last = table(rows, tokenizer, train_on="last")
     dialogue[1]["weight"] = 0
     for (row,) in (of_the_last, table(rows, tokenizer)):
