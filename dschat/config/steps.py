@@ -224,7 +224,6 @@ class SFTConfig(SupervisedConfig):
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
     train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
-    train_on_reasoning: bool = flag(True, "Compute the loss on the thoughts of answers.")
 
     def validate(self) -> None:
         super().validate()

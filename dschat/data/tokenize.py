@@ -61,7 +61,6 @@ def sft_dataset(
         tokenizer=tokenizer,
         max_len=config.max_seq_len,
         train_on_prompt=config.train_on_prompt,
-        train_on_reasoning=config.train_on_reasoning,
         every_answer=config.train_on != "last",
         reasoning=config.reasoning,
     )
@@ -192,12 +191,11 @@ def _sft_rows(
     tokenizer: PreTrainedTokenizerBase,
     max_len: int,
     train_on_prompt: bool,
-    train_on_reasoning: bool,
     every_answer: bool,
     reasoning: str,
 ) -> Iterator[dict[str, Any]]:
     encoded_examples = encode_examples(
-        *(tokenizer, examples, reasoning, train_on_reasoning),
+        *(tokenizer, examples, reasoning),
         every_answer=every_answer or train_on_prompt,
         train_on_prompt=train_on_prompt,
     )
