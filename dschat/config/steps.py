@@ -240,10 +240,6 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     def default_output_dir(self) -> str:  # type: ignore[override]
         return "output/step3_rlhf" if self.trains_policy else "output/step2_reward"
 
-    shuffle_labels: bool = flag(
-        False, "Swap chosen and rejected at random in training; a control experiment."
-    )
-
     @property
     def loads_reference(self) -> bool:
         """Whether a frozen reference model is loaded. Not with LoRA on frozen base weights: there

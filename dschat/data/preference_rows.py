@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from dschat.data.segments import Encoded, encode_examples, fit, prompt_share
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import key_hash
-from dschat.data.sources.tables import derived_content, made_table
 
 
 def pair_rows(
@@ -84,18 +82,3 @@ def most_answers(*tables: Dataset) -> int:
             ranks = table.select_columns(["ranks"]).with_format("arrow")[:]["ranks"]
             counts.append(pc.max(pc.list_value_length(ranks)).as_py())
     return max(counts)
-
-
-def shuffled_labels(pairs: Dataset, seed: int) -> Dataset:
-    """``pairs``, a seeded half of them with chosen and rejected swapped."""
-    swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
-    rows = (_swapped(row) if swap[i] else row for i, row in enumerate(pairs))
-    return made_table(pairs.features, rows, derived_content(pairs, "swap", seed))
-
-
-def _swapped(row: dict[str, Any]) -> dict[str, Any]:
-    swapped = {**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
-    if ranks := row.get("ranks"):
-        best, worst, *others = (max(ranks) - rank for rank in ranks)
-        swapped["ranks"] = [worst, best, *others]
-    return swapped

@@ -16,7 +16,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.preference_rows import pair_rows, shuffled_labels
+from dschat.data.preference_rows import pair_rows
 from dschat.data.segments import Tools, encode_examples, fit
 from dschat.data.sources.adapters import Content, Example, Purpose
 from dschat.data.sources.splits import load_examples
@@ -83,8 +83,6 @@ def preference_dataset(
     sequences, and ``ranks`` of chosen, rejected and the others, from 0 for the best; both are empty
     for pairs.
 
-    ``--shuffle_labels`` swaps a seeded half of the training pairs, and reverses rankings.
-
     Returns and raises like ``sft_dataset``.
     """
     make = partial(
@@ -98,12 +96,7 @@ def preference_dataset(
     columns["prompt_key"] = Value("int64")
     if not config.trains_policy:
         columns |= {"other_ids": List(_IDS), "ranks": List(Value("int32"))}
-    tables = _tables(config, "reward", split, make, columns)
-    if not config.shuffle_labels or split == "eval":
-        return tables
-    if isinstance(tables, tuple):
-        return shuffled_labels(tables[0], config.seed), tables[1]
-    return shuffled_labels(tables, config.seed)
+    return _tables(config, "reward", split, make, columns)
 
 
 def prompt_dataset(

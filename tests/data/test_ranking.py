@@ -117,15 +117,6 @@ def test_long_and_repeated_answers_are_left_out(table, log):
         table({"prompt": "p", "answers": [long, "a"], "scores": [1, 2]}, max_seq_len=32)
 
 
-def test_shuffled_labels_reverse_a_ranking(table):
-    rows = [{**RANKED, "prompt": f"p{i}"} for i in range(8)]
-    found = {(*texts(row), *row["ranks"]) for row in table(*rows, shuffle_labels=True)}
-    assert found == {
-        ("best", "worst", "worse", "bad", 0, 2, 1, 1),
-        ("worst", "best", "worse", "bad", 0, 2, 1, 1),
-    }
-
-
 def test_the_prompt_and_each_answer_are_computed_once():
     prompt, answers = [1, 2, 3, 4, 5], [[6, 0], [7, 7, 0], [8, 0], [9, 9, 9, 0]]
     chosen, rejected, *others = (prompt + answer for answer in answers)
