@@ -254,7 +254,7 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
         require(
             self.trains_policy or not self.offloads("reference"),
             f"--offload {' '.join(self.offload or ())}: --loss pairwise has no reference model; "
-            "leave it out, or choose --loss dpo or cdpo or ipo or kto",
+            "leave it out, or choose --loss dpo or ipo or kto",
         )
         answers = 3 if self.loss == "kto" else 2
         self.validate_micro_batches(answers * self.max_seq_len, f"{answers} x --max_seq_len")

@@ -243,4 +243,4 @@ class PreferenceTask:
             return ipo_loss(chosen, rejected, c.used_beta)
         if c.loss == "kto":
             return kto_loss(chosen, rejected, kl, c.used_beta, *c.kto_weights, present)
-        return dpo_loss(chosen, rejected, c.used_beta, c.used_label_smoothing)
+        return dpo_loss(chosen, rejected, c.used_beta, c.label_smoothing)
