@@ -21,7 +21,7 @@ ROOT = SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
 COMMANDS = {
     "train": ("train.py", "any of the three steps, on any number of devices; without flags a demo"),
     "sft": ("step1_sft/main.py", "step 1 alone: supervised fine-tuning"),
-    "reward": ("step2_reward/main.py", "step 2 alone: reward model, or DPO, cDPO, IPO, KTO"),
+    "reward": ("step2_reward/main.py", "step 2 alone: reward model, or DPO, IPO, KTO"),
     "rlhf": ("step3_rlhf/main.py", "step 3 alone: PPO, GRPO and other estimators"),
     "chat": ("chat.py", "talk to a trained model"),
     "serve": ("dschat.serving.__main__:main", "OpenAI-compatible server and web chat"),

@@ -174,7 +174,7 @@ class RewardTrainer(_Trainer):
 
 
 class DPOTrainer(RewardTrainer):
-    """Step 2 with a policy loss (``loss``: dpo, cdpo, ipo or kto): trains ``model`` itself."""
+    """Step 2 with a policy loss (``loss``: dpo, ipo or kto): trains ``model`` itself."""
 
     defaults = {"loss": "dpo"}
 

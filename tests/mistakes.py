@@ -154,7 +154,6 @@ def write_files(folder: Path) -> None:
         "recipe_nodes.yaml": "launch: {num_nodes: -1}",
         "scores.py": "def tested(answers, tests):\n    return [1.0] * len(answers)\n",
         "broken.py": "def score(:",
-        "endless.py": "import time\ntime.sleep(600)\n",
         "not_ours.jsonl": good,
         "theirs.jsonl": good,
         "theirs.jsonl.settings.json": json.dumps({"--temperature": 0.5}),

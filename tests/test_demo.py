@@ -10,12 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dschat.builtin.chat_rows import builtin_rows
 from dschat.builtin.gold_scorer import gold_score
 from dschat.chat import load_chat
 from dschat.chat.load import ChatConfig
+from dschat.config import RewardConfig
+from dschat.data.sources.adapters import Example
+from dschat.data.sources.splits import load_examples
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (1234, 1, 2)
@@ -60,6 +64,22 @@ def test_feedback_improves_the_policy(demo_runs, seed):
     assert 0 < summary["kl_per_sequence"] < 15, summary
 
 
+def write_shuffled(folder: Path, seed: int) -> None:
+    """Step 2's rows of the demo as files; a half of the training pairs is swapped."""
+    config = RewardConfig(data_path=["builtin/chat"], data_split="2,2,1", seed=seed)
+    folder.mkdir()
+    for name, table in zip(("train", "eval"), load_examples(config, "reward"), strict=True):
+        swap = np.random.default_rng(seed).random(len(table)) < 0.5
+        lines = []
+        for i, row in enumerate(table):
+            example = Example.from_row(row)
+            pair = [example.chosen, example.rejected]
+            best, worst = pair[::-1] if name == "train" and swap[i] else pair
+            columns = {"prompt": example.prompt, "chosen": best, "rejected": worst}
+            lines.append(json.dumps(columns))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shuffled_labels_teach_nothing(demo_runs, seed, tmp_path):
     """The control: the same run, its reward model trained on coin tosses.
@@ -69,7 +89,9 @@ def test_shuffled_labels_teach_nothing(demo_runs, seed, tmp_path):
     """
     folder, taught = demo_runs[seed]
     shutil.copytree(folder / "step1_sft", tmp_path / "step1_sft")
-    summary = train(tmp_path, "--seed", str(seed), "--step2.shuffle_labels")
+    write_shuffled(tmp_path / "pairs", seed)
+    pairs = ["--step2.data_path", str(tmp_path / "pairs"), "--step2.data_split", "0,1,0"]
+    summary = train(tmp_path, "--seed", str(seed), *pairs)
     assert 0.3 < summary["rm_accuracy"] < 0.7, summary
     gain = summary["gold_ppo"] - summary["gold_sft"]
     assert gain < (taught["gold_ppo"] - taught["gold_sft"]) / 2, (summary, taught)

@@ -22,7 +22,6 @@ WRITES_IN_ITS_OWN_FOLDER = {
     "distributed/memory.py",  # /proc
     "models/cpu_matmul.py",
     "models/tokenizer.py",
-    "rewards/judge.py",
     "startup/files.py",
     "user_code/processes.py",  # /dev/null
 }

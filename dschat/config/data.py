@@ -1,4 +1,4 @@
-"""Flags of the data (sources, columns, splits, streaming), of micro-batches, checkpoints and logs.
+"""Flags of the data (sources, columns, splits), of micro-batches, checkpoints and logs.
 
 Part of `dschat.config.CommonConfig`; `ShowConfig` has the flags of ``python -m dschat.data``.
 """
@@ -190,17 +190,6 @@ class DataConfig(ReadConfig):
         "What to do at a line that is not JSON, CSV or UTF-8, and at a row without a usable prompt "
         "or answer. error: stop and name it. skip: drop and count it. auto: error for lines, skip "
         "for rows.",
-    )
-    streaming: bool = flag(
-        False,
-        "Read rows during training, for data larger than memory or disk; needs --max_steps.",
-    )
-    shuffle_buffer_size: int = flag(
-        10_000,
-        "Rows in the shuffle buffer of --streaming; 1: keep the order.",
-        ge=1,
-        remedy="; 1 keeps the order of the rows",
-        needs="streaming",
     )
 
     @property

@@ -8,11 +8,11 @@ from dschat.config.fields import flag, speed_flag
 
 # flag -> the losses that use it
 _LOSSES = {
-    "beta": ("dpo", "cdpo", "ipo", "kto"),
-    "label_smoothing": ("dpo", "cdpo"),
+    "beta": ("dpo", "ipo", "kto"),
+    "label_smoothing": ("dpo",),
     "kto_desirable_weight": ("kto",),
     "kto_undesirable_weight": ("kto",),
-    "precompute_ref_logprobs": ("dpo", "cdpo", "ipo", "kto"),
+    "precompute_ref_logprobs": ("dpo", "ipo", "kto"),
 }
 
 
@@ -20,7 +20,7 @@ _LOSSES = {
 class PreferenceConfig:
     """Loss on pairs."""
 
-    loss: Literal["pairwise", "dpo", "cdpo", "ipo", "kto"] = flag(
+    loss: Literal["pairwise", "dpo", "ipo", "kto"] = flag(
         "pairwise",
         "pairwise: train a reward model for step 3. Others: train the policy (step 1's causal LM) "
         "on the pairs, in place of step 3; dropout is off unless --dropout is given.",
@@ -28,14 +28,14 @@ class PreferenceConfig:
     )
     beta: Optional[float] = flag(
         None,
-        "Strength of the KL constraint of dpo, cdpo and kto; of ipo (tau): train up to a margin of "
+        "Strength of the KL constraint of dpo and kto; of ipo (tau): train up to a margin of "
         "1 / (2 beta) nats, so that dpo's larger values learn little; default: 0.1.",
         short=True,
         gt=0,
     )
-    label_smoothing: Optional[float] = flag(
-        None,
-        "Assumed share of wrong labels; default: 0.1 for cdpo, else 0.",
+    label_smoothing: float = flag(
+        0.0,
+        "Assumed share of wrong labels in dpo: conservative DPO.",
         ge=0,
         lt=0.5,
         remedy=": with half of the labels wrong, pairs carry no information",
@@ -61,29 +61,15 @@ class PreferenceConfig:
         return 0.1 if self.beta is None else self.beta
 
     @property
-    def used_label_smoothing(self) -> float:
-        if self.label_smoothing is None:
-            return 0.1 if self.loss == "cdpo" else 0.0
-        return self.label_smoothing
-
-    @property
     def kto_weights(self) -> tuple[float, float]:
         """Weights of (chosen, rejected) answers."""
         given = (self.kto_desirable_weight, self.kto_undesirable_weight)
         return tuple(1.0 if weight is None else weight for weight in given)  # type: ignore[return-value]
 
-    def validate_preferences(self, streaming: bool) -> None:
+    def validate_preferences(self) -> None:
         for name, losses in _LOSSES.items():
             require(
                 getattr(self, name) in (None, False) or self.loss in losses,
                 f"--{name} is not used by --loss {self.loss}; leave it out, or choose --loss "
                 f"{' or '.join(losses)}",
-            )
-        for option, given in (
-            ("--loss kto", self.loss == "kto"),
-            ("--precompute_ref_logprobs", self.precompute_ref_logprobs),
-        ):
-            require(
-                not (streaming and given),
-                f"{option} reads all pairs before training; leave --streaming out",
             )

@@ -32,8 +32,8 @@ class RewardSourcesConfig:
     reward_fn: Optional[list[str]] = flag(
         None,
         "Python reward functions: file.py:name, pkg.mod:name, or exact_match, math_equal, "
-        "regex_match, length, json_schema, format_tags, python_tests, reasoning_gym, http, judge, "
-        "judge_group, judge_reference; append :WEIGHT (0: only log).",
+        "regex_match, length, format_tags, python_tests, reasoning_gym, http, judge, judge_group, "
+        "judge_reference; append :WEIGHT (0: only log).",
         short=True,
         reads="files",
     )

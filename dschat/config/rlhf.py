@@ -187,9 +187,5 @@ class RLHFConfig(LoraConfig, DistillationConfig, AlgorithmConfig, EnvironmentCon
             not (self.partial_rollout and self.dynamic_sampling),
             "--partial_rollout and --dynamic_sampling exclude each other: leave one out",
         )
-        require(
-            not self.streaming or self.prompt_sampling == "uniform",
-            f"--prompt_sampling {self.prompt_sampling} needs all prompts; leave --streaming out",
-        )
         self.validate_micro_batches(self.longest_row, "--max_prompt_seq_len + --max_answer_seq_len")
         self.mini_batches_of(self.rollout_prompts(1), 1)

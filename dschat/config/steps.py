@@ -84,10 +84,6 @@ class CommonConfig(DeepSpeedConfig, MicroBatchConfig, DataConfig, SavingConfig, 
     def validate(self) -> None:
         require_valid(self)
         self.validate_data()
-        require(
-            not self.streaming or self.max_steps > 0,
-            "--streaming needs --max_steps: the length of an epoch is not known",
-        )
         require(len(self.adam_betas) == 2, f"--adam_betas {self.adam_betas} must be two numbers")
         require(
             not (self.resume and self.overwrite_output_dir),
@@ -227,11 +223,7 @@ class SFTConfig(SupervisedConfig):
     train_on: Literal["auto", "all", "last"] = flag(
         "auto", "Assistant turns with loss: all, or the last. auto: all, but a completion's alone."
     )
-    shuffle: Literal["rows", "dialogues"] = flag(
-        "rows", "What is shuffled: rows, or dialogues; rows of one then share their tokens."
-    )
     train_on_prompt: bool = flag(False, "Compute the loss on prompt tokens too.")
-    train_on_reasoning: bool = flag(True, "Compute the loss on the thoughts of answers.")
 
     def validate(self) -> None:
         super().validate()
@@ -248,10 +240,6 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
     def default_output_dir(self) -> str:  # type: ignore[override]
         return "output/step3_rlhf" if self.trains_policy else "output/step2_reward"
 
-    shuffle_labels: bool = flag(
-        False, "Swap chosen and rejected at random in training; a control experiment."
-    )
-
     @property
     def loads_reference(self) -> bool:
         """Whether a frozen reference model is loaded. Not with LoRA on frozen base weights: there
@@ -262,11 +250,11 @@ class RewardConfig(PreferenceConfig, SupervisedConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.validate_preferences(self.streaming)
+        self.validate_preferences()
         require(
             self.trains_policy or not self.offloads("reference"),
             f"--offload {' '.join(self.offload or ())}: --loss pairwise has no reference model; "
-            "leave it out, or choose --loss dpo or cdpo or ipo or kto",
+            "leave it out, or choose --loss dpo or ipo or kto",
         )
         answers = 3 if self.loss == "kto" else 2
         self.validate_micro_batches(answers * self.max_seq_len, f"{answers} x --max_seq_len")

@@ -8,10 +8,9 @@ sources/             files, folders and hub names -> ``Example`` rows of a step
     turns            value of a row -> text, chat turns, or why it is unusable
     adapters         raw row -> an ``Example`` by a row of that table, and its other columns
     splits           --data_path -> blended ``Example`` rows, split over the three steps
-    stream           the same as an endless stream (--streaming)
 segments             prompt and answer -> token ids, segment by segment, cut to a length
 preference_rows      pairs and rankings -> step 2's rows
-tokenize             config and tokenizer -> tables or streams of ids and loss masks
+tokenize             config and tokenizer -> tables of ids and loss masks
 pretraining_text     plain text -> blocks of ids for the pretraining loss (ptx)
 inspect              data flags -> the report of ``python -m dschat.data``
 batches              tokenized rows -> each rank's rows of every optimizer step or rollout

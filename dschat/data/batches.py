@@ -1,7 +1,6 @@
 """Splits rows into optimizer steps, and each step's rows over ranks.
 
-Ranks do not communicate: each computes the same permutation, or reads the same stream, and takes
-its own share.
+Ranks do not communicate: each computes the same permutation, and takes its own share.
 
 The rows of global batch k of epoch e depend on (seed, e, global batch size) alone. So runs with the
 same global batch size take the same optimizer steps, for any number of ranks and any
@@ -9,12 +8,10 @@ micro-batches (`dschat.data.micro_batches`).
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset
@@ -35,44 +32,26 @@ class RowTable(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-@dataclass
-class RowStream:
-    """Endless rows, in a random order that is the same on every rank.
-
-    ``examples`` starts the stream; ``encode`` turns examples into rows and drops unusable ones.
-    Encoding is the expensive part: each rank encodes its own share only. ``column_names``: see
-    ``prompt_columns``, if they are known before the first row.
-    """
-
-    examples: Callable[[], Iterator[Any]]
-    encode: Callable[[list[Any]], Rows]
-    column_names: Sequence[str] = ()
-
-
-def check_same_rows(*tables: Union[RowTable, RowStream]) -> None:
+def check_same_rows(*tables: RowTable) -> None:
     """Collective. ``UserError`` where ranks have another number of rows, or other ones: the first,
-    the last and one between are compared. A stream is not.
+    the last and one between are compared.
     """
     for rows in tables:
-        if not isinstance(rows, RowStream):
-            size = len(rows)
-            some = [rows[i] for i in sorted({0, size // 2, size - 1})] if size else []
-            digest = blake2b(repr(some).encode(), digest_size=4).hexdigest()
-            dist.check_same({"set of rows": f"{size} rows, digest {digest}"})
+        size = len(rows)
+        some = [rows[i] for i in sorted({0, size // 2, size - 1})] if size else []
+        digest = blake2b(repr(some).encode(), digest_size=4).hexdigest()
+        dist.check_same({"set of rows": f"{size} rows, digest {digest}"})
 
 
 @dataclass
 class StepBatches:
     """One rank's view of a data set as optimizer steps.
 
-    A stream has a single endless epoch. Each of its global batches takes ``global_batch_size``
-    examples; unusable ones make the batch smaller, on the rank whose share has them.
-
-    With a token budget in ``size`` the shares of a table are balanced by tokens, for which every
-    rank reads all rows. The readers of the shares cut them into micro-batches.
+    With a token budget in ``size`` the shares are balanced by tokens, for which every rank reads
+    all rows. The readers of the shares cut them into micro-batches.
     """
 
-    dataset: Union[RowTable, RowStream]
+    dataset: RowTable
     global_batch_size: int  # rows of one optimizer step, over all ranks and micro-batches
     size: MicroBatchSize
     rank: int  # the share of every global batch to take
@@ -80,7 +59,6 @@ class StepBatches:
     seed: int  # of the permutation, together with the epoch
     shuffle: bool = True  # False: the order of the rows (evaluation: each row once, over all ranks)
     drop_last: bool = False  # drop a last global batch that is not full
-    together: str = ""  # a column: neighbours with the same value there stay so when shuffled
     ordered_by: np.ndarray | None = None  # (N,): epochs go from the lowest to the highest
 
     def __post_init__(self) -> None:
@@ -88,19 +66,13 @@ class StepBatches:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
 
     def __len__(self) -> int:
-        """Optimizer steps per epoch; a stream has no length."""
-        assert self.num_rows is not None, "a stream runs for --max_steps"
-        full, rest = divmod(self.num_rows, self.global_batch_size)
+        """Optimizer steps per epoch."""
+        full, rest = divmod(len(self.dataset), self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
-
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the data set; None for a stream."""
-        return None if isinstance(self.dataset, RowStream) else len(self.dataset)
 
     def epoch_of(self, step: int) -> int:
         """The epoch that optimizer step number ``step`` (from 0) belongs to."""
-        return 0 if self.num_rows is None else step // max(1, len(self))
+        return step // max(1, len(self))
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
         """This rank's rows of each optimizer step of an epoch; ``first_step`` > 0 resumes.
@@ -108,14 +80,9 @@ class StepBatches:
         Shares of a global batch differ by at most one row, unless they are balanced by tokens.
         """
         dataset, size = self.dataset, self.global_batch_size
-        if isinstance(dataset, RowStream):
-            examples = islice(dataset.examples(), first_step * size, None)
-            while True:
-                yield dataset.encode(self._share(list(islice(examples, size))))
-        num_rows = len(dataset)
-        order = np.arange(num_rows)
+        order = np.arange(len(dataset))
         if self.shuffle:
-            order = self._shuffled(np.random.default_rng([self.seed, epoch]), dataset)
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(dataset))
         if self.ordered_by is not None:
             order = order[: len(self) * size]  # a batch that is dropped is a random one
             order = order[np.argsort(self.ordered_by[order], kind="stable")]
@@ -124,20 +91,10 @@ class StepBatches:
             if self.size.tokens:
                 rows = [dataset[i] for i in indices]
                 tokens = [row_tokens(row) for row in rows]
-                if self.size.padded:  # they share nothing
-                    tokens = [row._replace(prompt=None) for row in tokens]
                 parts = shares_of_ranks(tokens, self.size.tokens, self.world_size)
                 yield [rows[i] for i in parts[self.rank]]
             else:
                 yield [dataset[i] for i in self._share(indices)]
-
-    def _shuffled(self, generator: np.random.Generator, dataset: RowTable) -> np.ndarray:
-        """The numbers of the rows of ``dataset``, in a random order."""
-        if not self.together:
-            return generator.permutation(len(dataset))
-        values = np.asarray([row[self.together] for row in rows_of(dataset, (self.together,))])
-        blocks = np.cumsum(np.diff(values, prepend=values[:1]) != 0)  # the block of each row
-        return np.argsort(generator.permutation(blocks[-1] + 1)[blocks], kind="stable")
 
     def _share(self, rows: Rows) -> Rows:
         """This rank's part of a global batch: contiguous, so that a row's number in the batch
@@ -235,30 +192,27 @@ class Endless(Iterator[Any]):
         return item
 
     def _from(self, step: int) -> Iterator[Any]:
-        batches = self._batches
-        if batches.num_rows is None:
-            yield from batches.epoch(0, step)
-        epoch, first = divmod(step, len(batches))
+        epoch, first = divmod(step, len(self._batches))
         while True:
-            yield from batches.epoch(epoch, first)
+            yield from self._batches.epoch(epoch, first)
             epoch, first = epoch + 1, 0
 
 
 class PromptBatches(StepBatches):
     """Step 3's data loader: yields this rank's prompts of each rollout as `PromptTable`.
 
-    Each pass is the next epoch; a stream continues where the last pass stopped. A last rollout that
-    is not full is dropped, unless it is the only one.
+    Each pass is the next epoch. A last rollout that is not full is dropped, unless it is the only
+    one.
 
     Args:
-        dataset: rows of ``prompt_dataset``, a table or a stream.
+        dataset: rows of ``prompt_dataset``.
         rollout_prompts: prompts of one rollout, over all ranks.
         rank, world_size, seed, ordered_by: as in ``StepBatches``.
     """
 
     def __init__(
         self,
-        dataset: Union[RowTable, RowStream],
+        dataset: RowTable,
         rollout_prompts: int,
         rank: int,
         world_size: int,
@@ -266,24 +220,15 @@ class PromptBatches(StepBatches):
         ordered_by: np.ndarray | None = None,
     ) -> None:
         self._columns = prompt_columns(dataset)
-        drop_last = False
-        if isinstance(dataset, RowStream):
-            # Each rank encodes all prompts: they are short, and one that is too long must not make
-            # a rollout smaller.
-            dataset = RowStream(partial(_encoded, dataset, rollout_prompts), encode=list)
-        else:
-            drop_last = len(dataset) >= rollout_prompts
         size = MicroBatchSize(rollout_prompts)
         super().__init__(
             *(dataset, rollout_prompts, size, rank, world_size, seed),
-            drop_last=drop_last,
+            drop_last=len(dataset) >= rollout_prompts,
             ordered_by=ordered_by,
         )
-        self._epoch, self._rollouts = 0, Endless(self)
+        self._epoch = 0
 
     def __iter__(self) -> Iterator[PromptTable]:
-        if self.num_rows is None:
-            yield from self._rollouts
         epoch, self._epoch = self._epoch, self._epoch + 1
         yield from self.epoch(epoch)
 
@@ -292,17 +237,9 @@ class PromptBatches(StepBatches):
             yield prompts_of(rows, self._columns)
 
     def at(self, places: list[int]) -> PromptTable:
-        """This rank's share of the rows at ``places`` of a table."""
-        assert not isinstance(self.dataset, RowStream)
+        """This rank's share of the rows at ``places``."""
         mine = self._share(places)
         return replace(prompts_of([self.dataset[i] for i in mine], self._columns), places=mine)
-
-
-def _encoded(stream: RowStream, num_examples: int) -> Iterator[Any]:
-    """The usable rows of a stream, encoded so many examples at a time."""
-    examples = stream.examples()
-    while True:
-        yield from stream.encode(list(islice(examples, num_examples)))
 
 
 def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> PromptTable:
@@ -326,12 +263,10 @@ def prompts_of(rows: Rows, columns: Collection[str] | None = None) -> PromptTabl
     )
 
 
-def prompt_columns(dataset: Union[RowTable, RowStream]) -> set[str]:
+def prompt_columns(dataset: RowTable) -> set[str]:
     """Names of the columns that rows of ``prompt_dataset`` carry for reward functions: all columns
     of their source except the prompt.
     """
-    if isinstance(dataset, RowStream):
-        return set(dataset.column_names)
     rows = rows_of(dataset, ("columns",))
     return {name for row in rows for name in json.loads(row.get("columns", "null")) or ()}
 

@@ -15,16 +15,15 @@ from operator import itemgetter
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import RewardConfig, RLHFConfig, SFTConfig, UserError
 from dschat.config.data import DataConfig, ShowConfig
-from dschat.data.batches import RowStream, prompt_columns, prompts_of
+from dschat.data.batches import prompt_columns, prompts_of
 from dschat.data.sources.adapters import PURPOSES, Purpose
 from dschat.data.sources.known_datasets import listed
 from dschat.data.sources.splits import DataSource, open_source
-from dschat.data.sources.tables import DataReport, read_report
+from dschat.data.sources.tables import DataReport
 from dschat.data.tokenize import preference_dataset, prompt_dataset, sft_dataset
 
 logger = logging.getLogger("dschat")
@@ -32,7 +31,6 @@ logger = logging.getLogger("dschat")
 WIDTH = 100
 NUM_EXAMPLES = 3
 _MAX_LINES = 12  # of one example
-_NUM_STREAMED = 1000  # rows of a stream that the report covers
 _DATA_FLAGS = tuple(DataConfig.__dataclass_fields__)
 
 
@@ -108,11 +106,6 @@ def _step_lines(
     flags = {name: getattr(config, name) for name in (*_DATA_FLAGS, limit)}
     with _captured_log() as records:
         train, _ = tables(config_class(**flags), tokenizer, "both")
-        if isinstance(train, RowStream):
-            rows = train.encode(list(islice(train.examples(), _NUM_STREAMED)))
-            train = Dataset.from_list(rows)
-            name = f"the first {_NUM_STREAMED:,} of a stream"
-            logger.info("%s", read_report(name, train, ids_column)[0])
     for record in records:
         first = record.args[0] if isinstance(record.args, tuple) and record.args else None
         if isinstance(first, DataReport):

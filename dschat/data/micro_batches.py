@@ -1,8 +1,8 @@
 """Cuts a rank's rows of an optimizer step into micro-batches, and packs their token ids.
 
 By rows, or by tokens: then the fewest micro-batches within the budget are filled evenly, the
-largest rows first, each into the least loaded one. Rows of one prompt or of one dialogue share its
-tokens and stay together where they fit.
+largest rows first, each into the least loaded one. Rows of one prompt share its tokens and stay
+together where they fit.
 
 A micro-batch without rows has ``num_real`` 0 and one dummy token, of which nothing is read: under
 ZeRO-3 a rank that has run out of rows must still take part in every forward and backward.
@@ -32,9 +32,8 @@ class RowTokens(NamedTuple):
     total: int  # tokens, packed
     longest: int  # tokens of its longest sequence
     num_sequences: int = 1
-    # Rows of one prompt, or dialogue (its number), share the longest of their ``prompt_tokens``;
-    # None: no other row does.
-    prompt: bytes | int | None = None
+    # Rows of one prompt share its ``prompt_tokens``; None: no other row does.
+    prompt: bytes | None = None
     prompt_tokens: int = 0
 
 
@@ -43,10 +42,7 @@ def row_tokens(row: Mapping[str, Any]) -> RowTokens:
     named = [ids for name, ids in row.items() if name.endswith("_ids") and name != "other_ids"]
     lengths = [len(ids) for ids in (*named, *row.get("other_ids", ()))]
     shared = (len(lengths) - 1) * row.get("prompt_length", 0)
-    tokens = RowTokens(sum(lengths) - shared, max(lengths), len(lengths))
-    if row.get("shared_length"):
-        return tokens._replace(prompt=row["dialogue"], prompt_tokens=row["shared_length"])
-    return tokens
+    return RowTokens(sum(lengths) - shared, max(lengths), len(lengths))
 
 
 @dataclass(frozen=True)
@@ -214,10 +210,7 @@ class PreferenceBatch(PackedBatch):
 
 
 def collate_sft(rows: Sequence[dict[str, Any]]) -> WeightedBatch:
-    """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target.
-
-    Rows of one dialogue share the tokens that its last row has, too.
-    """
+    """Rows of ``sft_dataset`` to a batch. A row's first token has no prediction: no target."""
     masks = [np.asarray(row["loss_mask"], dtype=bool) for row in rows]
     reads = [np.flatnonzero(mask[1:]) for mask in masks]
     weights, weight = None, float(sum(map(len, reads)))
@@ -226,12 +219,7 @@ def collate_sft(rows: Sequence[dict[str, Any]]) -> WeightedBatch:
         chosen = [np.asarray(w)[1:][read] for w, read in zip(given, reads, strict=True)]
         weights = torch.from_numpy(np.concatenate(chosen).astype(np.float32))
         weight = float(weights.sum())
-    packed = pack(
-        [row["input_ids"] for row in rows],
-        reads,
-        [row.get("shared_length", 0) for row in rows],
-        dialogues=[row.get("dialogue", 0) for row in rows],
-    )
+    packed = pack([row["input_ids"] for row in rows], reads)
     return WeightedBatch(packed, len(rows), weights, weight)
 
 

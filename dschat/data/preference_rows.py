@@ -1,21 +1,17 @@
 """Makes step 2's rows: the answers to a prompt that can be compared, tokenized, best first."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, Union
+from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dschat.data.batches import RowStream
 from dschat.data.segments import Encoded, encode_examples, fit, prompt_share
 from dschat.data.sources.adapters import Example
 from dschat.data.sources.splits import key_hash
-from dschat.data.sources.tables import derived_content, made_table
 
 
 def pair_rows(
@@ -78,37 +74,11 @@ def _comparable(
     return kept, lost
 
 
-def most_answers(*tables: Union[Dataset, RowStream]) -> int:
-    """The answers of the longest ranking in tables of ``preference_dataset``; of a stream, 2."""
+def most_answers(*tables: Dataset) -> int:
+    """The answers of the longest ranking in tables of ``preference_dataset``; at least 2."""
     counts = [2]
     for table in tables:
-        if isinstance(table, Dataset) and len(table):
+        if len(table):
             ranks = table.select_columns(["ranks"]).with_format("arrow")[:]["ranks"]
             counts.append(pc.max(pc.list_value_length(ranks)).as_py())
     return max(counts)
-
-
-def shuffled_labels(pairs: Union[Dataset, RowStream], seed: int) -> Union[Dataset, RowStream]:
-    """``pairs``, a seeded half of them with chosen and rejected swapped."""
-    if isinstance(pairs, RowStream):
-        return RowStream(pairs.examples, partial(_encode_shuffled, pairs.encode, seed))
-    swap = np.random.default_rng(seed).random(len(pairs)) < 0.5
-    rows = (_swapped(row) if swap[i] else row for i, row in enumerate(pairs))
-    return made_table(pairs.features, rows, derived_content(pairs, "swap", seed))
-
-
-def _encode_shuffled(encode: Callable, seed: int, examples: list) -> list[dict[str, Any]]:
-    """``shuffled_labels`` for a stream: a hash of its tokens decides whether a pair is swapped."""
-    salt = f"swap:{seed}"
-    return [
-        _swapped(row) if key_hash(str(row["chosen_ids"]), salt) % 2 else row
-        for row in encode(examples)
-    ]
-
-
-def _swapped(row: dict[str, Any]) -> dict[str, Any]:
-    swapped = {**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]}
-    if ranks := row.get("ranks"):
-        best, worst, *others = (max(ranks) - rank for rank in ranks)
-        swapped["ranks"] = [worst, best, *others]
-    return swapped

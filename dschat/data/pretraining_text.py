@@ -1,10 +1,9 @@
 """Packs plain text into blocks of equal length for the pretraining loss of step 3 (ptx)."""
 
 import logging
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import count, islice
-from typing import Optional, Union
+from collections.abc import Iterator
+from itertools import islice
+from typing import Optional
 
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
@@ -12,10 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
-from dschat.data.batches import RowStream
 from dschat.data.segments import require_eos
 from dschat.data.sources.resolve import RawRows, broken_line, read_source
-from dschat.data.sources.stream import shuffled
 from dschat.data.sources.tables import made_table, read_report
 from dschat.data.sources.turns import storable
 from dschat.models.tokenizer import text_ids
@@ -32,13 +29,13 @@ def text_dataset(
     tokenizer: PreTrainedTokenizerBase,
     block_len: int,
     config: Optional[DataConfig] = None,
-) -> Union[Dataset, RowStream]:
+) -> Dataset:
     """Plain text for ptx: ``input_ids`` of ``block_len`` tokens, documents joined by EOS,
     behind the BOS that the tokenizer adds.
 
     ``name`` is a source as in ``--data_path``, or a .txt file (each paragraph is a document).
     Documents are joined a thousand at a time; a last block that is not full is kept only if it is
-    the only one of its thousand. ``config`` decides about streaming and unreadable lines.
+    the only one of its thousand. ``config`` decides about unreadable lines.
 
     Raises:
         UserError: unreadable data, no column ``column``, or no text in it.
@@ -50,22 +47,15 @@ def text_dataset(
         raise UserError(
             f"--unsup_column {column!r} is not in {name}; it has: {', '.join(rows.columns)}"
         )
-    texts = partial(_texts, rows, column, skip)
-    no_text = UserError(f"{_FLAG}: {name} has no text in its column {column!r}")
-    if config.streaming:
-        if next(texts(), None) is None:
-            raise no_text
-        blocks = partial(_endless_blocks, texts, tokenizer, block_len, config)
-        return RowStream(blocks, encode=list)
     how = Hasher.hash([tokenizer, block_len])
     content = repr(["text", rows.stamp, rows.name, column, skip, how]) if rows.stamp else ""
     table = made_table(
         Features({"input_ids": List(Value("int32"))}),
-        _blocks(texts(), tokenizer, block_len),
+        _blocks(_texts(rows, column, skip), tokenizer, block_len),
         content,
     )
     if not len(table):
-        raise no_text
+        raise UserError(f"{_FLAG}: {name} has no text in its column {column!r}")
     logger.info("%s", read_report(f"text of {name}", table, "input_ids")[0])
     return table
 
@@ -83,22 +73,10 @@ def _texts(rows: RawRows, column: str, skip: bool) -> Iterator[str]:
 def _blocks(
     texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, block_len: int
 ) -> Iterator[dict[str, list[int]]]:
-    """The rows of one pass."""
+    """The rows."""
     eos = require_eos(tokenizer)
     while batch := list(islice(texts, _DOCUMENTS)):
         stream = [token for ids in text_ids(tokenizer, batch) for token in (*ids, eos)]
         whole = len(stream) // block_len * block_len or len(stream)
         for start in range(0, whole, block_len):
             yield {"input_ids": stream[start : start + block_len]}
-
-
-def _endless_blocks(
-    texts: Callable[[], Iterator[str]],
-    tokenizer: PreTrainedTokenizerBase,
-    block_len: int,
-    config: DataConfig,
-) -> Iterator[dict[str, list[int]]]:
-    """The blocks of endless passes, shuffled in a buffer; every rank makes all of them."""
-    for epoch in count():
-        blocks = _blocks(texts(), tokenizer, block_len)
-        yield from shuffled(blocks, config.shuffle_buffer_size, [config.seed, epoch])

@@ -85,9 +85,8 @@ def rendered_answer(
     closes: bool = True,
     /,
     **inputs: Any,
-) -> tuple[str, str, int]:
-    """The generation prompt, what the template adds to it for an answer, and how many characters of
-    that end with the answer's thought.
+) -> tuple[str, str]:
+    """The generation prompt, and what the template adds to it for an answer.
 
     ``closes``: the answer is one for this prompt, and ends a thought that it opens; else it may be
     any text.
@@ -105,7 +104,7 @@ def rendered_answer(
         raise LeftOut(_RULED_OUT)
     marked, marks = _marked(turn)
     text = render_chat(tokenizer, [*prompt, marked], **inputs) if marks else ""
-    lost, start = {marks[mark] for mark in marks if mark not in text}, text.find(_MARKED_THOUGHT)
+    lost = {marks[mark] for mark in marks if mark not in text}
     if lost - ({THOUGHT} if inline else set()):
         raise (RefusedChat if CALLS in lost else LeftOut)(min(lost))
     # a template may cut a thought off, as from earlier turns, with all that is before it
@@ -126,15 +125,11 @@ def rendered_answer(
             "the chat template does not render an answer as a continuation of its generation "
             "prompt: such answers are trained as plain text"
         )
-        begin, answered, start = 0, shown, 0
+        begin, answered = 0, shown
     answer = answered[begin:].replace(MARK, hidden or MARK)
-    start -= begin
-    if lost and inline:
-        answer = answer if hidden in answer else hidden + answer
-        start = answer.index(hidden) + inline.start(1) - len(content) + len(hidden)
-    end = max(answer.find(thought, start), start) + len(thought)
-    text = _continuing(asked, answer, said, closes)
-    return asked, text, len(text) - len(answer) + end if thought else 0
+    if lost and inline and hidden not in answer:
+        answer = hidden + answer
+    return asked, _continuing(asked, answer, said, closes)
 
 
 def _continuing(asked: str, answer: str, said: str, closes: bool) -> str:
@@ -238,7 +233,7 @@ def begun_text(
 
 def _rendered_rest(
     tokenizer: PreTrainedTokenizerBase, prompt: list[Turn], answer: Turn, inputs: dict[str, Any]
-) -> tuple[str, str, int]:
+) -> tuple[str, str]:
     """`rendered_answer` of the answer that continues `begun_text`."""
     asked = begun_text(tokenizer, prompt, inputs)
     whole = {**prompt[-1], **answer, "content": prompt[-1]["content"] + answer["content"]}
@@ -251,8 +246,7 @@ def _rendered_rest(
             raise RefusedChat("calls or thoughts in an answer that its prompt begins")
     if not is_rest:  # the thought of the whole turn is rendered in another way
         answered = asked + answer["content"]
-    text, thought = answered[len(asked) :], _parts(answer)[0]
-    return asked, text, text.index(thought) + len(thought) if thought in text else 0
+    return asked, answered[len(asked) :]
 
 
 def through_last_answer(

@@ -7,7 +7,6 @@ separately, without special tokens. In a dialogue each assistant turn is a segme
 the chat template adds for this turn to the rendered generation prompt.
 """
 
-import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +34,6 @@ _PROMPT_SHARE = 1 / 4  # of max_seq_len that a prompt keeps, however long its an
 CUT_PROMPT, CUT_ANSWER = "lost the beginning of the prompt", "lost the end of the answer"
 EARLIER = "are earlier answers: the chat template rewrites earlier turns, so each is a row"
 MERGED = "had the system message put in front of the first user turn (see --system_message)"
-_TAG = re.compile(r"\s*([<\[][^<>\[\]\s]+[>\]])?\s*")
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Segment:
     weight: float | None = None  # of an assistant's turn in the loss; None: of other text
     add_special: bool = False  # let the tokenizer add its BOS: the text has none
     before: str = ""  # the text that this one follows
-    thought: int = 0  # how many characters end with the assistant's reasoning
     has_calls: bool = False  # an answer that ends with calls of tools
     is_known: bool = False  # another row of the dialogue has it: without loss
 
@@ -63,7 +60,6 @@ class Encoded:
     answer_weights: list[float] = field(default_factory=list)
     problem: str = ""
     cut: str = ""  # what the answers lost
-    example: int = 0  # its place among the examples
 
 
 Tools = Sequence[dict[str, Any]] | None  # JSON schemas, which a chat template shows to the model
@@ -87,7 +83,6 @@ def encode_examples(
     tokenizer: PreTrainedTokenizerBase,
     examples: Iterable[Example],
     reasoning: str = "auto",
-    train_on_reasoning: bool = True,
     every_answer: bool = False,
     train_on_prompt: bool = False,
 ) -> list[Encoded]:
@@ -95,7 +90,6 @@ def encode_examples(
 
     Args:
         reasoning: what becomes of the assistant's thoughts, see `DataConfig.reasoning`.
-        train_on_reasoning: False takes the thought of a single answer as a part of the prompt.
         every_answer: in front of a dialogue whose earlier turns the template rewrites as it grows,
             return one more for each earlier answer, with the prompt that the model sees there.
         train_on_prompt: these have no loss on what is in the one before them. Answers without loss
@@ -106,10 +100,10 @@ def encode_examples(
     """
     require_eos(tokenizer)
     how = resolved(tokenizer, reasoning)
-    # place of the example, segments, number of answers and a note; of a refused chat, the problem
-    made: list[tuple[int, list[Segment], int, str]] = []
+    # segments, number of answers and a note; of a refused chat, the problem
+    made: list[tuple[list[Segment], int, str]] = []
 
-    for place, example in enumerate(examples):
+    for example in examples:
         prompt, inputs = with_reasoning(example.prompt, how), example.inputs
         answers = example.answers
         if BEGINS not in prompt[-1]:  # else they are not whole turns
@@ -138,20 +132,18 @@ def encode_examples(
                 own = answers if is_last else [prompt[end : end + 1]]
                 said = [answer_segment(tokenizer, before, answer, **inputs) for answer in own]
                 segments = [*asked, *said]
-                if not train_on_reasoning:
-                    segments = [part for segment in segments for part in _parted(segment)]
                 notes = [] if is_last else [EARLIER]
                 if turns and turns[0]["role"] == "system":
                     notes += [MERGED] * merges_system(tokenizer)
-                made.append((place, segments, len(said), "; ".join(notes)))
+                made.append((segments, len(said), "; ".join(notes)))
         except RefusedChat as error:
-            made.append((place, [], 0, str(error)))
-    ids = iter(encode(tokenizer, [segment for _, segments, *_ in made for segment in segments]))
+            made.append(([], 0, str(error)))
+    ids = iter(encode(tokenizer, [segment for segments, *_ in made for segment in segments]))
     encoded = []
-    for place, segments, num_answers, note in made:
+    for segments, num_answers, note in made:
         pieces = [(segment, next(ids)) for segment in segments]
         row = _assemble(tokenizer, pieces, num_answers, note) if pieces else Encoded(problem=note)
-        encoded.append(replace(row, example=place))
+        encoded.append(row)
     return encoded
 
 
@@ -206,18 +198,8 @@ def answer_segment(
         return Segment(answer, 1.0, before=str(prompt))
     assert not isinstance(prompt, str), "an answer of turns follows a prompt of turns"
     turn = answer[-1]
-    asked, text, thought = rendered_answer(tokenizer, prompt, turn, closes, **inputs)
-    return Segment(text, weight_of(turn), False, asked, thought, bool(turn.get("tool_calls")))
-
-
-def _parted(segment: Segment) -> list[Segment]:
-    """An answer's segment, its thought apart and without loss."""
-    if not segment.thought:
-        return [segment]
-    split = _TAG.match(segment.text, segment.thought).end()  # type: ignore[union-attr]  # may be empty
-    apart = replace(segment, text=segment.text[:split], weight=None)
-    said = replace(segment, text=segment.text[split:], before=segment.before + apart.text)
-    return [apart, said]
+    asked, text = rendered_answer(tokenizer, prompt, turn, closes, **inputs)
+    return Segment(text, weight_of(turn), False, asked, bool(turn.get("tool_calls")))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, segments: Sequence[Segment]) -> list[list[int]]:

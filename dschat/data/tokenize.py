@@ -1,4 +1,4 @@
-"""Tokenizes examples into one table per training step, or a stream of the same rows.
+"""Tokenizes examples into one table per training step.
 
 Tables are cached, and a ``DataReport`` of each goes to the log. ``segments.py`` turns texts into
 ids.
@@ -9,43 +9,37 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
-from operator import itemgetter
-from os.path import commonprefix
-from typing import Any, Literal, Union
+from itertools import islice
+from typing import Any, Literal
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat.config import CommonConfig, RewardConfig, RLHFConfig, SFTConfig, UserError
-from dschat.data.batches import RowStream
-from dschat.data.preference_rows import pair_rows, shuffled_labels
+from dschat.data.preference_rows import pair_rows
 from dschat.data.segments import Tools, encode_examples, fit
 from dschat.data.sources.adapters import Content, Example, Purpose
 from dschat.data.sources.splits import load_examples
-from dschat.data.sources.stream import ExampleStream, Tally
 from dschat.data.sources.tables import derived_content, iterate, made_table, read_report
 
 logger = logging.getLogger("dschat")
 
 Split = Literal["train", "eval", "both"]
-# A Dataset or a RowStream; for "both" the pair of training and held-out rows
+# A Dataset; for "both" the pair of training and held-out rows
 Tables = Any
 # Examples and their numbers -> a row of each, with its `problem` and what was `cut`
 MakeRows = Callable[[list[Example], list[int]], Iterable[dict[str, Any]]]
 _IDS, _MASK, _NOTE = List(Value("int32")), List(Value("bool")), Value("string")
 _WEIGHTS = List(Value("float32"))
-Numbered = tuple[int, dict[str, Any]]  # an example's number and its row
 WITHOUT_LOSS = "had answers without loss: empty, of weight 0, of the prompt, or of another row"
 _BATCH = 1000  # examples that are tokenized together
-_NUM_PROBED = 1000  # examples of a stream of which at least one must be usable
 
 
 def sft_dataset(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train"
 ) -> Tables:
     """Step 1's table: ``input_ids``, ``loss_mask`` (T,): prompt + answer + EOS, T <= max_seq_len;
-    ``weights``, ``dialogue``, ``shared_length``.
+    ``weights``.
 
     ``loss_mask[t]`` is True where token t is a target: the tokens of assistant turns with their
     EOS, or all tokens with ``--train_on_prompt``, except turns of weight 0 and empty ones; never
@@ -54,13 +48,10 @@ def sft_dataset(
     (a BOS stays). An answer that does not fit beside the rest of the prompt loses its end,
     including EOS.
 
-    A dialogue whose earlier turns the template rewrites has a row for every answer, one after the
-    other, with the same ``dialogue``, a number; ``shared_length`` of a row's first tokens are those
-    of the dialogue's last row.
+    A dialogue whose earlier turns the template rewrites has a row for every answer.
 
     Returns:
-        One Dataset for split "train" or "eval", the pair of them for "both"; with ``--streaming``
-        the training rows are a ``RowStream``.
+        One Dataset for split "train" or "eval", the pair of them for "both".
 
     Raises:
         UserError: unusable data, see ``load_examples``; no rows left.
@@ -70,12 +61,10 @@ def sft_dataset(
         tokenizer=tokenizer,
         max_len=config.max_seq_len,
         train_on_prompt=config.train_on_prompt,
-        train_on_reasoning=config.train_on_reasoning,
         every_answer=config.train_on != "last",
         reasoning=config.reasoning,
     )
     columns = {"input_ids": _IDS, "loss_mask": _MASK, "weights": _WEIGHTS}
-    columns |= {"dialogue": Value("int64"), "shared_length": Value("int32")}
     return _tables(config, "sft", split, make, columns)
 
 
@@ -94,8 +83,6 @@ def preference_dataset(
     sequences, and ``ranks`` of chosen, rejected and the others, from 0 for the best; both are empty
     for pairs.
 
-    ``--shuffle_labels`` swaps a seeded half of the training pairs, and reverses rankings.
-
     Returns and raises like ``sft_dataset``.
     """
     make = partial(
@@ -109,12 +96,7 @@ def preference_dataset(
     columns["prompt_key"] = Value("int64")
     if not config.trains_policy:
         columns |= {"other_ids": List(_IDS), "ranks": List(Value("int32"))}
-    tables = _tables(config, "reward", split, make, columns)
-    if not config.shuffle_labels or split == "eval":
-        return tables
-    if isinstance(tables, tuple):
-        return shuffled_labels(tables[0], config.seed), tables[1]
-    return shuffled_labels(tables, config.seed)
+    return _tables(config, "reward", split, make, columns)
 
 
 def prompt_dataset(
@@ -153,17 +135,10 @@ def _tables(
     config: CommonConfig, purpose: Purpose, split: Split, make_rows: MakeRows, columns: dict
 ) -> Tables:
     """Load a step's examples, tokenize the requested splits, report and drop unusable rows."""
-    train: Union[Dataset, ExampleStream]
-    if config.streaming:
-        train = ExampleStream(config, purpose)
-        held_out = train.held_out()
-    else:
-        train, held_out = load_examples(config, purpose)
-    tables: list[Union[Dataset, RowStream]] = []
-    if split != "eval" and isinstance(train, Dataset):
+    train, held_out = load_examples(config, purpose)
+    tables = []
+    if split != "eval":
         tables.append(_tokenized(f"{purpose} train data", train, make_rows, columns))
-    elif split != "eval":
-        tables.append(_stream(f"{purpose} train data", train, make_rows))
     if split != "train":
         tables.append(_tokenized(f"{purpose} eval data", held_out, make_rows, columns, True))
     return tables[0] if len(tables) == 1 else tuple(tables)
@@ -184,7 +159,11 @@ def _tokenized(
     features = Features({**columns, "problem": _NOTE, "cut": _NOTE})
     numbered = enumerate(iterate(examples, tuple(examples.column_names)))
     batches = iter(lambda: list(islice(numbered, _BATCH)), [])
-    rows = (row for batch in batches for row in _rows_of(batch, make_rows))
+    rows = (
+        row
+        for batch in batches
+        for row in make_rows([Example.from_row(row) for _, row in batch], [i for i, _ in batch])
+    )
     table = made_table(features, rows, derived_content(examples, make_rows))
     report, kept = read_report(name, table, next(iter(columns)))
     if len(kept) or not len(table):
@@ -199,57 +178,20 @@ def _tokenized(
     return rows_kept if len(kept) == len(table) else rows_kept.select(kept)
 
 
-def _stream(name: str, examples: ExampleStream, make_rows: MakeRows) -> RowStream:
-    """A stream of tokenized rows.
-
-    Raises:
-        UserError: none of the first examples is usable, so no step would train anything.
-    """
-    encode = partial(_encode, make_rows=make_rows)
-    first, probe = enumerate(examples.rows(quiet=True)), Tally(name, quiet=True)
-    batches = (list(islice(first, 50)) for _ in range(_NUM_PROBED // 50))
-    if not any(encode(batch, tally=probe) for batch in batches):
-        raise UserError(
-            f"no rows are left of the first {_NUM_PROBED} of the {name} ({probe.summary()}); check "
-            "the data or allow longer sequences"
-        )
-    logger.info("%s: streamed during training (--streaming)", name)
-    encode = partial(encode, tally=Tally(name))
-    return RowStream(lambda: enumerate(examples), encode, examples.other_columns)
-
-
-def _rows_of(numbered: list[Numbered], make_rows: MakeRows) -> Iterable[dict[str, Any]]:
-    return make_rows([Example.from_row(row) for _, row in numbered], [i for i, _ in numbered])
-
-
-def _encode(numbered: list[Numbered], make_rows: MakeRows, tally: Tally) -> list[dict[str, Any]]:
-    """Numbered examples as rows; unusable ones are counted and left out."""
-    rows = []
-    for row in _rows_of(numbered, make_rows):
-        problem, _ = row.pop("problem"), row.pop("cut")
-        if problem:
-            tally.add(problem)
-        else:
-            rows.append(row)
-    return rows
-
-
 def _sft_rows(
     examples: list[Example],
     indices: list[int],
     tokenizer: PreTrainedTokenizerBase,
     max_len: int,
     train_on_prompt: bool,
-    train_on_reasoning: bool,
     every_answer: bool,
     reasoning: str,
 ) -> Iterator[dict[str, Any]]:
     encoded_examples = encode_examples(
-        *(tokenizer, examples, reasoning, train_on_reasoning),
+        *(tokenizer, examples, reasoning),
         every_answer=every_answer or train_on_prompt,
         train_on_prompt=train_on_prompt,
     )
-    made: list[dict[str, Any]] = []
     for encoded in encoded_examples:
         if not every_answer:
             encoded.prompt_weights = [None if w else w for w in encoded.prompt_weights]
@@ -264,15 +206,8 @@ def _sft_rows(
         if set(weights) <= {0.0, 1.0}:
             weights = []
         problem = encoded.problem or ("" if any(mask) else "no room for an answer in --max_seq_len")
-        row = {"input_ids": ids, "loss_mask": mask, "weights": weights, "problem": problem}
-        made.append(row | {"cut": cut, "dialogue": indices[encoded.example]})
-    for _, same in groupby(made, key=itemgetter("dialogue")):
-        *earlier, last = same
-        for other in earlier:
-            shared = commonprefix([other["input_ids"], last["input_ids"]])
-            other["shared_length"] = len(shared)
-        last["shared_length"] = len(last["input_ids"]) if earlier else 0
-    yield from made
+        row = {"input_ids": ids, "loss_mask": mask, "weights": weights}
+        yield row | {"problem": problem, "cut": cut}
 
 
 def _prompt_rows(

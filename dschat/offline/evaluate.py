@@ -1,8 +1,7 @@
 """``dschat eval``: evaluates models and answer files on local data.
 
-Tasks of lm-evaluation-harness are in `harness`. Those here compare files of ``dschat generate``:
-``score`` and ``win_rate`` by their scores, ``gold`` by the built-in gold scorer. For a model of
-``--path`` such a file is written first.
+Its tasks compare files of ``dschat generate``: ``score`` and ``win_rate`` by their scores, ``gold``
+by the built-in gold scorer. For a model of ``--path`` such a file is written first.
 
 Metrics, and differences between models, have confidence intervals. A mean has the standard error of
 its sample, as in lm-evaluation-harness, and a share Wilson's score interval (Wilson 1927, JASA 22,
@@ -92,11 +91,8 @@ class Results:
                 if (found := metrics.get(name)) is None:
                     continue
                 row = {"metric": name, "model": label}
-                one = interval(np.atleast_1d(found), config.confidence)
-                if not isinstance(found, np.ndarray):
-                    one |= {"low": None, "high": None, "rows": None}
-                results.metrics.append(row | one)
-                if label != baseline and isinstance(first, np.ndarray):
+                results.metrics.append(row | interval(found, config.confidence))
+                if label != baseline and first is not None:
                     difference = interval(found - first, config.confidence, is_difference=True)
                     results.differences.append(row | {"baseline": baseline} | difference)
         return results
@@ -115,8 +111,8 @@ class Results:
         for name in ("rows", "value", level, "difference", level, "p"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.metrics:
-            rows = "" if row["rows"] is None else f"{row['rows']:,}"
-            cells = [row["metric"], row["model"], rows, _number(row["value"]), _bounds(row)]
+            cells = [row["metric"], row["model"], f"{row['rows']:,}"]
+            cells += [_number(row["value"]), _bounds(row)]
             if other := differences.get((row["metric"], row["model"])):
                 p = "" if other["p"] is None else f"{other['p']:.2g}"
                 cells += [_number(other["value"], "+"), _bounds(other, "+"), p]
@@ -182,31 +178,17 @@ def evaluate(config: EvalConfig) -> Results:
         UserError: a wrong flag, model, reward source, task or data, before weights load.
     """
     check_out(config.out)
-    tasks, num_models = config.own_tasks, len(config.path or ())
+    tasks, num_models = config.task or [], len(config.path or ())
     labels, sources = zip(*config.models, strict=True)
     paths, files = sources[:num_models], sources[num_models:]
-    models = [
+    for path in paths:  # all of them, before the first one loads
         Model.find(path, config.dtype, config.trust_remote_code, **config.template_flags)
-        for path in paths
-    ]
-    harness = None
-    if config.harness_tasks:
-        from dschat.offline.harness import Harness
-
-        harness = Harness(config)
-    by_label: dict[str, Metrics] = {label: {} for label in labels}
-    if tasks:
-        given = [read_answers(path, tasks) for path in files]
-        require_equal_prompts(given, files)
-        answers = [*(_answers_of(path, config) for path in paths), *given]
-        require_equal_prompts(answers, sources)
-        by_label = dict(zip(labels, answer_metrics(tasks, answers), strict=True))
+    given = [read_answers(path, tasks) for path in files]
+    require_equal_prompts(given, files)
+    answers = [*(_answers_of(path, config) for path in paths), *given]
+    require_equal_prompts(answers, sources)
     console.release()
-    if harness is not None:
-        for model, label in zip(models, labels, strict=True):
-            by_label[label] |= harness.metrics(model, label)
-            logger.info("%s is evaluated", label)
-    return Results.of(config, by_label)
+    return Results.of(config, dict(zip(labels, answer_metrics(tasks, answers), strict=True)))
 
 
 def answer_metrics(tasks: list[str], answers: list[Answers]) -> list[Metrics]:
@@ -278,4 +260,4 @@ def _answers_of(path: str, config: EvalConfig) -> Answers:
     with TemporaryDirectory() as folder:
         out = os.path.join(folder, "answers.jsonl")
         generate(GenerateConfig(**shared, path=path, out=out, column_prefix=_PREFIX))
-        return read_answers(out, config.own_tasks, _PREFIX)
+        return read_answers(out, config.task or [], _PREFIX)

@@ -5,7 +5,6 @@ Neither torch nor transformers here: ``--help`` and mistyped flags must answer a
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal, Optional
 
 from dschat.chat.load import AnswersConfig
@@ -21,7 +20,7 @@ from dschat.config.fields import flag, place_flag, require_valid
 from dschat.config.reward import RewardSourcesConfig
 from dschat.reporting.run_files import named_paths
 
-OWN_TASKS = ("win_rate", "score", "gold")  # others are lm-evaluation-harness's
+TASKS = ("win_rate", "score", "gold")
 NEED_REWARD = ("win_rate", "score")
 _SPLIT = "Rows to read: train, or eval, a source's held-out split (where it has none: all rows)."
 NO_DATA = "--data_path is missing; name a file of prompts, or several"
@@ -148,27 +147,13 @@ class EvalConfig(PromptsConfig):
     )
     task: Optional[list[str]] = flag(
         None,
-        "Tasks of lm-evaluation-harness: YAML files, folders of them, or names of its registry; or "
-        f"of --data_path: {', '.join(OWN_TASKS)}.",
+        f"What to measure of the answers to --data_path: {', '.join(TASKS)}.",
         short=True,
-    )
-    apply_chat_template: bool = flag(
-        False, "Ask the tasks of lm-evaluation-harness as chats, by the model's template."
     )
     out: Optional[str] = flag(None, "JSON file for the results.", short=True)
     split: Literal["train", "eval"] = flag("eval", _SPLIT, short=True)
     temperature: float = flag(0.0, "Sampling temperature: 0 (greedy), or 0.01 to 100.", short=True)
     confidence: float = flag(0.95, "Level of the confidence intervals.", gt=0, lt=1)
-
-    @property
-    def own_tasks(self) -> list[str]:
-        """Tasks that compare answers to ``data_path``."""
-        return [task for task in self.task or () if task in OWN_TASKS]
-
-    @property
-    def harness_tasks(self) -> list[str]:
-        """Tasks of lm-evaluation-harness."""
-        return [task for task in self.task or () if task not in OWN_TASKS]
 
     @property
     def models(self) -> list[tuple[str, str]]:
@@ -182,35 +167,23 @@ class EvalConfig(PromptsConfig):
             bool(self.path or self.answers),
             "--path is missing; name a model's folder, or several",
         )
-        require(
-            bool(self.task),
-            f"--task is missing; name a task's YAML file, or one of {', '.join(OWN_TASKS)}",
-        )
-        for task in self.own_tasks if self.path else ():
-            require(bool(self.data_path), NO_DATA)
+        tasks = self.task or []
+        require(bool(tasks), f"--task is missing; name one of {', '.join(TASKS)}")
+        for task in tasks:
             require(
-                self.has_rewards or task not in NEED_REWARD,
+                task in TASKS,
+                f"--task {task} is not one of {', '.join(TASKS)}; tasks of lm-evaluation-harness "
+                "are run by lm_eval, which asks dschat serve (docs/evaluation.md)",
+            )
+            require(bool(self.data_path or not self.path), NO_DATA)
+            require(
+                self.has_rewards or not self.path or task not in NEED_REWARD,
                 f"--task {task} needs a score; name --reward_model or --reward_fn",
             )
         require(
-            len(self.models) > 1 or "win_rate" not in self.own_tasks,
+            len(self.models) > 1 or "win_rate" not in tasks,
             "--task win_rate compares with the first model or file; name two",
         )
-        for task in self.harness_tasks:
-            is_path = os.sep in task or task.endswith((".yaml", ".yml"))
-            require(
-                os.path.exists(os.path.expanduser(task)) or not is_path,
-                f"--task {task}: no such file; check the path",
-            )
-            require(
-                find_spec("lm_eval") is not None,
-                f"--task {task} is not one of {', '.join(OWN_TASKS)}, and those of "
-                "lm-evaluation-harness need pip install 'dschat[eval]'",
-            )
-            require(
-                not self.answers,
-                f"--task {task} asks a model, which --answers files are not; leave one of them out",
-            )
 
 
 @dataclass

@@ -189,7 +189,7 @@ def _write(
     first = file.num_lines // size * size
     if file.num_lines:
         logger.info("%s has %s lines: resuming", config.out, f"{file.num_lines:,}")
-    progress = Progress(prompts.total, first, "generate")
+    progress = Progress(prompts.total, first)
     remaining = islice(prompts, first, None)
     while chunk := list(islice(remaining, size)):
         indices = list(range(first, first + len(chunk)))

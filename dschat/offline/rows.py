@@ -39,8 +39,8 @@ logger = logging.getLogger("dschat")
 
 FLAG = "--data_path"
 
-# By name: the values of rows (R,), NaN where a row has none; or one number that is not their mean.
-Metrics = dict[str, np.ndarray | float]
+# By name: the values of rows (R,), NaN where a row has none.
+Metrics = dict[str, np.ndarray]
 
 
 @dataclass
@@ -159,9 +159,9 @@ class Progress:
         total, done: prompts, over all starts of the command.
     """
 
-    def __init__(self, total: int, done: int, description: str) -> None:
-        self._description, self._tokens, self._logged = description, 0, time.monotonic()
-        self._bar = console.progress(total, description, done=done)
+    def __init__(self, total: int, done: int) -> None:
+        self._tokens, self._logged = 0, time.monotonic()
+        self._bar = console.progress(total, "generate", done=done)
 
     def advance(self, prompts: int, tokens: int) -> None:
         """Add answered prompts, with the tokens of their answers."""
@@ -174,9 +174,9 @@ class Progress:
             logger.info("%s%s", self.line(), console.eta(self._bar))
 
     def line(self) -> str:
-        """``answers: 512 of 3,000 prompts, 1,234 tokens/s``"""
+        """``generate: 512 of 3,000 prompts, 1,234 tokens/s``"""
         bar = self._bar
-        return f"{self._description}: {bar.n:,} of {bar.total:,} prompts, {self._rate}"
+        return f"generate: {bar.n:,} of {bar.total:,} prompts, {self._rate}"
 
     @property
     def _rate(self) -> str:

@@ -5,7 +5,7 @@
     call              a function's samples, and its call: one value per sample, or a one-line fault
     endpoint          the ready-made function http: posts samples to an endpoint, with retries
     library           the ready-made functions: exact_match, math_equal, ...
-    judge             ready-made functions that ask a language model, whose verdicts are cached
+    judge             ready-made functions that ask a language model
     math_answers      compares two answers as mathematics
     reward_functions  `RewardFunctions`: the functions of a run, where they run, and their state
     scoring           `Scoring`: the answers of a rollout being scored by all functions;

@@ -4,9 +4,8 @@
 other, ``judge_reference`` with the reference. Comparisons are asked in both orders, since models
 prefer one position (Zheng et al. 2023, arXiv 2306.05685, section 3.3).
 
-Verdicts are cached by the content of the request, so a resumed run does not ask again. A reply
-without a verdict, or cut off before its end, gives no score (None); a request that fails after its
-retries fails the call.
+Equal requests of a process are asked once. A reply without a verdict, or cut off before its end,
+gives no score (None); a request that fails after its retries fails the call.
 """
 
 import itertools
@@ -14,17 +13,13 @@ import json
 import logging
 import os
 import re
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 from dschat.config.errors import require
 from dschat.config.fields import read_named
@@ -48,26 +43,7 @@ _COMPARE = (
     "few sentences, then end your reply with [[A]] if answer A is better, [[B]] if answer B is "
     "better, or [[C]] if they are equally good."
 )
-_NUMBER = r"(-?\d+(?:\.\d+)?)"
-_OF_10 = r"\s{0,3}\(?(?:/|out of)\s{0,3}10"
-_RATING = re.compile(rf"\[\[\s*{_NUMBER}(?:{_OF_10})?\s*\]\]")
-# Of models that use no brackets. A number ends here: 8/10 is one, and none is in 8/100, 4/5, 1-10.
-_END = r"(?![\d.,]*\d|\s{0,3}(?:/|out of|-|to)\s{0,3}\d|\s?%)"
-_LABEL = r"\b(?:rating|score|(?<![a-z] )rate(?=[*\s]?[:=]))\b>?"
-_RATED = (
-    r"[\s\"'*_`]{0,9}(?:\([^()\n]{0,40}\)[\s*]{0,9})?"
-    rf"(?:[:=]|[-\u2013\u2014]\s|is\b|of\b)?[\s\"'*_`]{{0,9}}{_NUMBER}(?:{_OF_10})?{_END}"
-)
-_VERB = r"(?:\bI|\bwould|['\u2019]d) rate(?: (?!between|from)[a-z'\u2019]{1,20}){0,6}"
-_LABELLED = rf"(?:{_LABEL}|{_VERB}){_RATED}"
-_TOTAL = rf"(?:overall|final|total)(?: {_LABEL})?"
-_LINES = (
-    re.compile(rf"^[^\w\n]{{0,9}}(?:{_TOTAL}|{_LABEL}){_RATED}[^\w\n]*$", re.I | re.M),
-    re.compile(rf"^[^\w\n-]{{0,9}}{_NUMBER}(?:{_OF_10})?[^\w\n]{{0,9}}\Z", re.I | re.M),
-)
-_MENTION = re.compile(
-    rf"(?<!confidence ){_LABELLED}|(?<![\d.,/-]){_NUMBER}{_OF_10}{_END}", re.IGNORECASE
-)
+_RATING = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)(?:\s{0,3}(?:/|out of)\s{0,3}10)?\s*\]\]")
 _VERDICT = re.compile(r"\[\[\s*([ABC]|tie|[AB]\s*(?:>{1,2}|<{1,2}|={1,2})\s*[AB])\s*\]\]", re.I)
 _WINS = {"A": 1.0, "A>B": 1.0, "B<A": 1.0, "B": 0.0, "B>A": 0.0, "A<B": 0.0}  # of answer A
 _WINS |= dict.fromkeys(("C", "TIE", "A=B", "B=A"), 0.5)
@@ -78,14 +54,8 @@ Read = Callable[[str], float | None]
 
 
 def read_rating(reply: str) -> float | None:
-    """The rating of a reply, 1 to 10 as 0 to 1: its last number in double brackets; else on a line
-    of its own behind "rating" or "score", or as the last line; else the one that the text mentions
-    (rating is N, N/10, N out of 10). None where it has none, or mentions several.
-    """
-    alone = (form.findall(reply.strip()) for form in (_RATING, *_LINES))
-    found = next(filter(None, alone), [])[-1:] or map("".join, _MENTION.findall(reply))
-    numbers = set(map(float, found))
-    rating = numbers.pop() if len(numbers) == 1 else 0.0
+    """The rating of a reply, 1 to 10 as 0 to 1: its last number in double brackets."""
+    rating = float((_RATING.findall(reply) or [0])[-1])
     return (rating - 1) / 9 if 1 <= rating <= 10 else None
 
 
@@ -105,7 +75,6 @@ class Judge(Endpoint):
     workers: int = 8  # requests in flight, per process
     max_tokens: int = 512  # of a reply
     max_chars: int = 16_000  # of the prompt, and of each answer
-    cache: str = "~/.cache/dschat/judge"  # a folder; "": in memory
     body: dict[str, Any] = field(default_factory=dict)  # more fields of a request; null: leave out
 
     name: ClassVar[str] = "judge"
@@ -130,7 +99,7 @@ class Judge(Endpoint):
         self._criteria = self._read_rubric(flag)
         end = "/chat/completions"
         self._url = self.url.rstrip("/").removesuffix(end) + end
-        self._verdicts = VerdictCache(self.cache, f"{flag}cache")
+        self._known: dict[bytes, float] = {}  # verdicts by digest of the request
         self._pool: Pool | None = None
         self._lock = threading.Lock()
         self._has_warned = False
@@ -211,16 +180,15 @@ class Judge(Endpoint):
         }
         content = {k: v for k, v in (content | self.body).items() if v is not None}
         body = json.dumps(content, sort_keys=True).encode()
-        key = blake2b(self._url.encode() + b"\n" + body, digest_size=16).hexdigest()
-        known = self._verdicts.get(key)
-        if known is not None:
-            return known
+        key = blake2b(body, digest_size=16).digest()
+        if key in self._known:
+            return self._known[key]
         reply, is_whole = self._text(body)
         verdict = read(reply) if is_whole else None
         if verdict is None:
             self._warn(reply, is_whole)
         else:
-            self._verdicts.add(key, verdict, reply)
+            self._known[key] = verdict
         return verdict
 
     def _text(self, body: bytes) -> tuple[str, bool]:
@@ -314,66 +282,3 @@ def _said(turn: dict[str, Any]) -> str:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]} [... cut]"
-
-
-class VerdictCache:
-    """Verdicts by key.
-
-    Args:
-        folder: created with the first verdict. "": in memory only.
-        flag: of the folder, for messages.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-
-    def __init__(self, folder: str, flag: str) -> None:
-        self._folder = Path(os.path.expanduser(folder)) if folder else None
-        self._file: TextIO | None = None
-        self._lock = threading.Lock()
-        if self._folder:
-            there = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
-            require(
-                there.is_dir() and os.access(there, os.W_OK),
-                f"{flag}={folder} cannot be written; name another folder, or none: {flag}=",
-            )
-
-    def get(self, key: str) -> float | None:
-        """The verdict; None if it is not known."""
-        with self._lock:
-            return self._known.get(key)
-
-    def add(self, key: str, verdict: float, reply: str) -> None:
-        """Keep a verdict, and on disk the reply that it was read from."""
-        with self._lock:
-            self._known[key] = verdict
-            if self._folder is None:
-                return
-            line = json.dumps({"key": key, "verdict": verdict, "reply": reply})
-            try:
-                self._write(self._folder, line)
-            except OSError as error:  # a full disk need not stop a run
-                logger.warning("%s: %s; verdicts stay in memory", self._folder, error.strerror)
-                self._folder = None
-
-    def _write(self, folder: Path, line: str) -> None:
-        if self._file is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
-            self._file = (folder / name).open("a", encoding="utf-8")
-        self._file.write(line + "\n")
-        self._file.flush()
-
-    @cached_property
-    def _known(self) -> dict[str, float]:
-        """The verdicts by key: read from the folder at the first use, or added since."""
-        known: dict[str, float] = {}
-        for path in sorted(self._folder.glob("*.jsonl")) if self._folder else ():
-            with path.open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    try:
-                        content = json.loads(line)
-                        known[content["key"]] = float(content["verdict"])
-                    except (ValueError, KeyError, TypeError):
-                        continue
-        return known

@@ -6,7 +6,6 @@ cannot be parsed, or takes too long, scores 0.
 """
 
 import functools
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ import regex
 from dschat.builtin.reasoning_gym import Tasks
 from dschat.config import UserError
 from dschat.config.errors import require
-from dschat.config.fields import read_named, require_valid
+from dschat.config.fields import require_valid
 from dschat.rewards.call import LONGEST_CALL_S
 from dschat.rewards.code_tests import NOT_ISOLATED, isolation, read_tests, share_passed
 from dschat.rewards.endpoint import Http
@@ -28,13 +27,11 @@ from dschat.user_code.processes import START_S, Killable
 
 logger = logging.getLogger("dschat")
 
-_PATTERN_S = 2.0  # limit of one regular expression search, or of one answer's schema
+_PATTERN_S = 2.0  # limit of one regular expression search
 _LONGEST_ANSWER_S = 180.0
 _GYM_S = 20.0  # of a task of reasoning-gym, which may read its files first
 _BUDGET_S = LONGEST_CALL_S - _LONGEST_ANSWER_S - START_S  # after it, a call starts no other answer
 _THOUSANDS = regex.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-# NOTE one way only to match each space: ambiguous ones would backtrack in O(n^3).
-_FENCE = regex.compile(r"```(?:json)?[^\S\n]*\n(.*)\n[^\S\n]*```", regex.DOTALL | regex.IGNORECASE)
 
 
 @dataclass
@@ -170,82 +167,6 @@ class Length:
 
 
 @dataclass
-class JsonSchema:
-    """Whether the answer is JSON that fits ``schema``: a file, or the schema itself, without
-    references to other files or hosts.
-
-    The answer may wrap the JSON in a fence of three backticks, with nothing around it.
-    """
-
-    schema: Any = None
-    limit_per_answer_s = _PATTERN_S + START_S
-
-    def __post_init__(self) -> None:
-        require_library("jsonschema")
-        from jsonschema import SchemaError
-
-        schema = self._read()
-        try:
-            FitsSchema(schema)
-        except SchemaError as error:
-            problem = " ".join(error.message.split())
-            raise UserError(
-                f"--reward_args json_schema.schema is not a JSON schema: {problem}"
-            ) from None
-        self._fits = Killable(f"{__name__}:FitsSchema", schema)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return JsonSchema, (self.schema,)  # processes cannot be pickled
-
-    def _read(self) -> dict[str, Any] | bool:
-        """The schema, inline or from its file."""
-        if isinstance(self.schema, (dict, bool)):
-            return self.schema
-        require(bool(self.schema), "is missing its schema: --reward_args json_schema.schema=FILE")
-        where = f"--reward_args json_schema.schema={self.schema}"
-        text = read_named(str(self.schema), where, "a JSON file")
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"{where}: broken JSON: {error}") from None
-        require(isinstance(content, (dict, bool)), f"{where}: a schema is a JSON object")
-        return content
-
-    def __call__(self, answers: list[str]) -> list[float | None]:
-        return _in_time(self._score, answers)
-
-    def _score(self, answer: str) -> float:
-        fits = self._fits.call(_PATTERN_S, answer)
-        if fits is None:
-            _too_slow("json_schema")
-        return float(bool(fits))
-
-
-class FitsSchema:
-    """The function of `JsonSchema`'s processes."""
-
-    def __init__(self, schema: dict[str, Any] | bool) -> None:
-        """Raises jsonschema's SchemaError."""
-        from jsonschema import validators
-        from jsonschema_specifications import REGISTRY
-        from referencing.exceptions import Unresolvable
-
-        validator = validators.validator_for(schema, validators.Draft202012Validator)
-        validator.check_schema(schema)
-        self._validator, self._unresolvable = validator(schema, registry=REGISTRY), Unresolvable
-
-    def __call__(self, answer: str) -> bool:
-        fenced = _FENCE.fullmatch(answer.strip())
-        try:
-            content = json.loads(fenced[1] if fenced else answer, parse_constant=_refuse)
-            return self._validator.is_valid(content)
-        except self._unresolvable:
-            raise  # a dangling $ref is an error in the schema, not in the answer
-        except Exception:  # 1e999 with multipleOf, arrays nested beyond the recursion limit
-            return False
-
-
-@dataclass
 class FormatTags:
     """Whether the answer is <think>...</think><answer>...</answer>.
 
@@ -349,7 +270,6 @@ READY_MADE: dict[str, Callable[..., Any]] = {
     "math_equal": MathEqual,
     "regex_match": RegexMatch,
     "length": Length,
-    "json_schema": JsonSchema,
     "format_tags": FormatTags,
     "python_tests": PythonTests,
     "reasoning_gym": ReasoningGym,
@@ -391,7 +311,3 @@ def as_text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")

@@ -51,11 +51,10 @@ class AdaptivePrompts(Iterator[PromptTable]):
     """
 
     def __init__(self, batches: PromptBatches, num_samples: int) -> None:
-        assert batches.num_rows is not None, "a stream has no prompts to choose from"
         self._batches, self._num_samples, self.position = batches, num_samples, 0
         # Of the answers to each prompt: squared distances to their group's mean, and how many of
         # these distances are independent: one less than a group's answers. (2, N)
-        self._sums = np.zeros((2, batches.num_rows))
+        self._sums = np.zeros((2, len(batches.dataset)))
 
     def variances(self) -> np.ndarray:
         """The expected variance of the scores of each prompt's answers, (N,) float64: as if a
@@ -69,7 +68,7 @@ class AdaptivePrompts(Iterator[PromptTable]):
     def __next__(self) -> PromptTable:
         # Without replacement, in proportion to the variances (Efraimidis and Spirakis 2006).
         generator = np.random.default_rng([self._batches.seed, self.position])
-        times = generator.exponential(size=self._batches.num_rows) / self.variances()
+        times = generator.exponential(size=len(self._batches.dataset)) / self.variances()
         self.position += 1
         first = np.argsort(times, kind="stable")[: self._batches.global_batch_size]
         return self._batches.at(first.tolist())

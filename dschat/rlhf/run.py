@@ -82,9 +82,7 @@ def train(
         sources.append(AGENT)
     check_evaluation(args, sources, len(held_out))
     rank, world = dist.rank(), dist.world_size()
-    found = args.rollout_prompts(world)
-    if not args.streaming:
-        found = min(found, len(prompts))
+    found = min(args.rollout_prompts(world), len(prompts))
     if (size := args.divisible_prompts(found, world)) < found:
         text = "%d prompts do not fill a rollout: iterations take %d, which fill optimizer steps"
         console.logger.info(text, found, size)
@@ -123,7 +121,7 @@ def train(
     held_out = HeldOutPrompts.of(held_out, args)
     report = Reporter(trainer, held_out, num_iters, call)
     rollouts = KeptRollouts(output_dir, args.keep_rollouts)
-    run = Run(trainer, report, prompt_train_dataloader.num_rows)
+    run = Run(trainer, report, len(prompts))
     with training_checkpointer(args, partial(engine.save, output_dir)) as checkpointer:
         checkpointer.begin(run.state(), num_iters, run.load_state_dict)
         report.begin()

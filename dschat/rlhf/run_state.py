@@ -18,7 +18,7 @@ class Run:
 
     Args:
         report: of the run; None: the learner's state alone.
-        num_rows: number of training prompts; None for a stream.
+        num_rows: number of training prompts; None: not known.
     """
 
     def __init__(

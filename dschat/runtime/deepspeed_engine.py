@@ -26,7 +26,7 @@ from dschat.models.lora import prepare_for_training
 from dschat.models.packing.model import PackedModel
 from dschat.models.routing import watch_routers
 from dschat.models.training_engine import ModelOrEngine, TrainingEngine, full_shape
-from dschat.startup.performance import keep_freed_memory, limit_spinning_late
+from dschat.startup.performance import keep_freed_memory
 
 if not dist.has_gpu():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -228,7 +228,6 @@ def sharded_loading(zero: ZeroSettings) -> Iterator[None]:
 def start_deepspeed() -> None:
     """Collective. Join the process group and initialize DeepSpeed with it."""
     dist.init()
-    limit_spinning_late()
     if dist.device().type == "cpu":
         keep_freed_memory()
     deepspeed_logger.setLevel(logging.ERROR)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
@@ -55,18 +55,9 @@ class Preference(BaseModel):
     rejected_model: Text = ""
 
 
-class Tie(BaseModel):
-    """Also of ``/api/preference``: a conversation, and answers of which none is the best."""
-
-    messages: Conversation
-    answers: list[Annotated[Text, Field(min_length=1)]] = Field(min_length=2, max_length=64)
-    models: list[Text] = []
-    verdict: Literal["tie", "both_bad"]
-
-
 class PreferenceFile:
     """A JSONL file with the columns ``prompt`` (turns), ``chosen`` and ``rejected`` (an assistant's
-    turn), and the names of the models. Ties are in a file beside it: step 2 reads pairs alone.
+    turn), and the names of the models.
 
     Raises:
         UserError: the file cannot be written.
@@ -74,7 +65,6 @@ class PreferenceFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.ties = self.path.with_suffix(".ties.jsonl")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         problem = None
         if self.path.is_symlink():
@@ -88,15 +78,14 @@ class PreferenceFile:
         if problem is not None:
             raise UserError(f"--preferences {path}: {os.strerror(problem)}; name another file")
 
-    def append(self, judged: Preference | Tie) -> None:
+    def append(self, judged: Preference) -> None:
         """Add a row, at once and whole."""
-        path = self.ties if isinstance(judged, Tie) else self.path
         row = {"prompt": turns_of(judged.messages), **judged.model_dump(exclude={"messages"})}
-        for name in {"chosen", "rejected"} & row.keys():
+        for name in ("chosen", "rejected"):
             row[name] = [{"role": "assistant", "content": row[name]}]
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        with open(path, "ab", buffering=0, opener=no_link) as file:
+        with open(self.path, "ab", buffering=0, opener=no_link) as file:
             size = os.fstat(file.fileno()).st_size
             try:
                 if file.write(line) < len(line):
@@ -170,7 +159,6 @@ class WebChat:
             "models": list(self._server.models),
             "scores": self._reward_model is not None,
             "preferences": str(self._preferences.path),
-            "ties": str(self._preferences.ties),
         }
 
     async def score(self, request: Request, body: ScoreRequest) -> dict[str, list[float]]:
@@ -181,8 +169,8 @@ class WebChat:
         scores = await self._thread.run(request, self._reward_model.score, messages, body.answers)
         return {"scores": scores}
 
-    async def prefer(self, request: Request, body: Preference | Tie) -> Response:
-        """Record that one answer is better than another, or that none is."""
+    async def prefer(self, request: Request, body: Preference) -> Response:
+        """Record that one answer is better than another."""
         try:
             await self._thread.run(request, self._preferences.append, body)
         except OSError as error:

@@ -225,7 +225,7 @@ def train(
         values = {
             "step": steps.position,
             "bad": skipped.in_a_row,
-            "rows": train_batches.num_rows,
+            "rows": len(train_batches.dataset),
             "log": metrics_log.position(),
             "health": health.state(),
         } | best.state()

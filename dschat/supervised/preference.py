@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dschat.distributed as dist
 from dschat.config import RewardConfig
 from dschat.config.preference import PreferenceConfig
-from dschat.data.batches import RowStream, RowTable, rows_of
+from dschat.data.batches import RowTable, rows_of
 from dschat.data.micro_batches import (
     MicroBatchSize,
     PreferenceBatch,
@@ -88,10 +88,9 @@ def _next_prompts(rows: RowTable) -> list[int]:
     return numbers.tolist()
 
 
-def as_pairs(config: RewardConfig, *tables: RowTable | RowStream) -> list[Pairs | RowStream]:
-    """``tables`` as `Pairs` for the loss of ``config``; streams are returned unchanged."""
-    max_len = config.max_seq_len if config.loss == "kto" else None
-    return [t if isinstance(t, RowStream) else Pairs(t, max_len) for t in tables]
+def as_pairs(config: RewardConfig, *tables: RowTable) -> list[Pairs]:
+    """``tables`` as `Pairs` for the loss of ``config``."""
+    return [Pairs(t, config.max_seq_len if config.loss == "kto" else None) for t in tables]
 
 
 def load_reference(
@@ -193,9 +192,7 @@ class PreferenceTask:
             if name != "pairs" and not name.startswith("num/")
         }
 
-    def precompute(
-        self, model: ModelOrEngine, pairs: RowTable | RowStream, size: MicroBatchSize
-    ) -> None:
+    def precompute(self, model: ModelOrEngine, pairs: RowTable, size: MicroBatchSize) -> None:
         """Collective. If asked for, set the reference log-probs of ``pairs`` from ``model``, which
         before its first step is its own reference.
         """
@@ -246,4 +243,4 @@ class PreferenceTask:
             return ipo_loss(chosen, rejected, c.used_beta)
         if c.loss == "kto":
             return kto_loss(chosen, rejected, kl, c.used_beta, *c.kto_weights, present)
-        return dpo_loss(chosen, rejected, c.used_beta, c.used_label_smoothing)
+        return dpo_loss(chosen, rejected, c.used_beta, c.label_smoothing)

@@ -37,8 +37,7 @@ def train_sft(config: SFTConfig, callbacks: Sequence[Any] = ()) -> Any:
     base = setup.read_base(config, "lm")
     with dist.main_process_first():
         train, held_out = sft_dataset(config, base.tokenizer, "both")
-    together = "dialogue" if config.shuffle == "dialogues" else ""
-    batches = setup.step_batches(config, train, held_out, together)
+    batches = setup.step_batches(config, train, held_out)
     check_best(config, loop.SFTTask.columns, len(batches[1]))
     model = setup.load_policy(config, base, zero, config.dropout)
     files = setup.policy_files(config, base, model)

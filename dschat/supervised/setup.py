@@ -15,7 +15,7 @@ from dschat.checkpoint.hf_export import export_adapter, export_hf
 from dschat.checkpoint.saved_check import probe_values
 from dschat.config import SupervisedConfig
 from dschat.config.fields import AUTO, fixed_or_zero
-from dschat.data.batches import RowStream, RowTable, StepBatches, check_same_rows
+from dschat.data.batches import RowTable, StepBatches, check_same_rows
 from dschat.data.micro_batches import MicroBatchSize, row_tokens
 from dschat.distributed import stop_signals
 from dschat.hybrid.weight_stream import adapter_stream, weight_bytes, weight_stream
@@ -114,13 +114,10 @@ def build_engine(
 
 
 def step_batches(
-    config: SupervisedConfig,
-    train: RowTable | RowStream,
-    held_out: RowTable | RowStream,
-    together: str = "",
+    config: SupervisedConfig, train: RowTable, held_out: RowTable
 ) -> tuple[StepBatches, StepBatches]:
     """Collective. This rank's share of the shuffled training rows, and of the held-out rows in
-    order. ``UserError`` where ranks have other rows. ``together``: see `StepBatches`.
+    order. ``UserError`` where ranks have other rows.
     """
     check_same_rows(train, held_out)
     world, rows = dist.world_size(), config.per_device_eval_batch_size
@@ -128,7 +125,7 @@ def step_batches(
     size = MicroBatchSize(config.per_device_train_batch_size, tokens, ranks=ranks)
     share = dist.rank(), world, config.seed
     return (
-        StepBatches(train, config.global_batch_size(world), size, *share, together=together),
+        StepBatches(train, config.global_batch_size(world), size, *share),
         StepBatches(held_out, rows * world, replace(size, rows=rows), *share, shuffle=False),
     )
 

@@ -9,18 +9,16 @@ catastrophic regular expression) blocks every thread of the process: it needs a 
 """
 
 import asyncio
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from hashlib import blake2b
 from pathlib import Path
@@ -210,8 +208,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-IMPORT_S = 120.0
-
 # Where another process finds an object: its spec, or a pickle, which holds its name.
 Recipe = str | bytes
 
@@ -291,9 +287,8 @@ def _file_module(where: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _limited():
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit, _TooLong) as error:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _not_imported(error, str(path)) from None
     return module
@@ -304,41 +299,14 @@ def _named_module(where: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` would
     try:
-        with _limited():
-            return importlib.import_module(where)
-    except (Exception, SystemExit, _TooLong) as error:
+        return importlib.import_module(where)
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and f"{where}.".startswith(f"{missing}."):
             raise UserError(
                 f"not found: no module {missing}; install it, or name a file (file.py:name)"
             ) from None
         raise _not_imported(error, "") from None
-
-
-class _TooLong(BaseException):
-    """An import reached its time limit. A `BaseException`: the module may catch `Exception`."""
-
-
-@contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """Raises `_TooLong` after `IMPORT_S`, even in a blocking wait, but not inside C code.
-
-    Without effect outside the main thread, where Python handles no signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: Any) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, IMPORT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _not_imported(error: BaseException, path: str) -> UserError:
@@ -348,9 +316,4 @@ def _not_imported(error: BaseException, path: str) -> UserError:
     if isinstance(error, SyntaxError) and not lines:
         lines = [error.lineno]
     at = f" in line {lines[-1]}" if lines and lines[-1] else ""
-    if isinstance(error, _TooLong):
-        return UserError(
-            f"cannot be imported: it was not done after {IMPORT_S:g} s{at}; move slow set-up from "
-            "the module into the constructor of a class"
-        )
     return UserError(f"cannot be imported: it {raised(error)}{at}; fix it")

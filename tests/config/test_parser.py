@@ -30,7 +30,6 @@ def test_flags_round_trip():
         "chat_template": "true",
         "dropout": None,
         "gradient_checkpointing": True,
-        "train_on_reasoning": False,
         "chat_template_kwargs": {"a": None, "b c": False, "d": "{}"},
     }
     given = {name: value for name, value in values.items() if value is not None}

@@ -7,7 +7,7 @@ import logging
 import datasets
 import pytest
 from data_files import put
-from datasets import Dataset, DatasetDict, IterableDatasetDict
+from datasets import Dataset, DatasetDict
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +56,6 @@ class Hub:
         if self.has_script and "revision" not in knobs:
             raise RuntimeError("Dataset scripts are no longer supported, but found x.py")
         tables = {name: Dataset.from_list(rows) for name, rows in self.splits.items()}
-        if knobs.get("streaming"):
-            streams = {name: table.to_iterable_dataset() for name, table in tables.items()}
-            return IterableDatasetDict(streams)
         return DatasetDict(tables)
 
 

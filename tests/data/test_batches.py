@@ -124,21 +124,6 @@ def test_batches_move_to_a_device():
     assert batch.num_real == 1
 
 
-def test_rows_that_stay_together_are_shuffled_as_one():
-    rows = [{"turn": (i, j), "dialogue": i} for i in range(10) for j in range(i % 4)]
-    drawn, whole = set(), [1, 2, 3, 5, 6, 7, 9]
-    for seed in range(5):
-        batches = StepBatches(rows, 5, ROWS, 0, 1, seed, together="dialogue")
-        turns = [row["turn"] for step in batches.epoch(0) for row in step]
-        assert [len(step) for step in batches.epoch(0)] == [5, 5, 3]
-        dialogues = [i for i, j in turns if j == 0]
-        assert turns == [(i, j) for i in dialogues for j in range(i % 4)]
-        places = np.random.default_rng([seed, 0]).permutation(7)
-        assert dialogues == [whole[i] for i in places.argsort()]
-        drawn.add(tuple(dialogues))
-    assert len(drawn) == 5
-
-
 def test_sources_of_prompts_are_those_of_all_rows_or_none():
     whole, bare = {"prompt": '"a"', "prompt_text": "a", "inputs": "{}"}, {"prompt_ids": [1]}
     one, some = prompts_of([bare | whole]), prompts_of([bare | whole, bare])
@@ -151,19 +136,6 @@ def test_a_plain_iterator_has_no_position():
     seek(items, 2)
     seek(None, 2)
     assert (next(items), position_of(items), position_of(None)) == ("a", 0, 0)
-
-
-def test_ranks_by_tokens_take_whole_dialogues():
-    rows = [
-        {"input_ids": [1] * 10, "dialogue": number, "shared_length": 8 + turn}
-        for number in range(4)
-        for turn in range(3)
-    ]
-    for rank in (0, 1):
-        (part,) = StepBatches(rows, 12, MicroBatchSize(1, 20), rank, 2, 0).epoch(0)
-        numbers = [row["dialogue"] for row in part]
-        assert sorted(numbers) == sorted(3 * sorted(set(numbers)))
-        assert len(part) == 6
 
 
 def test_rows_of_a_table_come_as_dicts():

@@ -95,13 +95,6 @@ def test_what_begins_no_answer(tmp_path):
     assert begun([REPLY("a")]) == [REPLY("a")]
 
 
-def test_the_thought_of_a_rest_may_be_left_out_of_the_loss(tmp_path):
-    tokenizer = byte_tokenizer(END, CHATML)
-    row = {"prompt": [*ASKED, REPLY("<think>")], "completion": "2+2</think>4"}
-    (made,) = sft_rows(tmp_path, row, tokenizer, train_on_reasoning=False)
-    assert trained(tokenizer, made) == [f"4{END}"]
-
-
 def test_what_cannot_be_continued_is_a_bad_row(tmp_path):
     tokenizer = byte_tokenizer(END, CHATML)
     turns = [REPLY("a"), USER("u"), REPLY("b")]

@@ -53,8 +53,6 @@ def test_a_thought_is_trained_in_front_of_its_answer(tmp_path, template, reasoni
     asked = [USER("2+2?"), turn]
     (texts,) = texts_of(tmp_path, asked, template, reasoning=reasoning)
     assert texts == [expected]
-    (texts,) = texts_of(tmp_path, asked, template, reasoning=reasoning, train_on_reasoning=False)
-    assert texts == [f"four{END}"]
 
 
 @pytest.mark.parametrize(("template", "reasoning"), [(CHATML, "auto"), (CUTS, "keep")])
@@ -71,8 +69,6 @@ def test_every_thought_of_a_dialogue_is_trained_where_the_template_forgets_them(
     assert texts_of(tmp_path, dialogue, template) == [[answer] for answer in answers]
     assert texts_of(tmp_path, dialogue, template, train_on="last") == [answers[-1:]]
     assert texts_of(tmp_path, dialogue, SHOWS) == [answers]
-    texts = texts_of(tmp_path, dialogue, SHOWS, train_on_reasoning=False)
-    assert texts == [[f"a{i}{END}" for i in range(5)]]
 
 
 # -- variables of the template
@@ -287,5 +283,4 @@ CHANNELS = CHATML.replace(
 def test_a_thought_in_the_content_is_rendered_as_the_template_renders_thoughts(tmp_path, answer):
     dialogue = [USER("u"), answer]
     assert texts_of(tmp_path, dialogue, CHANNELS) == [[f"<a>hm</a>r{END}"]]
-    assert texts_of(tmp_path, dialogue, CHANNELS, train_on_reasoning=False) == [[f"r{END}"]]
     assert texts_of(tmp_path, dialogue, CHANNELS, reasoning="drop") == [[f"r{END}"]]

@@ -2,7 +2,6 @@
 
 import datetime
 import re
-from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -83,25 +82,10 @@ def test_every_rank_has_every_column_even_without_a_prompt(write, world):
 
 def test_held_out_prompts_have_their_columns(write):
     path, held = write([{"prompt": "a", "n": 1}]), write([{"prompt": "b", "m": 2}], "held.jsonl")
-    for streaming in ({}, {"streaming": True, "max_steps": 1}):
-        knobs = {"eval_data_path": [held], **streaming}
-        _, held_out = step_table(path, TOKENIZER, "rlhf", "both", **knobs)
-        columns = prompts_of([held_out[0]]).columns
-        assert columns["m"] == [2]
-        assert set(columns) == prompt_columns(held_out)
-
-
-def test_a_stream_has_the_columns_too(write):
-    first = write([{"prompt": f"p{i}", "n": i} for i in range(8)], "a.jsonl")
-    second = write([{"prompt": f"q{i}", "tests": [i]} for i in range(8)], "b.jsonl")
-    stream = step_table([first, second], TOKENIZER, "rlhf", streaming=True, max_steps=1)
-    assert prompt_columns(stream) == {"n", "tests"}
-    for batch in islice(PromptBatches(stream, 4, 0, 1, seed=0), 8):
-        for i, text in enumerate(batch.texts):
-            n, tests = batch.columns["n"][i], batch.columns["tests"][i]
-            assert (n, tests) == (
-                (int(text[1]), None) if text[0] == "p" else (None, [int(text[1])])
-            )
+    _, held_out = step_table(path, TOKENIZER, "rlhf", "both", eval_data_path=[held])
+    columns = prompts_of([held_out[0]]).columns
+    assert columns["m"] == [2]
+    assert set(columns) == prompt_columns(held_out)
 
 
 def test_values_that_json_cannot_represent_become_text(tmp_path):

@@ -83,13 +83,6 @@ def test_dropped_rows_and_the_steps_that_cannot_use_the_data():
         report(path, on_bad_row="error")
 
 
-def test_a_stream_is_shown_by_its_first_rows(caplog):
-    text = report(put(Path("x.jsonl"), pairs(300)), streaming=True, step="1")
-    assert "the first 1,000 of a stream: 1,000 rows; mean" in text
-    assert "example 3" in text
-    assert not caplog.records  # the log's lines are in the report
-
-
 @pytest.mark.slow
 def test_as_a_command(tmp_path):
     """Exit code 0 and the report on stdout; or 2, one line on stderr and nothing on stdout."""

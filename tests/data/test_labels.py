@@ -112,8 +112,6 @@ def test_a_column_with_other_values_is_no_label(tmp_path, value, log):
     assert log.text.count("its column label has the value") == 1
     with pytest.raises(UserError, match="has no rejected answers, which step 2 needs"):
         step_table(path, CHAT, "reward", loss="kto")
-    stream = {"streaming": True, "max_steps": 1, "shuffle_buffer_size": 1}
-    assert len(next(iter(step_table(path, CHAT, **stream).examples()))) == 2
 
 
 def test_rows_without_a_label(tmp_path, caplog):

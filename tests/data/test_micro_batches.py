@@ -49,33 +49,6 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(rows, budget, padded)
             assert tokens_of(part) <= budget
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 20))))
-def test_rows_of_a_dialogue_share_the_longest_of_their_prompts(drawn):
-    """What fits is together, and micro-batches count as many tokens as they are packed into."""
-    made = [
-        {
-            "input_ids": [*range(end), *[99] * (own or not end)],
-            "loss_mask": [True] * (end + (own or not end)),
-            "dialogue": number,
-            "shared_length": end,
-        }
-        for number, end, own in drawn
-    ]
-    rows = [row_tokens(row) for row in made]
-
-    def packed(part):
-        return collate_sft([made[i] for i in part]).rows.num_tokens
-
-    for budget in (60, 10_000):
-        parts = MicroBatchSize(1, budget).split(rows)
-        assert sorted(sum(parts, [])) == list(range(len(rows)))
-        assert all(packed(part) <= budget for part in parts if part)
-    longest = {number: end for number, end, _ in sorted(drawn)}
-    own = sum(row.total - row.prompt_tokens for row in rows)
-    assert [packed(part) for part in parts] == [max(1, own + sum(longest.values()))]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 12), st.integers(1, 5))
 def test_without_a_budget_rows_are_cut_in_their_order(num_rows, size):

@@ -14,41 +14,29 @@ from dschat.config import CommonConfig, UserError
 from dschat.data.sources.adapters import PURPOSES, normalize
 from dschat.data.sources.known_datasets import ADAPTERS, GENERIC
 from dschat.data.sources.splits import load_examples
-from dschat.data.sources.stream import ExampleStream
 
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def check(path, content, **knobs):
-    """Every purpose and policy, as tables and as streams."""
+    """Every purpose and policy."""
     path.write_bytes(content)
     for purpose, policy in zip(PURPOSES, ("auto", "skip", "error"), strict=True):
-        for streaming in (False, True):
-            config = CommonConfig(
-                data_path=[str(path)],
-                on_bad_row=policy,
-                streaming=streaming,
-                data_split="1,1,1",
-                eval_fraction=0.3,
-            )
-            message = ""
-            try:
-                (read_stream if streaming else read_tables)(config, purpose)
-            except UserError as error:
-                message = str(error)
-            assert len(message.splitlines()) <= 1
+        config = CommonConfig(
+            data_path=[str(path)], on_bad_row=policy, data_split="1,1,1", eval_fraction=0.3
+        )
+        message = ""
+        try:
+            read_tables(config, purpose)
+        except UserError as error:
+            message = str(error)
+        assert len(message.splitlines()) <= 1
 
 
 def read_tables(config, purpose):
     for table in load_examples(config, purpose):
         assert isinstance(table, Dataset)
         table[:]
-
-
-def read_stream(config, purpose):
-    stream = ExampleStream(config, purpose)
-    next(iter(stream))
-    stream.held_out()
 
 
 anything = st.recursive(

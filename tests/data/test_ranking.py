@@ -1,7 +1,5 @@
 """Rows of ranked answers: how they are read, what of them can be compared, and their batches."""
 
-from itertools import islice
-
 import pytest
 from data_files import step_table
 from dialogues import REPLY, USER
@@ -101,13 +99,6 @@ def test_the_table_has_all_answers_and_for_dpo_the_best_and_the_worst(table):
     assert alike == pair
 
 
-def test_a_stream_has_the_rows_of_the_table(table):
-    expected = dict(table(RANKED)[0])
-    stream = table(RANKED, streaming=True, max_steps=1)
-    assert stream.encode(list(islice(stream.examples(), 2))) == [expected, expected]
-    assert most_answers(stream) == 2  # unknown
-
-
 def test_a_ranking_of_two_is_a_pair(table):
     (pair,) = table({"prompt": "p", "chosen": "yes", "rejected": "no"})
     (ranked,) = table({"prompt": "p", "answers": ["no", "yes"], "ranks": [2, 1]})
@@ -124,15 +115,6 @@ def test_long_and_repeated_answers_are_left_out(table, log):
     assert "1 lost an answer too long for --max_seq_len 32" in log.text
     with pytest.raises(UserError, match="1 dropped .an answer too long for --max_seq_len 32"):
         table({"prompt": "p", "answers": [long, "a"], "scores": [1, 2]}, max_seq_len=32)
-
-
-def test_shuffled_labels_reverse_a_ranking(table):
-    rows = [{**RANKED, "prompt": f"p{i}"} for i in range(8)]
-    found = {(*texts(row), *row["ranks"]) for row in table(*rows, shuffle_labels=True)}
-    assert found == {
-        ("best", "worst", "worse", "bad", 0, 2, 1, 1),
-        ("worst", "best", "worse", "bad", 0, 2, 1, 1),
-    }
 
 
 def test_the_prompt_and_each_answer_are_computed_once():

@@ -59,14 +59,12 @@ def test_a_thought_in_the_answers_text_is_lost_all_the_same(tmp_path, thought):
 
 @pytest.mark.parametrize("thought", ["4", "think", "</think", "k>The"])
 @pytest.mark.parametrize("inline", [False, True])
-def test_the_loss_begins_behind_the_thought(tmp_path, thought, inline):
+def test_the_whole_thought_is_trained(tmp_path, thought, inline):
     turn = thinking(thought, "The answer is 4.")
     turn = REPLY(f"<think>{thought}</think>The answer is 4.") if inline else turn
     for template in (SHOWS, CUTS) if inline else (SHOWS,):
         whole = f"<think>{thought}</think>The answer is 4.{END}"
         assert texts_of(tmp_path, turn, template) == [[whole]]
-        texts = texts_of(tmp_path, turn, template, train_on_reasoning=False)
-        assert texts == [[f"The answer is 4.{END}"]]
 
 
 QUOTED = "For example: <think>2+2</think> 4."

@@ -1,7 +1,10 @@
 """A cached table is used only if the code, the tokenizer and the template are the same."""
 
 import copy
+import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -180,7 +183,7 @@ IN_ITSELF["row"] = IN_ITSELF
     ("data", "words"),
     [
         (DatasetDict(train=Dataset.from_list(TABLE)), "data of type DatasetDict: .* .one split"),
-        (Dataset.from_list(TABLE).to_iterable_dataset(), "IterableDataset: .* streaming=True"),
+        (Dataset.from_list(TABLE).to_iterable_dataset(), "IterableDataset: .* or names"),
         ({"prompt": ["a"]}, "data of type dict: give a list of dicts"),
         (len, "data of type builtin_function_or_method"),
         ([DatasetDict(train=Dataset.from_list(TABLE))], "data of type DatasetDict: .* .one split"),
@@ -217,3 +220,34 @@ def test_names_may_have_spaces(tmp_path, monkeypatch):
     names = ["my rows", "my rows:2.5", "m* row?", "~/my rows", "[1] file", "none here.JSONL.gz:2"]
     names += ["a/b c.txt", "owner/name:part"]
     assert tables.data_names(names, "data") == names
+
+
+RSS = """
+import sys
+from dschat.config import SFTConfig
+from dschat.data.sources.splits import load_examples
+
+def resident():  # MiB of anonymous memory, without mapped files
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("RssAnon"))
+
+before = resident()
+load_examples(SFTConfig(data_path=sys.argv[1:], data_split="1,0,0"), "sft")
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A file of 200 MB, read completely: memory grows by less than its texts take."""
+    path = tmp_path / "big.jsonl"
+    answer = "word " * 200
+    with path.open("w") as file:
+        for i in range(190_000):
+            file.write(json.dumps({"prompt": f"question {i}", "chosen": answer}) + "\n")
+    assert path.stat().st_size > 190e6
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "kept"), "PATH": ""}
+    command = [sys.executable, "-c", RSS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 100, f"{done.stdout} MiB"

@@ -157,12 +157,6 @@ def test_each_answer_of_a_rewritten_dialogue_is_trained_as_the_model_sees_it(tab
     assert [(trained(tokenizer, row), tokenizer.decode(row["input_ids"])) for row in made] == [
         ([answer], text) for answer, text in seen.items()
     ]
-    shared = "<user>hi</s><assistant>"
-    assert [tokenizer.decode(row["input_ids"][: row["shared_length"]]) for row in made] == [
-        shared,
-        list(seen.values())[1],
-    ]
-    assert [row["dialogue"] for row in made] == [0, 0]
     of_the_last = table(rows, tokenizer, train_on="last")
     dialogue[1]["weight"] = 0
     for (row,) in (of_the_last, table(rows, tokenizer)):
@@ -237,24 +231,6 @@ def test_a_pair_with_an_answer_that_does_not_fit_is_dropped(side, table, log):
     (row,) = table(rows, PLAIN, "reward", max_seq_len=16)
     assert PLAIN.decode(row["chosen_ids"]) == "why?yes</s>"
     assert "1 dropped (an answer too long for --max_seq_len 16)" in log.text
-
-
-def test_shuffled_labels_swap_half_the_training_pairs_and_no_held_out_ones(table):
-    rows = [{"prompt": f"p{i}", "chosen": "yes", "rejected": "no"} for i in range(200)]
-    made = [
-        table(rows, PLAIN, "reward", "both", eval_fraction=0.2, shuffle_labels=is_shuffled)
-        for is_shuffled in (False, True, True)
-    ]
-    (straight, held), (mixed, mixed_held), (again, _) = made
-    assert again[:] == mixed[:]
-    assert mixed_held[:] == held[:]
-    same = [a == b for a, b in zip(straight, mixed, strict=True)]
-    assert 0.35 < sum(same) / len(same) < 0.65
-    for a, b in zip(straight, mixed, strict=True):
-        assert (a["chosen_ids"], a["rejected_ids"]) in (
-            (b["chosen_ids"], b["rejected_ids"]),
-            (b["rejected_ids"], b["chosen_ids"]),
-        )
 
 
 def test_prompts_that_are_too_long_are_dropped_and_keep_their_numbers(table, log):

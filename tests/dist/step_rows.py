@@ -70,36 +70,10 @@ def ranked_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def dialogue_rows() -> list[dict[str, Any]]:
-    """Rows of 1, 2, 3, ... answers, all of which but the last leave the dialogue's last row."""
-    rows = []
-    for number, trunk in enumerate(sequences(12, 5, low=12, high=20)):
-        for turn, answer in enumerate(sequences(13 + number, number)):
-            ids, end = trunk[: 2 + 3 * turn] + answer + [EOS], 2 + 3 * turn
-            rows.append((number, ids, end, end))
-        rows.append((number, trunk, len(trunk), len(trunk) - 3))
-    return [
-        {
-            "input_ids": ids,
-            "loss_mask": [0] * prompt + [1] * (len(ids) - prompt),
-            "dialogue": number,
-            "shared_length": shared,
-        }
-        for number, ids, shared, prompt in rows
-    ]
-
-
-def _alone(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("input_ids", "loss_mask")}
-
-
 def rows_of(step: str, which: str) -> list[dict[str, Any]]:
     """The rows of "sft" or of pairs: all; "one" alone; eleven "awkward" ones, of one token, or
-    of three with or without targets; answers of one token each. Or rows of "ranked" answers; or of
-    "dialogues", and these as "turns" that share nothing.
+    of three with or without targets; answers of one token each. Or rows of "ranked" answers.
     """
-    if which in ("dialogues", "turns"):
-        return [row if which == "dialogues" else _alone(row) for row in dialogue_rows()]
     if which == "ranked":
         return ranked_rows()
     rows = sft_rows() if step == "sft" else pair_rows()

@@ -41,8 +41,7 @@ def _report(name, value, expected):
 def reference(case):
     """The same case in one process, ZeRO 0, whole batches, and rows that share nothing."""
     options = tuple(option for option in case.options if option not in BUDGET + AUTO + TP + SP)
-    rows = "turns" if case.rows == "dialogues" else case.rows
-    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options, rows=rows)
+    return replace(case, zero=0, micro=GLOBAL_BATCH, shares=(), options=options)
 
 
 BUDGET = (("max_tokens_per_micro_batch", 38),)
@@ -73,7 +72,6 @@ GROWN = (("eot_token", "<|endoftext|>"),)  # one token more than the embedding h
 # slow.
 HERE = [
     Case("sft", 3, 2),
-    Case("sft", options=BUDGET, rows="dialogues"),
 ]
 TWO = [
     Case("sft", 3, 4, options=LORA),
@@ -113,8 +111,6 @@ SLOW_HERE += [
 SLOW_TWO = [Case(*point) for point in PRODUCT if point[2] < 8 and Case(*point) not in TWO]
 SLOW_TWO += OTHER_TWO
 SLOW_TWO += [
-    Case("sft", 3, 4, "mistral", options=SP, rows="dialogues"),
-    Case("sft", 0, 4, options=BUDGET, rows="dialogues"),
     Case("sft", 3, 4, "mistral", options=SP, rows="awkward"),
     Case("reward", 3, 4, rows="ranked"),
     Case("ppo", 3, 4, iterations=1, shares=(3, 5), options=TOP_LORA),

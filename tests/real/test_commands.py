@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import yaml
-from families import reference_logprobs
 from python_process import ROOT, environment
 from training_runs import run
 from transformers import AutoModelForCausalLM
@@ -81,30 +79,6 @@ def test_generate_and_eval(flags, expected, tmp_path):
     run(["-m", "dschat", "eval", *words, *scored])
     (metric,) = json.loads(results.read_text())["metrics"]
     assert (metric["value"], metric["rows"]) == (1.0, len(QUESTIONS))
-
-
-@torch.no_grad()
-def test_eval_of_a_harness_task(folder, tokenizer, tmp_path):
-    """The choice with the largest log-prob by transformers is right in one of two rows."""
-    pytest.importorskip("lm_eval")
-    choices = ["Paris", "London", "a kind of cheese", "45 plus 76"]
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    context = tokenizer(CAPITAL)["input_ids"]
-    answers = tokenizer([f" {c}" for c in choices], add_special_tokens=False)["input_ids"]
-    sums = [float(reference_logprobs(module, context, ids).sum()) for ids in answers]
-    right = sums.index(max(sums))
-    data, task, out = (tmp_path / name for name in ("rows.jsonl", "choice.yaml", "out.json"))
-    rows = [{"answer": answer} for answer in (right, (right + 1) % len(choices))]
-    row = {"question": CAPITAL, "choices": choices}
-    data.write_text("".join(json.dumps(row | answer) + "\n" for answer in rows))
-    settings = {"task": "choice", "dataset_path": "json", "test_split": "test"}
-    settings |= {"dataset_kwargs": {"data_files": {"test": str(data)}}}
-    settings |= {"output_type": "multiple_choice", "doc_to_text": "{{question}}"}
-    settings |= {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
-    task.write_text(yaml.safe_dump(settings))
-    run(["-m", "dschat", "eval", "--path", str(folder), "--task", str(task), "--out", str(out)])
-    metrics = {row["metric"]: row["value"] for row in json.loads(out.read_text())["metrics"]}
-    assert metrics["choice/acc"] == 0.5
 
 
 @contextmanager

@@ -39,14 +39,11 @@ def model(servers, monkeypatch):
 
 
 @pytest.fixture
-def judge(model, tmp_path):
-    """``judge(kind, key=value)`` of the model, with a cache of this test."""
+def judge(model):
+    """``judge(kind, key=value)`` of the model."""
 
     def make(kind=Judge, **knobs):
-        cache = str(tmp_path / "cache")
-        return kind(
-            **{"url": f"{model.url}/v1", "model": "m", "cache": cache, "retries": 0, **knobs}
-        )
+        return kind(**{"url": f"{model.url}/v1", "model": "m", "retries": 0, **knobs})
 
     return make
 
@@ -68,38 +65,11 @@ def prefers(*order):
 
 
 RATINGS = {
-    10: ("[[10]]", "First [[2]], but then [[ 10/10 ]] for all 7 points", "Rating: 10", "10/10"),
-    1: ("It has 3 faults of 10. [[1]]", "1"),
-    5.5: ("[[5.5]]", "I give 5.5/10.", "5.5 out of 10", "**Rating:** 5.5"),
-    7: ("Rating (1-10): 7", "score=7", "My rating is 7.", "Rating: 7/10\nConfidence: 9/10"),
-    8: (
-        *("Rating: 8\nConfidence: 5", "Rating: 8\nConfidence score: 5", "Rating: **8/10**"),
-        *("[[ 8 / 10 ]]", "[[8 out of 10]]", "8", " **8**\n", "Some words.\n\n8", "- Rating: 8"),
-        *('{"rating": 8, "confidence": 5}', "I give it a rating of 8.", "Rating: 8 (out of 10)"),
-        *("Rating: 8\nA score of 10 would need sources.", "Rating - 8", "### Final score: 8!"),
-        "It cites no source.\n<score>8</score>",
-        *("I would rate it 8.", "I'd rate this answer 8", "I rate the judge's text as an 8."),
-        *("Overall: 8/10", "Helpfulness: 7/10\nOverall: 8/10", "**Overall: 8**", "Rate: 8"),
-    ),
-    6: ("Correctness score: 9\nStyle score: 3\nOverall rating: 6", "Rating: 8\nRating: 6"),
-    None: (
-        *("", "good", "[[11]]", "[[0]]", "-5", "8/100", "2024", "4/5", "Rating: 4/5", "[[4/5]]"),
-        *("on a scale of 1-10, it is a 10.", "There are 3 errors in 5 lines", "8/10/2024"),
-        *(
-            "Rating: 8%",
-            "2024/8/10",
-            "Rating: 8,5",
-            "Rating: -5",
-            "Rating: 8-9",
-            "Rating: 85",
-            "score: 5/100",
-        ),
-        *("8/10 for style, 3/10 for truth", "Confidence score: 5", "underscore: 5", "1. a\n2. b"),
-        *("Rating: 8. A score of 10 would need sources.", "The rating scale is from 1 to 10"),
-        *("I would rate it between 7 and 8.", "a rate of 5 per second", "Total: 5 errors"),
-        *("The error rate: 5 in all.", "Success rate = 9"),
-        *("I would rate A 8. I would rate B 7.", "Final: 2024", "Style: 8/10\nTruth: 3/10"),
-    ),
+    10: ("[[10]]", "First [[2]], but then [[ 10/10 ]] for all 7 points"),
+    1: ("It has 3 faults of 10. [[1]]",),
+    5.5: ("[[5.5]]",),
+    8: ("[[ 8 / 10 ]]", "[[8 out of 10]]"),
+    None: ("", "good", "[[11]]", "[[0]]", "-5", "[[-5]]", "8/10", "[[4/5]]", "[[8]], no: [[80]]"),
 }
 
 
@@ -124,8 +94,7 @@ def test_the_verdict_of_a_reply(share, reply):
 @pytest.mark.parametrize(
     "text",
     [
-        *("rating" + " " * 9999, "rating (" * 2999, "9" * 9999, "\n" * 9999 + "x", "1/" * 4999),
-        *("I rate a b c d " * 999, "overall " * 1999),
+        *("[[" + " " * 9999, "[[1" * 2999, "[[" + "9" * 9999, "[[1" + " " * 9999 + "x"),
     ],
 )
 def test_long_replies_are_read_quickly(text):
@@ -187,16 +156,6 @@ def test_a_chat_is_shown_whole(model, judge):
     assert question.endswith("xend\n</user>")
 
 
-def test_a_cache_that_cannot_be_written_does_not_stop_the_run(model, judge, tmp_path, caplog):
-    one = judge()
-    (tmp_path / "cache").write_text("a file now")
-    assert one(["p", "p"], ["a", "b"]) == [1.0, 1.0]
-    assert one(["p"], ["a"]) == [1.0]
-    assert len(model.requests) == 2
-    (record,) = caplog.records
-    assert "verdicts stay in memory" in record.getMessage()
-
-
 def test_a_group_is_compared_in_both_orders(model, judge):
     model.says = prefers("best", "good", "bad")
     answers = ["good", "bad", "best", "best", "alone"]
@@ -223,19 +182,12 @@ def test_against_the_reference(model, judge):
     assert len(model.requests) == 5  # the two orders of equal texts are one request
 
 
-def test_a_resumed_run_asks_only_what_is_new(model, judge, tmp_path):
-    assert judge()(["p", "p"], ["a", "a"]) == [1.0, 1.0]
-    assert len(model.requests) == 1  # equal ones are asked once
-    for file in (tmp_path / "cache").iterdir():
-        file.write_text(file.read_text() + '{"key": "half a li')
+def test_equal_requests_are_asked_once(model, judge):
+    one = judge()
+    assert one(["p", "p"], ["a", "a"]) == [1.0, 1.0]
     model.says = lambda question: "[[1]]"
-    assert judge()(["p", "p"], ["a", "b"]) == [1.0, 0.0]
+    assert one(["p", "p"], ["a", "b"]) == [1.0, 0.0]
     assert len(model.requests) == 2
-    assert judge(rubric="another")(["p"], ["a"]) == [0.0]
-    assert judge(model="another")(["p"], ["a"]) == [0.0]
-    memory = judge(cache="")
-    assert [memory(["p"], ["a"]), memory(["p"], ["a"])] == [[0.0], [0.0]]
-    assert len(model.requests) == 5
 
 
 def test_no_more_requests_at_a_time_than_workers(model, judge):
@@ -283,14 +235,12 @@ def test_a_run_stops_with_one_line_or_drops_what_fails(model, rewards, samples, 
         return (400, b"") if parts(question)["answer"] == "a1" else "[[10]]"
 
     model.says = reply
-    args = [f"judge.url={model.url}/v1/", "judge.model=m", f"judge.cache={tmp_path}"]
+    args = [f"judge.url={model.url}/v1/", "judge.model=m"]
     flags = {"reward_fn": ["judge:0.5"], "reward_args": args}
     with pytest.raises(RewardError, match="--reward_fn judge:0.5 got no reply: .* answered 400"):
         rewards(**flags).score(samples(4)).result()
     (source,) = rewards(on_reward_error="skip", **flags).score(samples(4)).result()
     assert source.scores.isnan().tolist() == [False, True, False, False]
-    answers = [parts(r["messages"][1]["content"])["answer"] for r in model.requests]
-    assert [answers.count(answer) for answer in ("a0", "a2", "a3")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +253,6 @@ def test_a_run_stops_with_one_line_or_drops_what_fails(model, rewards, samples, 
         ({"timeout_s": 600.0, "retries": 1}, "takes 1230 s with 1 retries"),
         ({"rubric": "lost.txt"}, "judge.rubric=lost.txt: No such file"),
         ({"rubric": "latin.md"}, "latin.md: not a UTF-8 text file; name a text"),
-        ({"cache": "/dev/null/x"}, "judge.cache=/dev/null/x cannot be written"),
         ({"body": "x"}, "judge.body 'x' is not of the form {key: value}"),
     ],
 )
@@ -324,7 +273,7 @@ def test_a_broken_key_is_not_shown(judge, monkeypatch):
 
 def test_flags_and_processes(model, judge, tmp_path):
     (tmp_path / "rubric.md").write_text("Kind.\n")
-    args = [f"judge_group.url={model.url}/v1", "judge_group.model=5", "judge_group.cache="]
+    args = [f"judge_group.url={model.url}/v1", "judge_group.model=5"]
     args += [f"judge_group.rubric={tmp_path}/rubric.md", "judge_group.body={seed: 1}"]
     (reward,) = load_reward_functions(["judge_group"], [], args, [])
     assert reward.function.model == "5"

@@ -14,7 +14,7 @@ from step_rows import PROMPTS
 
 import dschat.distributed as dist
 from dschat.config import RLHFConfig, UserError
-from dschat.data.batches import PromptBatches, RowStream
+from dschat.data.batches import PromptBatches
 from dschat.rlhf.prompt_sampling import AdaptivePrompts, difficulties
 from dschat.rlhf.prompts import PromptQueue
 from dschat.rlhf.run_state import Run
@@ -224,9 +224,3 @@ def test_a_column_may_have_colons():
     config |= {"num_samples_per_prompt": 2, "prompt_sampling": "curriculum:a:b"}
     RLHFConfig(**config).validate()
     assert np.array_equal(difficulties([{"columns": '{"a:b": 1}'}], "a:b"), [1.0])
-
-
-def test_a_stream_has_no_prompts_to_choose_from():
-    stream = RowStream(lambda: iter([{"prompt_ids": [1]}]), list)
-    with pytest.raises(AssertionError, match="stream"):
-        AdaptivePrompts(PromptBatches(stream, 1, 0, 1, 0), 2)

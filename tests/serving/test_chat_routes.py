@@ -88,43 +88,6 @@ def test_a_preference_is_a_row_of_step_2(compared, own_cache):
     assert example.rejected == [{"role": "assistant", "content": "no idea"}]
 
 
-def test_ties_are_no_pairs(compared, own_cache):
-    """Neither alone nor beside preferences; their prompts are for step 3."""
-    tie = {"messages": MESSAGES, "answers": ["a star", "ein Stern"], "models": ["tiny", "other"]}
-    path = Path(compared.config.preferences)
-    before = path.read_bytes() if path.exists() else b""
-    for verdict in ("tie", "both_bad"):
-        body = tie | {"verdict": verdict}
-        assert ask(compared, "/api/preference", body)[0] == 204
-    assert (path.read_bytes() if path.exists() else b"") == before
-    ties = path.with_suffix(".ties.jsonl")
-    rows = [json.loads(line) for line in ties.read_text().splitlines()][-2:]
-    assert [row.pop("verdict") for row in rows] == ["tie", "both_bad"]
-    assert rows == [{"prompt": MESSAGES, "answers": tie["answers"], "models": tie["models"]}] * 2
-
-    config = DataConfig(data_path=[str(ties)], eval_fraction=0.0)
-    for step in ("sft", "reward"):
-        with pytest.raises(UserError, match="has no chosen answers"):
-            load_examples(config, step)
-    prompts, _ = load_examples(config, "rlhf")
-    assert Example.from_row(prompts[-1]).prompt == MESSAGES
-    pair = MESSAGES + [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    preference = PREFERENCE | {"messages": pair}
-    assert ask(compared, "/api/preference", preference)[0] == 204
-    both = DataConfig(data_path=[f"{path.parent}/*.jsonl"], eval_fraction=0.0, data_split="0,1,0")
-    pairs, _ = load_examples(both, "reward")
-    assert len(pairs) == len(path.read_text().splitlines())
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"verdict": "good"}, {"answers": ["a"]}, {"answers": ["a", ""]}, {"messages": []}]
-)
-def test_ties_that_are_none(wrong, served):
-    tie = {"messages": MESSAGES, "answers": ["a", "b"], "verdict": "tie"}
-    assert ask(served, "/api/preference", tie | wrong)[0] == 400
-    assert not Path(served.config.preferences).with_suffix(".ties.jsonl").exists()
-
-
 def test_the_page_is_whole_and_refers_to_nothing(served):
     status, headers, text = ask(served, "/", b"", "GET")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")

@@ -1,7 +1,6 @@
-"""Turns of the web chat: retry, edit, delete, fail, reload, tie. In a real Chromium."""
+"""Turns of the web chat: retry, edit, delete, fail, reload. In a real Chromium."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -178,7 +177,7 @@ def test_of_two_answers_the_good_one_is_sent(chat):
     chat.locator("#models input").nth(1).check()
     chat.answers = {"tiny": (500, "failed"), "other": "good"}
     say(chat, "one")
-    assert chat.locator(".prefer:disabled, .verdict button:disabled").count() == 4
+    assert chat.locator(".prefer:disabled").count() == 2
     say(chat, "two")
     assert [m["content"] for m in chat.asked[-1]] == ["one", "good", "two"]
 
@@ -218,25 +217,6 @@ def test_the_last_turn_is_there_after_a_reload(page, compared, before, may_step)
     assert page.locator(".user").inner_text() == "tell me everything"
     assert len(page.locator(".answer .text").inner_text()) > 20
     assert page.locator(".writing").count() == 0
-
-
-def test_ties(page, compared):
-    page.route("**/api/score", lambda route: route.fulfill(json={"scores": []}))
-    page.evaluate("$('max_tokens').value = 8")
-    ties = Path(compared.config.preferences).with_suffix(".ties.jsonl")
-    for number, name in enumerate(["Tie", "Both bad"]):
-        say(page, f"sun {number}")
-        verdict = page.locator(".turn").nth(number).get_by_text(name)
-        verdict.click()
-        page.wait_for_function("$('status').textContent.includes('recorded')")
-        assert verdict.get_attribute("aria-pressed") == "true"
-        assert page.locator(".turn").nth(number).locator(".prefer:enabled").count() == 0
-        page.evaluate("$('status').textContent = ''")
-    rows = [json.loads(line) for line in ties.read_text().splitlines()][-2:]
-    assert [row["verdict"] for row in rows] == ["tie", "both_bad"]
-    assert rows[0]["models"] == ["tiny", "other"]
-    assert rows[0]["answers"] == page.evaluate("state.turns[0].answers.map(answer => answer.text)")
-    assert [turn["role"] for turn in rows[1]["prompt"]] == ["user", "assistant", "user"]
 
 
 def test_examples_and_answers_as_written(chat):

@@ -3,13 +3,10 @@ are used again, until they are returned. The user's own settings stay.
 """
 
 import sys
-import threading
 
 import pytest
 from python_process import environment, python
 from quick import slow, some
-
-from dschat.startup.performance import limit_spinning_late, num_teams
 
 # Prints the policy as libgomp will read it, at the moment when torch is first imported.
 HOOK = """
@@ -51,50 +48,6 @@ def test_the_policy_is_set_before_torch_loads(use):
 def test_the_users_policy_stays(variables):
     count = variables.get("GOMP_SPINCOUNT")
     assert output_of(USES["engine"][0], [], **variables) == f"policy {count}"
-
-
-LATE = """
-import sys, threading
-import {first}
-from families import CONFIGS, empty_engine
-for _ in range(2):
-    empty_engine(CONFIGS["llama"]())
-print([t.name for t in threading.enumerate()].count("openmp"))
-"""
-
-
-@pytest.mark.parametrize(
-    ("first", "threads", "expected"),
-    [
-        ("torch", 2, "1"),
-        ("dschat", 2, "0"),
-        ("torch", 1, "0"),
-    ],
-)
-@pytest.mark.slow
-def test_where_torch_is_loaded_first_an_engine_parks_a_team(first, threads, expected):
-    code = "import sys; sys.path[:0] = ['tests/inference', 'tests']\n" + LATE.format(first=first)
-    code = "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n" + code
-    assert output_of(code, [], OMP_NUM_THREADS=str(threads)) == expected
-
-
-def test_no_team_is_parked_on_a_mac(monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.setattr("dschat.startup.performance._is_late", True)
-    before = threading.active_count()
-    limit_spinning_late()
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "num_cores", "expected"),
-    [(1, 2, 0), (2, 2, 1), (2, 1, 1), (16, 16, 1), (8, 16, 2), (4, 4, 1), (2, 4, 3), (2, 64, 0)],
-)
-def test_teams_make_more_threads_than_cores(num_threads, num_cores, expected):
-    """libgomp counts the main thread once and every other thread of every team."""
-    teams = num_teams(num_threads, num_cores)
-    assert teams == expected
-    assert teams == 0 or 1 + (num_threads - 1) * (1 + teams) > num_cores
 
 
 ALLOCATES = """

@@ -1,12 +1,10 @@
 """Code that users name: found here and in other processes; errors are one line."""
 
-import signal
 from functools import partial
 
 import pytest
 
 from dschat.config import UserError
-from dschat.user_code import calls
 from dschat.user_code.calls import Fault, called, load, portable, rebuilt, shortened
 
 FILES = {
@@ -55,27 +53,6 @@ def test_what_cannot_be_found_is_one_line(folder, spec, words):
     with pytest.raises(UserError, match=f"^--flag {words}") as caught:
         load(spec, "--flag")
     assert len(str(caught.value).splitlines()) == 1
-
-
-ENDLESS = {
-    "import time\n\ntime.sleep(60)\n": "in line 3",
-    "while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n": "in line [1-5]",
-}
-
-
-@pytest.mark.parametrize("spec", ["endless.py:f", "endless:f"])
-@pytest.mark.parametrize("text", ENDLESS, ids=["waits", "catches all"])
-def test_an_import_that_never_ends_is_one_line(folder, monkeypatch, text, spec):
-    monkeypatch.setattr(calls, "IMPORT_S", 0.05)
-    (folder / "endless.py").write_text(text)
-    line = ENDLESS[text] if ".py" in spec else ""
-    before = signal.getsignal(signal.SIGALRM)
-    for _ in range(2):
-        with pytest.raises(UserError, match=rf"it was not done after 0.05 s ?{line}; move slow"):
-            load(spec, "--flag")
-    load("scores.py:score", "--flag")
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_another_process_finds_the_same(folder):

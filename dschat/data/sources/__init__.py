@@ -1,1 +1,1 @@
-"""From files and hub names to ``Example`` rows: readers, adapters, splits, streams."""
+"""From files and hub names to ``Example`` rows: readers, adapters, splits."""

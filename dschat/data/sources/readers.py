@@ -13,7 +13,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
@@ -256,15 +255,6 @@ def _paragraphs(file: TextIOWrapper, name: str) -> Iterator[Line]:
         elif paragraph:
             yield Line(f"{name}:{start}", {"text": "".join(paragraph).rstrip("\n")})
             paragraph.clear()
-
-
-def known_rows(paths: list[str]) -> Optional[int]:
-    """The rows of Parquet files, by their footers; None for other files and damaged ones."""
-    from pyarrow import ArrowException, parquet
-
-    with suppress(ArrowException, OSError):
-        return sum(parquet.read_metadata(path).num_rows for path in paths)
-    return None
 
 
 def _parquet(path: str) -> Iterator[Line]:

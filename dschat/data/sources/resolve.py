@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Optional, Union
+from typing import Optional
 
 import datasets
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict
 
 from dschat.config import UserError
 from dschat.config.data import DataConfig
 from dschat.config.errors import first_line
-from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, known_rows, read_lines
+from dschat.data.sources.readers import SUFFIXES, TEXT_SUFFIX, Line, kind_of, read_lines
 from dschat.data.sources.tables import quiet
 
-AnySplits = Union[DatasetDict, IterableDatasetDict]
 EVAL_SPLITS = ("test", "validation", "eval", "valid", "val", "dev", "test_prefs")
 _SPLIT_NAME = re.compile(r"(train|test|validation|eval|valid|val|dev)(?![a-z])", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[^/]+)?")
@@ -37,15 +36,13 @@ class RawRows:
     """One split of a source, unread; iterating it reads it from the start.
 
     ``stamp`` identifies the content: it changes with a file's size or modification time, and is
-    None for what is no file: a stream from the hub, a table in memory. ``num_rows``: None if only
-    reading tells.
+    None for what is no file: a table in memory.
     """
 
     name: str
     columns: list[str]
     stamp: Optional[str]
     lines: Callable[[], Iterator[Line]] = field(repr=False)
-    num_rows: Optional[int] = None
 
     def __iter__(self) -> Iterator[Line]:
         return self.lines()
@@ -92,7 +89,7 @@ def read_source(
             raise UserError(
                 f"{flag}: {name!r} is neither a file nor a valid hub name; check the name"
             )
-        splits = _load(hub_name, config_name or None, flag, config.streaming)
+        splits = _load(hub_name, config_name or None, flag)
         return _table_splits(hub_name, splits, flag, eval_splits)
     path = os.path.expanduser(name)
     if any(os.path.isfile(os.path.join(path, mark)) for mark in _SAVED_MARKS):
@@ -103,7 +100,7 @@ def read_source(
     return Splits(rows(train), rows(held_out) if held_out else None)
 
 
-def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
+def table_rows(name: str, table: Dataset) -> RawRows:
     """A table of ``datasets`` as ``RawRows``."""
 
     def lines() -> Iterator[Line]:
@@ -114,20 +111,16 @@ def table_rows(name: str, table: Union[Dataset, IterableDataset]) -> RawRows:
                 made = dict(zip(batch, values, strict=True))
                 yield Line(f"{name}, row {row}", made, form="arrow")
 
-    columns = table.column_names or list(next(iter(table), {}))
-    is_table = isinstance(table, Dataset)
-    files = [file["filename"] for file in table.cache_files] if is_table else []
+    files = [file["filename"] for file in table.cache_files]
     # NOTE a saved table's fingerprint is what its folder says, whatever its files hold.
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
     stamp = f"{table._fingerprint} {stats}" if files else None
-    split = (table.info.splits or {}).get(str(table.split))
-    num_rows = len(table) if is_table else split and split.num_examples
-    return RawRows(name, columns, stamp, lines, num_rows)
+    return RawRows(name, table.column_names, stamp, lines)
 
 
-def _load(name: str, config_name: Optional[str], flag: str, streaming: bool) -> AnySplits:
+def _load(name: str, config_name: Optional[str], flag: str) -> DatasetDict:
     """The splits of a hub data set."""
-    load = partial(datasets.load_dataset, name, config_name, streaming=streaming)
+    load = partial(datasets.load_dataset, name, config_name)
     try:
         with quiet():
             try:
@@ -238,22 +231,20 @@ def _file_rows(name: str, paths: list[str], flag: str, config: DataConfig) -> Ra
         raise UserError(f"{flag}: {name} is empty; it needs at least one row")
     stats = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, paths)]
     stamp = repr([config.encoding, *map(os.path.abspath, paths), stats])
-    return RawRows(name, list(columns), stamp, lines, known_rows(paths))
+    return RawRows(name, list(columns), stamp, lines)
 
 
-def _table_splits(name: str, splits: AnySplits, flag: str, eval_splits: tuple[str, ...]) -> Splits:
+def _table_splits(
+    name: str, splits: DatasetDict, flag: str, eval_splits: tuple[str, ...]
+) -> Splits:
     """Picks the training split and the held-out split of a ``DatasetDict``."""
     names = list(splits)
     like_train = [s for s in names if s.startswith("train")] or (names if len(names) == 1 else [])
     train = next((s for s in ("train", "train_prefs", *like_train) if s in names), None)
-    if train is None or not _has_rows(splits[train]):
+    if train is None or not len(splits[train]):
         raise UserError(
             f"{flag}: {name} has no rows in a train split; its splits: {', '.join(names)}"
         )
     others = [splits[s] for s in eval_splits if s in names and s != train]
-    held_out = (table_rows(name, table) for table in others if _has_rows(table))
+    held_out = (table_rows(name, table) for table in others if len(table))
     return Splits(table_rows(name, splits[train]), next(held_out, None))
-
-
-def _has_rows(table: Union[Dataset, IterableDataset]) -> bool:
-    return next(iter(table), None) is not None

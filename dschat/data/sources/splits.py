@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +47,6 @@ logger = logging.getLogger("dschat")
 NOTES = ("key", "problem", "plain", "unread", "fault", "where")
 EXAMPLES = Features({"example": Value("string")})  # `Example.to_row`
 SCHEMA = Features({name: Value("string") for name in (*EXAMPLES, *NOTES)})
-_NUM_PEEKED = 1000  # first rows of a stream that say whether a column has labels
 NUM_LISTED = 10  # bad rows that the log lists individually
 BROKEN = "an unreadable line"
 # of a row: hashes of its key, for holding out and for the steps; whether it has a key, and whether
@@ -149,7 +147,11 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
     parts[is_split] = cut(blend.places["split"][is_split], config.split_weights)
     train, held_out = blend.take(np.flatnonzero(parts == step)).usable(), held.usable()
     if not len(train):
-        raise no_rows(config.data_split, step, f"the {len(parts)}")
+        raise UserError(
+            f"--data_split {config.data_split} leaves step {step + 1} none of the {len(parts)} "
+            "training rows (those with the same prompt stay together); give it a larger share or "
+            "more data"
+        )
     others = int((parts != step).sum())
     sample = np.random.default_rng(seed).permutation(len(held_out))[: config.max_eval_samples]
     logger.info(
@@ -159,14 +161,6 @@ def load_examples(config: DataConfig, purpose: Purpose) -> tuple[Dataset, Datase
         *(len(sample), len(held_out)),
     )
     return train, held_out.select(sorted(sample.tolist()))
-
-
-def no_rows(data_split: str, step: int, which: str) -> UserError:
-    """The error for a ``step`` (from 0) whose share of the rows is empty."""
-    return UserError(
-        f"--data_split {data_split} leaves step {step + 1} none of {which} training rows (those "
-        "with the same prompt stay together); give it a larger share or more data"
-    )
 
 
 def load_source(
@@ -220,8 +214,7 @@ def open_source(spec: str, config: DataConfig, flag: str = "--data_path") -> Dat
     if isinstance(config, SFTConfig) and config.train_on == "auto" and not config.train_on_prompt:
         is_completion = str(adapter.chosen).lower() == "completion"
         adapter = replace(adapter, completion_alone=is_completion)
-    first = islice(splits.train, _NUM_PEEKED if config.streaming else None)
-    adapter = checked_label(name, adapter, (line.row or {} for line in first))
+    adapter = checked_label(name, adapter, (line.row or {} for line in splits.train))
     if config.text_as:
         adapter = replace(adapter, as_chat=config.text_as == "chat")
     return DataSource(name, weight, splits, adapter, flag)

@@ -101,7 +101,7 @@ def data_names(data: Any, argument: str) -> list[str]:
     if not (is_list or isinstance(data, Dataset)):
         raise UserError(
             f"{argument} of type {type(data).__name__}: give a list of dicts, a Dataset (one split "
-            "of a DatasetDict), a DataFrame, or names, which streaming=True reads as it trains"
+            "of a DatasetDict), a DataFrame, or names"
         )
     require(len(data) > 0, f"{argument} is empty; it needs at least one row")
     if is_list:

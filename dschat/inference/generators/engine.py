@@ -45,7 +45,7 @@ from dschat.inference.requests.step_runner import StepRunner
 from dschat.models.checkpoint import Checkpoint
 from dschat.models.checkpoint_files import CheckpointFiles
 from dschat.models.checkpoint_tensors import names_on_disk, sound_weights
-from dschat.startup.performance import avoid_cudnn_attention, limit_spinning_late
+from dschat.startup.performance import avoid_cudnn_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,7 +77,6 @@ class InferenceEngine:
         module: Any = None,
     ) -> None:
         require_current(device)
-        limit_spinning_late()
         avoid_cudnn_attention()
         self.config, self.dtype, self.device = config, dtype, device
         self.lock = threading.RLock()  # held by `generate`, and for each step of others

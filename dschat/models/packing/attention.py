@@ -1,7 +1,7 @@
 """Attention over packed rows, registered with transformers under the name ``dschat``.
 
-Every prefix and every answer attends causally to itself; an answer also attends to its prefix, up
-to the place where it leaves it. The two parts are joined by their log-sum-exps. Backward runs the
+Every prefix and every answer attends causally to itself; an answer also attends to its prefix. The
+two parts are joined by their log-sum-exps. Backward runs the
 kernel's own backward on each part with the joined output and log-sum-exp, which gives the exact
 gradient of the whole: it recomputes probabilities as exp(scores - log-sum-exp), as ring attention
 does (arXiv 2310.01889).

@@ -1,9 +1,8 @@
 """Packs rows of token ids into one stream without padding.
 
 Rows with the same prompt share it: ``[prompt | answer | answer | ...]`` is one group, in which
-every answer continues the prompt's positions and attends to the prompt and itself. Rows of one
-dialogue, whose prompts begin with one another, share the longest: each leaves it at its own place.
-A forward reads the hidden states of chosen columns only, and predicts the ids that follow them.
+every answer continues the prompt's positions and attends to the prompt and itself. A forward reads
+the hidden states of chosen columns only, and predicts the ids that follow them.
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,6 @@ def pack(
     reads: Sequence[Ids],
     prefix_lengths: Sequence[int] | None = None,
     experts: Sequence[Tensor] | None = None,
-    dialogues: Sequence[int] | None = None,
 ) -> PackedRows:
     """Pack ``rows``; none become one dummy token, of which nothing is read.
 
@@ -63,39 +61,30 @@ def pack(
         prefix_lengths: tokens of each row's prompt. Rows whose prompts are equal share them; at
             least one token must follow a prompt. None: nothing is shared.
         experts: (T, routers, k) of each row.
-        dialogues: the number of each row's dialogue. The prompts of a dialogue's rows are then
-            first tokens of the longest of them, and may be whole rows.
     """
     arrays = [np.asarray(row, dtype=np.int64) for row in rows] or [np.zeros(1, np.int64)]
     where = [np.asarray(columns, dtype=np.int64) for columns in reads] or [np.zeros(0, np.int64)]
     lengths = [0] * len(arrays) if prefix_lengths is None else list(prefix_lengths) or [0]
-    groups: dict[bytes | str | int, list[int]] = {}
+    groups: dict[bytes | int, list[int]] = {}
     for i, (row, length) in enumerate(zip(arrays, lengths, strict=True)):
-        key: bytes | str | int = row[:length].tobytes() if 0 < length < len(row) else i
-        if dialogues is not None and length:
-            key = f"dialogue {dialogues[i]}"
+        key: bytes | int = row[:length].tobytes() if 0 < length < len(row) else i
         groups.setdefault(key, []).append(i)
     pieces: list[tuple[int, slice]] = []  # of a row, in the order of the stream
     segments: list[tuple[int, tuple[int, ...]]] = []
-    leaves: list[tuple[int, ...]] = []
     columns: list[np.ndarray] = [np.zeros(0, np.int64)] * len(arrays)
     start = 0
     for members in groups.values():
-        if len(members) == 1:  # it shares nothing
-            lengths[members[0]] = len(arrays[members[0]])
-        longest = max(members, key=lengths.__getitem__)
-        pieces.append((longest, slice(lengths[longest])))
-        end = start + lengths[longest]
-        answers: list[tuple[int, int]] = []  # where each leaves the prefix, and its tokens
-        for i in sorted(members, key=lengths.__getitem__):
-            leave, length = lengths[i], len(arrays[i]) - lengths[i]
-            columns[i] = where[i] + np.where(where[i] < leave, start, end - leave)
-            if length:
-                pieces.append((i, slice(leave, leave + length)))
-                answers.append((leave, length))
-            end += length
-        segments.append((lengths[longest], tuple(length for _, length in answers)))
-        leaves.append(tuple(leave for leave, _ in answers))
+        first, shares = members[0], len(members) > 1
+        prefix = lengths[first] if shares else len(arrays[first])
+        pieces.append((first, slice(prefix)))
+        end = start + prefix
+        for i in members:
+            columns[i] = where[i] + np.where(where[i] < prefix, start, end - prefix)
+            if shares:
+                pieces.append((i, slice(prefix, None)))
+                end += len(arrays[i]) - prefix
+        answers = tuple(len(arrays[i]) - prefix for i in members if shares)
+        segments.append((prefix, answers))
         start = end
     targets = [
         np.where(c + 1 < len(row), row[np.minimum(c + 1, len(row) - 1)], 0)
@@ -117,7 +106,7 @@ def pack(
         padded_columns=torch.from_numpy(
             np.concatenate([c + i * width for i, c in enumerate(where)])
         ),
-        segments=Segments(tuple(segments), tuple(leaves)),
+        segments=Segments(tuple(segments)),
         num_rows=len(rows),
         lengths=tuple(map(len, arrays)),
         experts=torch.cat([experts[i][part] for i, part in pieces]) if experts else None,

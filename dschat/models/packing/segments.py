@@ -1,15 +1,12 @@
 """Describes which tokens of a packed stream attend to which.
 
-A group is a prefix and the answers after it. An answer attends to itself and to the first tokens of
-the prefix, up to the place where it leaves it: its end for the answers of one prompt, a place of
-its own for each row of a dialogue. A row that shares nothing is a prefix without answers.
+A group is a prefix and the answers after it. An answer attends to itself and to the prefix. A row
+that shares nothing is a prefix without answers.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, zip_longest
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,17 +71,12 @@ class Segments:
     """Lengths of a stream's groups, on the host."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]  # (tokens of the prefix, of each answer)
-    # How many tokens of the prefix each answer attends to, ascending in a group; (): all of them.
-    leaves: tuple[tuple[int, ...], ...] = ()
-    # Of all pieces, then of each part of `shared`. They move to the device with the rows.
+    # Of all pieces, then of `shared`, if there are any. They move to the device with the rows.
     table: tuple[Lengths, ...] = field(default=(), compare=False, repr=False)
     # How the tokens lie on several ranks; None: all of them are here.
     spread: "Spread | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.leaves:
-            at_end = tuple((prefix,) * len(answers) for prefix, answers in self.groups)
-            object.__setattr__(self, "leaves", at_end)
         if not self.table:
             object.__setattr__(self, "table", _varlen_table(self))
 
@@ -95,10 +87,10 @@ class Segments:
         """
         found = []
         end = 0
-        for (prefix, answers), leaves in zip(self.groups, self.leaves, strict=True):
+        for prefix, answers in self.groups:
             start = end
-            for leave, length in ((0, prefix), *zip(leaves, answers, strict=True)):
-                found.append(((start, start + leave), (end, end + length)))
+            for read, length in ((0, prefix), *((prefix, length) for length in answers)):
+                found.append(((start, start + read), (end, end + length)))
                 end += length
         return found
 
@@ -108,19 +100,14 @@ class Segments:
         return [own for _, own in self.sequences]
 
     @cached_property
-    def shared(self) -> list[list[tuple[_Bounds, _Bounds]]]:
-        """(Bounds of what is read of a prefix, bounds of its readers) for answers that leave it at
-        one place: a part with the first such of each group, one with the second of each, and so on.
-
-        NOTE: no token is there twice in a part, so that gradients are added up part by part, in an
-        order that does not depend on other groups.
-        """
-        by_group: dict[int, list[tuple[_Bounds, _Bounds]]] = {}
-        for read, run in groupby(self.sequences, key=itemgetter(0)):
-            own = [bounds for _, bounds in run]
-            if read[0] < read[1]:  # not a prefix
-                by_group.setdefault(read[0], []).append((read, (own[0][0], own[-1][1])))
-        return [list(filter(None, part)) for part in zip_longest(*by_group.values())]
+    def shared(self) -> list[tuple[_Bounds, _Bounds]]:
+        """(Bounds of the prefix, bounds of its answers) of every group with answers."""
+        found, end = [], 0
+        for prefix, answers in self.groups:
+            start, middle, end = end, end + prefix, end + prefix + sum(answers)
+            if answers:
+                found.append(((start, middle), (middle, end)))
+        return found
 
     def batches(self, most: int) -> list[Batch]:
         """Every piece as queries of itself, then answers as queries of their prefixes.
@@ -130,9 +117,8 @@ class Segments:
         if most not in self._batches:
             pieces = [(bounds, bounds) for bounds in self.pieces]
             self._batches[most] = _batches(pieces, most, True)
-            for part in self.shared:
-                shared = [(answers, prefix) for prefix, answers in part]
-                self._batches[most] += _batches(shared, most, False)
+            shared = [(answers, prefix) for prefix, answers in self.shared]
+            self._batches[most] += _batches(shared, most, False)
         return self._batches[most]
 
     @cached_property
@@ -208,24 +194,19 @@ def _rows(segments: Segments) -> tuple[list[np.ndarray], list[int]]:
     rows: list[np.ndarray] = []
     owned: list[int] = []
     end = 0
-    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
+    for prefix, answers in segments.groups:
         places, end = np.arange(end, end + prefix), end + prefix
-        unread = True  # the prefix: of the first row that has all of it
-        for leave, length in zip(leaves, answers, strict=True):
-            is_first = unread and leave == prefix
-            rows.append(np.concatenate([places[:leave], np.arange(end, end + length)]))
-            owned.append(length + is_first * prefix)
-            unread, end = unread and not is_first, end + length
-        if unread and prefix:
-            rows.append(places)
-            owned.append(prefix)
+        for number, length in enumerate(answers or (0,)):
+            rows.append(np.concatenate([places, np.arange(end, end + length)]))
+            owned.append(length + (0 if number else prefix))  # the first row's
+            end += length
     return rows, owned
 
 
 def _varlen_table(segments: Segments) -> tuple[Lengths, ...]:
     table = [_lengths(segments.pieces, segments.pieces)]
-    for part in segments.shared:
-        prefixes, answers = zip(*part, strict=True)
+    if segments.shared:
+        prefixes, answers = zip(*segments.shared, strict=True)
         table.append(_lengths(answers, prefixes, (_places(answers), _places(prefixes))))
     return tuple(table)
 

@@ -238,8 +238,7 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
     names = ("input_ids", "position_ids", "columns", "targets", "candidates", "experts")
     given = {name: getattr(rows, name) for name in names}
     own = {name: None if x is None else x.cpu().numpy() for name, x in given.items()}
-    own |= {"num_rows": rows.num_rows, "lengths": rows.lengths}
-    own |= {"groups": rows.segments.groups, "leaves": rows.segments.leaves}
+    own |= {"num_rows": rows.num_rows, "lengths": rows.lengths, "groups": rows.segments.groups}
     members = group.gather_objects(own)
     starts = np.cumsum([0, *(len(m["input_ids"]) for m in members)])
     firsts = np.cumsum([0, *(len(m["columns"]) for m in members)])
@@ -269,7 +268,7 @@ def share_of(rows: PackedRows, group: dist.RankGroup) -> Share:
         row_of=rows.row_of[:0],
         padded_ids=rows.padded_ids[:0],
         padded_columns=rows.padded_columns[:0],
-        segments=Segments(of_all("groups"), of_all("leaves"), spread=spread),
+        segments=Segments(of_all("groups"), spread=spread),
         num_rows=sum(m["num_rows"] for m in members),
         lengths=of_all("lengths"),
         candidates=None if rows.candidates is None else joined("candidates", mine),

@@ -1,7 +1,6 @@
 """Attention over packed rows by torch's FlashAttention on CUDA, in 16 bits.
 
-One call for all pieces, one for the answers and prefixes of all groups; with answers that leave a
-prefix at several places, one more for each.
+One call for all pieces, one for the answers and prefixes of all groups.
 """
 
 from collections.abc import Callable

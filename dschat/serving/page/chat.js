@@ -8,7 +8,7 @@ const EXAMPLES = [
   "Write a Python function that reverses a list.",
 ];
 const EMPTY = {turns: [], settings: {}, models: null, plain: false};
-let state = load();      // turns: [{prompt, messages, answers: [{model, text, score, problem}], chosen, verdict}]
+let state = load();      // turns: [{prompt, messages, answers: [{model, text, score, problem}], chosen}]
 let info = {models: [], scores: false, preferences: "", problem: "the server has not named its models yet"};
 let isKept = true;       // the browser took the last state
 let running = null;      // an AbortController while answers stream
@@ -152,21 +152,17 @@ function drawAnswer(turn, index) {
   const actions = element("div", "meta");
   actions.append(button("Copy", "Copy the answer of " + answer.model, () => copyText(answer.text)));
   if (turn.answers.length > 1) {
-    const judge = () => choose(turn, index);
-    actions.append(verdictButton(turn, isChosen ? "Preferred" : "Prefer", isChosen, judge, answer.model));
-    actions.lastChild.classList.add("prefer");
+    const name = "Prefer the answer of " + answer.model;
+    const prefer = button(isChosen ? "Preferred" : "Prefer", name, () => choose(turn, index));
+    prefer.setAttribute("aria-pressed", String(isChosen));
+    prefer.disabled = turn.chosen !== undefined || !turn.answers.every(isGood);
+    prefer.classList.add("prefer");
+    actions.append(prefer);
   }
   card.append(actions);
   drawText(answer, card);
   drawScore(answer, card);
   return card;
-}
-
-function verdictButton(turn, text, isOn, onclick, model) {
-  const made = button(text, model && "Prefer the answer of " + model, onclick);
-  made.setAttribute("aria-pressed", String(isOn));
-  made.disabled = turn.chosen !== undefined || Boolean(turn.verdict) || !turn.answers.every(isGood);
-  return made;
 }
 
 function drawTurn(turn) {
@@ -182,14 +178,6 @@ function drawTurn(turn) {
   const answers = element("div", "answers");
   answers.append(...turn.answers.map((_, index) => drawAnswer(turn, index)));
   section.append(asked, tools, answers);
-  if (turn.answers.length > 1) {
-    const judged = element("div", "meta verdict"), bad = turn.answers.length > 2 ? "All bad" : "Both bad";
-    judged.append(
-      verdictButton(turn, "Tie", turn.verdict === "tie", () => judge(turn, "tie")),
-      verdictButton(turn, bad, turn.verdict === "both_bad", () => judge(turn, "both_bad")),
-    );
-    section.append(judged);
-  }
   if (!continued(turn) && !turn.answers.some(answer => answer.writing))
     section.append(element("div", "note", "Without an answer: this turn is not sent with the next message."));
   return section;
@@ -304,30 +292,20 @@ async function score(turn) {
 // -- preferences
 
 // Better than each of the others: as many pairs.
-function choose(turn, index) {
+async function choose(turn, index) {
   const chosen = turn.answers[index];
   turn.chosen = index;
-  return record(turn, info.preferences, turn.answers.filter(other => other.text !== chosen.text).map(other => ({
+  const rows = turn.answers.filter(other => other.text !== chosen.text).map(other => ({
     messages: turn.messages, chosen: chosen.text, rejected: other.text,
     chosen_model: chosen.model, rejected_model: other.model,
-  })));
-}
-
-function judge(turn, verdict) {
-  turn.verdict = verdict;
-  const answers = turn.answers.map(answer => answer.text), models = turn.answers.map(answer => answer.model);
-  return record(turn, info.ties, [{messages: turn.messages, answers, models, verdict}]);
-}
-
-async function record(turn, file, rows) {
+  }));
   redraw(turn);
   try {
     for (const row of rows) await ask("/api/preference", row);
-    const what = rows.length ? "recorded in " + file : "not recorded, as the answers are alike";
+    const what = rows.length ? "recorded in " + info.preferences : "not recorded, as the answers are alike";
     say(`${what}; the conversation continues with the answer of ${continued(turn).model}`);
   } catch (error) {
     delete turn.chosen;
-    delete turn.verdict;
     redraw(turn);
     say("not recorded: " + error.message);
   }

@@ -19,32 +19,25 @@ GROUPS = {
     "alike": ((3, (2, 2)),) * 5,
     "nearly_alike": ((5, (9,)), (5, (12,)), (5, (4, 7)), (9, (16,)), (5, (16,)), (14, (10,))),
     "mixed": ((1, (1, 1)), (7, ()), (2, (5,)), (3, (1, 2, 6, 1)), (1, ()), (4, (2, 2))),
-    "dialogue": ((9, (3, 4, 1, 2, 6)),),
-    "dialogues": ((7, (2, 5, 2)), (4, ()), (7, (2, 2)), (3, (1, 4)), (9, (2, 2))),
-}
-# Where answers leave their prefix; else at its end.
-LEAVES = {
-    GROUPS["dialogue"]: ((1, 4, 4, 7, 9),),
-    GROUPS["dialogues"]: ((3, 5, 7), (), (3, 5), (3, 3), (1, 5)),
 }
 HEADS, SIZE = 4, 8
 
 
 def made(groups):
-    return Segments(groups, LEAVES.get(groups, ()))
+    return Segments(groups)
 
 
 def positions_and_mask(segments):
     """Positions (N,), and (N, N) bool: whether token i attends to token j. From the definition:
-    each answer is a row that begins with its prefix, or with the tokens up to where it leaves it.
+    each answer is a row that begins with its prefix.
     """
     num_tokens = segments.pieces[-1][1]
     position, mask = torch.zeros(num_tokens).long(), torch.zeros(num_tokens, num_tokens).bool()
     start = 0
-    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
+    for prefix, answers in segments.groups:
         end = start + prefix
-        for leave, length in ((prefix, 0), *zip(leaves, answers, strict=True)):
-            row = torch.tensor([*range(start, start + leave), *range(end, end + length)])
+        for length in (0, *answers):
+            row = torch.tensor([*range(start, start + prefix), *range(end, end + length)])
             position[row] = torch.arange(len(row))
             mask[row[:, None], row] |= torch.ones(len(row), len(row)).tril().bool()
             end += length

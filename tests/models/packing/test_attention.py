@@ -63,9 +63,8 @@ def test_large_scores_join_without_overflow(kernel):
 
 
 def test_two_varlen_calls_for_any_number_of_groups(monkeypatch):
-    """And one more for each further place where answers leave the prefix of one group."""
     flash = FlashOnCPU(monkeypatch)
-    for name, num_shared in (("rows", 0), ("mixed", 1), ("dialogues", 3)):
+    for name, num_shared in (("rows", 0), ("mixed", 1)):
         segments = made(GROUPS[name])
         flash.calls.clear()
         q, k, v, upstream = tensors(segments)
@@ -166,7 +165,7 @@ def test_flash_attention_takes_windows_within_rows(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "window"), [("mixed", None), ("dialogues", None), ("rows", 3)])
+@pytest.mark.parametrize(("name", "window"), [("mixed", None), ("rows", 3)])
 def test_on_a_gpu(name, window):
     how = {"sizes": {"dtype": torch.bfloat16}, "tolerance": 6 * torch.finfo(torch.bfloat16).eps}
     compare(GROUPS[name], device="cuda", sliding_window=window, **how)
@@ -262,8 +261,8 @@ def test_without_segments_softcap_and_sinks_are_as_eager_has_them(kv_len, masked
 
 def test_sequences_taken_together_give_the_same_bits():
     """As each by itself: results do not depend on the rest of a micro-batch."""
-    group, leaves = (10, (6, 7, 8, 9)), (3, 5, 5, 9)  # no two sequences of one length
-    together, alone = Segments((group,) * 6, (leaves,) * 6), Segments((group,), (leaves,))
+    group = (10, (6, 7, 8, 9))  # no two sequences of one length
+    together, alone = Segments((group,) * 6), Segments((group,))
     q, k, v, grad = (x.detach() for x in tensors(together))
     assert len(CPU.batches(q, together)) < len(CPU.batches(q, alone)) * 3
     output = CPU.forward(q, k, v, together, 0.3)

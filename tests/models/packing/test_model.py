@@ -108,34 +108,6 @@ def test_gradient_checkpointing_and_adapters(name, lora):
         assert (with_adapters - base).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "name",
-    some(
-        ["llama", "opt", "mistral", "gemma2", "gpt_oss", "qwen3", "llama4", "deepseek", *STATES],
-        ["gemma2", "gpt_oss", "llama4", "tiny_qwen3_5"],
-    ),
-)
-def test_rows_of_a_dialogue_are_what_they_are_apart(name):
-    """Four leave the longest at places of their own, one lies within it; another dialogue, and a
-    row that shares nothing. With windows, chunks, a softcap, sinks and states.
-    """
-    trunk = [5, 9, 2, 7, 7, 3, 8, 4, 6, 2, 11, 10]
-    ends = [3, 5, 5, 9, 12, 7, 2, 2, 0]
-    own_ids = [[1, 2, 3], [8], [4, 4, 1, 9], [1, 1], [], [], [3, 5, 1], [6], [2, 9]]
-    rows = [trunk[:end] + ids for end, ids in zip(ends, own_ids, strict=True)]
-    reads = [range(len(row) - 1) for row in rows]
-    dialogues = [0, 0, 0, 0, 0, 0, 1, 1, 2]
-    wrapped = checked(build(name))
-    together = pack(rows, reads, ends, dialogues=dialogues)
-    apart = pack(rows, reads)
-    assert wrapped.packs
-    assert together.num_tokens == sum(map(len, own_ids)) + 12 + 2 < apart.num_tokens
-    results = [wrapped(packed, TEMPERATURE, True) for packed in (together, apart)]
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual.detach(), expected.detach(), 2e-6)
-    assert_same_gradients(*(gradients(wrapped.model, *values) for values in results), 5e-6)
-
-
 @pytest.mark.parametrize("name", ["llama", "tiny_bamba"])
 def test_rows_do_not_depend_on_their_company(name):
     model = build(name)

@@ -26,11 +26,10 @@ def packed_input(draw):
 def tokens_before(segments):
     """Of each token of the stream, the places of its row before it: from the definition."""
     before, end = [], 0
-    for (prefix, answers), leaves in zip(segments.groups, segments.leaves, strict=True):
-        assert list(leaves) == sorted(leaves)
+    for prefix, answers in segments.groups:
         start = end
-        for leave, length in ((0, prefix), *zip(leaves, answers, strict=True)):
-            shared = [*range(start, start + leave)]
+        for read, length in ((0, prefix), *((prefix, length) for length in answers)):
+            shared = [*range(start, start + read)]
             before += [shared + [*range(end, end + i)] for i in range(length)]
             end += length
     return before
@@ -98,9 +97,8 @@ def test_segments_cover_the_stream(case):
     assert [end - start for start, end in segments.pieces] == lengths
     assert [start for start, _ in segments.pieces] == [0, *np.cumsum(lengths)[:-1]]
     groups = [(prefix, sum(answers)) for prefix, answers in segments.groups if answers]
-    shared = [bounds for group in segments.shared for bounds in group]
-    assert [(b - a, d - c) for (a, b), (c, d) in shared] == groups
-    assert all(b == c for (_, b), (c, _) in shared)
+    assert [(b - a, d - c) for (a, b), (c, d) in segments.shared] == groups
+    assert all(b == c for (_, b), (c, _) in segments.shared)
 
 
 def test_a_group_by_hand():
@@ -113,7 +111,7 @@ def test_a_group_by_hand():
     assert packed.targets.tolist() == [7, 8, 0, 6, 4, 0, 0]
     assert packed.row_of.tolist() == [0, 0, 1, 2, 2, 2, 3]
     assert packed.segments.pieces == [(0, 2), (2, 4), (4, 5), (5, 7), (7, 8)]
-    assert packed.segments.shared == [[((0, 2), (2, 7))]]
+    assert packed.segments.shared == [((0, 2), (2, 7))]
     assert packed.segments.longest == 4
 
 
@@ -123,20 +121,6 @@ def test_prompts_of_one_row_or_of_whole_rows_are_not_shared():
     empty = pack([[1, 2], [1, 2]], [[0], [0]], [0, 0])
     assert alone.segments.groups == ((3, ()), (3, ()))
     assert whole.segments.groups == empty.segments.groups == ((2, ()), (2, ()))
-
-
-def test_rows_of_a_dialogue_by_hand():
-    """Each leaves the longest prefix at its own place; one is a part of it."""
-    rows = [[5, 6, 1], [9, 9], [5, 6, 7, 8, 3], [5, 6, 7, 8, 4, 4], [5, 6, 7], [5, 2]]
-    reads = [[1, 2], [0], [3, 4], [0, 4], [2], [1]]
-    packed = pack(rows, reads, [2, 0, 4, 4, 3, 1], dialogues=[0, 1, 0, 0, 0, 2])
-    assert packed.segments == Segments(((4, (1, 1, 2)), (2, ()), (2, ())), ((2, 4, 4), (), ()))
-    assert packed.input_ids.tolist() == [5, 6, 7, 8, 1, 3, 4, 4, 9, 9, 5, 2]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, 2, 4, 4, 5, 0, 1, 0, 1]
-    assert packed.columns.tolist() == [1, 4, 8, 3, 5, 0, 6, 2, 11]
-    assert packed.targets.tolist() == [1, 0, 9, 3, 0, 6, 4, 0, 0]
-    assert packed.segments.shared == [[((0, 2), (4, 5))], [((0, 4), (5, 8))]]
-    assert packed.segments.longest == 6
 
 
 def check_row_table(segments, before):
@@ -151,18 +135,11 @@ def check_row_table(segments, before):
         assert alike or len(table.batches) == 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), ROW, st.booleans()), max_size=7))
-def test_dialogues_are_read_as_their_rows_are(drawn):
-    trunks = [[i, *range(3, 11)] for i in range(3)]
-    numbers = [number for number, *_ in drawn]
-    ends = [end for _, end, *_ in drawn]
-    rows = [trunks[n][:end] + (own if adds or not end else []) for n, end, own, adds in drawn]
-    packed = pack(rows, [range(len(row)) for row in rows], ends, dialogues=numbers)
-    before = check_columns(rows, packed)
-    check_row_table(packed.segments, before)
-    shared = {n: e for n, e in sorted(zip(numbers, ends, strict=True))}  # the longest prefixes
-    own = sum(len(row) - end for row, end in zip(rows, ends, strict=True))
-    assert packed.num_tokens == max(1, own + sum(shared.values()))
+@given(packed_input())
+def test_row_tables_have_each_token_behind_its_row(case):
+    rows, _, prefixes = case
+    packed = pack(rows, [range(len(row)) for row in rows], prefixes)
+    check_row_table(packed.segments, tokens_before(packed.segments))
 
 
 @pytest.mark.parametrize("prefixes", [None, []])
@@ -252,8 +229,7 @@ def test_batches_hold_every_sequence_once(groups, most):
             assert all(x == [*range(x[0], x[-1] + 1)] for x in places)
             found[batch.is_causal].append(tuple((x[0], x[-1] + 1) for x in places))
     assert sorted(found[True]) == [(piece, piece) for piece in segments.pieces]
-    shared = [bounds for group in segments.shared for bounds in group]
-    assert sorted(found[False]) == [(answers, prefix) for prefix, answers in shared]
+    assert sorted(found[False]) == [(answers, prefix) for prefix, answers in segments.shared]
 
 
 def test_short_sequences_of_equal_length_are_one_batch():
