@@ -140,4 +140,8 @@ def training_checkpointer(
             last = checkpoints.last
             saved = f"the latest checkpoint is {last}" if last else "there is no checkpoint"
             raise FloatingPointError(f"{error}; {saved}") from None
+        except BaseException:  # in a notebook the next run finds the checkpoint, or races with it
+            if dist.world_size() == 1:
+                checkpoints.wait()
+            raise
         checkpoints.wait()

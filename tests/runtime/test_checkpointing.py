@@ -15,6 +15,7 @@ from step_rows import PROMPTS
 
 import dschat.distributed as dist
 from dschat.checkpoint import manager
+from dschat.checkpoint.async_writer import Writing
 from dschat.checkpoint.compatibility import model_fingerprint
 from dschat.checkpoint.manager import RunState
 from dschat.config import SFTConfig, UserError
@@ -344,6 +345,23 @@ def test_a_mistake_that_one_process_may_have_met_alone_is_not_waited_for(models_
     with pytest.raises(UserError, match="mine"):
         steps(trainer, 1, 2, 3, then=raising(UserError("mine")))
     assert not (tmp_path / "checkpoints/step_000003").exists()
+
+
+def test_what_one_process_alone_has_begun_to_write_is_whole_when_it_fails(
+    models_folder, tmp_path, monkeypatch
+):
+    """A notebook goes on: its next run must find it, and not meet a thread that still writes."""
+    complete = Writing._complete
+
+    def slowly(writing):
+        time.sleep(0.5)
+        return complete(writing)
+
+    monkeypatch.setattr(Writing, "_complete", slowly)
+    trainer = trainer_of(models_folder, output_dir=str(tmp_path), save_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        steps(trainer, 1, 2, 3, then=raising(KeyboardInterrupt()))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
 def test_a_signal_waits_until_the_model_is_saved(tmp_path):
