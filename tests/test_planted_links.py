@@ -12,7 +12,7 @@ from dschat.observability.metrics_log import RowFile, record_start
 from dschat.offline.evaluate import Results
 from dschat.offline.rows import AnswerFile
 from dschat.runtime import output_dir
-from dschat.serving.web_chat import Preference, PreferenceFile, Tie
+from dschat.serving.web_chat import Preference, PreferenceFile
 
 
 def write_report(folder):
@@ -37,12 +37,6 @@ def prefer(folder):
     file.append(Preference(messages=messages, chosen="b", rejected="c"))
 
 
-def tie(folder):
-    messages = [{"role": "user", "content": "a"}]
-    tied = Tie(messages=messages, answers=["b", "c"], verdict="tie")
-    PreferenceFile(str(folder / "p.jsonl")).append(tied)
-
-
 WRITERS = {
     "report": (write_report, ["report.html", "report.html.part"]),
     "summary": (lambda f: write_summary(f, {}), ["summary.json", "summary.json.part"]),
@@ -65,7 +59,6 @@ WRITERS = {
     "stopped": (process_registry.mark_stopped, [".ranks/stopped"]),
     "tensors": (lambda f: atomic_files.write_file(f / "a.json", {}), ["a.json"]),
     "preferences": (prefer, ["p.jsonl"]),
-    "ties": (tie, ["p.ties.jsonl"]),
 }
 
 
