@@ -1,5 +1,5 @@
 """Step 2, learning from pairs: trains a reward model on which of two answers people prefer, or how
-they rank several; or, with --loss dpo, cdpo, ipo or kto, trains the policy on the pairs and leaves
+they rank several; or, with --loss dpo, ipo or kto, trains the policy on the pairs and leaves
 out step 3.
 
     deepspeed step2_reward/main.py --model_name_or_path facebook/opt-350m

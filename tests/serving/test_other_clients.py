@@ -63,12 +63,13 @@ def test_answers(models):
     assert [text.strip() for text in api] == [text.strip() for text in hf]
 
 
-def test_a_judge_asks_the_server(served, tmp_path, monkeypatch):
+def test_a_judge_asks_the_server(served, monkeypatch):
     """Random weights write the number that a schema forces, and otherwise no verdict."""
     pytest.importorskip("llguidance")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    knobs = {"url": f"{served.url}/v1", "model": "tiny", "cache": str(tmp_path), "retries": 0}
-    wanted = {"type": "json_schema", "json_schema": {"name": "rating", "schema": {"const": 7}}}
+    knobs = {"url": f"{served.url}/v1", "model": "tiny", "retries": 0}
+    schema = {"name": "rating", "schema": {"const": "[[7]]"}}
+    wanted = {"type": "json_schema", "json_schema": schema}
     body = {"response_format": wanted}
     one = Judge(rubric="Rate it.", max_tokens=64, body=body, **knobs)
     assert one(["why?"] * 3, ["so", "as", "it"]) == [pytest.approx(6 / 9)] * 3
