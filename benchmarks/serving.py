@@ -5,7 +5,9 @@
 A Llama of 35M parameters with random weights, in fp32, on a GPU in bf16. First, streams that begin
 a new request as soon as one ends, for ``--seconds``: how many requests were answered whole, and the
 times to the first token. Then, by turns, the same prompts to the server and to an idle
-`InferenceEngine`; each answer has 256 tokens. Prints one JSON line each.
+`InferenceEngine`; each answer has 256 tokens. Last, by turns, OpenAI's client asks the server, and
+as an agent the engine of a rollout: each stream eight times, for 16 tokens. Prints one JSON line
+each.
 """
 
 import asyncio
@@ -18,15 +20,21 @@ import time
 from pathlib import Path
 
 import torch
+from openai import AsyncOpenAI
 from report import environment, flags, ratios
 from rollout_workloads import llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat.builtin.tiny_model import resolve_model
+from dschat.config import RLHFConfig
 from dschat.distributed import device
+from dschat.environments.agent_episodes import AgentRunner
+from dschat.environments.agent_server import AgentServer
+from dschat.environments.agents import load_agent
 from dschat.inference import InferenceEngine, SamplingParams
 
 NEW_TOKENS, PROMPT_TOKENS = 256, 32
+NUM_ASKED, SHORT = 8, 16  # an agent's requests, tokens of their answers
 HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -112,6 +120,48 @@ def alone(engine: InferenceEngine, streams: int, seed: int) -> float:
     return streams * NEW_TOKENS / (time.perf_counter() - started)
 
 
+async def asks(client: AsyncOpenAI, prompt: str, **more: dict) -> None:
+    """An agent, and a client of the server."""
+    for number in range(NUM_ASKED):
+        messages = [{"role": "user", "content": f"{prompt}, number {number}?"}]
+        made = await client.chat.completions.create(
+            model="", messages=messages, max_tokens=SHORT, **more
+        )
+        assert made.usage.completion_tokens == SHORT
+
+
+async def clients(port: int, streams: int) -> float:
+    """Requests per second of the server."""
+    more, started = {"extra_body": {"ignore_eos": True}}, time.perf_counter()
+    address = f"http://127.0.0.1:{port}/v1"
+    async with AsyncOpenAI(base_url=address, api_key="none", timeout=600) as client:
+        await asyncio.gather(*(asks(client, f"Stream {i}", **more) for i in range(streams)))
+    return streams * NUM_ASKED / (time.perf_counter() - started)
+
+
+class Agents:
+    """Asks the engine of a rollout."""
+
+    def __init__(self, engine: InferenceEngine, folder: str) -> None:
+        self._engine, self._agent = engine, load_agent(asks)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._server = AgentServer(self._tokenizer)
+
+    def __call__(self, streams: int) -> float:
+        """Requests per second."""
+        args = RLHFConfig(agent_workers=streams)
+        sampling = SamplingParams(SHORT, ignore_eos=True)
+        server, started = self._server, time.perf_counter()
+        runner = AgentRunner(
+            *(self._engine, self._tokenizer, server.encoder, self._agent),
+            *(args, sampling, server.address, server.open),
+        )
+        prompts = [f"Stream {i}" for i in range(streams)]
+        found = runner.run(prompts, [{}] * streams, range(streams), lambda *_: None)
+        assert not any(episode.problem for episode in found), found[0].problem
+        return streams * NUM_ASKED / (time.perf_counter() - started)
+
+
 def main() -> None:
     parser = flags(__doc__, rounds=3)
     parser.add_argument("--streams", type=int, default=64)
@@ -136,6 +186,13 @@ def main() -> None:
                 engines.append(alone(engine, args.streams, seed))
             found = {"case": "against the engine", "served": served, "engine": engines}
             print(json.dumps(found | {"ratio": ratios(served, engines)} | about))
+            served, asked, agents = [], [], Agents(engine, folder)
+            for _ in range(1 + args.rounds):
+                served.append(asyncio.run(clients(port, args.streams)))
+                asked.append(agents(args.streams))
+            served, asked = served[1:], asked[1:]
+            found = {"case": "agents, requests/s", "served": served, "agents": asked}
+            print(json.dumps(found | {"ratio": ratios(asked, served)} | about))
         finally:
             server.terminate()
 

@@ -95,7 +95,7 @@ def workplace(tmp_path, monkeypatch):
         Path("models", name).symlink_to(resolve_model("builtin/tiny"))
     Path("output/demo/step3_rlhf").mkdir(parents=True)  # what other commands have trained
     Path("output/demo/step3_rlhf/actor").symlink_to(resolve_model("builtin/tiny"))
-    for name in ("guess_game", "calculator"):  # what examples/ have written
+    for name in ("guess_game", "calculator", "search"):  # what examples/ have written
         Path("output/data", name).mkdir(parents=True)
         Path("output/data", name, "train.jsonl").write_text(json.dumps(pairs[0]))
     for name in ("training", "examples"):

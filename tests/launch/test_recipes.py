@@ -57,12 +57,13 @@ RANKS = {"llama-2-7b-lora": (128, 128, 64, 64), "qlora-8b-24gb": (32, 32, 32, 0)
 
 # Runs of fewer steps: DPO, reward functions, or a teacher.
 STEPS = {"demo-dpo": [1, 2], "smollm2-addition": [3], "smollm2-hh": [2, 3]} | dict.fromkeys(
-    ("arithmetic", "arithmetic-dapo", "arithmetic-retry", "distill", "game", "long-64k", "tools"),
+    ("arithmetic", "arithmetic-dapo", "arithmetic-retry", "distill", "game", "long-64k")
+    + ("search", "tools"),
     [1, 3],
 )
 # Flags in place of the result of another run, and of data that examples/ write.
 FLAGS = {"distill": ["--teacher_model_name_or_path", "builtin/tiny"]}
-FLAGS |= dict.fromkeys(("game", "tools"), ["--data_path", "builtin/arithmetic"])
+FLAGS |= dict.fromkeys(("game", "search", "tools"), ["--data_path", "builtin/arithmetic"])
 
 
 @pytest.fixture(autouse=True)

@@ -49,9 +49,9 @@ async def play(client, prompt):
     return total
 
 
-def trainer_of(agent=None, reward_fns=(), environment=None, **options):
+def trainer_of(agent=None, reward_fns=(), environment=None, model="builtin/tiny", **options):
     defaults = dict(
-        actor_model_name_or_path="builtin/tiny",
+        actor_model_name_or_path=model,
         critic_model_name_or_path="",
         advantage_estimator="grpo",
         dtype="fp32",
@@ -70,38 +70,50 @@ def trainer_of(agent=None, reward_fns=(), environment=None, **options):
     if environment is not None or agent is not None:
         config.scores_with_objects = True
     set_seed(config.seed)
-    tokenizer = load_tokenizer("builtin/tiny", "--actor_model_name_or_path")
-    engine = DeepSpeedRLHFEngine("builtin/tiny", None, tokenizer, 4, config)
+    tokenizer = load_tokenizer(model, "--actor_model_name_or_path")
+    engine = DeepSpeedRLHFEngine(model, None, tokenizer, 4, config)
     made = DeepSpeedPPOTrainer(
         engine, config, reward_fns=reward_fns, environment=environment, agent=agent
     )
-    stops = tuple(sorted({1, *range(30, 90)}))  # random weights hardly ever draw the end
-    with made.engine.rollout_mode() as generator:
-        generator.stop_ids = stops
+    if model == "builtin/tiny":
+        stops = tuple(sorted({1, *range(30, 90)}))  # random weights hardly ever draw the end
+        with made.engine.rollout_mode() as generator:
+            generator.stop_ids = stops
     return made
 
 
-def prompts_of(trainer, asked=ASKED, **columns):
-    ids = [prompt_text_ids(trainer.engine.tokenizer, chat) for chat in asked]
+def prompts_of(trainer, asked=ASKED, tools=None, **columns):
+    ids = [prompt_text_ids(trainer.engine.tokenizer, chat, tools=tools) for chat in asked]
     texts = [chat[-1]["content"] for chat in asked]
     return PromptTable(ids, columns=columns, sources=asked, texts=texts)
 
 
-def test_an_agent_trains_as_the_environment_of_its_game():
-    pytest.importorskip("openai")
+def same_metrics(forms, tools=None, atol=1e-6, **options):
+    """The metrics of a step with each of ``forms``: their tokens and rewards are the same,
+    log-probs to ``atol``, and the weights after it.
+    """
     seen = []
-    for given in ({"environment": Game}, {"agent": play}):
-        trainer = trainer_of(**given)
-        e = trainer.generate_experience(prompts_of(trainer))
+    for given in forms:
+        trainer = trainer_of(**given, **options)
+        e = trainer.generate_experience(prompts_of(trainer, tools=tools))
         trainer.train_rlhf(e)
         weights = torch.cat([p.detach().flatten() for p in trainer.engine.actor.parameters()])
         seen.append((e, weights, dict(trainer.metrics)))
-    (one, before, _), (other, after, metrics) = seen
-    assert torch.equal(one.input_ids, other.input_ids)
-    assert torch.equal(one.answer_mask, other.answer_mask)
-    for name in ("rollout_logprobs", "scores", "advantages"):
-        assert torch.allclose(getattr(one, name), getattr(other, name), rtol=1e-6, atol=1e-6), name
-    assert torch.allclose(before, after, rtol=0, atol=1e-6)
+    one, before, _ = seen[0]
+    assert one.advantages.any()
+    for other, after, _ in seen[1:]:
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.answer_mask, other.answer_mask)
+        for name in ("rollout_logprobs", "scores", "advantages"):
+            values = getattr(one, name), getattr(other, name)
+            assert torch.allclose(*values, rtol=1e-6, atol=atol), name
+        assert torch.allclose(before, after, rtol=0, atol=1e-6)
+    return [metrics for _, _, metrics in seen]
+
+
+def test_an_agent_trains_as_the_environment_of_its_game():
+    pytest.importorskip("openai")
+    _, metrics = same_metrics([{"environment": Game}, {"agent": play}])
     assert metrics["rollout/turns"] > 1.5
     assert metrics["rollout/rows_per_episode"] == 1
 
