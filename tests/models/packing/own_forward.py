@@ -102,6 +102,9 @@ FULL_LOGITS = (
     "cohere",
     "cohere2",
     "granite",
+    "granitemoe",
+    "minicpm3",
+    "nanochat",
 )
 
 
