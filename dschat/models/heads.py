@@ -39,9 +39,11 @@ from dschat.models.training_engine import full_shape
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# Config fields of families that change logits after the head: Gemma's softcap, Cohere's and
-# Granite's scales, Falcon-H1's multiplier.
-_CHANGES_LOGITS = re.compile(r"logit.*(soft_?cap|scal)|(lm_head|output)_mult|mup_width")
+# Config fields of families that change logits after the head, or what it reads: Gemma's softcap,
+# Cohere's and Granite's scales, Falcon-H1's multiplier, MiniCPM's width.
+_CHANGES_LOGITS = re.compile(
+    r"logit.*(soft_?cap|scal)|(lm_head|output)_mult|mup_width|dim_model_base"
+)
 
 
 class LanguageModel(PackedModel):
