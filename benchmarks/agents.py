@@ -3,7 +3,8 @@
     python benchmarks/agents.py [--model FOLDER] [--prompts 4] [--samples 4] [--rounds 5]
 
 An episode has three answers of up to 32 tokens, which also end at a punctuation mark. Both sides
-draw the same tokens. Prints the seconds of a rollout, and the agents' over the environment's.
+draw the same tokens, but for a draw near the border of two, where other batches round otherwise.
+Prints the seconds of a rollout, and the agents' over the environment's.
 """
 
 import json
@@ -91,12 +92,11 @@ def main():
     sides = {"environment": Side(args, environment=Game), "agent": Side(args, agent=play)}
     found = take_turns("rollout", sides, args.rounds, lambda seen: f"{seen['seconds']:.3g} s")
     seconds = {side: [seen["seconds"] for seen in rows[1:]] for side, rows in found.items()}
-    assert [row["tokens"] for row in found["agent"]] == [r["tokens"] for r in found["environment"]]
     line = {
         "model": args.model,
         "episodes": args.prompts * args.samples,
         "turns": found["agent"][0]["turns"],
-        "tokens": found["agent"][0]["tokens"],
+        "tokens": {side: rows[-1]["tokens"] for side, rows in found.items()},
         "seconds": {side: spread(values) for side, values in seconds.items()},
         "agent_over_environment": ratios(seconds["agent"], seconds["environment"]),
     }

@@ -144,8 +144,7 @@ class Agents:
 
     def __init__(self, engine: InferenceEngine, folder: str) -> None:
         self._engine, self._agent = engine, load_agent(asks)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._server = AgentServer(self._tokenizer)
+        self._server = AgentServer(AutoTokenizer.from_pretrained(folder))
 
     def __call__(self, streams: int) -> float:
         """Requests per second."""
@@ -153,8 +152,8 @@ class Agents:
         sampling = SamplingParams(SHORT, ignore_eos=True)
         server, started = self._server, time.perf_counter()
         runner = AgentRunner(
-            *(self._engine, self._tokenizer, server.encoder, self._agent),
-            *(args, sampling, server.address, server.open),
+            *(self._engine, server.encoder, self._agent, args),
+            *(sampling, server.address, server.open),
         )
         prompts = [f"Stream {i}" for i in range(streams)]
         found = runner.run(prompts, [{}] * streams, range(streams), lambda *_: None)
