@@ -34,6 +34,8 @@ def test_answers_are_those_without_it(name, module_of):
     """Two calls: the second one finds what the first one computed, answers included."""
     module = module_of(name)
     cached, plain = (engine(module, page_size=PAGE, max_num_seqs=3) for _ in range(2))
+    if cached.spec.states:
+        pytest.skip("pages hold no states of layers")
     without_prefixes(plain)
     sampling = SamplingParams(max_new_tokens=7, n=2, seed=3)
     prompts = PROMPTS

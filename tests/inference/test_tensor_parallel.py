@@ -64,8 +64,13 @@ UNEVEN = [range(0, 6), range(6, 8)]
 def test_two_ranks_answer_as_one(name, module_of):
     module = module_of(name)
     shares = [range(0, 3), range(3, 8)]
+    gap = {"qwen3_5_text": 3e-4, "kimi_linear": 2e-4}.get(name, 5e-5)  # states amplify rounding
+    if name == "gpt_bigcode":  # all heads read one key and one value
+        with pytest.raises(UserError, match="does not divide the model's 1 key-value heads"):
+            share_answers(module, shares)
+        return
     for share, got, made in zip(shares, *share_answers(module, shares), strict=True):
-        assert logprob_gap(module, [PROMPTS[i] for i in share], got) < 5e-5
+        assert logprob_gap(module, [PROMPTS[i] for i in share], got) < gap
         assert made.stats.prompts == len(PROMPTS)
 
 

@@ -27,12 +27,13 @@ from dschat.models.lora import adapters, add_lora
 
 SAMPLING = SamplingParams(max_new_tokens=10, n=2, seed=7, ignore_eos=True)
 GAP = 5e-5
+STATES_GAP = {"qwen3_5_text": 3e-4, "kimi_linear": 2e-4}  # states amplify rounding
 LORA_GAP = 8e-5  # merged and unmerged sums are rounded otherwise; the factors are drawn wide
 
 
 def borrowing(module, **knobs):
     made = empty_engine(module.config, **knobs)
-    made.weights.borrow(dict(module.named_parameters()))
+    made.weights.borrow({**dict(module.named_parameters()), **dict(module.named_buffers())})
     return made
 
 
@@ -57,7 +58,8 @@ def test_a_second_load_replaces_the_first_in_place(name, module_of):
 def test_what_is_held_is_what_the_model_has(name, module_of):
     """A tied embedding is stored twice if the head is packed: F.embedding cannot read a packing."""
     module, made = module_of(name), engine(module_of(name))
-    expected = sum(p.nbytes for p in module.parameters())
+    held = {t.data_ptr(): t.nbytes for t in module.state_dict().values()}  # routers' biases, too
+    expected = sum(held.values())
     if module.config.tie_word_embeddings and made.weights.linears["head"].packs:
         expected += module.get_input_embeddings().weight.nbytes
     ones = (f"{base}.weight" for base in made.weights.spec.bare_norms)
@@ -156,13 +158,14 @@ def test_borrowed_weights_give_the_same_answers_and_follow_the_module(name):
     assert made.weights.nbytes == 0
     rollout = made.generate(PROMPTS, SAMPLING)
     assert rollout.token_ids == engine(module).generate(PROMPTS, SAMPLING).token_ids
-    assert logprob_gap(module, PROMPTS, rollout) < GAP
+    gap = STATES_GAP.get(name, GAP)
+    assert logprob_gap(module, PROMPTS, rollout) < gap
     with torch.no_grad():  # as an optimizer does: every parameter, in place
         for parameter, other in zip(module.parameters(), build(name, 1).parameters(), strict=True):
             parameter.copy_(other)
     after = made.generate(PROMPTS, SAMPLING)
     assert after.token_ids != rollout.token_ids
-    assert logprob_gap(module, PROMPTS, after) < GAP
+    assert logprob_gap(module, PROMPTS, after) < gap
 
 
 def test_a_borrowed_module_still_trains(module_of):

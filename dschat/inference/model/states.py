@@ -170,16 +170,21 @@ class StateTrial:
     def _probed(self, rows: list[range], cache: StepCache) -> Tensor:
         """Logits (T, V) of rows of ids, each its position, too; a token attends to itself."""
 
-    @cached_property
+    _reads_rows: bool | None = None
+
+    @property
     def reads_rows(self) -> bool:
-        """Whether layers with states compute rows together, the shorter ones padded on the left, as
-        they do one by one.
+        """Collective. Whether layers with states compute rows together, the shorter ones padded on
+        the left, as they do one by one.
         """
-        problem = self._row_problem()
-        if problem:
-            name = self.config.model_type
-            logger.info("%s: prompts of one length at a time (%s)", name, problem)
-        return not problem
+        # NOTE: no cached_property, which up to Python 3.11 has one lock for all decoders.
+        if self._reads_rows is None:
+            problem = self._row_problem()
+            if problem:
+                name = self.config.model_type
+                logger.info("%s: prompts of one length at a time (%s)", name, problem)
+            self._reads_rows = not problem
+        return self._reads_rows
 
     def _row_problem(self) -> str:
         rows = [_PROBE, _PROBE[:3], _PROBE[:2]]
