@@ -233,13 +233,16 @@ def write_models(case: Case, folder: Path) -> None:
 
 
 def rlhf_config(case: Case, folder: Path, stage: int, **changes: Any) -> RLHFConfig:
-    """Step 3's flags: the defaults, but for sizes, ZeRO and DeepSpeed-Chat's plain advantages."""
+    """Step 3's flags: the defaults, but for sizes, ZeRO, DeepSpeed-Chat's plain advantages and, in
+    GRPO too, a reference model.
+    """
     reward = str(folder / "reward") if case.task == "ppo" else ""
     config = RLHFConfig(
         actor_model_name_or_path=str(folder / "actor"),
         critic_model_name_or_path=reward,
         advantage_estimator="gae" if case.task == "ppo" else "grpo",
         whiten_advantages=False,
+        kl_coef=0.1,
         max_prompt_seq_len=case.max_prompt,
         max_answer_seq_len=case.answer.high,
         per_device_generation_batch_size=case.rows,
