@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ class Handle:
     is_waiting: bool = True  # no token was drawn yet
 
 
-class Delivery:
+class Delivery(ABC):
     """What an event loop's thread and an engine's share: two queues.
 
     Commands go one way, the tokens of a step or a few the other. A first or last token takes all
@@ -85,12 +86,13 @@ class Delivery:
 
     # -- the engine's thread -----------------------------------------------------------------------
 
+    @abstractmethod
     def begin(self, request: Request) -> None:
-        raise NotImplementedError
+        """Give a request to the core."""
 
+    @abstractmethod
     def end(self, request: Request, sample: int | None) -> None:
         """End a request, or one of its answers, which may have ended before."""
-        raise NotImplementedError
 
     def tell(self, events: list[Drawn]) -> None:
         """Send what was drawn."""
