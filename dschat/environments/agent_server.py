@@ -81,11 +81,14 @@ class _Answer(Generation):
         if events and (reason := events[-1].finish_reason) is not None:
             drawn, row = [event.token for event in self._seen], self._row
             ids, logprobs = [token.id for token in drawn], [token.logprob or 0.0 for token in drawn]
-            if not self._episode.take(row, ids, logprobs, self._is_trained):
+            ended = {
+                "is_trained": self._is_trained,
+                "finish_reason": reason,
+                "is_ended": drawn[-1].finish_reason == "stop",
+                "experts": self._request.sequences[0].experts,
+            }
+            if not self._episode.take(row, ids, logprobs, **ended):
                 raise Stopping
-            row.finish_reason = "length" if reason == "length" else "stop"
-            row.is_ended = drawn[-1].finish_reason == "stop"
-            row.experts = self._request.sequences[0].experts
             self.told(self._seen)
         return events
 

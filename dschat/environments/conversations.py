@@ -188,11 +188,15 @@ class Conversations:
             digest.update(_said(said))
         self._idle[digest.digest()] = row
 
-    def take(self, row: Row, answer: list[int], logprobs: list[float], is_trained: bool) -> bool:
-        """Add an answer, unless the episode is over."""
+    def take(self, row: Row, answer: list[int], logprobs: list[float], **ended: Any) -> bool:
+        """Add an answer to ``row``, whose attributes ``ended`` say how, unless the episode is over.
+
+        ``ended``: also ``is_trained``, see `Row.add`.
+        """
         with self._lock:
             if not self.is_over:
-                row.add(answer, logprobs, is_trained)
+                row.add(answer, logprobs, ended.pop("is_trained"))
+                vars(row).update(ended)
                 self.last = row
             return not self.is_over
 
