@@ -125,8 +125,8 @@ def test_chat_answers_the_fixed_prompts(demo_runs):
     answers = result.stdout.splitlines()
     assert len(answers) == len(FIXED_PROMPTS) == 10
     scores = [gold_score(p, a) for p, a in zip(FIXED_PROMPTS, answers, strict=True)]
-    # 7 to 10 were seen, by how a processor rounds.
-    assert sum(score >= 0.8 for score in scores) >= 6, list(zip(answers, scores, strict=True))
+    # 7 where MKL's products round: of the 300 held-out answers 0.83 are good then.
+    assert sum(score >= 0.8 for score in scores) >= 7, list(zip(answers, scores, strict=True))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

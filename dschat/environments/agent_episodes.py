@@ -65,7 +65,7 @@ class AgentRunner(Delivery):
         self._core = engine.core(streaming=True)
         self._asked: list[Request] = []  # since the last step
         self._unended: set[Request] = set()  # of this rank
-        self._over: list[_Key] = []  # those that have ended since the last step
+        self._over: list[_Key] = []  # requests that have ended since the last step
         self._decoding: dict[_Key, Request] = {}  # of all ranks of the group
         self._num_running, self._is_over = 0, False
 

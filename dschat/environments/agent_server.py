@@ -40,7 +40,7 @@ from dschat.openai_api.shaping import shape_of
 MODEL = "actor"
 _MAX_BYTES, _KEEP_ALIVE_S, _MAX_PARSERS = 8 * 2**20, 3600, 64
 _HOSTS = ("127.0.0.1", "localhost")
-# Fields that do not change what an answer is drawn from, and those that are compared.
+# Fields that do not change what an answer is drawn from, and fields that are compared.
 _TAKEN = {"model", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
 _TAKEN |= {"tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs", "seed"}
 _NEVER = {"n", "echo", "continue_final_message", "add_generation_prompt"}

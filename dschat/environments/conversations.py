@@ -1,8 +1,8 @@
 """Keeps the tokens of an agent's conversations with the model.
 
-A request whose messages continue a conversation continues its very tokens: those that were drawn
-stay, and only what the agent added is tokenized. Any other request begins a row of its own: the
-agent has summarised, dropped a thought, branched, or asked something else.
+A request whose messages continue a conversation continues its very tokens: the drawn ones stay, and
+only what the agent added is tokenized. Any other request begins a row of its own: the agent has
+summarised, dropped a thought, branched, or asked something else.
 """
 
 import json

@@ -61,7 +61,7 @@ class Delivery(ABC):
         return handle
 
     def cancel(self, handle: Handle, sample: int | None = None) -> None:
-        """Stop a request, or one of its answers; no effect on those that have ended."""
+        """Stop a request, or one of its answers; no effect on answers that have ended."""
         self._close(handle, handle.open if sample is None else {sample})
         self.commands.put(partial(self._end, handle, sample))
 

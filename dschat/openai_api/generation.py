@@ -96,7 +96,7 @@ class Generation:
         }
 
     def close(self) -> None:
-        """Stop all answers that go on."""
+        """Stop all answers that are not complete."""
         for handle in self._first:
             self.model.worker.cancel(handle)
         self.closed()
